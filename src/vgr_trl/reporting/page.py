@@ -14,11 +14,8 @@ from typing import Any, TypeVar
 from vgr_trl.metrics import first_signs
 from vgr_trl.reporting.records import (
     LOGS_FILE,
-    RECORDS,
-    LogEntry,
     Run,
     as_json,
-    has_records,
     read_logs,
     read_run,
     read_thumbnail,
@@ -31,7 +28,6 @@ PLACE = "VGR_TRL_DATA_GOES_HERE"
 MEGABYTE = 10**6
 SMALLEST, LARGEST = 1.0, 100.0  # megabytes
 
-STATE_FILE = "trainer_state.json"
 LEFT_OUT = {"epoch", "step", "total_flos", "train_loss"} | {
     f"{mode}_{name}" for mode in ("train", "eval") for name in ("runtime", "samples_per_second", "steps_per_second")
 }
@@ -39,7 +35,6 @@ MOST_POINTS, FEWEST_POINTS = 1000, 50  # of a curve
 CURVES_SHARE = 0.3  # of the bytes
 ATTENTION_SHARE = 0.5
 MOST_RECORDS = 200  # of a run that are read
-_ROUNDED = bytes(17 * round(value / 17) for value in range(256))  # to 16 steps: most of a map is then 0, and packs well
 _LEVEL = 6  # of zlib: 9 takes 3.5 times as long for a page 2 % smaller
 
 Key = TypeVar("Key")
@@ -116,7 +111,7 @@ def write_report(
 
     Raises:
         ConfigError: the bound is out of range, or there are not as many names as runs.
-        DataError: a run has neither records nor a `trainer_state.json`, or was written by a later release.
+        DataError: a run has no records, or was written by a later release.
     """
     if not SMALLEST <= max_megabytes <= LARGEST:
         raise ConfigError(f"max_megabytes is {max_megabytes}: give a number in [{SMALLEST:g}, {LARGEST:g}].")
@@ -142,54 +137,30 @@ def page_data(
     folders: Sequence[Path], max_bytes: int, names: Sequence[str] | None = None
 ) -> tuple[list[PageRun], dict[str, str]]:
     """Return the runs, and their thumbnails in base64 by name, as many as fit."""
-    runs = [open_run(folder) for folder in folders]
+    runs = [read_run(folder) for folder in folders]
     output_dirs = [records_folder(folder).parent for folder in folders]
-    names = names or [run.name if run else path.resolve().name for run, path in zip(runs, output_dirs, strict=True)]
+    names = names or [run.name for run in runs]
     pages = []
     for name, run, path in zip(names, runs, output_dirs, strict=True):
         page = PageRun(name if list(names).count(name) == 1 else f"{name} ({path})")
-        if run is not None:
-            page.model, page.created = (str(run.description.get(key) or "") for key in ("model", "created"))
-            page.rewards = run.rewards
+        page.model, page.created = (str(run.description.get(key) or "") for key in ("model", "created"))
+        page.rewards = run.rewards
         read_curves(page, path)
         pages.append(page)
     left = max_bytes - _fit_curves(pages, int(CURVES_SHARE * max_bytes))
     images: dict[str, str] = {}
     for index, (page, run) in enumerate(zip(pages, runs, strict=True)):
-        if run is None:
-            page.notes.append("The run has no records of completions: it has curves only.")
-        elif not run.steps():
+        if not run.steps():
             page.notes.append("The run has no records of completions yet.")
         else:  # equal parts of the page; what a run leaves goes to those behind it
             left -= add_records(page, run, images, left // (len(runs) - index))
     return pages, images
 
 
-def open_run(folder: Path) -> Run | None:
-    """Return the records of a run; None if it has none but a `trainer_state.json`.
-
-    Raises:
-        DataError: it has neither, or its records are of a later version.
-    """
-    records = records_folder(folder)
-    return None if not has_records(records) and find_state(records.parent) is not None else read_run(folder)
-
-
-def size_of_records(run: Run) -> int:
-    """Return the bytes of a run's records, without thumbnails."""
-    return sum(path.stat().st_size for path in run.folder.glob(RECORDS))
-
-
 def read_curves(page: PageRun, output_dir: Path) -> None:
-    """Add the curves of a run: from the log beside its records, else from the `trainer_state.json` of the trainer."""
+    """Add the curves of a run, from the log beside its records."""
     entries = list(read_logs(records_folder(output_dir) / LOGS_FILE))
-    if not entries and (state := find_state(output_dir)) is not None:
-        try:
-            entries = [_entry_of_state(item) for item in json.loads(state.read_text(encoding="utf-8"))["log_history"]]
-            page.notes.append(f"Curves are those of {state.relative_to(output_dir)}.")
-        except (ValueError, KeyError, TypeError) as error:  # transformers writes it in place: a kill cuts it
-            page.notes.append(f"{STATE_FILE} cannot be read ({type(error).__name__}): there are no curves.")
-    elif not entries:
+    if not entries:
         page.notes.append("Nothing was logged yet: there are no curves.")
     trained = {entry.step: entry for entry in entries if entry.mode == "train"}  # of a step run twice, the last
     signs = first_signs((step, trained[step].values) for step in sorted(trained))
@@ -207,21 +178,6 @@ def read_curves(page: PageRun, output_dir: Path) -> None:
         if any(value is not None for value in by_step.values()):
             steps = sorted(by_step)
             page.curves.append(Curve(name, mode, steps, [by_step[step] for step in steps]))
-
-
-def find_state(output_dir: Path) -> Path | None:
-    """Return the `trainer_state.json` of a run, that of its last checkpoint if it has not ended; None without any."""
-    if (state := output_dir / STATE_FILE).is_file():
-        return state
-    states = output_dir.glob(f"checkpoint-*[0-9]/{STATE_FILE}")
-    return max(states, key=lambda path: int(path.parent.name.rpartition("-")[2]), default=None)
-
-
-def _entry_of_state(item: dict[str, Any]) -> LogEntry:
-    """`log_history` holds training and evaluation side by side; evaluation has its prefix."""
-    values = {name: float(value) for name, value in item.items() if isinstance(value, (int, float))}
-    mode = "eval" if any(name.startswith("eval_") for name in values) else "train"
-    return LogEntry(item["step"], mode, 0.0, {**values})
 
 
 def _fit_curves(pages: Sequence[PageRun], max_bytes: int) -> int:
@@ -246,7 +202,6 @@ def add_records(page: PageRun, run: Run, images: dict[str, str], max_bytes: int)
         images: thumbnails of the page in base64, by name, to which those of the records are added.
     """
     left, attention_left = max_bytes, int(ATTENTION_SHARE * max_bytes)
-    is_rounded = size_of_records(run) > max_bytes
     maps = maps_left_out = 0
     missing: set[str] = set()
     order = interleaved(ends_first(run.steps("eval")), ends_first(run.steps("train")))
@@ -265,8 +220,7 @@ def add_records(page: PageRun, run: Run, images: dict[str, str], max_bytes: int)
         left -= size
         for completion, attention in zip(content["completions"], attentions, strict=True):
             if attention is not None:
-                values = attention.values.translate(_ROUNDED) if is_rounded else attention.values
-                shown = as_json({"scale": attention.scale, "values": values})
+                shown = as_json(asdict(attention))
                 if (size := _size(shown)) <= min(left, attention_left):
                     completion["attention"] = shown
                     left, attention_left, maps = left - size, attention_left - size, maps + 1
@@ -280,7 +234,6 @@ def add_records(page: PageRun, run: Run, images: dict[str, str], max_bytes: int)
         f"{count} of {recorded} recorded steps are shown, at even distances; the others do not fit, or cannot be "
         "read.": count < recorded,
         f"Attention over the image is shown for {maps} of {maps + maps_left_out} completions, {small}": maps_left_out,
-        f"Attention over the image is rounded to 16 steps, {small}": maps and is_rounded,
         f"Thumbnails that are missing: {len(missing)}; grey is shown instead.": missing,
     }
     page.notes += [note for note, applies in notes.items() if applies]
