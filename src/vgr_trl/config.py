@@ -660,13 +660,8 @@ CONFLICTS: Conflicts = (
         and not o.takes_strength,
      "noisy_perturbation is {o.noisy_perturbation}, which has no strength that noisy_decay could lower: give "
      "noisy_decay_of generations, or another perturbation."),
-    (lambda o: not o.blind_tag.isidentifier(),
-     "blind_tag is {o.blind_tag!r}: give a name, such as description."),
     (lambda o: any(name not in o.blind_prompt for name in ("{description}", "{question}")),
      "blind_prompt lacks {{description}} or {{question}}: write both where they belong."),
-    (lambda o: len(paths := [p for p in (getattr(o, name) for name in LOG_OPTIONS) if p]) > len(set(paths)),
-     "Two of rollout_log_path, eval_log_path, attention_diag_log_path and token_weights_log_path name the same file: "
-     "give each a file of its own."),
 )
 # fmt: on
 

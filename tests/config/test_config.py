@@ -155,7 +155,6 @@ GAE = {"advantage_estimator": "gae"}
         ({"perturbation": "remove_image", "perception_loss_weight": 0.1}, "same prompts"),
         ({"token_weights_clip": [2, 3]}, "low <= 1 <= high"),
         ({"blind_prompt": "{question}"}, "{description}"),
-        ({"rollout_log_path": "a.md", "eval_log_path": "a.md"}, "same file"),
         ({"credit_rules": ["perception_filter", "perception_weights"]}, "one of them"),
         ({"plugin_options": "{"}, "no JSON"),
     ],
