@@ -105,12 +105,11 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Line(NamedTuple):
-    """A line of the table: their key, our option (or why there is none), its value, whether it was stated."""
+    """A line of the table: their key (* where it was not stated), our option and its value, or why there is none."""
 
     key: str
     ours: str
     value: str
-    is_stated: bool
 
 
 @dataclass
@@ -191,19 +190,20 @@ class Conversion:
         """The table of keys and options."""
         reasons, lines = {**self.stopped, **self.refused}, list[Line]()
         for key, known in KEYS.items():
-            name, is_stated, options = self.names.get(key, key), key in self.stated, self.made.get(key, ())
+            name, options = self.names.get(key, key), self.made.get(key, ())
+            mark = name if key in self.stated else f"{name}*"
             if name in reasons:
-                lines.append(Line(name, "—", f"stops: {reasons.pop(name).split(': ', 1)[-1]}", is_stated))
+                lines.append(Line(mark, "—", f"stops: {reasons.pop(name).split(': ', 1)[-1]}"))
             elif options:
-                lines += [Line(name, option, str(self.options[option]), is_stated) for option in options]
-            elif is_stated:
-                lines.append(Line(name, "—", known.why or "has no part in this configuration", True))
-        lines += [Line(key, "—", f"stops: {why}", True) for key, why in reasons.items()]
-        return lines + [Line("(none)", name, str(self.options[name]), False) for name in self.made.get("", ())]
+                lines += [Line(mark, option, str(self.options[option])) for option in options]
+            elif key in self.stated:
+                lines.append(Line(name, "—", known.why or "has no part in this configuration"))
+        lines += [Line(key, "—", f"stops: {why}") for key, why in reasons.items()]
+        return lines + [Line("(none)*", name, str(self.options[name])) for name in self.made.get("", ())]
 
     def table(self) -> str:
         """Return the table as text, and a sentence where another number of processes was configured."""
-        rows = [("key", "ours", "value")] + [(line.key + "*" * (not line.is_stated), *line[1:3]) for line in self.lines]
+        rows = [Line("key", "ours", "value"), *self.lines]
         first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
         text = ["A configuration of EasyR1 in options of this library (*: theirs by default):"]
         text += [f"  {key:<{first}}  {ours:<{second}}  {value}" for key, ours, value in rows]
