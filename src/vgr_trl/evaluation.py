@@ -4,7 +4,7 @@ import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
@@ -259,7 +259,9 @@ class Writer:
             suppress_tokens=self._image_ids(),
             **sampling,
         )
-        with _only_these_settings(self.model, settings):
+        # What the checkpoint prefers (beams, a smaller top_k, …) would fill in what these settings leave open.
+        owner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        with patched_attribute(owner, "generation_config", settings):
             ids = self.model.generate(**inputs, generation_config=settings)
         return list(self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
@@ -276,12 +278,6 @@ class Writer:
         """TRL suppresses the image token while it samples, so it is suppressed here too."""
         image_id = getattr(getattr(self.model, "config", None), "image_token_id", None)
         return [image_id] if isinstance(image_id, int) and self.tokenizer is not self.processor else None
-
-
-def _only_these_settings(model: Any, settings: GenerationConfig) -> AbstractContextManager[None]:
-    """Keep what the checkpoint prefers (beams, a smaller top_k, …) from filling in what `settings` leaves open."""
-    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return patched_attribute(owner, "generation_config", settings)
 
 
 def _left_padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
