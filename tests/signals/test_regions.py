@@ -77,17 +77,6 @@ def test_the_boxes_of_tiles_and_their_thumbnail():
     assert shown_by(processor, [(0, 0, 0.5, 1)], (64, 32), 12) == [0, 1, 2, 3, 8, 10]
 
 
-def test_images_padded_and_tiles_of_unequal_size():
-    """Mistral 3: 4 x 8 of 8 x 8 pixels, 2 tokens. LFM2-VL: tiles of 2 x 4 and 2 x 2 patches, a token for 2 x 2."""
-    lit = torch.zeros(1, 3, 8, 8)
-    lit[..., :4, 4:] = 1
-    assert token_shares(lit, {"image_sizes": torch.tensor([[4, 8]])}, 2).tolist() == [0, 1]
-    patches = torch.zeros(2, 8, 5)
-    patches[0, [2, 3, 6, 7]] = 1
-    shapes = {"spatial_shapes": torch.tensor([[2, 4], [2, 2]])}
-    assert token_shares(patches, shapes, 3).tolist() == [0, 1, 0]
-
-
 def test_pixels_that_no_one_knows_the_tokens_of():
     with pytest.raises(
         DataError, match=r"An image has 7 tokens and the pixel inputs \{'pixel_values': \(1, 3, 16, 16\)\}"

@@ -68,19 +68,7 @@ def token_shares(lit: torch.Tensor, given: Mapping[str, torch.Tensor], num_token
     if "image_grid_thw" in given:  # Qwen, GLM: the patches of a token stand together
         patches = lit.flatten(1).mean(1)
         found = patches.view(num_tokens, -1).mean(1) if num_tokens and not len(patches) % num_tokens else patches
-    elif "spatial_shapes" in given:  # LFM2-VL: tiles of unequal size
-        sizes = [(int(rows), int(columns)) for rows, columns in given["spatial_shapes"].tolist()]
-        factor = isqrt(max(sum(rows * columns for rows, columns in sizes) // max(num_tokens, 1), 1))
-        tiles = [
-            tile[: rows * columns].mean(-1).view(rows, columns)
-            for tile, (rows, columns) in zip(lit, sizes, strict=True)
-        ]
-        found = torch.cat([_pooled(tile, tile.size(0) // factor, tile.size(1) // factor) for tile in tiles])
-    elif "image_sizes" in given and lit.ndim == 4:  # Mistral 3: padded on the right and below
-        rows, columns = given["image_sizes"][0].tolist()
-        side = isqrt(max(rows * columns // max(num_tokens, 1), 1))
-        found = _pooled(lit[0, :, :rows, :columns].mean(0), rows // side, columns // side)
-    elif "image_sizes" in given:  # LLaVA-NeXT: rows of tiles without their padding, which nobody has asked for
+    elif "spatial_shapes" in given or "image_sizes" in given:  # tiles of unequal size, or rows of them without padding
         found = lit.new_zeros(0)
     else:  # squares: of one image, of its tiles, or of its tiles padded to those of another row
         squares = lit.flatten(0, 1) if lit.ndim == 5 else lit
