@@ -17,7 +17,7 @@ TESTS = (
     "tests/efficiency/test_image_steps.py",
     "tests/training/test_adapters.py",
     "tests/training/checkpoints/test_checkpoints.py",
-    "tests/training/choice/test_choosing.py",
+    "tests/sampling/test_select_groups.py",
     "tests/training/test_loss_terms.py",
     "tests/training/test_measuring.py",
     "tests/training/checkpoints/test_resuming.py",

@@ -10,11 +10,10 @@ def length_reward(completions, **kwargs):
 def tables_of(model_folder, question_file, output):
     """How many images each row of the tables has."""
     rows = prompts(question_file)
-    names = rows.column_names
-    questions = [{name: rows[index][name] for name in names} for index in range(4)]
+    questions = [dict(rows[index]) for index in range(4)]
     for index in (1, 2):
-        questions[index] |= {name: None for name in names if name in ("image", "images")}
-    rows = type(rows).from_list(questions, rows.features)
+        questions[index] |= {name: None for name in questions[0] if name in ("image", "images")}
+    rows = type(rows).from_list(questions)
     options = config(
         output,
         per_device_train_batch_size=4,

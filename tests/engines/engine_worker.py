@@ -76,7 +76,7 @@ def rows_of(file: str, case: Case) -> Dataset:
         row[name] = changed if name == "images" else changed[0]
         if case.without_images and number % 4 == 3:
             row[name] = None
-    return Dataset.from_list(rows, prompts(file).features)
+    return Dataset.from_list(rows)
 
 
 def trainer_of(kind: str, case: Case, data: tuple[str, str], output: Path, **changed):

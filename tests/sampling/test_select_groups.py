@@ -5,7 +5,7 @@ import math
 import pandas
 import pytest
 import torch
-from datasets import concatenate_datasets
+from datasets import IterableDataset, concatenate_datasets
 from support.trainers import logged, weights
 
 from vgr_trl.rewards import accuracy_reward, vgr_reward
@@ -226,7 +226,7 @@ class TestFurtherPrompts:
 
     @pytest.mark.parametrize("streamed", [False, True])
     def test_a_resumed_run_draws_the_same(self, make, tmp_path, streamed):
-        rows = make.rows.with_format(None).to_iterable_dataset() if streamed else make.rows
+        rows = IterableDataset.from_generator(lambda: iter(make.rows)) if streamed else make.rows
         options = {**ALL_DEAD, "save_strategy": "steps", "save_steps": 3, "max_steps": 6, "rows": rows}
         options |= {"shuffle_dataset": False} if streamed else {}
         whole = make(**options)
