@@ -12,7 +12,7 @@ from trl import TrlParser
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.train import describe_run
 from vgr_trl.config import ALIASES
-from vgr_trl.options import FACTS, changed_options, check_options, check_value, options_in_effect, unused_options
+from vgr_trl.options import changed_options, check_value, unused_options
 from vgr_trl.utils import ConfigError, VGRError
 
 HINTS = get_type_hints(DAPOConfig)
@@ -76,14 +76,10 @@ def test_values_of_another_type():
     [
         ("top_p_perception_tokens", 0.0, "a number above 0 and of at most 1"),
         ("warmup_ratio", 1.0, "a number of at least 0 and below 1"),
-        ("mdi_balance_ratio", 1.0, "a number above 1"),
-        ("rollout_log_samples", 0, "an integer of at least 1"),
-        ("perturb_per", "row", "one of prompt, completion"),
-        ("credit_rules", "vgpo", "a list, ['vgpo']"),
-        ("token_weights_clip", [-1, 2], "a number of at least 0"),
-        ("noise_std", 1e7, "a number of at least 0 and of at most 1e+06"),
+        ("rollout_log_samples", 0, "an integer of at least 1"), ("perturb_per", "row", "one of prompt, completion"),
+        ("credit_rules", "vgpo", "a list, ['vgpo']"), ("token_weights_clip", [-1, 2], "a number of at least 0"),
     ],
-)
+)  # fmt: skip
 def test_what_is_accepted_instead(tmp_path, name, value, accepted):
     with pytest.raises(ConfigError, match=re.escape(f"give {accepted}.")) as caught:
         config(tmp_path, **{name: value})
@@ -100,10 +96,6 @@ def test_numbers_of_trl_are_checked_too(tmp_path):
     for name, value in outside.items():
         with pytest.raises(ConfigError, match=f"^{name} is {value}: give "):
             config(tmp_path, **{name: value})
-    for name in (name for name, hint in HINTS.items() if hint in (int, float)):
-        with pytest.raises(ConfigError, match=f"{name} is None"):
-            config(tmp_path, **{name: None})
-    assert config(tmp_path, epsilon_high=None, min_p=None).epsilon_high is None
 
 
 def test_aliases_set_the_options_they_stand_for(tmp_path):
@@ -124,9 +116,7 @@ def test_aliases_set_the_options_they_stand_for(tmp_path):
 
 
 def test_on_and_off_may_be_what_yaml_reads_them_as(tmp_path):
-    assert config(tmp_path, share_prompts=False).share_prompts == "off"
-    assert config(tmp_path, share_prompts=True).share_prompts == "on"
-    assert config(tmp_path, skip_padding=False).skip_padding == "off"
+    assert [config(tmp_path, share_prompts=value).share_prompts for value in (False, True)] == ["off", "on"]
 
 
 GAE = {"advantage_estimator": "gae"}
@@ -135,49 +125,30 @@ GAE = {"advantage_estimator": "gae"}
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"loss_type": "bogus"}, "loss_type"),
-        ({"output_dir": " "}, "output_dir"),
-        ({"max_steps": 0}, "nothing would be trained"),
-        ({"save_steps": 0}, "save_steps"),
+        ({"output_dir": " "}, "output_dir"), ({"max_steps": 0}, "nothing would be trained"),
         ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_steps"),
         ({"soft_punish_cache": 600, "max_completion_length": 512}, "max_completion_length, 512"),
         ({"clip_ratio_dual": 1.25}, "clip_ratio_dual"),
         ({"importance_sampling_level": "sequence", "token_weights": True}, "ignore token weights"),
-        ({"kl_coef": 0.1, "beta": 0.1}, "kl_coef, or beta"),
-        ({"replay_buffer_size": 4, **GAE}, "earlier critic"),
+        ({"kl_coef": 0.1, "beta": 0.1}, "kl_coef, or beta"), ({"replay_buffer_size": 4, **GAE}, "earlier critic"),
         ({"critic_warmup": 2, "weight_decay": 0.1, **GAE}, "weight_decay"),
         ({"filter_low": 0.9, "filter_high": 0.1}, "filter_low < filter_high"),
-        ({"filter_mode": "quantile", "filter_high": 2.0}, "quantiles"),
         ({"eval_temperature": 0}, "num_generations_eval 1"),
-        ({"noisy_decay": "exponential"}, "below 1"),
         ({"noisy_generations": 2, "noisy_perturbation": "mask_image", "noisy_decay": "linear"}, "no strength"),
-        ({"further_perturbations": ["blacken_patches"]}, "each perturbation once"),
         ({"perturbation": "remove_image", "perception_loss_weight": 0.1}, "same prompts"),
-        ({"token_weights_clip": [2, 3]}, "low <= 1 <= high"),
         ({"blind_prompt": "{question}"}, "{description}"),
         ({"credit_rules": ["perception_filter", "perception_weights"]}, "one of them"),
         ({"plugin_options": "{"}, "no JSON"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_combinations_that_are_refused(tmp_path, options, word):
     with pytest.raises(ConfigError, match=re.escape(word)):
         config(tmp_path, **options)
-    allowed_next_to_it = {"importance_sampling_level": "sequence", "token_weights": True, "loss_type": "cispo"}
-    config(tmp_path, **allowed_next_to_it, soft_punish_cache=512, max_completion_length=512)
 
 
 def unused(tmp_path: Path, absent=(), **given: object) -> dict[str, str]:
     return unused_options(config(tmp_path, **given), absent)
-
-
-def test_every_need_of_an_option_can_be_read(tmp_path):
-    plain = config(tmp_path)
-    check_options(plain)
-    for name, metadata in OWN.items():
-        needs = metadata["needs"]
-        if isinstance(needs, str) and needs not in FACTS:
-            assert all(re.split("!?=", need)[0] in HINTS for need in needs.split(" or ")), name
 
 
 FILTER = {"enable_perception_filtering": True}
@@ -189,33 +160,20 @@ FILTER = {"enable_perception_filtering": True}
         ({}, {}),
         ({"filter_low": 0.1, "filter_high": 2.0}, dict.fromkeys(
             ("filter_low", "filter_high"), "online_filtering is False")),
-        ({"filter_low": 0.1, "online_filtering": True}, {}),
         ({"filter_min_reward": 1.0}, {"filter_min_reward": "replay_buffer_size is 0"}),
         ({"replay_var_epsilon": 0.1, "enable_trajectory_reweighting": True}, {}),
         ({"token_weights_clip": [0.5, 2.0]},
          {"token_weights_clip": "token_weights is False and enable_perception_filtering is False"}),
-        ({"token_weights_clip": [0.5, 2.0], "perception_weighting": "soft", **FILTER}, {}),
-        ({"top_p_perception_tokens": 0.4, "perception_weighting": "soft", **FILTER},
-         {"top_p_perception_tokens": "perception_weighting is soft"}),
-        ({"kl_penalty": "kl", "kl_target": 1.0}, dict.fromkeys(("kl_penalty", "kl_target"), "kl_coef is 0.0")),
         ({"kl_coef": 0.1, "kl_horizon": 1.0}, {"kl_horizon": "kl_type is fixed"}),
         ({"kl_coef": 0.1, "kl_type": "adaptive", "kl_horizon": 1.0, "kl_penalty": "kl"}, {}),
         ({"dynamic_sampling": "resample", "scale_rewards": "none", **GAE},
          {"dynamic_sampling": "advantage_estimator is gae and online_filtering is False",
           "scale_rewards": "advantage_estimator is gae"}),
-        ({"dynamic_sampling": "resample", "online_filtering": True, **GAE}, {}),
         ({"vllm_mode": "server", "vllm_gpu_memory_utilization": 0.5}, dict.fromkeys(
             ("vllm_mode", "vllm_gpu_memory_utilization"), "use_vllm is False")),
-        ({"sapo_temperature_neg": 2.0, "vespo_k_pos": 3.0, "loss_type": "sapo"}, {"vespo_k_pos": "loss_type is sapo"}),
         ({"patch_size": 8}, {"patch_size": "nothing is measured on perturbed images"}),
-        ({"patch_size": 8, "der_loss_weight2": 0.03}, {}),
         ({"patch_size": 8, "perturbation": "mask_image", "perception_loss_weight": 0.01},
          {"patch_size": "images are perturbed by mask_image"}),
-        ({"crop_share": 0.4, "noisy_generations": 2, "noisy_perturbation": "crop_image", "noisy_decay_coef": 2.0},
-         {"noisy_decay_coef": "noisy_decay is none"}),
-        ({"rollout_log_samples": 8, "rollout_log_max_megabytes": 8, "rollout_log_steps": 0, "log_completions": True},
-         {"rollout_log_samples": "rollout_log_steps is 0"}),
-        ({"prompt_preview_length": 5, "markdown_logs": False, "rollout_log_path": "a.md"}, {}),
         ({"epsilon": 0.1, "loss_type": "cispo"}, {"epsilon": "loss_type is cispo"}),
         ({"mdi_balance_ratio": 3.0, "absent": ["attention"]}, {"mdi_balance_ratio": "attention is not measured"}),
         ({"early_reward_weights": [1.0], "absent": ["changing_weights"]},
@@ -239,24 +197,12 @@ def test_the_trainer_names_options_without_effect_and_the_plan_does_not_show_the
     assert "token_weights_clip" not in changed_options(trainer.args)
 
 
-def test_options_in_effect_are_those_changed_and_those_that_need_them(tmp_path):
-    given = config(tmp_path, kl_coef=0.1, filter_low=0.2)
-    shown = options_in_effect(given, ["filter_low", "kl_coef", "kl_type", "kl_target", "patch_size", "gamma"])
-    assert list(shown) == ["kl_coef", "kl_type"]
-
-
 def test_flags_and_a_file_as_users_write_them(tmp_path):
     file = tmp_path / "x.yaml"
     file.write_text("warmup_ratio: 0.1\nuse_cpu: true\nbf16: false\nearly_reward_weights: [1.0, 2.0]\n")
     flags = f"--config {file} --warmup_ratio 0.2 --output_dir {tmp_path} --reward_weights 2.5 1.0"
-    flags += " --soft_punish_cache 50 --eval_num_generations 4 --share_prompts on"
+    flags += " --soft_punish_cache 50 --eval_num_generations 4 --share_prompts on --resume_from_checkpoint"
     (made,) = TrlParser(DAPOConfig).parse_args_and_config(flags.split())
     assert (made.warmup_steps, made.early_reward_weights, made.reward_weights) == (0.2, [1.0, 2.0], [2.5, 1.0])
     assert (made.soft_punish_cache, made.num_generations_eval, made.share_prompts) == (50, 4, "on")
-
-
-@pytest.mark.parametrize(("flags", "value"), [([], None), (["--resume_from_checkpoint"], "latest")])
-def test_resume_without_a_path_means_the_latest(tmp_path, flags, value):
-    fixed = ["--use_cpu", "--bf16", "false", "--output_dir", str(tmp_path)]
-    (made,) = TrlParser(DAPOConfig).parse_args_and_config([*fixed, *flags])
-    assert made.resume_from_checkpoint == value
+    assert made.resume_from_checkpoint == "latest"

@@ -40,13 +40,10 @@ def test_estimators_by_hand(rewards, estimator, expected):
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
-        ("grpo", [-0.7071068 / 1.0001414, 0, 0.7071068 / 1.0001414]),
-        ("rloo", [-1, 0, 1]),
-        ("remax", [-0.5, 0, 0.5]),
-        ("reinforce_plus_plus", [-0.7071068, 0, 0.7071068]),
-        ("grpo_passk", [0, 0, 1.4142116]),
+        ("grpo", [-0.7071068 / 1.0001414, 0, 0.7071068 / 1.0001414]), ("rloo", [-1, 0, 1]), ("remax", [-0.5, 0, 0.5]),
+        ("reinforce_plus_plus", [-0.7071068, 0, 0.7071068]), ("grpo_passk", [0, 0, 1.4142116]),
     ],
-)
+)  # fmt: skip
 def test_a_completion_without_a_reward_is_left_out(estimator, expected):
     """0 and 1 remain, with mean 0.5 and deviation sqrt(0.5) = 0.7071068."""
     baseline = [0.5] if estimator == "remax" else None

@@ -11,9 +11,9 @@ from transformers import AutoProcessor, GenerationConfig, PreTrainedTokenizerFas
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.demo.demo import draw_questions
-from vgr_trl.evaluation import Writer, blank_image, conversation_of, evaluate, majority, wilson
+from vgr_trl.evaluation import Writer, blank_image, conversation_of, evaluate
 from vgr_trl.rewards import mdi_reward
-from vgr_trl.utils import ConfigError, DataError, RewardError
+from vgr_trl.utils import VGRError
 
 
 class Scripted(torch.nn.Module):
@@ -89,19 +89,6 @@ def test_interval_unparsable_and_majority_by_hand(tokenizer):
     assert result.majority == pytest.approx(2 / 3)
     assert (result.blind, result.mean_at_k, result.pass_at_k) == (None, None, None)
     assert result.rewards == {"letters_reward": pytest.approx(len("what colour") / 2)}
-    assert "records" not in result.to_dict()
-
-
-def test_majority_counts_letters_and_texts_apart():
-    answers = [0, 0, 1, "red", "blue", None]
-    assert majority(answers) == pytest.approx((2 + 1) / 6)
-    assert wilson(0, 10)[0] == 0.0
-    assert wilson(10, 10)[1] == pytest.approx(1.0)
-
-
-def test_a_reward_that_needs_attention_is_refused_before_generation(tokenizer):
-    with pytest.raises(RewardError, match="mdi_reward cannot be called with what is passed to it"):
-        evaluate(Scripted(tokenizer, SCRIPT), tokenizer, ROWS, reward_funcs=[mdi_reward])
 
 
 def test_rows_without_solution_are_counted_not_scored(tokenizer):
@@ -112,12 +99,12 @@ def test_rows_without_solution_are_counted_not_scored(tokenizer):
 
 def test_rows_that_cannot_be_evaluated(tokenizer):
     for rows, more, message in (
-        ([], {}, "None of the 0 rows has a usable"),
         ([{"problem": "what ?"}], {}, "None of the 1 rows has a usable"),
         (ROWS, {"blank_images": True}, "needs images"),
+        (ROWS, {"reward_funcs": [mdi_reward]}, "mdi_reward cannot be called with what is passed to it"),
         (ROWS, {"group_by": "famly"}, "group_by is 'famly': give one of the columns problem, solution, family"),
     ):
-        with pytest.raises((ConfigError, DataError), match=message):
+        with pytest.raises(VGRError, match=message):
             evaluate(Scripted(tokenizer, SCRIPT), tokenizer, rows, num_samples=0, progress=False, **more)
 
 
@@ -134,9 +121,6 @@ def test_a_batch_is_answered_as_its_rows_are_one_by_one(text_model, tokenizer):
     assert [record["greedy"] for record in together.records] == alone
     assert len(set(alone)) > 1, "the prompts matter"
     assert text_model.generation_config.num_beams == 3, "the checkpoint's settings are put back"
-    expected = text_model(**Writer(text_model, tokenizer, 1).prompt(["red"])).logits[0, -1].argmax().item()
-    first = Writer(text_model, tokenizer, 1).greedy(Writer(text_model, tokenizer, 1).prompt(["red"]))
-    assert first == [tokenizer.decode([expected], skip_special_tokens=True)]
 
 
 def test_rows_with_and_without_images_share_a_batch(model_folder):
@@ -155,9 +139,6 @@ def test_rows_with_and_without_images_share_a_batch(model_folder):
     moved = (together - last_logits(rows, blank=True)).abs().amax(dim=1)
     assert moved[0] > 1e-4 < moved[2], "a blanked image is another input"
     assert moved[1] < 1e-5, "a row without image has nothing to blank"
-
-
-def test_a_blank_image_shows_nothing():
     blank = blank_image(Image.effect_noise((30, 20), 90))
     assert (blank.size, blank.mode, blank.getcolors()) == ((30, 20), "RGB", [(600, (128, 128, 128))])
 
@@ -171,8 +152,6 @@ def test_the_lmms_eval_task_gives_the_conversation_of_training_and_grades_it(tmp
     for key in ("doc_to_visual", "doc_to_text", "doc_to_messages", "process_results"):
         assert callable(task[settings[key].removeprefix("questions.")])
     row = draw_questions(1, seed=3, split="test")[0]
-    assert task["text"](row, {}).startswith(row["problem"])
-    assert [image.size for image in task["images"](row)] == [row["image"].size]
     assert task["results"](row, [f"<answer>{row['solution']}</answer>"]) == {"accuracy": 1.0}
     assert task["results"](row, ["no idea"]) == {"accuracy": 0.0}
     row["problem"] = "Look: <image> " + row["problem"]

@@ -48,9 +48,7 @@ def test_names_of_the_notes():
         ({"token_weights": True, "enable_token_weights": True}, "token_weights is given twice"),
         ({"token_weight_topk_ratio": 2.0}, "topk_ratio is 2.0"),
         ({"apply_to": "mask"}, "apply_to is given, but token_weights is False"),
-        ({"black_prob": 0.3}, "but nothing is measured on perturbed images"),
         ({"seed": 1}, "but nothing is measured on perturbed images"),
-        ({"right_from": 0.1, "vgr_reward_weight": 1.0}, "right_from is given, but hard_negative_reward_weight is 0"),
         ({"credit_rules": ["vgpo"]}, "the credit rule vgpo reads similarity, which is not measured here"),
     ],
 )
@@ -65,7 +63,6 @@ def test_names_of_estimators_and_losses_switch_options_on():
     assert options_of("grpo", {"use_entropy_penalty": True}, "vgr_vppo").use_entropy_penalty
     for estimator, given, loss, sentence in (
         ("grpo", {"token_weights": True}, None, "adv_estimator is 'grpo', which does not read"),
-        ("vgr", {"use_entropy_penalty": True}, "vanilla", "loss_mode is 'vanilla', which does not read"),
         ("vgr", {}, "vgr_papo", "perception_loss_weight is 0"),
     ):
         with pytest.raises(ConfigError, match=sentence):
@@ -139,23 +136,17 @@ def test_weights_and_another_rule_multiply(where):
 
 def test_without_weights_all_are_1_and_a_reward_needs_attention():
     mask = torch.ones(1, 2)
+    given = {"token_level_rewards": mask, "response_mask": mask, "index": ["a"]}
     context = SignalContext(options_of("vgr_token_weights", {"collect_attentions": True}))
     with pytest.warns(UserWarning, match="all weights are 1"):
-        advantages, _ = estimate(centred, context, token_level_rewards=mask, response_mask=mask, index=["a"])
-    assert advantages.tolist() == [[1.5, 1.5]]
-    for given, sentence in (
-        ({"vgr_reward_weight": 1.0}, "the batch has no measured attention"),
-        ({"enable_entropy_filtering": True}, "reads entropies, which this trainer does not compute"),
-    ):
-        with pytest.raises(ConfigError, match=sentence):
-            estimate(centred, SignalContext(SignalOptions.read(given)), token_level_rewards=mask, response_mask=mask,
-                     index=["a"])  # fmt: skip
+        assert estimate(centred, context, **given)[0].tolist() == [[1.5, 1.5]]
+    with pytest.raises(ConfigError, match="the batch has no measured attention"):
+        estimate(centred, SignalContext(SignalOptions.read({"vgr_reward_weight": 1.0})), **given)
     estimator = named_estimator("vgr", lambda name: centred)
-    given = {"token_level_rewards": mask, "response_mask": mask, "index": ["a"], "config": None}
     with pytest.raises(ConfigError, match="The advantage estimator vgr got no signals: .*VERL_ENGINE_VENDOR=vgr"):
-        estimator(**given)
+        estimator(**given, config=None)
     with set_signal_context(SignalContext(SignalOptions())):
-        assert estimator(**given)[0].tolist() == [[1.5, 1.5]]
+        assert estimator(**given, config=None)[0].tolist() == [[1.5, 1.5]]
 
 
 def mean(loss_mat, loss_mask, loss_agg_mode):

@@ -6,19 +6,7 @@ python -m pytest tests/integrations/test_vgr_integration.py
 import pytest
 import torch
 
-from vgr_trl.integrations.verl import token_vgr_weights
 from vgr_trl.integrations.verl.credit import SignalContext, options_of, shape
-from vgr_trl.signals.ratios import AttentionMass
-
-
-def test_a_token_that_looks_at_the_image_gets_more_weight():
-    """VGR 1, 2, 4: weights 12/7, 6/7, 3/7 (definitions); advantages are multiplied, the mask stays."""
-    count = torch.tensor([2])
-    vision = torch.full((1, 1, 3), 0.2)
-    mass = AttentionMass(vision, vision * torch.tensor([1.0, 2.0, 4.0]), count, count, torch.ones(1, 3) > 0)
-    weights, info = token_vgr_weights(mass, clip=None)
-    assert weights[0].tolist() == pytest.approx([12 / 7, 6 / 7, 3 / 7])
-    assert info["vgr"].item() == pytest.approx(7 / 3)
 
 
 @pytest.mark.parametrize("apply_to", ["advantages", "mask"])

@@ -12,9 +12,9 @@ from vgr_trl import DAPOConfig
 from vgr_trl.credit import CreditOptions, shape_advantages
 from vgr_trl.loss import entropy_penalty, kl_penalty, perception_loss
 from vgr_trl.recipes import load_recipe
-from vgr_trl.rewards import get_soft_overlong_punishment, load_reward, mdi_reward, vgr_reward
+from vgr_trl.rewards import get_soft_overlong_punishment, load_reward
 from vgr_trl.signals.named import RolloutSignals
-from vgr_trl.signals.ratios import AttentionMass, jensen_shannon, visual_dependency
+from vgr_trl.signals.ratios import jensen_shannon, visual_dependency
 
 LOSS = ("loss_type", "epsilon", "epsilon_high", "delta")
 RECORDED = Path(__file__).parent / "recorded"
@@ -47,14 +47,11 @@ def credit_options(recipe):
 
 def perception_terms(recipe, logps, perturbed_logps, mask):
     """PAPO's loss per token, with the coefficients of a recipe."""
+    of_policy, of_perturbed = recipe["der_loss_weight1"], recipe["der_loss_weight2"]
     return perception_loss(
-        logps,
-        perturbed_logps,
-        mask,
-        coefficient=recipe["perception_loss_weight"],
-        entropy_coefficient=recipe["der_loss_weight1"],
-        perturbed_entropy_coefficient=recipe["der_loss_weight2"],
-    )
+        logps, perturbed_logps, mask, coefficient=recipe["perception_loss_weight"], entropy_coefficient=of_policy,
+        perturbed_entropy_coefficient=of_perturbed,
+    )  # fmt: skip
 
 
 def three_tokens(*ratios, old=-1.0):
@@ -63,18 +60,6 @@ def three_tokens(*ratios, old=-1.0):
     old = torch.full((2, 2), old)
     logps = old + torch.tensor([[ratios[0], ratios[1]], [ratios[2], 1.0]]).log()
     return torch.tensor([1.0, -1.0]), logps, mask, old
-
-
-def test_grpo_by_hand(stock):
-    """Ratios 1.5, 1 and 0.7, clipped to [0.8, 1.3]: (1.3 + 1) / 2 and -0.8, of which the mean is 0.175.
-
-    KL of the reference at log-ratio ln 2: ½ + ln 2 - 1 = 0.1931, times 0.01.
-    """
-    recipe = load_recipe("grpo")
-    assert loss_of(stock(recipe), *three_tokens(1.5, 1.0, 0.7)).item() == pytest.approx(-0.175)
-    logps = torch.tensor([[0.5]]).log()
-    kl = kl_penalty(logps, logps - torch.tensor(2.0).log(), kind=recipe["kl_penalty"])
-    assert recipe["kl_coef"] * kl.item() == pytest.approx(0.001931, abs=1e-6)
 
 
 def test_dapo_by_hand(stock):
@@ -88,42 +73,6 @@ def test_dapo_by_hand(stock):
     punished = length(completion_ids=[[0] * count for count in (1639, 1844, 2048)], completions=[None] * 3)
     assert punished == pytest.approx([0, -205 / 409, -1])
     assert [2 * right + 1 * punished[0] for right in (0, 1)] == [0, 2]  # 2 apart, as -1 and 1 are
-
-
-def test_vgr_by_hand():
-    """VGR 1, 2, 3, 4 have quartiles 1.75 and 3.25; rewards 2.5 : 1 with accuracy, in the order of the weights."""
-    recipe = load_recipe("vgr")
-    given = vgr_reward(completions=["a"] * 4, vgr=[1.0, 2.0, 3.0, 4.0], num_generations=4)
-    assert given == pytest.approx([1, 5 / 6, 1 / 6, 0])
-    weights = dict(zip(recipe["reward_funcs"], recipe["reward_weights"], strict=True))
-    assert (weights["accuracy"], weights["vgr"]) == (2.5, 1.0)
-    assert 2.5 * 1 + 1.0 * given[3] > 2.5 * 0 + 1.0 * given[0]  # right without looking, above looking without right
-
-
-def test_mdi_by_hand():
-    """Balance 1 at VGR 1 and 0 at 2 and ½, ½ at √2: rewards 1, -1, -1 and 0, a quarter of what accuracy gives."""
-    recipe = load_recipe("mdi")
-    given = mdi_reward(["a"] * 4, vgr=[1.0, 2.0, 0.5, 2**0.5], mdi_balance_ratio=recipe["mdi_balance_ratio"])
-    assert given == pytest.approx([1, -1, -1, 0])
-    assert recipe["reward_weights"] == [4.0, 1.0, 1.0]
-
-
-def test_tprl_by_hand():
-    """Dependencies e^d - d - 1 at d = ln 2 and ln 4: 0.3069 and 1.6137. One of five tokens is kept in each completion.
-
-    Means: 0.3069 / 5 = 0.0614 and 1.6137 / 5 = 0.3227, so u = 0 and 1, b = 0.8 + 0.2 / 0.5 = 1.2, scales 0.8 and 1.2.
-    """
-    old = torch.full((2, 5), -3.0)
-    perturbed = old.clone()
-    perturbed[0, 3] += torch.tensor(2.0).log()
-    perturbed[1, 1] += torch.tensor(4.0).log()
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    signals = RolloutSignals(old, torch.zeros(2, 5), mask, dependency=visual_dependency(old, perturbed))
-    credit, _ = shape_advantages(torch.tensor([1.0, -1.0]), signals, credit_options(load_recipe("tprl")))
-    expected = torch.zeros(2, 5)
-    expected[0, 3], expected[1, 1] = 0.8, -1.2
-    assert torch.allclose(credit, expected, atol=1e-6)
-    assert load_recipe("tprl")["entropy_penalty_coef"] == 0.06
 
 
 def test_vppo_has_the_gradients_of_the_published_code(stock):
@@ -160,20 +109,6 @@ def test_vgpo_has_the_gradients_of_the_published_code(stock):
     assert (logps.grad - case["gradient"]).abs().max() <= 1e-6
 
 
-def test_pgpo_by_hand():
-    """Log-probabilities -1, and without the image -1, -3, -1: S = e^-2 + 1 = 1.1353, of which the logarithm of 1 + S is
-    the largest, so importances are 0, 1, 0: weights 0, 1 + 2 = 3, 0, which is the mean 1 of three tokens already.
-    """
-    old = torch.full((1, 3), -1.0)
-    blind = torch.tensor([[-1.0, -3.0, -1.0]])
-    signals = RolloutSignals(old, old, torch.ones(1, 3, dtype=torch.bool), dependency=visual_dependency(old, blind))
-    recipe = load_recipe("pgpo")
-    credit, _ = shape_advantages(torch.tensor([-0.5]), signals, credit_options(recipe))
-    assert torch.allclose(credit, torch.tensor([[0.0, -1.5, 0.0]]), atol=1e-6)
-    assert recipe["plugin_options"] == {"pgpo_threshold": 0.4, "pgpo_boost": 2.0}
-    assert recipe["perturbation"] == "remove_image"
-
-
 def test_vepo_keeps_the_tokens_of_the_published_code(stock):
     recipe, (case, mask) = load_recipe("vepo"), recorded("vepo")
     divergence = jensen_shannon(case["logits"], case["perturbed_logits"])
@@ -208,16 +143,6 @@ def test_vision_sr1_by_hand():
     weights = recipe["reward_weights"]
     sums = [sum(w * r for w, r in zip(weights, row, strict=True)) for row in zip(*values, strict=True)]
     assert sums == pytest.approx([2, 1, 1.1, 0.1])
-
-
-def test_anchor_tokens_by_hand():
-    """Attention on the image of seven tokens in the one late layer: ⌈0.15 · 7⌉ = 2 keep their credit."""
-    vision = torch.tensor([[[0.3, 0.1, 0.6, 0.2, 0.5, 0.0, 0.4]]]).expand(3, 1, 7)
-    mask = torch.ones(1, 7, dtype=torch.bool)
-    mass = AttentionMass(vision, torch.zeros(3, 1, 7), torch.tensor([4]), torch.tensor([4]), mask)
-    signals = RolloutSignals(torch.zeros(1, 7), torch.zeros(1, 7), mask, mass)
-    credit, _ = shape_advantages(torch.tensor([2.0]), signals, credit_options(load_recipe("anchor_tokens")))
-    assert credit.tolist() == [[0, 0, 2, 0, 2, 0, 0]]
 
 
 def test_papo_with_dapo_by_hand(stock):

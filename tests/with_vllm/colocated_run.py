@@ -1,6 +1,6 @@
 """Training steps with a colocated vLLM on a CPU; writes what was logged, and what vLLM was asked, to a file.
 
-Usage: python colocated_run.py FOLDER {guarded,unguarded,lora}
+Usage: python colocated_run.py FOLDER {guarded,lora}
 """
 
 import functools
@@ -15,7 +15,7 @@ from tiny_run import letter_reward, options, questions, saved_model
 from trl.generation import vllm_generation
 from vllm.model_executor.layers import utils as vllm_layers
 
-from vgr_trl import DAPOTrainer, patches
+from vgr_trl import DAPOTrainer
 from vgr_trl.rewards import vgr_reward
 
 EMBEDDINGS = "embed_tokens.weight"
@@ -24,8 +24,6 @@ EMBEDDINGS = "embed_tokens.weight"
 def run(folder: Path, name: str) -> None:
     torch.set_num_threads(1)
     make_vllm_exact_on_a_cpu()
-    if name == "unguarded":
-        patches.needs_collapsing = lambda *_: False
     model, processor = saved_model(folder)
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
     trainer = DAPOTrainer(

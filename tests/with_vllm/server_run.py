@@ -25,8 +25,6 @@ EVERYTHING = {
     "save_steps": 1,
     "optim": "adamw_torch",
     "token_weights": True,
-    "enable_perception_filtering": True,
-    "perception_loss_weight": 0.01,
     "replay_buffer_size": 4,
     "rollout_log_steps": 1,
     "vllm_importance_sampling_correction": True,
