@@ -135,17 +135,6 @@ def completions_of_generate() -> bool:
     return bool(names) and all(each[1] == "completion_ids" and each[3] == "completions" for each in names)
 
 
-SPLITTING = (
-    "_generate_and_score_completions", "split_pixel_values_by_grid", "shuffle_sequence_dict", "split_tensor_dict",
-)  # fmt: skip
-
-
-def split_in_this_order() -> bool:
-    found = [calls(method("_prepare_inputs"), name) for name in SPLITTING]
-    lines = [each[0].lineno for each in found if each]
-    return len(lines) == len(SPLITTING) and lines == sorted(lines)
-
-
 def looks_the_backbone_up() -> bool:
     """Within the forward pass, not before it."""
     forward = function("_fused_forward", UTILS)
@@ -162,16 +151,6 @@ def old_logps_after_the_pass() -> bool:
     loss = method("_compute_loss")
     reads, passes = lines_reading(loss, "inputs", "old_per_token_logps"), calls(loss, SCORING)
     return bool(reads and passes) and min(reads) > max(call.end_lineno or 0 for call in passes)
-
-
-def one_pass_with_these_arguments() -> bool:
-    found = calls(method("_compute_loss"), SCORING)
-    if len(found) != 1:
-        return False
-    given = [ast.unparse(value) for value in found[0].args]
-    names = {keyword.arg for keyword in found[0].keywords}
-    needed = {"compute_entropy", "pixel_values", "image_grid_thw", "num_images", "token_type_ids", "mm_token_type_ids"}
-    return given == ["model", "input_ids", "attention_mask", "logits_to_keep"] and needed <= names
 
 
 # fmt: off
@@ -209,8 +188,6 @@ ASSUMPTIONS = [
      texts("log", "self._metrics[mode].items()", "self._metrics[mode].clear()")),
     ("images of messages come as lists per prompt, None for a prompt without",
      texts("_tokenize_prompts", "images.append(prompt_images if prompt_images else None)")),
-    ("a rollout is cut into pixels by row, shuffled by shuffle_sequence_dict and split, in this order",
-     split_in_this_order),
     ("a rollout is kept in _buffered_inputs, in lists of micro-batches, until _step calls for another",
      texts("_prepare_inputs", "generate_every = self.args.steps_per_generation * self.num_iterations", "if self._step "
          "% generate_every == 0 or self._buffered_inputs is None:", "self._buffered_inputs[self._step % "
@@ -250,9 +227,6 @@ ASSUMPTIONS = [
     ("_compute_loss reads old_per_token_logps only after its pass through the model", old_logps_after_the_pass),
     ("_compute_loss takes the log-probabilities of the pass for old ones that are missing",
      texts("_compute_loss", "per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps")),
-    ("_compute_loss makes one pass, by self._get_per_token_logps_and_entropies, with model, ids, mask and "
-     "length first and the image inputs by name",
-     one_pass_with_these_arguments),
     ("advantages may be (N, T): those of one dimension get a second",
      texts("_compute_loss", "if advantages.dim() == 1:\n        advantages = advantages.unsqueeze(1)")),
     ("the mask of the loss is completion_mask, times tool_mask where there is one",
@@ -264,13 +238,6 @@ ASSUMPTIONS = [
 @pytest.mark.parametrize(("sentence", "holds"), ASSUMPTIONS, ids=[each[0] for each in ASSUMPTIONS])
 def test_trl_does(sentence, holds):
     assert holds(), f"TRL {VERSION}: no longer seen: {sentence}."
-
-
-def names_assigned(node):
-    """The attributes that code gives `self`, in methods or in a class."""
-    attributes = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
-    stored = [each for each in attributes if isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"]
-    return {each.attr for each in stored} | {each.name for each in ast.walk(node) if isinstance(each, ast.FunctionDef)}
 
 
 def calls_of_super() -> list[str]:
@@ -290,20 +257,3 @@ def test_the_method_that_ours_extends_is_there_with_its_parameters(name):
     ours = [each for each in inspect.signature(getattr(DAPOTrainer, name)).parameters.values() if each.name != "self"]
     named = {each.name for each in ours if each.kind is each.POSITIONAL_OR_KEYWORD}
     assert named <= {*known, "options"}, f"TRL {VERSION}: {name} has {known}"
-
-
-def test_every_private_attribute_of_a_trainer_that_ours_reads_is_there():
-    read, assigned = set(), names_assigned(class_of("GRPOTrainer"))
-    for file in OURS.rglob("*.py"):
-        text = file.read_text(encoding="utf-8")
-        owners = {"trainer", "_trainer"} | ({"self"} if "class DAPOTrainer" in text else set())
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Attribute) and getattr(node.value, "attr", getattr(node.value, "id", "")) in owners:
-                read.add(node.attr)
-            if isinstance(node, ast.Assign) and "class DAPOTrainer" in text:
-                assigned |= {target.attr for target in node.targets if isinstance(target, ast.Attribute)}
-    private = {name for name in read if name.startswith("_") and not name.startswith("__")}
-    unknown = {name for name in private - assigned if method(name) is MISSING}
-    unknown = {name for name in unknown if not hasattr(DAPOTrainer, name)}
-    assert unknown <= {"_pass", "_rollouts", "_rewards_with_nan"}
-    assert {"_metrics", "_logs", "_tokenizer"} <= private & assigned

@@ -74,7 +74,6 @@ def test_batches_are_the_same_however_many_processes():
         ({f"{LORA}.rank": 64}, {"lora_r": 64, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"]}),
         ({f"{OPTIM}.lr_scheduler_type": "cosine", f"{OPTIM}.min_lr_ratio": 0.1},
          {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}),
-        ({"worker.reward.reward_function_kwargs": {"a": 1}}, {"reward_function_kwargs": '{"a": 1}'}),
         ({**SIZES, "data.val_files": "some/questions@test", "trainer.val_freq": 5,
           "worker.rollout.val_override_config": {"temperature": 0, "n": 4, "do_sample": False}},
          {"eval_strategy": "steps", "eval_steps": 20, "eval_on_start": True, "num_generations_eval": 4,
@@ -97,7 +96,6 @@ def test_options_by_hand(given, expected):
     [
         ("refused", "worker.actor.loss_type", "dppo", "here it can be default, gspo"),
         ("refused", "algorithm.adv_estimator", "reinforce_plus_plus", "EasyR1's has no baseline"),
-        ("refused", "trainer.critic_warmup", 3, "though there is no critic"),
         ("refused", "worker.actor.optim.strategy", "adamw_bf16", "the rounding of bfloat16 weights"),
         ("stopped", "worker.actor.clip_ratio_lwo", 0.2, "Did you mean worker.actor.clip_ratio_low"),
         ("stopped", "worker.rollout.val_override_config", {"top_k": 5}, "no top_k of their own"),

@@ -5,28 +5,17 @@ import dataclasses
 import torch
 import torch.distributed as dist
 
-from vgr_trl import registries
 from vgr_trl.credit import CreditOptions, shape_advantages
 from vgr_trl.patches import close_group_at_exit
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
 
 OPTIONS = CreditOptions(
-    token_weights=True,
-    enable_perception_filtering=True,
-    enable_entropy_filtering=True,
+    token_weights=True, enable_perception_filtering=True, enable_entropy_filtering=True,
     enable_trajectory_reweighting=True,
-)
-WEIGHTINGS = {"filter": None, "soft": None, "plug-in": ["halved"], "vgpo": ["vgpo"], "vepo": ["vepo"]}
+)  # fmt: skip
+WEIGHTINGS = {"filter": None, "soft": None, "vgpo": ["vgpo"], "vepo": ["vepo"]}
 PROMPTS = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])  # of which the second has completions on both of two processes
-
-
-@registries.credit_rules.register("halved")
-def halved(advantages, signals, mask, options, *, gather=None):
-    """Half the credit for the rows above the mean of all processes."""
-    mean = (advantages if gather is None else gather(advantages)).mean()
-    high = advantages > mean
-    return torch.where(high, 0.5, 1.0).unsqueeze(1).expand(mask.shape), {"high": high.float(), "mean": mean.item()}
 
 
 def shaped(rank, world, gather):
@@ -43,15 +32,9 @@ def shaped(rank, world, gather):
     here = slice(rank * rows // world, (rank + 1) * rows // world)
     attention = AttentionMass(vision[:, here], (vision * (0.3 + draws[0]))[:, here], ones[here], ones[here], mask[here])
     signals = RolloutSignals(
-        -draws[1][here],
-        draws[2][here],
-        mask[here],
-        attention,
-        dependency=5 * draws[3][here] ** 4,
-        similarity=2 * draws[0][here] - 1,
-        jsd=draws[0][here] / 2,
-        perturbed_entropies=draws[3][here],
-    )
+        -draws[1][here], draws[2][here], mask[here], attention, dependency=5 * draws[3][here] ** 4,
+        similarity=2 * draws[0][here] - 1, jsd=draws[0][here] / 2, perturbed_entropies=draws[3][here],
+    )  # fmt: skip
     results = {}
     for weighting, rules in WEIGHTINGS.items():
         chosen = dataclasses.replace(OPTIONS, perception_weighting="soft" if weighting == "soft" else "filter")
@@ -73,5 +56,4 @@ def shaped_in_group():
     """The part of this process."""
     dist.init_process_group("gloo")
     close_group_at_exit()
-    results = shaped(dist.get_rank(), dist.get_world_size(), gathered)
-    return results
+    return shaped(dist.get_rank(), dist.get_world_size(), gathered)

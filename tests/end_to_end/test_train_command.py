@@ -175,19 +175,6 @@ def test_bad_input_is_one_sentence_and_trains_nothing(model_folder, question_fil
     assert not (output / "trainer_state.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("--output_file /proc/numbers.json", "'/proc/numbers.json'"),
-        ("--dataset_test_split validation", "'validation'"),
-    ],
-)
-def test_bad_input_to_evaluate_is_one_sentence(model_folder, question_files, capsys, more, message):
-    fixed = ["--model_name_or_path", str(model_folder), "--data_files", question_files]
-    assert main(["evaluate", *fixed, *more.split()]) == 1
-    assert message in capsys.readouterr().err
-
-
 def test_a_mistyped_model_folder_is_reported_with_the_nearest(model_folder, question_files, tmp_path, capsys):
     mistyped = model_folder.with_name(f"{model_folder.name}x")
     for command, given in (

@@ -1,19 +1,21 @@
 """Token weights of a batch: from matrices of generate, from a probe, from what a reward returns."""
 
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from vgr_trl.demo.tiny_model import SPECIAL_TOKENS, build_tiny_vlm
+sys.path.append(str(Path(__file__).parents[1] / "with_verl" / "parts"))
+from tiny_rollout import tiny_model
+
+from vgr_trl.demo.tiny_model import SPECIAL_TOKENS
 from vgr_trl.integrations.verl import build_token_vgr_weights_for_batch, token_vgr_weights
 from vgr_trl.integrations.verl.signals import as_weights
 from vgr_trl.signals import RolloutScorer
 from vgr_trl.signals.ratios import special_token_ids
-from vgr_trl.utils import DataError
-
-WORDS = "what colour is this red green blue yellow"
 
 
 def of_images(processor):
@@ -23,12 +25,8 @@ def of_images(processor):
 
 @pytest.fixture(scope="module")
 def generated():
-    model, processor = build_tiny_vlm([WORDS], hidden_size=32, num_layers=4, num_heads=2)
-    for seed, parameter in enumerate(model.parameters()):
-        if parameter.ndim >= 2:
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-            parameter.data = noise * parameter[0].numel() ** -0.5
-    model = model.eval()
+    model, processor = tiny_model()
+    model.eval()
     model.get_decoder().config._attn_implementation = "eager"
     texts = ["what colour is this", "what is red"]
     chats = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}] for text in texts]
@@ -68,14 +66,6 @@ def test_matrices_give_what_a_probe_gives(generated):
     assert torch.allclose((weights * mask).sum(1) / mask.sum(1), torch.ones(4), atol=1e-5)
     assert float(weights[mask].std()) > 1e-3
     assert not torch.allclose(weights[mask], token_vgr_weights(signals.attention, last_k_layers=1)[0][mask])
-
-
-def test_a_grid_of_other_images(generated):
-    _, processor, inputs, out = generated
-    with pytest.raises(DataError, match="image_grid_thw makes 16: give the grid"):
-        build_token_vgr_weights_for_batch(
-            out.attentions, inputs["input_ids"], out.sequences, processor, torch.tensor([[1, 8, 8]])
-        )
 
 
 def test_lists_and_tensors_are_padded_or_cut_with_a_warning():

@@ -27,15 +27,10 @@ CASES = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else []
 
 
 def test_names_of_the_notes():
-    given = {
-        "enable_token_weights": True, "token_weight_clip": (0.5, 2.0), "token_weight_smooth_sigma": 1.5,
-        "token_weight_last_k_layers": 4, "token_weight_topk_ratio": 0.3, "positive_only": True,
-    }  # fmt: skip
+    given = {"enable_token_weights": True, "token_weight_clip": (0.5, 2.0), "positive_only": True}
     options = SignalOptions.read(given)
-    assert options.to_dict() == {
-        "token_weights": True, "token_weights_clip": [0.5, 2.0], "token_weights_smooth_sigma": 1.5,
-        "token_weights_last_k_layers": 4, "token_weights_topk_ratio": 0.3, "token_weights_positive_only": True,
-    }  # fmt: skip
+    expected = {"token_weights": True, "token_weights_clip": [0.5, 2.0], "token_weights_positive_only": True}
+    assert options.to_dict() == expected
     assert options.measures_attention
     assert SignalOptions.read(options.to_dict()) == options
     assert not SignalOptions.read(given | {"collect_attentions": True}).measures_attention
@@ -46,7 +41,6 @@ def test_names_of_the_notes():
     [
         ({"blur_radius": 3}, "blur_radius is not known here"),
         ({"token_weights": True, "enable_token_weights": True}, "token_weights is given twice"),
-        ({"token_weight_topk_ratio": 2.0}, "topk_ratio is 2.0"),
         ({"apply_to": "mask"}, "apply_to is given, but token_weights is False"),
         ({"seed": 1}, "but nothing is measured on perturbed images"),
         ({"credit_rules": ["vgpo"]}, "the credit rule vgpo reads similarity, which is not measured here"),
@@ -63,7 +57,6 @@ def test_names_of_estimators_and_losses_switch_options_on():
     assert options_of("grpo", {"use_entropy_penalty": True}, "vgr_vppo").use_entropy_penalty
     for estimator, given, loss, sentence in (
         ("grpo", {"token_weights": True}, None, "adv_estimator is 'grpo', which does not read"),
-        ("vgr", {}, "vgr_papo", "perception_loss_weight is 0"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             options_of(estimator, given, loss)

@@ -143,18 +143,3 @@ def test_vision_sr1_by_hand():
     weights = recipe["reward_weights"]
     sums = [sum(w * r for w, r in zip(weights, row, strict=True)) for row in zip(*values, strict=True)]
     assert sums == pytest.approx([2, 1, 1.1, 0.1])
-
-
-def test_papo_with_dapo_by_hand(stock):
-    """Ratios 1.5, 1 and 4 at the advantages 1, 1 and -1, clipped to 1.28, 1 and, by the dual clip, 3: (-2.28 + 3) / 3.
-
-    The masked image makes the first token half as probable: KL ½ + ln 2 - 1 = 0.1931, times -0.01. Surprisals are 2 at
-    the ratio 1: 6 - ln 1.5 - ln 4 = 4.2082 with the image, ln 2 more without, each times 0.03.
-    """
-    recipe = load_recipe("papo_dapo")
-    advantages, logps, mask, old = three_tokens(1.5, 1.0, 4.0, old=-2.0)
-    loss = loss_of(stock(recipe), advantages, logps, mask, old).item()
-    assert loss == pytest.approx(0.24)
-    masked = logps - torch.tensor([[2.0, 1.0], [1.0, 1.0]]).log()
-    terms = perception_terms(recipe, logps, masked, mask)
-    assert (terms.sum() / mask.sum()).item() == pytest.approx((0.03 * (4.2082 + 4.9014) - 0.01 * 0.1931) / 3, abs=1e-5)

@@ -71,11 +71,6 @@ def test_mdi_by_hand(value, ratio, expected):
     assert mdi_reward(["x"], [value], mdi_balance_ratio=ratio) == [pytest.approx(expected)]
 
 
-def test_a_balance_ratio_that_is_not_accepted():
-    with pytest.raises(RewardError, match="mdi_balance_ratio is .*: give a number above 1"):
-        mdi_reward(["x"], [1.0], mdi_balance_ratio=1.0)
-
-
 def scaled(reward, values, right, **columns):
     texts, solutions = answered(right)
     (changed,) = scaled_by_accuracy([reward])
@@ -106,13 +101,10 @@ def test_hard_negatives_and_mdi_are_scaled_towards_0():
     )
     balanced = [1.0, math.sqrt(2), 2.0, 1.0]
     assert scaled(mdi_reward, balanced, [1, 1, 0, 1]) == pytest.approx([factor, 0, -factor, factor])
-    assert scaled(mdi_reward, balanced, [1, 1, 1, 1]) == pytest.approx([0] * 4)
     assert scaled(mdi_reward, balanced, [1, 0, 1, 0], mdi_balance_ratio=[4.0] * 4) == pytest.approx([1, 0.5, 0, 1])
 
 
-def test_other_rewards_are_left_alone_and_names_stay():
-    changed = scaled_by_accuracy([accuracy_reward, vgr_reward])
-    assert changed[0] is accuracy_reward
-    assert changed[1].__name__ == "vgr_reward"
+def test_other_rewards_are_left_alone():
+    assert scaled_by_accuracy([accuracy_reward, vgr_reward])[0] is accuracy_reward
     with pytest.raises(RewardError, match="attention_reward_scale is accuracy, but the reward functions are accuracy_"):
         scaled_by_accuracy([accuracy_reward])

@@ -1,4 +1,4 @@
-"""Rewards of whole groups: same numbers for one and two real processes, and every error."""
+"""Rewards of whole groups, over two real processes too, and every error."""
 
 import group_worker
 import pytest
@@ -21,31 +21,21 @@ def alone(reward=best_of_group, **options):
 
 @pytest.fixture(scope="module")
 def results():
-    """By rank and number of processes."""
-    found = {processes: results_of(group_worker.run_in_group, processes=processes) for processes in (1, 2)}
-    return {(rank, processes): result for processes, those in found.items() for rank, result in enumerate(those)}
+    return results_of(group_worker.run_in_group, processes=2)
 
 
-@pytest.mark.parametrize("cut", [3, 8])
-def test_two_processes_give_what_one_gives(results, cut):
-    """Values 0 1 4 9 | 16 25 36 49 have the group means 3.5 and 31.5; with a bonus of 10 on the last, 34."""
-    first, second = results[0, 2][cut], results[1, 2][cut]
-    assert first["rewards"] + second["rewards"] == [-3.5, -2.5, 0.5, 5.5, -15.5, -6.5, 4.5, 17.5]
-    assert first["with_bonus"] + second["with_bonus"] == [-3.5, -2.5, 0.5, 5.5, -18.0, -9.0, 2.0, 25.0]
-    assert [len(first["rewards"]), len(second["rewards"])] == [cut, 8 - cut]
-    for key in ("rewards", "with_bonus", "scaled", "logged"):
-        assert first[key] + second[key] == results[0, 1][cut][key]
-    assert second["logged"] == [f"8 rows, c{i}" for i in range(cut, 8)], "by the process that holds the rows"
+def test_groups_that_are_spread_over_two_processes(results):
+    """Values 0 1 4 9 | 16 25 36 49 have the group means 3.5 and 31.5.
 
-
-def test_accuracy_scales_a_group_that_is_spread_over_two_processes(results):
-    """VGR 1 2 3 4 twice; three of the first four are right, all of the others: sqrt(3)/2 of the distance to 0.5, or 0.
-
-    The quartiles of 1 2 3 4 are 1.75 and 3.25: 1, 5/6, 1/6, 0.
+    VGR 1 2 3 4 twice, with quartiles 1.75 and 3.25: 1, 5/6, 1/6, 0. Three of the first four are right, all of the
+    others: sqrt(3)/2 of the distance to 0.5, or 0.
     """
+    first, second = results
+    assert first["rewards"] + second["rewards"] == [-3.5, -2.5, 0.5, 5.5, -15.5, -6.5, 4.5, 17.5]
+    assert [len(first["rewards"]), len(second["rewards"])] == [3, 5]
     half = 3**0.5 / 2
     expected = [0.5 + half / 2, 0.5 + half / 3, 0.5 - half / 3, 0.5 - half / 2, 0.5, 0.5, 0.5, 0.5]
-    assert results[0, 2][3]["scaled"] + results[1, 2][3]["scaled"] == pytest.approx(expected)
+    assert first["scaled"] + second["scaled"] == pytest.approx(expected)
 
 
 @pytest.mark.slow
@@ -54,25 +44,20 @@ def test_a_limit_does_not_count_what_is_waited_for_another_process():
     assert results_of(group_worker.waited_for, 3, processes=2) == [[-3.5, -2.5], [0.5, 5.5]]
 
 
-def test_marked_function_gets_what_trl_passes_and_no_local_column():
-    seen = {}
-
-    @needs_whole_groups("value")
-    def reward(completions, **kwargs):
-        seen.update(kwargs)
-        return [0.0] * len(completions)
-
-    alone(reward, num_generations=1)(
-        prompts=["p"], completions=["a"], completion_ids=[[1]], value=[1], other=[2], image=[object()],
-        trainer_state="state", log_extra=None, log_metric=print,
-    )  # fmt: skip
-    assert seen == {"value": [1], "num_generations": 1, "trainer_state": "state", "log_metric": print}
+def test_a_marked_function_gets_what_trl_passes_and_no_local_column():
+    reward = needs_whole_groups("value")(lambda completions, **kwargs: seen.append({*kwargs}) or [0.0])
+    seen, passed = (
+        [],
+        {"prompts": ["p"], "other": [2], "image": [object()], "trainer_state": "state", "log_extra": None},
+    )
+    alone(reward, num_generations=1)(completions=["a"], value=[1], **passed)
+    assert seen == [{"value", "num_generations", "trainer_state"}]
 
 
 def test_rewards_that_do_not_fit(results):
     """A column that one process lacks is an error on both."""
-    for rank in (0, 1):
-        assert results[rank, 2][3]["error"] == "On process 1 above_mean lacks the column 'value': add it to the rows."
+    for each in results:
+        assert each["error"] == "On process 1 above_mean lacks the column 'value': add it to the rows."
     for size in (2, 0, [1, 2, 1]):
         with pytest.raises(RewardError, match=r"There are 3 completions over all processes with num_generations"):
             alone(num_generations=2)(completions=["a"] * 3, value=[1] * 3, num_generations=size)

@@ -27,7 +27,7 @@ from vgr_trl.rewards import (
     vgr_hard_negative_reward,
     vgr_reward,
 )
-from vgr_trl.rewards.loading import check_callable, checked, hardened
+from vgr_trl.rewards.loading import check_callable, checked
 from vgr_trl.utils import ConfigError, RewardError
 
 
@@ -57,15 +57,6 @@ def test_names_that_are_refused():
             load_reward(name)
 
 
-def test_hard_negatives_take_the_place_of_vgr():
-    own = functools.partial(accuracy_reward)
-    assert hardened([own, "vgr"]) == [own, "vgr_hard_negative"]
-    assert hardened([accuracy_reward, vgr_reward]) == [accuracy_reward, vgr_hard_negative_reward]
-    assert hardened(["vgr_hard_negative_reward"]) == ["vgr_hard_negative_reward"]
-    with pytest.raises(RewardError, match="the rewards are accuracy partial: name vgr there"):
-        hardened(["accuracy", own])
-
-
 def test_rewards_are_imported_without_torch_and_trl():
     code = (
         "import sys, vgr_trl.rewards as r\n"
@@ -85,33 +76,28 @@ def test_early_weights_hold_while_the_step_is_below_the_early_steps():
     schedule = RewardSchedule.for_rewards(REWARDS[:2], [1, 0.5], [0, 1])
     assert schedule.changes
     assert [schedule.weights_at(step, 3) for step in (0, 2, 3, 100)] == [[0.0, 1.0], [0.0, 1.0], [1.0, 0.5], [1.0, 0.5]]
-    always = RewardSchedule.for_rewards(REWARDS[:2], None, [1, 1])
-    assert (always.weights_at(0, 5), always.weights_at(9, 5), always.changes) == ([1.0, 1.0], [1.0, 1.0], False)
+    assert not RewardSchedule.for_rewards(REWARDS[:2], None, [1, 1]).changes
 
 
-@pytest.mark.parametrize(("warmup", "total", "early"), [(7, 100, 7), (0, 100, 10), (0, 101, 11), (0, -1, 0)])
-def test_early_steps_are_the_warm_up_or_a_tenth_of_all(warmup, total, early):
-    assert RewardSchedule((1.0,), (2.0,)).early_steps(warmup, total) == early
+def test_early_steps_are_the_warm_up_or_a_tenth_of_all():
+    steps = [RewardSchedule((1.0,), (2.0,)).early_steps(*given) for given in ((7, 100), (0, 100), (0, 101), (0, -1))]
+    assert steps == [7, 10, 11, 0]
 
 
-@pytest.mark.parametrize("weights", [[1] * 3, [], [1, math.nan, 1, 1], [1, None, 1, 1]])
-def test_weights_that_do_not_fit(weights):
-    with pytest.raises(ConfigError, match="early_reward_weights .*judge-7b"):
-        RewardSchedule.for_rewards(REWARDS, None, weights)
+def test_weights_that_do_not_fit():
+    for weights in ([1] * 3, [1, math.nan, 1, 1]):
+        with pytest.raises(ConfigError, match="early_reward_weights .*judge-7b"):
+            RewardSchedule.for_rewards(REWARDS, None, weights)
 
 
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
+def test_rewards_that_cannot_be_called():
+    for reward, message in (
         (lambda completions, depth, **kwargs: [], "cannot be called .*missing a required argument: 'depth'"),
         (get_soft_overlong_punishment, "The reward get_soft_overlong_punishment cannot be called"),
-        (functools.partial(accuracy_reward), "partial needs the column 'solution'"),
         (gather_groups(vgr_reward, list, 0), "The reward vgr_reward needs the column 'vgr'"),
-    ],
-)
-def test_rewards_that_cannot_be_called(reward, message):
-    with pytest.raises(RewardError, match=message):
-        check_callable(reward, ["prompt", "answer"])
+    ):
+        with pytest.raises(RewardError, match=message):
+            check_callable(reward, ["prompt", "answer"])
     for fits in (accuracy_reward, get_soft_overlong_punishment(10, 2), gather_groups(vgr_reward, list, 0)):
         check_callable(fits, ["prompt", "label_idx", "vgr"])
 
@@ -177,27 +163,18 @@ def test_asynchronous_rewards_stay_so():
             asyncio.run(checked(wrong, "mine", print)(completions=["x"]))
 
 
-def hang():
-    threading.Event().wait(900)
-
-
-def after_math_verify(completions, **kwargs):
-    verify(parse("$1$"), parse("$2$"))
-    hang()
-
-
 def catching_everything(completions, **kwargs):
+    verify(parse("$1$"), parse("$2$"))
     for _ in completions:
         with contextlib.suppress(BaseException):
-            hang()
+            threading.Event().wait(900)
     return [1.0] * len(completions)
 
 
-@pytest.mark.parametrize("reward", [after_math_verify, catching_everything])
-def test_a_limit_holds_whatever_the_reward_does(reward):
+def test_a_limit_holds_whatever_the_reward_does():
     parse("$1$")  # the first time it takes longer than the limit
     alarm, urgent = signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGURG)
-    limited = checked(reward, "mine", print, seconds=0.2)
+    limited = checked(catching_everything, "mine", print, seconds=0.2)
     try:
         with pytest.raises(RewardError, match="The reward mine has not returned within reward_timeout=0.2 seconds"):
             limited(completions=["x"] * 3, prompts=[])

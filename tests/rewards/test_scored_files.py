@@ -85,13 +85,22 @@ def test_sequential_form_runs_in_processes_of_its_own(written):
     assert overall(**rows) == load_reward(f"{file}:compute_score", files=FileOptions(arguments={"bonus": 1}))(**rows)
 
 
+def test_pairs_of_reward_and_metrics(written):
+    """`4` once in `<a> 4` and not in `5`; three tokens and one."""
+    text = (
+        "def reward_function(data_dict):\n    overlap = data_dict['response'].count(data_dict.get('ground_truth', ''))"
+    )
+    text += "\n    return overlap + 0.5, {'length': data_dict['response_length']}"
+    logged = {}
+    assert load_reward(f"{written(text)}:reward_function")(**ROWS, log_metric=logged.__setitem__) == [1.5, 0.5]
+    assert logged == {"reward/overall": 1.0, "reward/length": 2.0}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("def score(reward_inputs):\n    return [{'overall': 1}]", "returned .* for a batch of 2 completions"),
-        ("def score(reward_inputs):\n    return {'overall': 1}", "set REWARD_TYPE to sequential"),
         ("def score(reward_input):\n    return 'good'", "returned 'good' for a completion"),
-        ("REWARD_TYPE = 'model'\ndef score(rows):\n    return []", "the reward type 'model': it can be batch or"),
     ],
 )
 def test_what_cannot_be_read_is_an_error_with_the_name(written, text, message):

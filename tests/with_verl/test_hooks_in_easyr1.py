@@ -39,14 +39,10 @@ def test_weights_of_a_reward_on_the_mask(hooks):
 
 
 def test_weights_of_rows_that_were_filtered(hooks):
-    from verl.trainer import ray_trainer
 
     made = trainer(hooks, preset="vgr_token_weights")
     made.config.algorithm.online_filtering = True
     assert made.without_weights({"overall": [1.0], "token_weights": [[1.0]] * 8}) == {"overall": [1.0]}
-    measured = made.advantages(ray_trainer.compute_advantage, batch(), 1.0, 1.0).batch["advantages"]
-    expected = trainer(hooks, preset="vgr_token_weights").advantages(ray_trainer.compute_advantage, batch(), 1.0, 1.0)
-    assert torch.equal(measured, expected.batch["advantages"])
     with pytest.raises(ConfigError, match="online_filtering drops and reorders rows"):
         hooks.read_options({"preset": "vgr_token_weights", "collect_attentions": True}, "grpo", filters=True)
     with pytest.raises(ConfigError, match="reads entropies, which EasyR1's actor does not compute"):

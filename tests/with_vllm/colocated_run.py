@@ -1,6 +1,6 @@
 """Training steps with a colocated vLLM on a CPU; writes what was logged, and what vLLM was asked, to a file.
 
-Usage: python colocated_run.py FOLDER {guarded,lora}
+Usage: python colocated_run.py FOLDER
 """
 
 import functools
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import plain_weights
 import torch
-from peft import LoraConfig
 from tiny_run import letter_reward, options, questions, saved_model
 from trl.generation import vllm_generation
 from vllm.model_executor.layers import utils as vllm_layers
@@ -21,18 +20,16 @@ from vgr_trl.rewards import vgr_reward
 EMBEDDINGS = "embed_tokens.weight"
 
 
-def run(folder: Path, name: str) -> None:
+def run(folder: Path) -> None:
     torch.set_num_threads(1)
     make_vllm_exact_on_a_cpu()
     model, processor = saved_model(folder)
-    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
     trainer = DAPOTrainer(
         str(model),
         [letter_reward, vgr_reward],
         options(folder, token_weights=True),
         questions(),
         processing_class=processor,
-        peft_config=adapter if name == "lora" else None,
     )
     calls = listen(trainer)
     trainer.train()
@@ -77,4 +74,4 @@ def embeddings_of_vllm(trainer: DAPOTrainer) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2])
+    run(Path(sys.argv[1]))

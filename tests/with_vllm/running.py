@@ -36,14 +36,11 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-def outcome(folder: Path, script: str, *arguments: str) -> dict:
+def outcome(folder: Path, script: str) -> dict:
     """What a script of this folder wrote to `log.json` of `folder`, its first argument."""
     done = subprocess.run(
-        [sys.executable, str(HERE / script), str(folder), *arguments],
-        env=environment(),
-        capture_output=True,
-        text=True,
+        [sys.executable, str(HERE / script), str(folder)], env=environment(), capture_output=True, text=True,
         timeout=SECONDS,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads((folder / "log.json").read_text())

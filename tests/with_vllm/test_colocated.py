@@ -1,20 +1,14 @@
 """Training with a real, colocated vLLM, on a CPU; README.md says how to make the environment for it."""
 
-from pathlib import Path
-
 import pytest
 from running import EXACT, METRIC, NEEDS_VLLM, outcome
 
 pytestmark = [pytest.mark.slow, NEEDS_VLLM]
 
 
-def run(folder: Path, case: str) -> dict:
-    return outcome(folder, "colocated_run.py", case)
-
-
 def test_what_vllm_samples_is_what_the_model_says(tmp_path):
     """Prompts with one image, two and none; after each step vLLM has the new weights."""
-    found = run(tmp_path, "guarded")
+    found = outcome(tmp_path, "colocated_run.py")
     assert len(found["steps"]) == 3
     for step in found["steps"]:
         assert step[METRIC] < EXACT
@@ -26,8 +20,3 @@ def test_what_vllm_samples_is_what_the_model_says(tmp_path):
     assert [call["behind"] for call in found["calls"]] == [0.0] * 3
     moves = [call["since_start"] for call in found["calls"]]
     assert moves[0] == 0 < moves[1] < moves[2], "vLLM got the same weights again"
-
-
-def test_an_adapter_reaches_vllm_merged(tmp_path):
-    found = run(tmp_path, "lora")
-    assert all(step[METRIC] < EXACT for step in found["steps"])

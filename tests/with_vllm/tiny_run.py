@@ -15,28 +15,13 @@ GROUP = 4  # completions of a prompt
 
 
 def options(folder: Path, **changed: object) -> DAPOConfig:
-    return DAPOConfig(
-        **{
-            "output_dir": str(folder),
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            "vllm_max_model_length": 256,
-            "num_generations": GROUP,
-            "per_device_train_batch_size": 3 * GROUP,
-            "max_completion_length": 8,
-            "max_steps": 3,
-            "learning_rate": 1e-3,
-            "model_init_kwargs": {"dtype": "float32"},
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "logging_steps": 1,
-            "report_to": "none",
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            **changed,
-        }
-    )
+    given = {
+        "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 256, "num_generations": GROUP,
+        "per_device_train_batch_size": 3 * GROUP, "max_completion_length": 8, "max_steps": 3, "learning_rate": 1e-3,
+        "model_init_kwargs": {"dtype": "float32"}, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
+        "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
+    return DAPOConfig(str(folder), **{**given, **changed})
 
 
 def saved_model(folder: Path) -> tuple[Path, Qwen2_5_VLProcessor]:
