@@ -46,10 +46,7 @@ def test_a_limit_does_not_count_what_is_waited_for_another_process():
 
 def test_a_marked_function_gets_what_trl_passes_and_no_local_column():
     reward = needs_whole_groups("value")(lambda completions, **kwargs: seen.append({*kwargs}) or [0.0])
-    seen, passed = (
-        [],
-        {"prompts": ["p"], "other": [2], "image": [object()], "trainer_state": "state", "log_extra": None},
-    )
+    seen, passed = [], {"prompts": ["p"], "image": [object()], "trainer_state": "state", "log_extra": None}
     alone(reward, num_generations=1)(completions=["a"], value=[1], **passed)
     assert seen == [{"value", "num_generations", "trainer_state"}]
 

@@ -109,12 +109,7 @@ def call(returned, count=2):
 
 
 def test_numbers_of_any_kind():
-    for returned in (
-        np.array([1.0, 0.5]),
-        torch.tensor([1.0, 0.5]),
-        [True, Fraction(1, 2)],
-        iter([1, torch.tensor(0.5)]),
-    ):
+    for returned in (np.array([1.0, 0.5]), torch.tensor([1.0, 0.5]), [True, Fraction(1, 2)]):
         rewards, counted = call(returned)
         assert rewards == [1.0, 0.5]
         assert [type(reward) for reward in rewards] == [float, float]
@@ -158,9 +153,8 @@ def test_the_trainer_reaches_rewards_that_take_it():
 def test_asynchronous_rewards_stay_so():
     right = checked(functools.partial(later, value=1), "mine", print)
     assert asyncio.run(right(completions=["x"] * 2)) == [1.0, 1.0]
-    for wrong in (functools.partial(later, value="no"), Later()):
-        with pytest.raises(RewardError, match=r"^The reward mine returned \['no'\]"):
-            asyncio.run(checked(wrong, "mine", print)(completions=["x"]))
+    with pytest.raises(RewardError, match=r"^The reward mine returned \['no'\]"):
+        asyncio.run(checked(functools.partial(later, value="no"), "mine", print)(completions=["x"]))
 
 
 def catching_everything(completions, **kwargs):
