@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from datasets import Dataset, Features
-from datasets import Image as ImageFeature
+from datasets import Dataset
 from PIL import Image
 from support.trainers import STOCK, letters_reward, logged, tiny_model
 from trl import GRPOConfig
@@ -66,12 +65,6 @@ def test_a_single_reward_and_no_config_are_accepted(text_model, text_tokenizer, 
     assert (trainer.epsilon_high, trainer.loss_type) == (0.28, "dapo")
 
 
-def test_without_warm_up_the_first_tenth_of_the_steps_is_early(build):
-    trainer = build(early_reward_weights=[5.0], max_steps=10)
-    trainer.train()
-    assert logged(trainer, "reward_weights/letters_reward") == [5.0] + [1.0] * 9
-
-
 def test_metrics_that_users_read(build):
     trainer = build(num_iterations=2, max_steps=4)
     trainer.train()
@@ -129,26 +122,9 @@ def test_async_rewards_and_evaluation(build, text_rows):
     assert "eval_approx_kl" not in metrics
 
 
-def test_what_generation_would_leave_unread_is_refused(build):
-    build(generation_kwargs={"min_new_tokens": 2, "renormalize_logits": True})
-    with pytest.raises(ConfigError, match="generation_kwargs has min_tokens, which the generation of transf"):
-        build(generation_kwargs={"min_tokens": 2})
-
-
 def test_a_config_of_trl_is_refused(build):
     with pytest.raises(ConfigError, match="args is a GRPOConfig: give a DAPOConfig"):
         build(classes=(DAPOTrainer, GRPOConfig))
-
-
-@pytest.mark.parametrize("missing", [range(0, 16, 2), range(16)], ids=["some", "all"])
-def test_rows_without_an_image(vision, missing):
-    make, rows = vision
-    images = [None if index in missing else row["image"] for index, row in enumerate(rows)]
-    columns = {"prompt": list(rows["prompt"]), "solution": list(rows["solution"]), "image": images}
-    features = Features({**{name: rows.features[name] for name in columns}, "image": ImageFeature()})
-    trainer = make(rows=Dataset.from_dict(columns, features=features), max_steps=3)
-    trainer.train()
-    assert len(logged(trainer, "loss")) == 3
 
 
 def test_a_checkpoint_of_a_vision_language_model_is_really_loaded(vision, model_folder, tmp_path):

@@ -1,52 +1,63 @@
 """A run continued from any of its checkpoints sees the prompts in the order of the run that was not interrupted."""
 
-import json
-import signal
+import os
 from pathlib import Path
 
-import order_worker
 import pytest
-from order_worker import CASES, KILLED
-from support.launching import launch
-from support.trainers import train_file
+from accelerate.utils import gather_object
+from support.launching import results_of
+from support.trainers import config, prompts, train_file, vision_trainer
+
+# Options, rows of the data set, steps after which the run is continued.
+CASES = {
+    "parts of a batch": ({"per_device_train_batch_size": 4, "steps_per_generation": 4}, 8, (3, 18)),
+    "windows across batches": (
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 3}, 3, (3, 4),
+    ),
+    "replay": ({"per_device_train_batch_size": 8, "num_iterations": 2, "replay_buffer_size": 4}, 4, (6,)),
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def data(model_folder, question_files):
-    return str(model_folder), train_file(question_files)
+def train(data, name: str, folder: Path, checkpoint: str | None = None) -> dict[str, list]:
+    """Prompts in order, losses, and sums of the weights at the end; `data`: the model's folder, the questions' file."""
+    options, count, _ = CASES[name]
+    seen: list[list[int]] = []
+
+    def coarse_reward(completions, row, **kwargs):
+        seen.append(gather_object(row))
+        return [float(sum(map(ord, completion[0]["content"])) % 3 == 0) for completion in completions]
+
+    rows = prompts(data[1]).select(range(count)).add_column("row", list(range(count)))
+    options = options | {
+        "per_device_train_batch_size": options["per_device_train_batch_size"] // int(os.environ.get("WORLD_SIZE", 1)),
+        "max_completion_length": 4, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 1,
+        "compute_attention_metrics": False,
+    }  # fmt: skip
+    trainer = vision_trainer(data[0], coarse_reward, config(folder, **options), rows)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return {
+        "prompts": seen,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "weights": [parameter.double().sum().item() for parameter in trainer.model.parameters()],
+    }
+
+
+def train_all(data, output: Path) -> dict[str, dict]:
+    """Whole runs, and the rest of each from its checkpoints."""
+    results = {}
+    for name, (_, _, steps) in CASES.items():
+        folder = output / name.replace(" ", "_")
+        results[name] = {"whole": train(data, name, folder / "whole")}
+        for step in steps:
+            checkpoint = folder / "whole" / f"checkpoint-{step}"
+            results[name][str(step)] = train(data, name, folder / f"from-{step}", str(checkpoint))
+    return results
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
-def started(request, data, tmp_path_factory):
-    """Folder, and a function that runs the worker there in one process or two."""
-    output = tmp_path_factory.mktemp("order")
-
-    def start(*more, status=0):
-        launch(Path(order_worker.__file__), *data, output, *more, processes=request.param, status=status)
-
-    return output, start, request.param
-
-
-@pytest.fixture(scope="module")
-def results(started, data):
-    output, start, processes = started
-    if processes == 1:
-        return order_worker.train_all(data, output)
-    start()
-    return json.loads((output / "results.json").read_text())
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_in_each_epoch_ends_as_the_undisturbed_one(started, results):
-    """24 steps of 3 epochs; killed at the end of 5 and of 13, before they are saved."""
-    output, start, _ = started
-    for step in (5, 13):
-        start(step, status=-signal.SIGKILL)
-    start(0)
-    found, whole = json.loads((output / "killed.json").read_text()), results[KILLED]["whole"]
-    assert len(whole["losses"]) > 14
-    assert found["losses"] == pytest.approx(whole["losses"], abs=1e-7)
-    assert found["weights"] == pytest.approx(whole["weights"], abs=1e-5)
+def results(request, model_folder, question_files, tmp_path_factory):
+    data = str(model_folder), train_file(question_files)
+    return results_of(train_all, data, tmp_path_factory.mktemp("order"), processes=request.param)[0]
 
 
 @pytest.mark.slow

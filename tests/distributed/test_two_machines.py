@@ -2,38 +2,25 @@
 
 import json
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from support.commands import ROOT, train_command
 from support.launching import environment, outputs
 from support.trainers import train_file
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 def test_two_machines_train_one_run(model_folder, question_files, tmp_path, port):
-    (tmp_path / "empty.txt").touch()
     launcher = (
         "-m accelerate.commands.launch --config_file accelerate_configs/two_machines.yaml --mixed_precision no "
-        f"--num_processes 2 --main_process_ip 127.0.0.1 --main_process_port {port}"
+        f"--num_processes 2 --main_process_ip 127.0.0.1 --main_process_port {port} --machine_rank"
     )
-    flags = (
-        f"--model_name_or_path {model_folder} --data_files {train_file(question_files)} --ddp_backend gloo "
-        f"--system_prompt_file {tmp_path / 'empty.txt'} --bf16 false --gradient_checkpointing false "
-        "--per_device_train_batch_size 2 --num_generations 4 --max_completion_length 6 --max_steps 2 --report_to none "
-        "--disable_tqdm true"
-    )
+    flags = "--use_cpu false --ddp_backend gloo --per_device_train_batch_size 2 --max_steps 2 --disable_tqdm true"
+    data, pipes = (model_folder, train_file(question_files)), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     started = [
         subprocess.Popen(
-            [sys.executable, *launcher.split(), "--machine_rank", str(rank), "examples/train_grpo_vlm.py",
-             *flags.split(), "--output_dir", str(tmp_path / f"run{rank}")],
-            cwd=ROOT,
+            train_command(*data, tmp_path / f"run{rank}", flags, f"{launcher} {rank}"), cwd=ROOT, text=True, **pipes,
             env=environment(DS_ACCELERATOR="cpu", COLUMNS="200"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(2)
     ]  # fmt: skip

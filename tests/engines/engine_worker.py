@@ -15,7 +15,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
 from support.dealt_completions import generate_by_prompt
-from support.trainers import BIG_STEPS, config, prompts, vision_trainer
+from support.trainers import BIG_STEPS, config, logged, prompts, vision_trainer
 from transformers import TrainerCallback
 
 from vgr_trl.rewards import accuracy_reward, vgr_hard_negative_reward
@@ -23,25 +23,15 @@ from vgr_trl.utils import ConfigError
 
 SIZES = ((56, 56), (84, 56), (56, 112), (112, 84))  # of images, in turn
 EVERYTHING = {
-    "early_reward_weights": [1.0, 0.5],
-    "reward_weights": [1.0, 1.0],
-    "warmup_steps": 1,
-    "token_weights": True,
-    "enable_perception_filtering": True,
-    "enable_entropy_filtering": True,
-    "enable_trajectory_reweighting": True,
-    "use_entropy_penalty": True,
-    "replay_buffer_size": 4,
-    "dynamic_sampling": "resample",
-    "dynamic_sampling_max_rounds": 1,
-    "rollout_log_steps": 1,
-}
+    "early_reward_weights": [1.0, 0.5], "reward_weights": [1.0, 1.0], "warmup_steps": 1, "token_weights": True,
+    "enable_perception_filtering": True, "enable_entropy_filtering": True, "enable_trajectory_reweighting": True,
+    "use_entropy_penalty": True, "replay_buffer_size": 4, "dynamic_sampling": "resample",
+    "dynamic_sampling_max_rounds": 1, "rollout_log_steps": 1,
+}  # fmt: skip
 
 
 @dataclass
 class Case:
-    """What is trained."""
-
     options: dict = field(default_factory=lambda: EVERYTHING)
     rewards: tuple = (accuracy_reward, vgr_hard_negative_reward)
     lora: bool = False
@@ -68,14 +58,9 @@ def no_reward(completions, **kwargs):
 def rows_of(file: str, case: Case) -> Dataset:
     """Questions with images of several sizes; of a mixed case every fourth has none."""
     rows = [dict(row) for row in prompts(file)]
-    name = "image" if "image" in rows[0] else "images"
     for number, row in enumerate(rows):
-        size = SIZES[number % len(SIZES)]
-        images = row[name] if isinstance(row[name], list) else [row[name]]
-        changed = [image.resize(size, Image.Resampling.NEAREST) for image in images]
-        row[name] = changed if name == "images" else changed[0]
-        if case.without_images and number % 4 == 3:
-            row[name] = None
+        kept = row["image"] if not case.without_images or number % 4 != 3 else None
+        row["image"] = kept and kept.resize(SIZES[number % 4], Image.Resampling.NEAREST)
     return Dataset.from_list(rows)
 
 
@@ -107,7 +92,6 @@ def outcome(trainer, start: dict[str, torch.Tensor]) -> dict:
 
 
 def run(kind: str, name: str, data: tuple[str, str], output: Path) -> dict:
-    """Train a case, and return its outcome."""
     trainer = trainer_of(kind, CASES[name], data, output / f"{kind} {name}")
     start = engines.whole_parameters(trainer)
     trainer.train()
@@ -116,7 +100,6 @@ def run(kind: str, name: str, data: tuple[str, str], output: Path) -> dict:
 
 
 def run_saved(kind: str, case: str, data: tuple[str, str], output: Path, resumed: str | None = None) -> dict:
-    """Four steps, saved after the second and at the end; or the last two of them, from a checkpoint, unless refused."""
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
     folder = output / f"{kind} {'resumed' if resumed else 'saved'} {case}"
     trainer = trainer_of(kind, CASES[case], data, folder, **options)
@@ -145,21 +128,13 @@ def run_generation(kind: str, data: tuple[str, str], output: Path) -> dict:
             eos = trainer.processing_class.tokenizer.eos_token_id
             trainer.generation_config.suppress_tokens = [token for token in range(words) if token != eos]
         trainer.train()
-        lengths = [
-            [entry[f"completions/{which}_length"] for which in ("min", "max")]
-            for entry in trainer.state.log_history
-            if "reward" in entry
-        ]
+        lengths = [logged(trainer, f"completions/{which}_length") for which in ("min", "max")]
         found[name] = {"steps": trainer.state.global_step, "lengths": lengths}
     return found
 
 
 class Moves(TrainerCallback):
-    """Whether each step has changed anything.
-
-    Args:
-        trainer: whose parameters all processes bring together.
-    """
+    """Whether each step has changed anything."""
 
     def __init__(self, trainer) -> None:
         self.trainer, self.moved = trainer, []
@@ -184,8 +159,8 @@ def run_with_nan(kind: str, data: tuple[str, str], output: Path) -> dict:
     base = trainer.accelerator.unwrap_model(trainer.model).model
     base.language_model.norm.register_forward_hook(spoil)
     trainer.train()
-    entries = [entry for entry in trainer.state.log_history if "reward" in entry]
-    return {"has_moved": moves.moved, "left_out": [entry.get("skipped/updates", 0) for entry in entries]}
+    left_out = [entry.get("skipped/updates", 0) for entry in trainer.state.log_history if "reward" in entry]
+    return {"has_moved": moves.moved, "left_out": left_out}
 
 
 if __name__ == "__main__":
@@ -204,7 +179,7 @@ if __name__ == "__main__":
             name = f"resumed {case}"
         else:
             found = run(kind, name, data, folder)
-        if engines.is_main():
+        if os.environ.get("RANK", "0") == "0":
             for part in {"moved", "end"} & set(found):
                 torch.save(found.pop(part), folder / f"{kind} {name} {part}.pt")
             (folder / f"{kind} {name}.json").write_text(json.dumps(found))

@@ -1,6 +1,5 @@
 """The engines of the tests of this folder, on a CPU: what starts them, and what gets at whole parameters."""
 
-import os
 from pathlib import Path
 
 import torch
@@ -10,22 +9,16 @@ from torch.distributed.tensor import DTensor
 
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false"}
 FSDP2 = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-}
+}  # fmt: skip
 VARIABLES = {
     "one": {"ACCELERATE_USE_CPU": "true"},
     "ddp": {"ACCELERATE_USE_CPU": "true"},
     "zero2": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
-    "zero3": {
-        **DEEPSPEED,
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-    },
+    "zero3": DEEPSPEED
+    | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"},
     "offload": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(Path(__file__).with_name("offload.json"))},
     "fsdp2": FSDP2,
 }
@@ -33,10 +26,7 @@ SHARDED = ("zero3", "offload", "fsdp2")
 
 
 def options_of(kind: str) -> dict:
-    """Options of `DAPOConfig` that the engine needs."""
-    if kind in ("one", "ddp"):
-        return {}
-    return {"use_cpu": False, "ddp_backend": "gloo"}  # DeepSpeed chooses the device itself
+    return {} if kind in ("one", "ddp") else {"use_cpu": False, "ddp_backend": "gloo"}  # DeepSpeed chooses the device
 
 
 def take_cpus_for_gpus() -> None:
@@ -52,7 +42,6 @@ def take_cpus_for_gpus() -> None:
 
 
 def prepare(kind: str) -> None:
-    """Before anything of accelerate is constructed."""
     torch.set_num_threads(1)
     if kind == "fsdp2":
         take_cpus_for_gpus()
@@ -80,7 +69,3 @@ def whole_parameters(trainer) -> dict[str, torch.Tensor]:
             return {name: value.detach().clone() for name, value in named.items()}
     parts = {name: value.detach() for name, value in named.items()}
     return {name: (part.full_tensor() if isinstance(part, DTensor) else part).clone() for name, part in parts.items()}
-
-
-def is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"

@@ -46,7 +46,6 @@ def largest(tensors) -> float:
 
 
 def check_equal(folder: Path, kind: str, what: str) -> None:
-    """Updates, rewards, advantages and metrics are those of one process."""
     (expected, moves), (found, others) = (outcome(folder, each, what) for each in ("one", kind))
     assert largest(moves.values()) > 1e-3
     assert largest(moves[name] - others[name] for name in moves) < 2e-5 * largest(moves.values())
@@ -63,7 +62,6 @@ def check_equal(folder: Path, kind: str, what: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ENGINES)
 def test_every_feature_trains_as_in_one_process(kind, train):
-    """Every fourth row has no image, so that some micro-batches of a process have none, or those of both."""
     train("one", "mixed")
     folder = train(kind, "mixed")
     check_equal(folder, kind, "mixed")
@@ -120,9 +118,8 @@ def test_another_number_of_processes(kind, train):
     if kind != "fsdp2":
         assert found["refused"].startswith(f"{checkpoint} was saved by 2 processes, between which ZeRO has divided")
         return
-    (whole, end), (_, resumed_end) = (
-        outcome(folder, kind, f"{what} everything", "end") for what in ("saved", "resumed")
-    )
+    whole, end = outcome(folder, kind, "saved everything", "end")
+    _, resumed_end = outcome(folder, kind, "resumed everything", "end")
     assert [entry["reward"] for entry in found["history"]] == [entry["reward"] for entry in whole["history"]]
     assert largest(end[name] - resumed_end[name] for name in end) < 1e-5
 
@@ -130,12 +127,9 @@ def test_another_number_of_processes(kind, train):
 @pytest.mark.minutes
 @pytest.mark.parametrize("kind", ENGINES)
 def test_no_process_waits_for_another_that_has_ended(kind, train):
-    """A real `generate`: prompts and images of uneven sizes; one process says nothing; all say nothing and are dead."""
     found = json.loads((train(kind, "generation") / f"{kind} generation.json").read_text())
-    assert {name: each["steps"] for name, each in found.items()} == dict.fromkeys(
-        ("free", "one silent", "all silent"), 2
-    )
-    assert found["one silent"]["lengths"] == [[1, 8], [1, 8]]
+    assert [found[name]["steps"] for name in ("free", "one silent", "all silent")] == [2, 2, 2]
+    assert found["one silent"]["lengths"] == [[1, 1], [8, 8]]
     assert found["all silent"]["lengths"] == [[1, 1], [1, 1]]
 
 

@@ -2,11 +2,11 @@
 
 chaos_driver.py MODEL QUESTIONS FOLDER ENGINE REPLAY MOST    at most so many points of each process; 0: all
 
-Runs are forks of this process, which has imported everything, so that one takes a second instead of ten. A run saves
-after each of two steps and the model at the end. Its folder is `out` wherever it is, and times are left out of logs, so
-that the files of undisturbed runs have equal sizes: by these, and not by this library, a checkpoint is complete here.
-Written: `verdicts.json`, a list of [point, verdict, what happened]. Verdicts are those of ckpt-chaos, and FINISHED of a
-kill after the last checkpoint, which is refused as finished and has the model of the undisturbed run.
+Runs are forks of this process, which has imported everything. A run saves after each of two steps and the model at the
+end. Its folder is `out` wherever it is, and times are left out of logs: by the sizes of files of an undisturbed run,
+and not by this library, a checkpoint is complete here. Written: `verdicts.json`, a list of [point, verdict, what
+happened]. Verdicts are those of ckpt-chaos, and FINISHED of a kill after the last checkpoint, which is refused as
+finished and has the model of the undisturbed run.
 """
 
 import json
@@ -37,8 +37,6 @@ GRACE = 3.0  # seconds between the end of one process and that of the others, as
 
 
 class Begin(TrainerCallback):
-    """Writes down where the run begins, and keeps what is timed out of the history."""
-
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             Path("began").write_text(str(state.global_step))
@@ -48,7 +46,6 @@ class Begin(TrainerCallback):
 
 
 def train(data: tuple[str, str], kind: str, replay: int) -> None:
-    """Continue where it can; the weights at the end are in `weights.pt`."""
     options = config(
         "out", max_steps=STEPS, save_strategy="steps", save_steps=1, replay_buffer_size=replay, rollout_log_steps=0,
         compute_attention_metrics=False, per_device_train_batch_size=4, optim="adamw_torch",
@@ -72,36 +69,23 @@ def train(data: tuple[str, str], kind: str, replay: int) -> None:
 
 
 def run(folder: Path, data, kind: str, replay: int, point: tuple[int, int, str] | None = None) -> list[int]:
-    """Run in forks; the status of each process.
-
-    Args:
-        folder: to run in.
-        data: model and questions.
-        kind: of engine.
-        replay: size of the buffer.
-        point: process, number of the file event, and mode in which it is killed there; None: in none.
-    """
+    """Run in forks; the status of each process. `point`: a process, the number of its file event, the kill's mode."""
     folder.mkdir(exist_ok=True)
-    processes = 1 if kind == "one" else 2
-    with held_port() as port:
-        return _ended([_fork(folder, data, kind, replay, point, rank, processes, port) for rank in range(processes)])
-
-
-def _ended(started: list[int]) -> list[int]:
-    """The status of each process; where one has failed, the others are killed."""
     ended: dict[int, int] = {}
-    end = None
-    while len(ended) < len(started):
-        for rank, pid in enumerate(started):
-            if rank not in ended and (found := os.waitpid(pid, os.WNOHANG))[0]:
-                ended[rank] = os.waitstatus_to_exitcode(found[1])
-        if any(ended.values()) and end is None:
-            end = time.monotonic() + GRACE
-        if end is not None and time.monotonic() > end:
-            for rank in set(range(len(started))) - set(ended):
-                os.kill(started[rank], signal.SIGKILL)
-            end = float("inf")
-        time.sleep(0.02)
+    processes, end = 1 if kind == "one" else 2, None
+    with held_port() as port:
+        started = [_fork(folder, data, kind, replay, point, rank, processes, port) for rank in range(processes)]
+        while len(ended) < len(started):
+            for rank, pid in enumerate(started):
+                if rank not in ended and (found := os.waitpid(pid, os.WNOHANG))[0]:
+                    ended[rank] = os.waitstatus_to_exitcode(found[1])
+            if any(ended.values()) and end is None:
+                end = time.monotonic() + GRACE
+            if end is not None and time.monotonic() > end:
+                for rank in set(range(len(started))) - set(ended):
+                    os.kill(started[rank], signal.SIGKILL)
+                end = float("inf")
+            time.sleep(0.02)
     return [ended[rank] for rank in range(len(started))]
 
 
@@ -131,28 +115,18 @@ def _fork(folder, data, kind, replay, point, rank, processes, port) -> int:
         os._exit(status)
 
 
-def sizes(folder: Path) -> dict[str, dict[str, int]]:
-    """Files of each checkpoint."""
-    return {
-        checkpoint.name: {str(path.relative_to(checkpoint)): path.stat().st_size for path in checkpoint.rglob("*")}
-        for checkpoint in (folder / "out").glob("checkpoint-*")
-    }
-
-
 def newest_complete(whole: Path, folder: Path) -> int:
     """The step of the newest checkpoint that is as in the undisturbed run."""
-    expected, found = sizes(whole), sizes(folder)
-    same = [name for name, files in expected.items() if found.get(name) == files]
-    return max((int(name.removeprefix("checkpoint-")) for name in same), default=0)
-
-
-def model_of(folder: Path) -> bytes:
-    """The weights in the checkpoint of the last step."""
-    return (folder / "out" / f"checkpoint-{STEPS}" / "model.safetensors").read_bytes()
+    for step in range(STEPS, 0, -1):
+        files = (where / f"out/checkpoint-{step}" for where in (whole, folder))
+        expected, found = ({path.relative_to(at): path.stat().st_size for path in at.rglob("*")} for at in files)
+        if found == expected:
+            return step
+    return 0
 
 
 def points_of(whole: Path, rank: int, most: int) -> list[tuple[int, int, str, str]]:
-    """Process, number, mode and name of the file events of a process in the undisturbed run; torn files come last."""
+    """Process, number, mode and name of its file events in the undisturbed run; torn files come last."""
     points = []
     for line in (whole / f"events_{rank}").read_text().splitlines():
         number, kind, name, tornable = line.split("\t")
@@ -163,7 +137,6 @@ def points_of(whole: Path, rank: int, most: int) -> list[tuple[int, int, str, st
 
 
 def judge(whole: Path, folder: Path, data, kind: str, replay: int, point: tuple[int, int, str]) -> tuple[str, str]:
-    """Kill a run at a point and continue it; the verdict, and what led to it."""
     killed = run(folder, data, kind, replay, point)
     if killed[point[0]] != KILLED:
         return "NOT_KILLED", f"{killed}: {(folder / f'said_{point[0]}').read_text()[-2000:]}"
@@ -171,7 +144,8 @@ def judge(whole: Path, folder: Path, data, kind: str, replay: int, point: tuple[
     ended = run(folder, data, kind, replay)
     if any(ended):
         said = (folder / "said_0").read_text()[-2000:]
-        if FINISHED in said and newest == STEPS and model_of(folder) == model_of(whole):
+        one, other = (where / f"out/checkpoint-{STEPS}/model.safetensors" for where in (whole, folder))
+        if FINISHED in said and newest == STEPS and one.read_bytes() == other.read_bytes():
             return "FINISHED", f"{newest} of {STEPS} steps, the model of the checkpoint as undisturbed"
         return classify(ResumeOutcome(f"status {ended}", None, newest, None)), said
     expected, found = (torch.load(where / "weights.pt") for where in (whole, folder))
@@ -185,9 +159,8 @@ if __name__ == "__main__":
     kind, replay, most = sys.argv[4], int(sys.argv[5]), int(sys.argv[6])
     torch.set_num_threads(1)
     whole = folder / "whole"
-    status = run(whole, data, kind, replay)
+    verdicts, status = [], run(whole, data, kind, replay)
     assert not any(status), (whole / "said_0").read_text()[-3000:]
-    verdicts = []
     for rank in range(len(status)):
         for number, point in enumerate(points_of(whole, rank, most)):
             verdict = judge(whole, folder / f"{rank}_{number}", data, kind, replay, point[:3])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from support.checkpoints import complete_checkpoints
-from support.trainers import config, letters_reward, prompts, vision_trainer
+from support.trainers import config, letters_reward, logged, prompts, vision_trainer
 
 PHASES = ("generation", "scoring", "backward", "optimizer", "evaluation")
 OPTIONS = {
@@ -30,17 +30,15 @@ def dies(phase: str, step: int) -> None:
 
 
 def kill_in_phases(trainer) -> None:
-    """Let what happens in the midst of each phase call `dies`."""
-    model, now = trainer.model, {"generates": 0, "evaluates": False}
+    model, now = trainer.model, {"generates": 0, "evaluates": 0}
 
     def counting(name, method):
         @wraps(method)
         def counted(*args, **kwargs):
-            now[name] = True
-            try:
-                return method(*args, **kwargs)
-            finally:
-                now[name] = False
+            now[name] = 1
+            found = method(*args, **kwargs)
+            now[name] = 0
+            return found
 
         return counted
 
@@ -78,10 +76,6 @@ if __name__ == "__main__":
     kill_in_phases(trainer)
     trainer.train(resume_from_checkpoint=bool(complete_checkpoints(output)))
     if trainer.is_world_process_zero():
-        history = trainer.state.log_history
-        result = {
-            "losses": [entry["loss"] for entry in history if "loss" in entry],
-            "evaluations": [entry["eval_reward"] for entry in history if "eval_reward" in entry],
-            "weights": [value.double().sum().item() for value in trainer.model.parameters()],
-        }
+        sums = [value.double().sum().item() for value in trainer.model.parameters()]
+        result = {"losses": logged(trainer, "loss"), "evaluations": logged(trainer, "eval_reward"), "weights": sums}
         (output / "result.json").write_text(json.dumps(result))

@@ -11,14 +11,8 @@ from support.launching import environment
 from support.trainers import train_file
 
 DRIVER = Path(__file__).with_name("chaos_driver.py")
-CASES = [
-    ("one", 0, 0),
-    ("one", 4, 0),
-    ("ddp", 4, 12),
-    ("zero2", 4, 8),
-    ("zero3", 4, 8),
-    ("fsdp2", 4, 8),
-]  # kind of engine, size of the replay buffer, most points of each process (0: all)
+# kind of engine, size of the replay buffer, most points of each process (0: all)
+CASES = [("one", 0, 0), ("one", 4, 0), ("ddp", 4, 12), ("zero2", 4, 8), ("zero3", 4, 8), ("fsdp2", 4, 8)]
 
 
 @pytest.mark.minutes

@@ -4,11 +4,9 @@ import json
 import shutil
 
 import pytest
-from support.commands import finish, train_command
-from support.trainers import OPTIONS, letters_reward, prompts, train_file, vision_trainer
+from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 from transformers import TrainerCallback
 
-from vgr_trl import DAPOConfig
 from vgr_trl.data.load import load_split
 from vgr_trl.data.rows import prepare_rows
 from vgr_trl.utils import DataError
@@ -16,10 +14,8 @@ from vgr_trl.utils import DataError
 
 @pytest.fixture
 def folder(question_files, tmp_path):
-    """Questions whose images are files, the second of which cannot be used."""
-    made = tmp_path / "data"
+    made, lines = tmp_path / "data", []
     made.mkdir()
-    lines = []
     for number, row in enumerate(prompts(train_file(question_files))):
         row["image"].save(made / f"{number}.png")
         name = "nowhere.png" if number == 1 else f"{number}.png"
@@ -29,8 +25,6 @@ def folder(question_files, tmp_path):
 
 
 class Break(TrainerCallback):
-    """Breaks the images of all rows but the first ones after a step."""
-
     def __init__(self, folder, cut):
         self.folder, self.cut = folder, cut
 
@@ -42,14 +36,8 @@ class Break(TrainerCallback):
 
 def trainer_of(model_folder, data, output):
     rows, _ = prepare_rows(load_split("train", data_files=str(data / "train.jsonl")), root=data, system_prompt=None)
-    options = DAPOConfig(
-        str(output), **OPTIONS | {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "rollout_log_steps": 0}
-    )
+    options = config(output, save_strategy="steps", save_steps=1, max_steps=4, rollout_log_steps=0)
     return vision_trainer(model_folder, letters_reward, options, rows)
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["deleted", "cut"])
@@ -65,22 +53,4 @@ def test_the_image_is_named_and_the_run_goes_on(cut, model_folder, folder, tmp_p
     shutil.copytree(kept, folder, dirs_exist_ok=True)
     resumed = trainer_of(model_folder, folder, tmp_path / "run")
     resumed.train(resume_from_checkpoint=True)
-    assert losses(resumed) == pytest.approx(losses(whole), abs=1e-6)
-
-
-@pytest.mark.slow
-def test_the_command_says_it_in_one_sentence(model_folder, folder, tmp_path):
-    """A reward deletes the images."""
-    reward = tmp_path / "breaking.py"
-    reward.write_text(
-        "from pathlib import Path\n"
-        "def breaking(completions, **kwargs):\n"
-        f"    for path in Path({str(folder)!r}).glob('*.png'): path.unlink()\n"
-        "    return [float(row) for row in range(len(completions))]\n"
-    )
-    flags = f"--reward_funcs {reward}:breaking --per_device_train_batch_size 4 --max_steps 5"
-    run = finish(train_command(model_folder, folder / "train.jsonl", tmp_path / "run", flags))
-    assert run.returncode == 1, run.stderr[-3000:]
-    assert "vgr-trl train: image file " in run.stderr
-    assert "Traceback" not in run.stderr
-    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert logged(resumed, "loss") == pytest.approx(logged(whole, "loss"), abs=1e-6)

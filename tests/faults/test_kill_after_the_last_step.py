@@ -23,7 +23,8 @@ def test_the_model_is_written_and_a_finished_run_is_refused(model_folder, questi
     (output / "model.safetensors").write_bytes(b"torn")
     again = finish(command)
     assert again.returncode == 0, again.stderr[-3000:]
-    assert load_file(output / "model.safetensors").keys() == weights.keys()
-    assert all(bool((value == weights[name]).all()) for name, value in load_file(output / "model.safetensors").items())
+    written = load_file(output / "model.safetensors")
+    assert written.keys() == weights.keys()
+    assert all(bool((value == weights[name]).all()) for name, value in written.items())
     assert json.loads((output / "metrics.json").read_text()) == metrics
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 2

@@ -15,20 +15,15 @@ WORKER = Path(phase_worker.__file__)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-def last(output):
-    return json.loads((output / "result.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def data(model_folder, question_files):
     return str(model_folder), train_file(question_files)
 
 
 def check_same(output, whole):
-    found = last(output)
-    assert len(found["losses"]) == phase_worker.OPTIONS["max_steps"]
-    assert len(found["evaluations"]) == phase_worker.OPTIONS["max_steps"]
-    for name, values in last(whole).items():
+    found, expected = (json.loads((folder / "result.json").read_text()) for folder in (output, whole))
+    assert len(found["losses"]) == len(found["evaluations"]) == phase_worker.OPTIONS["max_steps"]
+    for name, values in expected.items():
         assert found[name] == pytest.approx(values, abs=1e-5), name
 
 

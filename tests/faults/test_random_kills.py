@@ -4,55 +4,40 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
 from itertools import islice
-from pathlib import Path
 
 import pytest
 from support.checkpoints import complete_checkpoints
+from support.commands import ROOT, train_command
 from support.launching import environment
 from support.trainers import train_file
 
-ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("KILLS", "30"))
 STEPS = 6 * KILLS
 
 
-def start(model, files, output, empty, *more):
+def start(model, files, output, more=""):
     flags = (
-        f"examples/train_grpo_vlm.py --model_name_or_path {model} --data_files {train_file(files)} --use_cpu "
-        f"--output_dir {output} --system_prompt_file {empty} --bf16 false --gradient_checkpointing false "
-        "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 6 --logging_steps 1 "
-        f"--report_to none --save_steps 1 --save_total_limit 3 --replay_buffer_size 4 --rollout_log_steps 2 "
-        f"--max_steps {STEPS}"
+        "--per_device_train_batch_size 8 --save_steps 1 --save_total_limit 3 --replay_buffer_size 4 "
+        f"--rollout_log_steps 2 --max_steps {STEPS} {more}"
     )
     return subprocess.Popen(
-        [sys.executable, *flags.split(), *more],
-        cwd=ROOT,
-        env=environment(PYTHONUNBUFFERED="1"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-
-
-def losses(output):
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
+        train_command(model, train_file(files), output, flags), cwd=ROOT, text=True,
+        env=environment(PYTHONUNBUFFERED="1"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
 
 
 @pytest.mark.minutes
 def test_a_run_that_is_killed_again_and_again(model_folder, question_files, tmp_path):
-    empty, output, whole = tmp_path / "empty.txt", tmp_path / "killed", tmp_path / "whole"
-    empty.touch()
+    output, whole = tmp_path / "killed", tmp_path / "whole"
     given = model_folder, question_files
-    undisturbed = start(*given, whole, empty)
+    undisturbed = start(*given, whole)
     undisturbed.communicate()
     assert undisturbed.returncode == 0
-    moments, reached, resume = random.Random(0), 0, []
+    moments, reached, resume = random.Random(0), 0, ""
     for _ in range(KILLS):
-        with start(*given, output, empty, *resume) as run:
+        with start(*given, output, resume) as run:
             if moments.random() < 0.25:  # in its start, or in its first steps
                 time.sleep(moments.uniform(2, 8))
             else:
@@ -63,11 +48,13 @@ def test_a_run_that_is_killed_again_and_again(model_folder, question_files, tmp_
         found = [int(each.name.removeprefix("checkpoint-")) for each in complete_checkpoints(output)]
         assert max(found, default=0) >= reached, "what was saved stays"
         reached = max(found, default=0)
-        resume = ["--resume_from_checkpoint"] if reached else ["--resume_from_checkpoint", "latest"]
+        resume = "--resume_from_checkpoint" if reached else "--resume_from_checkpoint latest"
         if reached >= STEPS - 6:
             break
     assert reached >= KILLS, "most kills hit a run that had been continued"
-    last = start(*given, output, empty, *resume)
+    last = start(*given, output, resume)
     last.communicate()
     assert last.returncode == 0
-    assert losses(output) == pytest.approx(losses(whole), abs=1e-6)
+    states = [json.loads((folder / "trainer_state.json").read_text()) for folder in (output, whole)]
+    found, expected = ([entry["loss"] for entry in state["log_history"] if "loss" in entry] for state in states)
+    assert found == pytest.approx(expected, abs=1e-6)

@@ -4,51 +4,35 @@ import json
 import os
 import signal
 import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from support.checkpoints import complete_checkpoints
+from support.commands import ROOT, finish, train_command
 from support.launching import children_of, environment, outputs, wait_for_line
 from support.trainers import train_file
 from transformers import TrainerControl
 
 from vgr_trl import callbacks as termination
 
-ROOT = Path(__file__).parents[2]
-
-
-def command(model, question_files, output, empty, processes, *more):
-    launch = "-m torch.distributed.run --standalone --nproc_per_node=2" if processes > 1 else ""
-    flags = (
-        f"examples/train_grpo_vlm.py --model_name_or_path {model} --data_files {train_file(question_files)} --use_cpu "
-        f"--output_dir {output} --system_prompt_file {empty} --bf16 false --gradient_checkpointing false "
-        f"--per_device_train_batch_size {8 // processes} --num_generations 4 --max_completion_length 6 "
-        "--logging_steps 1 --report_to none --save_strategy no"
-    )
-    return [sys.executable, *launch.split(), *flags.split(), *more]
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "asked", "flags"),
-    [(1, "run", ""), (2, "child", ""), (2, "all", ""), (1, "all", "--dataloader_num_workers 1")],
-    ids=["one", "one of two", "two and their launcher", "one and what loads its data"],
+    ("processes", "asked", "flags"), [(2, "child", ""), (2, "all", ""), (1, "all", "--dataloader_num_workers 1")]
 )
 def test_a_run_that_is_asked_to_end_saves_and_goes_on(processes, asked, flags, model_folder, question_files, tmp_path):
     """A launcher that gets the signal hands it on, so that its processes get it twice."""
-    empty, output = tmp_path / "empty.txt", tmp_path / "run"
-    empty.touch()
-    start = model_folder, question_files, output, empty, processes
+    output = tmp_path / "run"
+    launcher = "-m torch.distributed.run --standalone --nproc_per_node=2" if processes > 1 else ""
+    batch = f"--per_device_train_batch_size {8 // processes} --save_strategy no --max_steps"
+
+    def command(more):
+        return train_command(model_folder, train_file(question_files), output, f"{batch} {more}", launcher)
+
     run = subprocess.Popen(
-        command(*start, "--max_steps", "1000", *flags.split()),
-        cwd=ROOT,
+        command(f"1000 {flags}"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment(ACCELERATE_USE_CPU="true", PYTHONUNBUFFERED="1", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="900"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    )  # fmt: skip
     wait_for_line(run, "step    3/1000")
     children = children_of(run)
     for pid in {"run": [run.pid], "child": children[:1], "all": [*children, run.pid]}[asked]:
@@ -60,13 +44,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(processes, asked, flags, m
     step = int(checkpoint.name.removeprefix("checkpoint-"))
     assert 3 <= step < 1000
     assert not (output / "model.safetensors").exists()
-    rest = subprocess.run(
-        command(*start, "--max_steps", str(step + 1), "--resume_from_checkpoint"),
-        cwd=ROOT,
-        env=environment(ACCELERATE_USE_CPU="true"),
-        capture_output=True,
-        text=True,
-    )
+    rest = finish(command(f"{step + 1} --resume_from_checkpoint"), ACCELERATE_USE_CPU="true")
     assert rest.returncode == 0, rest.stderr[-3000:]
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == step + 1
 

@@ -8,7 +8,7 @@ from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
 
 PAD = 9
-FAMILIES = ("qwen", "gemma4", "lfm2", "internvl", "llava_next", "llava", "idefics")
+FAMILIES = ("qwen", "lfm2", "idefics")
 
 
 def draw_batch(
@@ -54,7 +54,7 @@ def draw_batch(
         parts = [part for part in drawn for _ in range(group)]
         batch |= collate(family, parts)
         batch["num_images"] = counts
-        if family in ("lfm2", "internvl"):
+        if family == "lfm2":
             batch["num_tiles"] = [len(part["pixel_values"]) for part in parts]
         if family == "qwen":
             types = (
@@ -77,21 +77,11 @@ def one_image(family: str, seed: int, count: int) -> dict[str, torch.Tensor]:
     if family == "qwen":
         grid = torch.tensor([[1, 2 * size(1, 2), 2 * size(1, 3)] for _ in range(count)]).view(count, 3)
         return {"pixel_values": number(int(grid.prod(-1).sum()), 6), "image_grid_thw": grid}
-    if family == "gemma4":
-        patches = size(2, 5)
-        return {"pixel_values": number(count, patches, 6), "image_position_ids": torch.ones(count, patches, 2).long()}
     if family == "lfm2":
         tiles, patches = count * size(1, 2), size(2, 5)
         shapes = torch.full((tiles, 2), patches)
         mask = torch.ones(tiles, patches, dtype=torch.int32)
         return {"pixel_values": number(tiles, patches, 6), "pixel_attention_mask": mask, "spatial_shapes": shapes}
-    if family == "internvl":
-        return {"pixel_values": number(count * size(1, 3), 3, 4, 4)}
-    if family == "llava_next":
-        sizes = torch.tensor([[size(4, 9), size(4, 9)] for _ in range(count)]).view(count, 2)
-        return {"pixel_values": number(count, size(2, 4), 3, 4, 4), "image_sizes": sizes}
-    if family == "llava":
-        return {"pixel_values": number(count, 3, 4, 4)}
     height = size(3, 5)  # Idefics: one entry per row, padded to the most images and the largest
     mask = torch.ones(1, max(count, 1), height, 4, dtype=torch.bool)
     pixels = number(1, max(count, 1), 3, height, 4)
@@ -100,15 +90,15 @@ def one_image(family: str, seed: int, count: int) -> dict[str, torch.Tensor]:
 
 def collate(family: str, parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Pad and concatenate, as the processors do."""
-    return {name: _padded([part[name] for part in parts], -1 if "position" in name else 0) for name in parts[0]}
+    return {name: _padded([part[name] for part in parts]) for name in parts[0]}
 
 
-def _padded(parts: list[torch.Tensor], value: int) -> torch.Tensor:
+def _padded(parts: list[torch.Tensor]) -> torch.Tensor:
     filled = [part for part in parts if len(part)] or parts
     shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in filled), strict=True)]
     grown = []
     for part in filled:
-        grown.append(part.new_full((len(part), *shape), value))
+        grown.append(part.new_zeros(len(part), *shape))
         grown[-1][tuple(slice(size) for size in part.shape)] = part
     return torch.cat(grown)
 

@@ -5,8 +5,6 @@ from collections import Counter
 import pytest
 import torch
 from batches import PAD, draw_batch
-from hypothesis import given
-from hypothesis import strategies as st
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
 from vgr_trl.sampling import Group, Placement, ReplayBuffer, groups_from_batch, merge_states, priority, split_state
@@ -36,16 +34,6 @@ def test_the_lowest_priority_leaves_first():
     assert sorted(drawn(buffer, 9)) == [[0, 2], [0, 3]]
 
 
-def test_of_equal_priorities_the_oldest_leaves():
-    """Ties are decided by age; dictionaries and tensors of groups are never compared."""
-    buffer = ReplayBuffer(2)
-    assert all(buffer.add(group(0, 1, step=step)) for step in range(4))
-    drawn_groups = buffer.sample(2)
-    assert sorted(found.step for found in drawn_groups) == [2, 3]
-    assert buffer.sample(1)[0] in drawn_groups
-    assert group(0, 1) not in drawn_groups
-
-
 @pytest.mark.parametrize(
     ("rewards", "admitted"),
     [((1, 2), True), ((1, 1.9), False), ((1.5, 1.5), False), ((float("nan"), 3), False), ((-9, 12), True)],
@@ -54,12 +42,6 @@ def test_minimum_mean_reward_and_dead_groups(rewards, admitted):
     buffer = ReplayBuffer(2, min_reward=1.5)
     assert buffer.add(group(*rewards)) is admitted
     assert len(buffer) == admitted
-
-
-def test_a_deviation_of_epsilon_is_dead():
-    """0 and d have the deviation d / sqrt(2)."""
-    assert not ReplayBuffer(1, variance_epsilon=1.0).add(group(0, 1.4142))
-    assert ReplayBuffer(1, variance_epsilon=1.0).add(group(0, 1.4143))
 
 
 def test_for_other_estimators_the_advantages_decide():
@@ -89,15 +71,6 @@ def test_frequencies_are_proportional_to_priorities():
     assert len(counts) == 6
 
 
-def test_groups_of_priority_zero_come_last():
-    buffer = ReplayBuffer(3, estimator="remax")
-    for rewards in ((1.0, 1.0), (0.0, 2.0), (3.0, 3.0)):
-        buffer.add(Group(advantages=torch.ones(2), rewards=torch.tensor(rewards)))
-    for _ in range(20):
-        assert drawn(buffer, 2)[0] == [0, 2]
-        assert len(drawn(buffer, 3)) == 3
-
-
 def test_age():
     buffer = ReplayBuffer(4, max_age=2)
     buffer.add(group(0, 1, step=1))
@@ -112,24 +85,6 @@ def test_age():
     assert buffer.mean_age == 2
     buffer.advance(6)
     assert len(buffer) == 0
-
-
-def test_the_same_seed_draws_the_same():
-    buffers = [ReplayBuffer(8, seed=seed) for seed in (1, 1, 2)]
-    for buffer in buffers:
-        for d in range(1, 9):
-            buffer.add(group(0, d))
-    draws = [[drawn(buffer, 3) for _ in range(4)] for buffer in buffers]
-    assert draws[0] == draws[1] != draws[2]
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=40), st.integers(1, 6))
-def test_the_best_are_kept_and_never_more_than_the_size(pairs, size):
-    buffer = ReplayBuffer(size)
-    for pair in pairs:
-        buffer.add(group(*map(float, pair)))
-    distances = sorted((abs(a - b) for a, b in pairs if a != b), reverse=True)[:size]
-    assert sorted((abs(a - b) for a, b in drawn(buffer, size)), reverse=True) == distances
 
 
 def filled(size: int = 4, processes: int = 1) -> list[ReplayBuffer]:
@@ -179,13 +134,6 @@ def test_a_state_survives_a_file_that_holds_only_weights(tmp_path):
     images = again.sample(4)[-1].rows.images
     assert len({id(of_row["pixel_values"]) for of_row in images}) == 1, "images are still there once"
     assert (tmp_path / "buffer.pt").stat().st_size < 2e6 * buffer.megabytes + 40_000
-
-
-def test_a_smaller_buffer_and_a_higher_minimum_hold_for_a_loaded_state():
-    (buffer,) = filled()
-    smaller = ReplayBuffer(2, min_reward=2.4)
-    smaller.load_state_dict(buffer.state_dict())
-    assert sorted(found.rewards.tolist() for found in smaller.sample(9)) == [[1, 4], [1, 5]]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])

@@ -1,11 +1,9 @@
 """Further prompts of dynamic sampling: which are drawn, how processes share them, and how a resumed run goes on."""
 
-import itertools
-
 import pytest
 from PIL import Image
 
-from vgr_trl.sampling import FurtherPrompts, Placement, prompt_key, prompts_of_round, rows_of_process
+from vgr_trl.sampling import FurtherPrompts, Placement, prompt_key, prompts_of_round
 
 
 @pytest.mark.parametrize(
@@ -16,17 +14,6 @@ def test_prompts_of_a_round_are_shared_equally(missing, generations, processes, 
     count = prompts_of_round(missing, generations, processes)
     assert count == expected
     assert count * generations % processes == 0
-
-
-@pytest.mark.parametrize(("generations", "processes"), [(2, 1), (4, 2), (4, 8), (8, 3), (3, 2)])
-def test_rows_of_all_processes_are_g_adjacent_ones_per_prompt(generations, processes):
-    prompts = [{"prompt": index} for index in range(prompts_of_round(5, generations, processes))]
-    shares = [rows_of_process(prompts, generations, process, processes) for process in range(processes)]
-    assert len({len(share) for share in shares}) == 1
-    found = [row["prompt"] for row in itertools.chain(*shares)]
-    assert found == [index for index in range(len(prompts)) for _ in range(generations)]
-    distinct = {id(row) for row in itertools.chain(*shares)}
-    assert len(distinct) == len(found), "TRL writes into rows"
 
 
 class Stream:

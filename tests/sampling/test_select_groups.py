@@ -1,17 +1,15 @@
 """Groups chosen by the trainer: replay, resampling, filtering, estimators, and what a checkpoint keeps of them."""
 
-import math
-
 import pandas
 import pytest
 import torch
-from datasets import IterableDataset, concatenate_datasets
+from datasets import concatenate_datasets
 from support.trainers import logged, weights
 
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 from vgr_trl.rollout import Rollout
 from vgr_trl.sampling import find_zero_variance, prompt_key, select_groups
-from vgr_trl.utils import ConfigError, RewardError
+from vgr_trl.utils import ConfigError
 
 
 def coarse_reward(completions, **kwargs):
@@ -35,15 +33,6 @@ def make(vision_trainer):
 def lively_reward(completions, **kwargs):
     """Differs within all groups."""
     return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
-
-
-# What is left out changes the order of additions, which Adam's first steps take up.
-EXACT = {
-    "skip_zero_advantage": "off",
-    "skip_zero_advantage_tokens": "off",
-    "skip_padding": "off",
-    "group_by_length": "off",
-}
 
 
 def trained_batches(trainer):
@@ -128,55 +117,6 @@ class TestReplay:
         assert logged(trainer, "replay/mean_age")[1:4] == [1, 2, 3]
         assert logged(trainer, "replay/replaced_fraction")[1:5] == [1, 1, 1, 0]
 
-    def test_an_empty_buffer_leaves_zero_variance_groups_where_they_are(self, make):
-        trainer = make(rewards=constant_reward, replay_buffer_size=2, max_steps=2)
-        before = weights(trainer)
-        trainer.train()
-        assert logged(trainer, "sampling/nonzero_variance_fraction") == [0.0, 0.0]
-        assert logged(trainer, "replay/size") == [0.0, 0.0]
-        assert torch.equal(weights(trainer), before), "AdamW has no weight decay here, and no group a gradient"
-
-    def test_a_buffer_that_is_never_needed_changes_nothing(self, make):
-        moved = []
-        for size in (0, 8):
-            trainer = make(rewards=lively_reward, replay_buffer_size=size, compute_attention_metrics=False, **EXACT)
-            trainer.train()
-            moved.append(weights(trainer))
-        assert torch.equal(*moved)
-
-    @pytest.mark.parametrize(
-        "changed",
-        [
-            {"beta": 0.1},
-            {"num_iterations": 2},
-            {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "compute_attention_metrics": False},
-            {"token_weights": True, "enable_perception_filtering": True, "enable_trajectory_reweighting": True},
-            {"perception_loss_weight": 0.01, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
-            {"loss_type": "vespo"},
-        ],
-        ids=str,
-    )
-    def test_goes_together_with(self, make, changed):
-        trainer = make(replay_buffer_size=8, max_steps=12, **changed)
-        trainer.train()
-        assert sum(logged(trainer, "replay/replaced_fraction")) > 0
-        assert all(math.isfinite(loss) for loss in logged(trainer, "loss"))
-
-    def test_several_rollouts_in_a_step_are_counted_like_others(self, make, on_choice):
-        """Groups of an earlier rollout of the same step are replayed too."""
-        trainer = make(replay_buffer_size=8, gradient_accumulation_steps=4, steps_per_generation=1, max_steps=3)
-        replaced = on_choice(trainer, lambda before, chosen: len(chosen.replaced) / 2)
-        trainer.train()
-        expected = [sum(replaced[first : first + 4]) / 4 for first in (0, 4, 8)]
-        assert logged(trainer, "replay/replaced_fraction") == expected
-        assert max(expected) > 0
-
-    def test_rows_without_images(self, make):
-        rows = make.rows.map(lambda row, index: {"image": None if index % 2 else row["image"]}, with_indices=True)
-        trainer = make(rows=rows, replay_buffer_size=8, max_steps=8)
-        trainer.train()
-        assert sum(logged(trainer, "replay/replaced_fraction")) > 0
-
 
 class TestResampling:
     def test_further_prompts_replace_zero_variance_groups(self, make, tmp_path):
@@ -224,66 +164,8 @@ class TestFurtherPrompts:
             assert len(further) == len(set(further)) == 5 - len(set(epoch)), "all that the data have, once"
             assert not set(epoch).intersection(further)
 
-    @pytest.mark.parametrize("streamed", [False, True])
-    def test_a_resumed_run_draws_the_same(self, make, tmp_path, streamed):
-        rows = IterableDataset.from_generator(lambda: iter(make.rows)) if streamed else make.rows
-        options = {**ALL_DEAD, "save_strategy": "steps", "save_steps": 3, "max_steps": 6, "rows": rows}
-        options |= {"shuffle_dataset": False} if streamed else {}
-        whole = make(**options)
-        expected = self.drawn_by(whole)
-        whole.train()
-        resumed = make(**options)
-        found = self.drawn_by(resumed)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
-        assert found == expected[3:]
-        assert all(len(set(further)) == 2 for _, further in expected)
-
 
 class TestFiltering:
-    def test_a_group_outside_the_bounds_is_not_trained_on(self, make):
-        bounds = {"filter_low": 2.0, "filter_high": 3.0}
-        trainer = make(lively_reward, online_filtering=True, filter_key="overall", **bounds, max_steps=1)
-        before = weights(trainer)
-        trainer.train()
-        assert logged(trainer, "sampling/nonzero_variance_fraction") == [0.0]
-        assert torch.equal(weights(trainer), before)
-
-    def test_the_default_looks_at_accuracy_whatever_the_weights_are(self, make):
-        """Weighted sums are 2.75 and 0.25; with bounds on them, 0.01 and 0.99, no group would be trained on."""
-
-        def accuracy_reward(completions, **kwargs):
-            return [float(index % 2) for index in range(len(completions))]
-
-        def format_reward(completions, **kwargs):
-            return [0.5] * len(completions)
-
-        rewards = [accuracy_reward, format_reward]
-        trainer = make(rewards, reward_weights=[2.5, 0.5], online_filtering=True, max_steps=1)
-        trainer.train()
-        assert logged(trainer, "sampling/nonzero_variance_fraction") == [1.0]
-
-    @pytest.mark.parametrize(
-        ("changed", "part"),
-        [
-            (
-                {"online_filtering": True, "filter_key": "overall", "num_iterations": 3, "replay_buffer_size": 2},
-                "for 6 steps, so only replayed groups are trained on: of 4 groups 0 have equal rewards "
-                "(replay_var_epsilon 1e-06) and 4 have a mean of filter_key overall outside filter_low 0.01",
-            ),
-            ({"rewards": constant_reward}, "for 5 steps, so nothing is trained: of 10 groups 10 have equal rewards"),
-        ],
-        ids=["filtered, three steps per rollout", "equal"],
-    )
-    def test_five_steps_without_a_gradient_are_warned_of_once(self, make, monkeypatch, changed, part):
-        def large(completions, **kwargs):
-            return [2 + reward for reward in lively_reward(completions)]
-
-        warnings = []
-        monkeypatch.setattr("vgr_trl.sampling.logger.warning", warnings.append)
-        make(**{"rewards": large, "max_steps": 9, "compute_attention_metrics": False} | changed).train()
-        [warning] = warnings
-        assert part in warning
-
     def test_quantiles_are_those_of_the_first_round(self, make):
         """Means 0.1 and 0.7: the quantiles 0.4 and 0.99 are 0.34 and 0.694; 0.4 lies between them."""
         trainer = make(online_filtering=True, filter_key="overall", filter_mode="quantile", filter_low=0.4)
@@ -300,59 +182,7 @@ class TestFiltering:
         assert found([0.2, 0.2, 0.2, 0.21, 0.4, 0.4, 0.4, 0.41], first.bounds).filtered == [0]
 
 
-def test_zero_variance_groups_take_no_part_in_the_trajectory_scale_without_a_buffer_either(make, on_choice):
-    trainer = make(enable_trajectory_reweighting=True, max_steps=4)
-    found = on_choice(
-        trainer,
-        lambda before, chosen: (before["advantages"].view(2, 4).abs().amax(1) > 0, chosen.with_gradient.view(2, 4)),
-    )
-    trainer.train()
-    assert all(torch.equal(live, alive.unsqueeze(1).expand(2, 4)) for alive, live in found)
-    assert len({tuple(alive.tolist()) for alive, _ in found}) > 1
-    assert all(mean is None or mean == pytest.approx(1) for mean in logged(trainer, "scaling_factor_mean"))
-
-
 class TestEstimators:
-    def test_one_deviation_divides_what_is_trained_on_whichever_round_it_came_from(self, make, on_choice):
-        """Rewards are 0 or 1, so in a live group the largest advantage is 1 / deviation above the smallest."""
-        trainer = make(
-            advantage_estimator="reinforce_plus_plus", dynamic_sampling="resample", dynamic_sampling_max_rounds=4,
-            replay_buffer_size=8, max_steps=6, seed=4,
-        )  # fmt: skip
-        drawn, draw = [], trainer.replay.draw
-        trainer.replay.draw = lambda count: drawn.append(draw(count)) or drawn[-1]
-
-        def see(before, chosen):
-            logged = trainer._logs["advantages"], trainer._logs["rewards"]["coarse_reward"]
-            table = [torch.tensor(list(values)) for values in logged]
-            assert len(table[0]) == len(table[1]) == len(logged[1])
-            return chosen.batch["advantages"].view(2, 4), *table, chosen.replaced, drawn[-1]
-
-        seen = on_choice(trainer, see)
-        trainer.train()
-        mixed = 0
-        for advantages, of_table, rewards, replaced, replayed in seen:
-            spread = advantages.amax(1) - advantages.amin(1)
-            if len(of_table) == 8 or (spread == 0).any() or replayed:  # which keep theirs
-                continue
-            mixed += len(replaced) == 1
-            centred = advantages / spread.unsqueeze(1)
-            assert spread.tolist() == pytest.approx([1 / (centred.std().item() + 1e-8)] * 2, rel=1e-5)
-            rewards = rewards.view(-1, 4)
-            expected = (rewards - rewards.mean(1, keepdim=True)).flatten() / (centred.std() + 1e-8)
-            assert torch.allclose(of_table, expected, atol=1e-5), "the table has all that was generated"
-        assert mixed > 0
-
-    @pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax", "reinforce_plus_plus", "grpo_passk"])
-    def test_an_infinite_reward_is_an_error_that_names_function_and_row(self, make, estimator):
-        def boundless_reward(completions, **kwargs):
-            return [0.0, None, 1.0, float("nan"), 0.0, -math.inf, 0.0, 1.0][: len(completions)]
-
-        trainer = make(rewards=[coarse_reward, boundless_reward], advantage_estimator=estimator, max_steps=1)
-        message = "The reward boundless_reward is -inf for row 5 of the 8 of the rollout batch, the row with the id"
-        with pytest.raises(RewardError, match=message):
-            trainer.train()
-
     @pytest.mark.parametrize("estimator", ["rloo", "remax", "reinforce_plus_plus", "grpo_passk"])
     def test_the_advantages_in_the_table_are_those_of_the_rewards_in_it(self, make, estimator):
         trainer = make(advantage_estimator=estimator, max_steps=3)
@@ -408,50 +238,23 @@ class TestCheckpoints:
         assert torch.allclose(weights(whole), weights(resumed), atol=1e-6)
 
     @pytest.mark.parametrize(
-        ("before", "after", "message"),
+        ("after", "message"),
         [
-            ({}, {"num_generations": 2}, "num_generations is 2, and its groups have 4 completions."),
-            ({}, {"beta": 0.1}, "it was stored without beta."),
-            ({}, {"token_weights": True}, "it was stored without attention and token_weights."),
-            ({}, {"perception_loss_weight": 0.01}, "it was stored without perception_loss_weight or der_loss_weight2"),
-            ({}, {"advantage_estimator": "rloo"}, "advantage_estimator is rloo, and was grpo."),
+            ({"num_generations": 2}, "num_generations is 2, and its groups have 4 completions."),
+            ({"token_weights": True}, "it was stored without attention and token_weights."),
         ],
         ids=str,
     )
-    def test_a_buffer_that_new_options_cannot_use_starts_empty(
-        self, make, tmp_path, monkeypatch, before, after, message
-    ):
+    def test_a_buffer_that_new_options_cannot_use_starts_empty(self, make, tmp_path, monkeypatch, after, message):
         common = {"replay_buffer_size": 8, "compute_attention_metrics": False}
-        make(save_strategy="steps", save_steps=4, max_steps=4, **common | before).train()
+        make(save_strategy="steps", save_steps=4, max_steps=4, **common).train()
         checkpoint = str(tmp_path / "run" / "checkpoint-4")
         warnings = []
         monkeypatch.setattr("vgr_trl.sampling.logger.warning", warnings.append)
-        same = make(max_steps=5, **common | before)
-        same.replay.load(tmp_path / "run" / "checkpoint-4")
-        assert len(same.replay.buffer) > 0
-        assert warnings == []
-        resumed = make(max_steps=12, **common | before | after)
+        resumed = make(max_steps=12, **common | after)
         resumed.train(resume_from_checkpoint=checkpoint)
         assert resumed.state.global_step == 12
         assert len(warnings) == 1
         assert message in warnings[0]
         assert logged(resumed, "replay/size")[0] <= 2, "what one batch brought"
         assert sum(logged(resumed, "replay/replaced_fraction")) > 0
-
-    @pytest.mark.parametrize(
-        ("before", "message"),
-        [
-            ({}, "starts empty: the checkpoint was written without replay_buffer_size"),
-            ({"replay_buffer_size": 8}, "was written without dynamic_sampling"),
-        ],
-        ids=str,
-    )
-    def test_a_checkpoint_of_a_run_without_them(self, make, tmp_path, monkeypatch, before, message):
-        make(save_strategy="steps", save_steps=2, max_steps=2, **before).train()
-        warnings = []
-        monkeypatch.setattr("vgr_trl.sampling.logger.warning", warnings.append)
-        trainer = make(replay_buffer_size=8, dynamic_sampling="resample", max_steps=4)
-        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-        assert trainer.state.global_step == 4
-        assert any(message in warning for warning in warnings)
-        assert len(warnings) == 2 - len(before)

@@ -36,8 +36,3 @@ def test_a_target_without_a_module_is_refused(build):
         ConfigError, match=f"No module of Qwen2ForCausalLM is named q_porj, .*linear modules are {names}"
     ):
         build(["q_porj", "v_proj"])
-
-
-@pytest.mark.parametrize("targets", [["q_proj", "self_attn.v_proj"], "all-linear", r".*q_proj"])
-def test_targets_that_are_there(build, targets):
-    assert any("lora_A" in name for name, _ in build(targets).model.named_parameters())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from datasets import IterableDataset, load_dataset
+from datasets import load_dataset
 from support.trainers import train_file
 
 from vgr_trl import measure as score
@@ -10,7 +10,7 @@ from vgr_trl.data.images import ImageLimits, ImageRule
 from vgr_trl.data.rows import prepare_rows
 from vgr_trl.reporting.recorder import images_of_row
 from vgr_trl.rewards import load_reward
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import ConfigError
 
 
 @pytest.fixture
@@ -59,29 +59,13 @@ def test_data_without_boxes(make):
 GOOD, BEYOND = [0.0, 0.0, 1.0, 0.5], [0.0, 0.0, 2.0, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("box", "said"),
-    [
-        (BEYOND, r"it has the box (0.0, 0.0, 2.0, 0.5) in its column bbox: give left, top, right and bottom"),
-        ([0.5, 0.0, 1.0], "it has [0.5, 0.0, 1.0] in its column bbox: give four numbers."),
-    ],
-)
-def test_a_row_with_a_bad_box_is_left_out(make, box, said, caplog):
-    run = make([GOOD, box], signals=["region_focus"])
+def test_a_row_with_a_bad_box_is_left_out(make, caplog):
+    run = make([GOOD, BEYOND], signals=["region_focus"])
     assert run.train_dataset["bbox"] == [GOOD] * 8
     (warning,) = [warning for warning in caplog.messages if "Left out" in warning]
-    assert warning.startswith("Left out 8 rows of the train data; the first: row 1: it has ")
-    assert said in warning
-
-
-def test_rows_with_a_bad_box_are_left_out_of_questions_and_of_what_is_evaluated(vision_trainer, question_files):
-    questions = load_dataset("parquet", data_files=train_file(question_files), split="train")
-    questions = questions.add_column("bbox", [GOOD, BEYOND] * 8)
-    run = vision_trainer(
-        load_reward("region"), questions, {"all": vision_trainer.rows.add_column("bbox", [BEYOND, *[GOOD] * 15])}
+    assert warning.startswith(
+        "Left out 8 rows of the train data; the first: row 1: it has the box (0.0, 0.0, 2.0, 0.5)"
     )
-    assert run.train_dataset["bbox"] == [GOOD] * 8
-    assert run.eval_dataset["all"]["bbox"] == [GOOD] * 15
 
 
 def test_boxes_in_pixels_are_of_the_image_as_it_is_trained_on(vision_trainer, question_files, caplog):
@@ -101,22 +85,6 @@ def test_boxes_in_pixels_are_of_the_image_as_it_is_trained_on(vision_trainer, qu
     assert whole["regions"] == boxes[:3] * 4
 
 
-def test_rows_with_a_bad_box_are_left_out_of_streams(vision_trainer, caplog):
-    rows = vision_trainer.rows.add_column("bbox", [GOOD, BEYOND] * 8)
-    stream = IterableDataset.from_generator(lambda: iter(rows))
-    run = vision_trainer(load_reward("region"), stream, max_completion_length=4, max_steps=5)
-    run.train()
-    assert run.state.global_step == 5
-    told = [warning for warning in caplog.messages if "Left out" in warning]
-    assert len(told) == 8, "each row once, however often it is read"
-    assert told[0].startswith("Left out train row 1 of the stream: it has the box (0.0, 0.0, 2.0, 0.5)")
-    bad = rows.select(range(1, 16, 2))
-    with pytest.raises(DataError, match=r"^None of the 8 rows of the train stream can be used"):
-        vision_trainer(load_reward("region"), IterableDataset.from_generator(lambda: iter(bad)), max_steps=1)
-
-
 def test_the_report_gets_the_box_in_pixels(png):
     (recorded,), _, _ = images_of_row({"image": str(png), "bbox": [0.25, 0.0, 1.0, 0.5]}, [])
     assert recorded.regions == [(2.0, 0.0, 6.0, 4.0)]
-    (recorded,), _, _ = images_of_row({"image": str(png), "bbox": [9, 9, 9, 9]}, [])
-    assert recorded.regions is None

@@ -13,34 +13,18 @@ def likeness(completions, similarity, **kwargs):
     return [100 * value for value in similarity]
 
 
-@pytest.fixture
-def run(vision_trainer):
-    def trained(**options):
-        trainer = vision_trainer(likeness, **{"max_steps": 1, "compute_attention_metrics": False} | options)
-        trainer.train()
-        return trainer
-
-    return trained
-
-
-def test_the_reward_gets_what_is_logged_with_prompts_shared_or_not(run):
+def test_the_reward_gets_what_is_logged_with_prompts_shared_or_not(vision_trainer):
     found = {}
     for share in ("on", "off"):
-        trainer = run(share_prompts=share, hidden_similarity_layer=1)
+        trainer = vision_trainer(likeness, max_steps=1, share_prompts=share, hidden_similarity_layer=1)
+        trainer.train()
         (metric,) = logged(trainer, "signals/similarity")
         assert -1 < metric < 1
         found[share] = [metric, *(value / 100 for value in trainer._logs["rewards"]["likeness"])]
-        assert "hidden_similarity_layer" not in trainer.idle_options
     assert len(set(found["on"])) > 3
     assert found["on"] == pytest.approx(found["off"], abs=1e-5)
 
 
-def test_the_pass_is_made_although_attention_is_measured_in_generation(run):
-    trainer = run(attention_source="generate", compute_attention_metrics=True)
-    assert logged(trainer, "signals/similarity")
-    assert logged(trainer, "attention/all/vgr")
-
-
-def test_a_layer_that_the_model_has_not(run):
+def test_a_layer_that_the_model_has_not(vision_trainer):
     with pytest.raises(ConfigError, match="hidden_similarity_layer is 9, but the model has"):
-        run(hidden_similarity_layer=9)
+        vision_trainer(likeness, hidden_similarity_layer=9)

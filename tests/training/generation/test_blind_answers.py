@@ -7,7 +7,7 @@ import torch
 from support.trainers import logged
 from support.vllm import in_place_of_vllm
 
-from vgr_trl.generation import blind_conversation, description_in, question_of
+from vgr_trl.generation import blind_conversation, description_in
 from vgr_trl.rewards import load_reward
 from vgr_trl.rewards.simple import blind_accuracy_reward
 
@@ -21,19 +21,6 @@ def test_descriptions():
     assert description_in("<answer>B</answer>", "description", True) == "<answer>B</answer>"
     assert description_in("</see> <see>x <see>y</see>", "see", False) == "x <see>y"
     assert description_in("<see>" * 100_000, "see", False) is None, "in no more time than the text is long"
-
-
-def test_questions():
-    assert question_of({"problem": "<image>What is it?", "choices": ["red", "blue"]}) == (
-        "What is it?\nA. red\nB. blue"
-    )
-    image = {"type": "image"}
-    prompt = [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": [image, {"type": "text", "text": "Which?"}]},
-    ]
-    assert question_of({"prompt": prompt}) == "Which?"
-    assert question_of({"prompt": "Why? <image>"}) == "Why?"
 
 
 def test_what_is_asked_takes_nothing_of_a_description_for_a_place():
@@ -110,14 +97,6 @@ def test_one_more_generation_without_images(make, monkeypatch):
     assert logged(run, "blind/described") == [0.5]
 
 
-def test_as_published_the_whole_completion_describes(make):
-    run = make(blind_without_tag="completion", blind_prompt="Text {description} Asked {question}")
-    run.train()
-    asked, _ = run.model.generate.asked[1]
-    assert "Text no words Asked" in asked[0]
-    assert logged(run, "blind/described") == [1.0]
-
-
 def test_with_vllm_each_description_is_a_prompt_of_its_own(make, monkeypatch):
     calls = in_place_of_vllm(monkeypatch)
     make(use_vllm=True).train()
@@ -125,16 +104,3 @@ def test_with_vllm_each_description_is_a_prompt_of_its_own(make, monkeypatch):
     assert (rows, num_generations) == (8, 4)
     assert images is not None
     assert blind == (8, None, 1)
-
-
-@pytest.mark.parametrize(
-    "options", [{"advantage_estimator": "remax"}, {"dynamic_sampling": "resample", "max_steps": 2}]
-)
-def test_greedy_completions_and_further_rounds_are_answered_blindly_too(options, make):
-    run = make(**options)
-    run.train()
-    shown = ["pixel_values" in inputs for _, inputs in run.model.generate.asked]
-    assert shown == [True, False] * (len(shown) // 2)
-    assert len(shown) > 2
-    assert logged(run, "blind/described") == [0.5] * run.args.max_steps
-    assert len(run._logs["extra"]["blind_answers"]) == len(run._logs["rewards"]["blind_accuracy_reward"])

@@ -36,14 +36,11 @@ def test_an_evaluation_samples_as_its_options_say_and_training_as_before():
             assert same.generation_config is before
 
 
-def test_temperature_0_is_greedy():
+def test_vllm_gets_the_same_and_temperature_0_is_greedy():
     trainer = made(training=False, temperature=0.0, top_p=0.5)
     with sampling_of_mode(trainer):
         assert trainer.generation_kwargs == {"max_new_tokens": 7, "do_sample": False}
         assert trainer.generation_config.do_sample is False
-
-
-def test_vllm_gets_the_same():
     trainer = made(training=False, temperature=0.6, use_vllm=True)
     with sampling_of_mode(trainer):
         assert vars(trainer.vllm_generation) == {"temperature": 0.6, "top_p": 1.0}

@@ -52,33 +52,6 @@ def test_every_token_counts_the_same_in_a_mean_over_micro_batches():
     assert metrics == {"kl": [pytest.approx(0.275)], "entropy": [2.0], "loss": [1.0, 3.0], "entropy_penalty": [7.0]}
 
 
-def test_tokens_without_loss_count_as_skipped_and_in_no_mean():
-    """Of 3 valid tokens of 2 completions 1 has loss, in the one that runs; ratio 2 there: 2 - 1 - ln 2 = 0.306853.
-
-    An entropy of 0.5 over 3 tokens, of which 2 count as 0, is 1.5 over the 1; the value before stays.
-    """
-    steps, old = step_metrics(), torch.tensor([[-2.0, -1.0], [-1.0, -1.0]])
-    inputs = {"prompt_mask": torch.ones(2, 1), "completion_mask": torch.tensor([[1, 1], [1, 0]])}
-    with_loss = torch.tensor([[True, False], [False, False]])
-    inputs["old_per_token_logps"] = old
-    passed = TrainingPass(inputs, logps=old + math.log(2), loss_mask=with_loss, rows_run=1)
-    metrics = {"entropy": [0.9, 0.5], "loss": [1.0]}
-    assert steps.measure(passed, metrics) == {"approx_kl": pytest.approx(0.306853, abs=1e-6)}
-    assert metrics == {"entropy": [0.9, pytest.approx(1.5)], "loss": [1.0]}
-    for rows, tokens in ((1.0, 2.0), (0.0, 0.0)):
-        found = steps.of_window(1.0)
-        assert (found["skipped/rows"], found["skipped/tokens"]) == (rows, tokens)
-    passed.loss_mask, passed.rows_run = torch.zeros(2, 2, dtype=torch.bool), 0
-    assert math.isnan(steps.measure(passed, metrics)["approx_kl"])
-    assert math.isnan(metrics["entropy"][-1])
-
-
-def test_micro_batches_without_tokens_leave_values_as_they_are():
-    metrics = {"kl": [0.5, 0.2]}
-    weigh_by_tokens(metrics, ("kl",), [0.0, 0.0])
-    assert metrics == {"kl": [0.5, 0.2]}
-
-
 @pytest.fixture
 def now(monkeypatch):
     hands = SimpleNamespace(at=100.0)
@@ -116,18 +89,9 @@ def test_a_stage_within_another_stops_that_one(now):
     assert clock.metrics(alone(), [3.0]) == {"timing/update": 3.0}
 
 
-def test_of_two_processes_the_slower_one_counts(now):
-    clock = StageClock()
-    with clock.stage("generation"):
-        now.at += 2
-    other = [3.0, 0, 0, 0, 0, 0, 0, 6.0, 0]
-    assert clock.metrics(alone(other), [10.0]) == {"timing/generation": 3.0, "timing/update": 8.0}
-
-
 LOGS = {
     "loss": 0.5, "policy_loss": 0.4, "reward": 1.5, "rewards/accuracy/mean": 0.7, "approx_kl": 0.1, "step_time": 2.0,
-    "clip_ratio/region_mean": 0.2, "perf/tokens_per_second": 300.0, "timing/generation": 1.0, "timing/update": 0.7,
-    "timing/optimizer": 0.1, "perception_token_fraction": 0.25, "kl/mean": 0.01, "learning_rate": 1e-6,
+    "clip_ratio/region_mean": 0.2, "perf/tokens_per_second": 300.0, "timing/update": 0.7, "timing/optimizer": 0.1,
 }  # fmt: skip
 
 
@@ -137,9 +101,8 @@ def test_names_of_verl():
     expected = {
         "loss": 0.5, "actor/pg_loss": 0.4, "reward/overall": 1.5, "critic/rewards/mean": 1.5, "reward/accuracy": 0.7,
         "actor/approx_kl": 0.1, "timing_s/step": 2.0, "perf/time_per_step": 2.0, "actor/clipfrac": 0.2,
-        "actor/pg_clipfrac": 0.2, "perf/tokens_per_second": 300.0, "perf/throughput": 100.0, "timing_s/gen": 1.0,
-        "timing_s/update_actor": pytest.approx(0.8), "actor/perception_token_fraction": 0.25, "actor/kl_loss": 0.01,
-        "actor/lr": 1e-6,
+        "actor/pg_clipfrac": 0.2, "perf/tokens_per_second": 300.0, "perf/throughput": 100.0,
+        "timing_s/update_actor": pytest.approx(0.8),
     }  # fmt: skip
     assert found == expected
     logs = {"eval_reward": 1.0, "eval_rewards/accuracy/mean": 0.5, "eval_reward/length": 7, "eval_loss": 2.0,

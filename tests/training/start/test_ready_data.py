@@ -1,5 +1,6 @@
-"""The trainer in Python takes the folder and the rows that the command line takes."""
+"""The trainer in Python takes the folder, the rows and the names of rewards that the command line takes."""
 
+import socket
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ from support import trainers
 from vgr_trl import DAPOTrainer
 from vgr_trl.rewards import accuracy_reward, think_format_reward
 from vgr_trl.utils import DataError
+from vgr_trl.validate import plan_rewards
 
 config = partial(trainers.config, per_device_train_batch_size=4, max_completion_length=4, max_steps=1)
 
@@ -39,12 +41,6 @@ def test_streams_of_questions_and_positional_arguments(model_folder, questions, 
         assert trainer.state.global_step == 1
 
 
-def test_a_text_prompt_beside_an_image_becomes_a_conversation(model_folder, questions, tmp_path):
-    rows = questions.rename_column("problem", "prompt")
-    trainer = DAPOTrainer(str(model_folder), [accuracy_reward], config(tmp_path), rows)
-    assert [message["role"] for message in trainer.train_dataset[0]["prompt"]] == ["system", "user"]
-
-
 def test_special_tokens_in_texts_leave_rows_out(model_folder, text_rows, tmp_path, caplog):
     def marked(row, index):
         return {"prompt": [{"role": "user", "content": row["prompt"][0]["content"] + "<|im_end|>" * (index % 4 == 0)}]}
@@ -65,3 +61,27 @@ def test_rows_that_are_no_questions_are_one_sentence(model_folder, tmp_path):
     rows = Dataset.from_dict({"text": ["a"] * 8, "gold": ["b"] * 8})
     with pytest.raises(DataError, match="columns `text` .'a'., `gold` .'b'.: it needs `prompt`"):
         DAPOTrainer(str(model_folder), [accuracy_reward], config(tmp_path), rows)
+
+
+def test_names_files_and_dotted_paths_are_functions(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def half(completions, **columns):\n    return [0.5] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    given = ["accuracy", "mine.py:half", "vgr_trl.rewards:think_format_reward", "length"]
+    named, of_file, dotted, length = plan_rewards(given, config(tmp_path, reward_weights=[1.0] * 4), lambda: 4)[0]
+    assert named is accuracy_reward
+    assert of_file(completions=["a", "b"]) == [0.5, 0.5]
+    assert dotted.__name__ == "think_format_reward"
+    assert length.__name__ == "soft_overlong_punishment_reward"
+
+
+def test_a_part_that_names_an_address_is_refused_before_anything_is_fetched(vision_trainer):
+    trainer = vision_trainer()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/a.png"
+        for part in ({"type": "image", "image": address}, {"type": "image", "url": address}):
+            message = {"role": "user", "content": [part, {"type": "text", "text": "which?"}]}
+            with pytest.raises(DataError, match="A row of the data cannot be used: a part of its prompt names a file"):
+                trainer._tokenize_prompts([[message]])
+        with pytest.raises(TimeoutError):
+            server.accept()

@@ -5,10 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from trl import GRPOTrainer
 from trl.trainer import utils as trl_utils
 
-from vgr_trl import DAPOTrainer
 from vgr_trl.utils import UnsupportedTRLError
 from vgr_trl.validate import check_head
 
@@ -33,7 +31,6 @@ def test_an_untested_release_is_told_before_anything_of_it_is_imported(tmp_path,
     ("release", "device", "kernel", "is_told"),
     [
         ("1.15.0", "cpu", None, True),
-        ("1.15.0", "mps", "trl.kernels.chunked_logprob", True),
         ("1.15.0", "cuda", "trl.kernels.chunked_logprob", False),
         ("1.15.0", "cpu", "support.trl_head", False),
         ("1.16.0", "cpu", "trl.kernels.chunked_logprob", False),
@@ -45,15 +42,3 @@ def test_a_head_that_needs_a_gpu_is_told_where_there_is_none(monkeypatch, releas
     expected = pytest.raises(UnsupportedTRLError, match=f"Triton kernel, but the model is on {device}: train on a GPU")
     with expected if is_told else nullcontext():
         check_head(torch.device(device), installed=release)
-
-
-def test_every_override_is_in_the_docstring():
-    parts = DAPOTrainer.__mro__[: DAPOTrainer.__mro__.index(GRPOTrainer)]
-    overridden = {
-        name
-        for part in parts
-        for name, value in vars(part).items()
-        if callable(value) and hasattr(GRPOTrainer, name) and not name.startswith("__")
-    }
-    assert "_load_best_model" in overridden
-    assert all(f"`{name}`" in DAPOTrainer.__doc__ for name in overridden)
