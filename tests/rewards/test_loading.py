@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import functools
 import math
 import signal
@@ -175,3 +176,30 @@ def test_a_limit_holds_whatever_the_reward_does():
     finally:
         signal.signal(signal.SIGALRM, alarm)
     assert signal.getsignal(signal.SIGURG) is urgent
+
+
+def test_what_a_reward_does_to_its_arguments_is_undone():
+    def careless(completions, solution, **kwargs):
+        completions[0][0]["content"] = solution[0]
+        completions[1].clear()
+        solution[:] = ["x", "y", "z"]
+        return [1.0, 1.0]
+
+    def careless_within_rows(choices, completion_ids, meta, **kwargs):
+        choices[0].reverse()
+        completion_ids[1][:] = []
+        meta[0]["boxes"][0].append(5)
+        return [1.0, 1.0]
+
+    completions = [[{"role": "assistant", "content": "red"}], [{"role": "assistant", "content": "blue"}]]
+    columns = {
+        "completions": completions, "prompts": ["", ""], "solution": ["green", "blue"], "choices": [["a", "b"]] * 2,
+        "completion_ids": [[1, 2], [3]], "meta": [{"boxes": [[1, 2, 3, 4]]}, None], "image": [object(), object()],
+    }  # fmt: skip
+    given = {name: (values, copy.copy(values), copy.deepcopy(values)) for name, values in columns.items()}
+    for reward in (careless, careless_within_rows):
+        assert checked(reward, "careless", print)(**columns) == [1, 1]
+    for name, (values, same_rows, equal_rows) in given.items():
+        assert columns[name] is values
+        assert all(row is same for row, same in zip(values, same_rows, strict=True))
+        assert name == "image" or values == equal_rows

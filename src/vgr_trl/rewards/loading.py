@@ -3,7 +3,8 @@
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial, wraps
 from pathlib import Path
@@ -274,10 +275,28 @@ def checked(
         return call_async
 
     def call(**kwargs: Any) -> list[float | None]:
-        with at_most(seconds, name):
+        with at_most(seconds, name), _restored(kwargs):
             return _read(reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)  # a generator runs here
 
     return call
+
+
+@contextmanager
+def _restored(columns: dict[str, Any]) -> Iterator[None]:
+    """After this block all lists and dicts in the columns are what they were: other rewards read them too."""
+    before = [(each, each.copy()) for each in _containers(list(columns.values()))]
+    yield
+    for each, items in before:
+        each.clear()
+        each.extend(items) if isinstance(each, list) else each.update(items)
+
+
+def _containers(items: Iterable[Any]) -> Iterator[Any]:
+    """The lists and dicts among `items`, and those in them; images and tensors are left alone."""
+    for item in items:
+        if isinstance(item, list | dict):
+            yield item
+            yield from _containers(item.values() if isinstance(item, dict) else item)
 
 
 def _takes(reward: Any, name: str) -> bool:
