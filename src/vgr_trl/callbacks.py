@@ -4,12 +4,14 @@ import re
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -220,25 +222,9 @@ def _log(on_log: Any, processes: int | None, *args: Any, logs: Any = None, **kwa
         return on_log(*args, logs=in_verl(logs, processes), **kwargs)
 
 
-VERL_NAMES: dict[str, tuple[str, ...]] = {  # what verl, EasyR1 and MTRL call these metrics
-    "policy_loss": ("actor/pg_loss",), "grad_norm": ("actor/grad_norm",), "learning_rate": ("actor/lr",),
-    "entropy": ("actor/entropy",), "approx_kl": ("actor/approx_kl",),
-    "clip_ratio/region_mean": ("actor/clipfrac", "actor/pg_clipfrac"),
-    "kl": ("actor/kl_loss",), "kl/mean": ("actor/kl_loss",), "kl/completion": ("actor/kl_penalty",),
-    "kl/coefficient": ("actor/kl_coef",), "critic/value_loss": ("critic/vf_loss",),
-    "critic/explained_variance": ("critic/vf_explained_var",), "critic/learning_rate": ("critic/lr",),
-    "reward": ("critic/rewards/mean", "reward/overall"), "eval_reward": ("val/reward_score",),
-    "completions/mean_length": ("response_length/mean",), "completions/min_length": ("response_length/min",),
-    "completions/max_length": ("response_length/max",), "completions/clipped_ratio": ("response_length/clip_ratio",),
-    "step_time": ("perf/time_per_step", "timing_s/step"), "timing/generation": ("timing_s/gen",),
-    "timing/reward": ("timing_s/reward",), "timing/old_logps": ("timing_s/old",),
-    "timing/reference": ("timing_s/ref",), "timing/perturbed": ("timing_s/aug",), "timing/selection": ("timing_s/adv",),
-    "timing/values": ("timing_s/values",),
-} | {name: (f"actor/{name}",) for name in (
-    "entropy_token_fraction", "perception_token_fraction", "combined_token_fraction", "sensitivity_score_mean",
-    "scaling_factor_mean", "dynamic_scaling_max", "low_var_kl_mean_selected", "low_var_kl_mean_rejected",
-    "low_var_kl_threshold", "entropy_mean_selected", "entropy_mean_rejected", "entropy_threshold",
-)}  # fmt: skip
+VERL_NAMES: dict[str, list[str]] = yaml.safe_load(
+    Path(__file__).with_name("reporting").joinpath("verl_names.yaml").read_text(encoding="utf-8")
+)
 
 
 def in_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
@@ -264,7 +250,7 @@ def in_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
     return found
 
 
-def _names_in_verl(name: str) -> tuple[str, ...]:
+def _names_in_verl(name: str) -> Sequence[str]:
     plain = name.removeprefix("eval_")
     if name in VERL_NAMES:
         return VERL_NAMES[name]
@@ -273,5 +259,5 @@ def _names_in_verl(name: str) -> tuple[str, ...]:
     if plain != name and plain.startswith("reward/"):
         return (f"val/{plain.removeprefix('reward/')}_reward",)
     if plain != name and plain.startswith("completions/") and plain in VERL_NAMES:
-        return tuple(f"val_{other}" for other in VERL_NAMES[plain])
+        return [f"val_{other}" for other in VERL_NAMES[plain]]
     return (name,)
