@@ -19,7 +19,6 @@ from support.trainers import BIG_STEPS, config, logged, prompts, vision_trainer
 from transformers import TrainerCallback
 
 from vgr_trl.rewards import accuracy_reward, vgr_hard_negative_reward
-from vgr_trl.utils import ConfigError
 
 SIZES = ((56, 56), (84, 56), (56, 112), (112, 84))  # of images, in turn
 EVERYTHING = {
@@ -106,7 +105,9 @@ def run_saved(kind: str, case: str, data: tuple[str, str], output: Path, resumed
     start = engines.whole_parameters(trainer)
     try:
         trainer.train(resume_from_checkpoint=resumed)
-    except ConfigError as error:
+    except Exception as error:
+        if type(error).__name__ != "ZeRORuntimeException":
+            raise
         return {"refused": str(error)}
     trainer.save_model(str(folder / "model"))
     found = outcome(trainer, start)
