@@ -160,7 +160,7 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
     ("more", "message"),
     [
         ("--reward_weights 1.0", "accuracy_reward, vgr_reward, think_format_reward, soft_overlong_punishment"),
-        ("--max_prompt_length 5", "has more than max_prompt_length=5 tokens"),
+        ("--max_prompt_length 5", "max_prompt_length=5 leaves no row"),
         ("--per_device_train_batch_size 128", "The train data has 16 rows, but a rollout takes 32 prompts"),
         ("--dataset_streaming --max_steps -1", "max_steps"),
         ("--lora_r 8 --max_train_rows 1", "Without effect: lora_r; use_peft is False"),
