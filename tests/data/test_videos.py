@@ -5,9 +5,10 @@ import pytest
 from datasets import Dataset, Features, List, Value
 from PIL import Image
 
-from vgr_trl.data.images import VideoOptions, frames_of
+from vgr_trl.data.images import VideoOptions, frames_of, refuse_single_image_models
 from vgr_trl.data.rows import RowOptions, prepare_rows, understand
-from vgr_trl.utils import DataError
+from vgr_trl.demo.tiny_model import build_processor
+from vgr_trl.utils import ConfigError, DataError
 
 av = pytest.importorskip("av")
 
@@ -135,3 +136,19 @@ def test_frames_come_behind_the_images_of_a_row(video, streaming):
     assert greys(found[0]["images"][1:]) == [0, 10]
     assert not {"video", "videos", "image"} & set(found[0])
     assert [(row.row, "missing.mp4" in row.reason) for row in skipped or heard] == [(2, True)]
+
+
+class OneImage:
+    """A processor that reads only the first image of a prompt, as some do."""
+
+    def apply_chat_template(self, messages, **options):
+        return "a question"
+
+    def __call__(self, text, images):
+        return {"input_ids": [[1, 2, 3]]}
+
+
+def test_videos_need_a_model_for_several_images():
+    refuse_single_image_models(build_processor(["?"]))
+    with pytest.raises(ConfigError, match="OneImage reads one image per prompt"):
+        refuse_single_image_models(OneImage())

@@ -30,6 +30,7 @@ from vgr_trl.data.images import (
     ImageRule,
     VideoOptions,
     downloaded,
+    refuse_single_image_models,
 )
 from vgr_trl.data.load import load_split
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, special_tokens
@@ -449,11 +450,14 @@ def load_rows(
     dataset = load_split(split, streaming=streaming, with_folders=arguments.image_dir is None, **source)
     if limit is not None:
         dataset = dataset.take(limit if streaming else min(limit, len(dataset)))
+    keys = keys_of(**vars(arguments))
     with readable(source_of(arguments), "the data"):  # damage in a stream is found only now
+        if processor is not None and set(keys.video) & set(dataset.column_names or ()):
+            refuse_single_image_models(processor())
         return prepare_rows(
             dataset,
             split=split,
-            keys=keys_of(**vars(arguments)),
+            keys=keys,
             root=image_root(arguments, split),
             system_prompt=system_prompt_of(arguments),
             videos=VideoOptions(arguments.video_fps, arguments.max_video_frames),

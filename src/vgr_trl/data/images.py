@@ -316,6 +316,22 @@ class VideoOptions:
 DEFAULT_VIDEO_OPTIONS = VideoOptions()
 
 
+def refuse_single_image_models(processor: Any) -> None:
+    """Raise `ConfigError` if a processor reads only the first of two images; one that fails says so itself."""
+
+    def length(images: int) -> int:
+        content: list[dict[str, str]] = [{"type": "image"}] * images + [{"type": "text", "text": "?"}]
+        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        pictures = [Image.new("RGB", (112, 112), "white")] * images
+        return len(processor(text=[text], images=[pictures])["input_ids"][0])
+
+    if length(2) <= length(1):
+        raise ConfigError(
+            f"The data have videos, which become several images, but {type(processor).__name__} reads one image per "
+            "prompt: use a model for several images, or remove the videos."
+        )
+
+
 def frames_of(row: Mapping[str, Any], options: VideoOptions, root: Path = Path()) -> list[Image.Image]:
     """Return the frames of all videos of `row`, in order, as RGB images.
 
