@@ -13,7 +13,7 @@ from vgr_trl.utils import ConfigError
 
 
 def coarse_reward(completions, **kwargs):
-    """1 for about every tenth completion, so that many groups are dead."""
+    """1 for about every tenth completion, so that many groups have equal rewards."""
     return [float(sum(map(ord, completion[0]["content"])) % 11 == 0) for completion in completions]
 
 
@@ -183,6 +183,36 @@ class TestFiltering:
 
 
 class TestEstimators:
+    def test_one_deviation_divides_what_is_trained_on_whichever_round_it_came_from(self, make, on_choice):
+        """Rewards are 0 or 1, so where they differ the largest advantage is 1 / deviation above the smallest."""
+        trainer = make(
+            advantage_estimator="reinforce_plus_plus", dynamic_sampling="resample", dynamic_sampling_max_rounds=4,
+            replay_buffer_size=8, max_steps=6, seed=4,
+        )  # fmt: skip
+        drawn, draw = [], trainer.replay.draw
+        trainer.replay.draw = lambda count: drawn.append(draw(count)) or drawn[-1]
+
+        def see(before, chosen):
+            logged = trainer._logs["advantages"], trainer._logs["rewards"]["coarse_reward"]
+            table = [torch.tensor(list(values)) for values in logged]
+            assert len(table[0]) == len(table[1]) == len(logged[1])
+            return chosen.batch["advantages"].view(2, 4), *table, chosen.replaced, drawn[-1]
+
+        seen = on_choice(trainer, see)
+        trainer.train()
+        mixed = 0
+        for advantages, of_table, rewards, replaced, replayed in seen:
+            spread = advantages.amax(1) - advantages.amin(1)
+            if len(of_table) == 8 or (spread == 0).any() or replayed:  # which keep theirs
+                continue
+            mixed += len(replaced) == 1
+            centred = advantages / spread.unsqueeze(1)
+            assert spread.tolist() == pytest.approx([1 / (centred.std().item() + 1e-8)] * 2, rel=1e-5)
+            rewards = rewards.view(-1, 4)
+            expected = (rewards - rewards.mean(1, keepdim=True)).flatten() / (centred.std() + 1e-8)
+            assert torch.allclose(of_table, expected, atol=1e-5), "the table has all that was generated"
+        assert mixed > 0
+
     @pytest.mark.parametrize("estimator", ["rloo", "remax", "reinforce_plus_plus", "grpo_passk"])
     def test_the_advantages_in_the_table_are_those_of_the_rewards_in_it(self, make, estimator):
         trainer = make(advantage_estimator=estimator, max_steps=3)

@@ -74,6 +74,7 @@ def test_quantiles_of_the_means_are_bounds_that_belong_to_what_is_kept():
 def test_what_is_filtered_by():
     keys = ("overall", "accuracy_reward", "accuracy", "format", "overlong")
     assert [filter_index(key, NAMES) for key in keys] == [None, 0, 0, 1, 2]
+    assert filter_index("accuracy", ["blind_accuracy_reward", "accuracy_reward"]) == 1, "its exact name goes first"
 
 
 def streak(**changed):
