@@ -325,7 +325,7 @@ def rows_with_images(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def with_perturbed_rows(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch of TRL with `perturbed_pixel_values` dealt to its rows, so that TRL shuffles and splits them."""
+    """Return a batch of TRL with `perturbed_pixel_values` split by row, so that TRL shuffles and splits them."""
     perturbed = batch.get("perturbed_pixel_values")
     if perturbed is None:
         return batch

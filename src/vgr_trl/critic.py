@@ -247,7 +247,7 @@ class Critic:
             ConfigError: it cannot be read, or is of another kind.
         """
         if not (folder / FILE).exists():
-            logger.warning(f"{folder} has no critic, which starts anew: it was written with another estimator.")
+            logger.warning(f"{folder} has no critic, which starts from scratch: it was written with another estimator.")
             return
         try:
             state = torch.load(folder / FILE, map_location="cpu", weights_only=True)

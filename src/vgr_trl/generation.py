@@ -71,7 +71,7 @@ def generate(
 
 @contextmanager
 def sampling_of_mode(trainer: ConstructedTrainer) -> Iterator[None]:
-    """In this block completions are sampled as the mode at hand, training or evaluation, wants it."""
+    """In this block completions are sampled with the options of the current mode, training or evaluation."""
     args = trainer.args
     given = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
     wanted = {name: value for name, value in given.items() if value is not None}

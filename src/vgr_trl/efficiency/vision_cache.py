@@ -233,7 +233,7 @@ def why_not_once(base: Any) -> str | None:
 
 
 def _images_of(arguments: Mapping[str, Any]) -> list[Image] | None:
-    """The images that `get_image_features` is called with; None if they cannot be told apart."""
+    """The images that `get_image_features` is called with; None if they cannot be separated."""
     given = image_inputs_of(arguments)
     if any(isinstance(value, torch.Tensor) for name, value in arguments.items() if name not in given):
         return None

@@ -25,7 +25,7 @@ _COLUMNS = {
     "vgr": "VGR", "aei_vision": "AEI image", "aei_instruction": "AEI instruction", "mdi_balance": "MDI balance",
     "attention_vision": "attention image", "attention_instruction": "attention instruction",
 }  # fmt: skip
-# From little to much of the image, told apart by readers who do not see red and green alike (viridis, light half).
+# From little to much of the image, distinguishable by readers who do not see red and green alike (viridis, light half).
 _SHADES = ("#8a8a8a", "#3b8ac4", "#21a5a5", "#5ec962", "#fde725")
 _STEP_LINE = (  # heading, name under which trainers log it, format
     ("reward", "reward", "{:.3f}"),

@@ -71,7 +71,7 @@ def hard_negative_rewards(
     """Return `vgr_hard_negative_reward` of completions whose accuracy is known.
 
     Args:
-        accuracy: 1 for a right completion, 0 for a wrong one, None for one that cannot be judged.
+        accuracy: 1 for a right completion, 0 for a wrong one, None for one that cannot be graded.
         vgr: VGR of each; None or NaN where undefined.
         num_generations: G.
 

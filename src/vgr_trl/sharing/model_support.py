@@ -159,7 +159,7 @@ def attention_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
 
 _SHAREABLE = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"}
-# Linear attention that goes on from a state with several tokens; elsewhere it starts anew, in silence (Jamba).
+# Linear attention that goes on from a state with several tokens; elsewhere it restarts, in silence (Jamba).
 _LINEAR_FAMILIES = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2"}
 # Layers that take their keys and values from another one, out of the pass and not out of its cache.
 _KEY_SHARING_FAMILIES = {"gemma3n_text", "gemma4_text"}

@@ -499,7 +499,7 @@ def _lengths(inputs: dict[str, Any], split: PrefixSplit) -> list[int]:
 
 @contextmanager
 def _own_rope_deltas(base: Any) -> Iterator[list[torch.Tensor]]:
-    """Make a Qwen-VL model find anew what it adds to positions behind images, and leave it with that of all rows.
+    """Make a Qwen-VL model recompute what it adds to positions behind images, and leave it with that of all rows.
 
     Yields:
         a list for it, (N, 1), empty for other models and without images.

@@ -112,7 +112,7 @@ def _painted(image: Image.Image, where: np.ndarray, grey: int) -> Image.Image:
 def blacken_patches(image: Image.Image, *, patch_size: int = 14, black_prob: float = 0.5, seed: int) -> Image.Image:
     """Return the image with some of its squares painted an opaque black.
 
-    The squares are laid from the top left corner; those at the right and lower edge may be cut off. Each is blackened
+    The squares start at the top left corner; those at the right and lower edge may be cut off. Each is blackened
     independently of the others (random patch blackening of VPPO, https://huggingface.co/papers/2510.09285).
 
     Args:
