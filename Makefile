@@ -175,6 +175,11 @@ $(GPU_SITE): $(wildcard $(GPU_WHEELS)/*.whl)
 engines: $(DEV)
 	$(BIN)/python -m pytest -m "minutes or not minutes" tests/engines
 
+# Two to four processes, two machines, ZeRO, accelerate launch: several minutes; the shortest are in `make test`, too.
+.PHONY: processes
+processes: $(DEV)
+	$(BIN)/python -m pytest -m minutes --ignore tests/engines --ignore tests/faults
+
 # Kills at random moments, in each phase and at every file of a save, up to an hour; others are in `make test`, too.
 .PHONY: faults
 faults: $(DEV)

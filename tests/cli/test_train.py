@@ -140,6 +140,7 @@ def test_a_dry_run_shows_three_prompts_and_writes_nothing(model_folder, question
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.minutes
 def test_two_processes_show_what_one_run_would_take(model_folder, question_files, tmp_path, monkeypatch):
     """2 completions on each process, groups of 4: three rounds are three prompts, each of which is on both."""
     printed, work, left = (tmp_path / name for name in ("printed", "work", "temporary"))

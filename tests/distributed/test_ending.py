@@ -23,8 +23,8 @@ distributed.all_gather_object([None], "last words")
     ("end", "status", "said"),
     [
         ("", 0, "closed"),
-        ("raise SystemExit(3)", 3, "closed"),
-        ("distributed.destroy_process_group()", 0, "closed"),
+        pytest.param("raise SystemExit(3)", 3, "closed", marks=pytest.mark.minutes),
+        pytest.param("distributed.destroy_process_group()", 0, "closed", marks=pytest.mark.minutes),
         ("raise ValueError('while others wait in a collective')", 1, "open"),
     ],
 )
@@ -43,7 +43,6 @@ sys.exit(main(["train", *sys.argv[1:]]))
 """
 
 
-@pytest.mark.slow
 def test_a_command_that_fails_before_its_trainer_closes_the_group_too(tmp_path):
     (tmp_path / "command.py").write_text(COMMAND)
     (tmp_path / "rows.jsonl").write_text('{"problem": "1 + 1?", "solution": "2"}\n')

@@ -52,7 +52,6 @@ def train(model_folder, output, batch_size):
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_reward_sees_whole_groups_however_they_are_spread(processes, text_model, text_tokenizer, tmp_path):
     model_folder = tmp_path / "model"

@@ -6,7 +6,7 @@ from support.commands import finish, train_command
 from support.trainers import train_file
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_accelerate_launch_with_two_processes(model_folder, question_files, tmp_path, port):
     """Two processes train one multimodal run: a bad row and long prompts are left out alike, one process writes."""
     output = tmp_path / "run"

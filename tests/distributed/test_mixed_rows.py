@@ -1,6 +1,5 @@
 """Rows with an image on one process and without on the other: TRL gathers the images of its tables on one side only."""
 
-import pytest
 from datasets import Dataset
 from support.launching import results_of
 from support.trainers import config, prompts, train_file, vision_trainer
@@ -32,7 +31,6 @@ def tables_of(model_folder, question_file, output):
     return tables
 
 
-@pytest.mark.slow
 def test_rows_with_and_without_images_on_two_processes(model_folder, question_files, tmp_path):
     data = model_folder, train_file(question_files)
     tables, _ = results_of(tables_of, *data, tmp_path, processes=2)

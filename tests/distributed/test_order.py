@@ -54,13 +54,14 @@ def train_all(data, output: Path) -> dict[str, dict]:
     return results
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.minutes)], ids=["one process", "two processes"]
+)
 def results(request, model_folder, question_files, tmp_path_factory):
     data = str(model_folder), train_file(question_files)
     return results_of(train_all, data, tmp_path_factory.mktemp("order"), processes=request.param)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("case", "step"), [(case, step) for case, (_, _, steps) in CASES.items() for step in steps])
 def test_a_continued_run_is_the_undisturbed_one(case, step, results):
     whole, rest = results[case]["whole"], results[case][str(step)]

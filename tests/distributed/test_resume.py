@@ -40,7 +40,7 @@ def runs(model_folder, question_files, tmp_path_factory):
     return found | {"two-one": run(*data, folder / "two-one", 4, str(folder / "two" / "checkpoint-4"))}
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.parametrize("which", ["two", "one-two", "two-one"])
 def test_another_number_of_processes_continues_the_run(which, runs):
     (moved, history), (expected_moves, expected) = runs[which], runs["one"]

@@ -117,7 +117,6 @@ def outcomes(model_folder, question_files, tmp_path_factory):
     return one, results_of(run_all, model_folder, file, folder / "two", 2, processes=2)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_and_two_train_the_same(name, outcomes):
     (moved, one), (other_moved, two) = outcomes
@@ -135,7 +134,6 @@ def test_one_process_and_two_train_the_same(name, outcomes):
                 assert second[metric] == pytest.approx(value, rel=2e-3, abs=2e-4), metric
 
 
-@pytest.mark.slow
 def test_the_stages_did_something(outcomes):
     (_, one), _ = outcomes
     signals = one["signals"]

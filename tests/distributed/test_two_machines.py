@@ -9,7 +9,7 @@ from support.launching import environment, outputs
 from support.trainers import train_file
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_two_machines_train_one_run(model_folder, question_files, tmp_path, port):
     launcher = (
         "-m accelerate.commands.launch --config_file accelerate_configs/two_machines.yaml --mixed_precision no "

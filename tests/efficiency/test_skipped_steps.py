@@ -148,7 +148,6 @@ def test_switches():
 WORKER = Path(__file__).with_name("skip_worker.py")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_those_of_trl(kind):
     launch(WORKER, kind, processes=2, engine=ENGINES[kind])

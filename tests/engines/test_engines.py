@@ -59,8 +59,7 @@ def check_equal(folder: Path, kind: str, what: str) -> None:
                 assert ours[name] == pytest.approx(value, rel=2e-3, abs=2e-4), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("kind", ["ddp", *(pytest.param(kind, marks=pytest.mark.minutes) for kind in ENGINES[1:])])
 def test_every_feature_trains_as_in_one_process(kind, train):
     train("one", "mixed")
     folder = train(kind, "mixed")

@@ -158,6 +158,7 @@ def test_each_trains_the_embedded_model(script, tiny_folder, tmp_path, monkeypat
     assert TRACES.get(script, {"rewards/vgr_reward/mean"}) <= seen
 
 
+@pytest.mark.minutes
 def test_accelerate_launches_what_a_script_gives_it(tiny_folder, tmp_path):
     done = run("tprl.sh", tmp_path, *SMALL, TINY="1", TINY_FOLDER=str(tiny_folder))
     assert done.returncode == 0, done.stderr[-3000:]

@@ -8,7 +8,7 @@ from support.commands import finish, train_command
 from support.trainers import train_file
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_the_model_is_written_and_a_finished_run_is_refused(model_folder, question_files, tmp_path):
     output = tmp_path / "run"
     flags = "--per_device_train_batch_size 4 --max_steps 2 --save_steps 1 --resume_from_checkpoint"

@@ -83,7 +83,6 @@ def test_no_text_changes_the_structure(run: Path, text: str, token: str) -> None
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # of jupyter's packages
 def test_the_notebook_trains_and_shows_what_was_looked_at(tmp_path: Path) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")

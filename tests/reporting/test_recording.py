@@ -211,7 +211,7 @@ def flat(value):
     return [leaf for item in items for leaf in flat(item)] if isinstance(value, (dict, list, tuple)) else [value]
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_one_process_and_two_record_the_same(model_folder, question_files, tmp_path):
     question_file = train_file(question_files)
     results_of(recording_worker.run, model_folder, question_file, tmp_path / "two", 4, processes=2)

@@ -38,7 +38,7 @@ def test_groups_that_are_spread_over_two_processes(results):
     assert first["scaled"] + second["scaled"] == pytest.approx(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_a_limit_does_not_count_what_is_waited_for_another_process():
     """`reward_timeout` would end the run by the name of a reward that has done nothing yet; the group mean is 3.5."""
     assert results_of(group_worker.waited_for, 3, processes=2) == [[-3.5, -2.5], [0.5, 5.5]]

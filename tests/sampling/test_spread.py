@@ -146,8 +146,9 @@ def alone():
     return results_of(histories, processes=1)[0][0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [3, 4])  # whole groups in each process, and three rows of groups of four
+@pytest.mark.parametrize(
+    "world", [3, pytest.param(4, marks=pytest.mark.minutes)]
+)  # whole groups in each process, and three rows of groups of four
 def test_several_processes_train_on_what_one_trains_on(alone, world):
     assert [step["replaced"] for step in alone] == [[], [1], [], [1], [2], [0, 1], [0, 2], [0, 1, 2]]
     assert any(not all(step["entered"]) for step in alone), "the buffer has been full"

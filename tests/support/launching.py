@@ -22,7 +22,7 @@ SECONDS = 900  # for what hangs; a machine that does much else must not reach it
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
 ENGINES = {"ddp": {}, **{f"zero{n}": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(n)} for n in (2, 3)}}
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
-KINDS = ["ddp", *(pytest.param(f"zero{n}", marks=needs_deepspeed) for n in (2, 3))]
+KINDS = ["ddp", *(pytest.param(f"zero{n}", marks=(needs_deepspeed, pytest.mark.minutes)) for n in (2, 3))]
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import pytest
 from running import EXACT, METRIC, NEEDS_VLLM, outcome
 
-pytestmark = [pytest.mark.slow, NEEDS_VLLM]
+pytestmark = NEEDS_VLLM
 
 
 def test_what_vllm_samples_is_what_the_model_says(tmp_path):

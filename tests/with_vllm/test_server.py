@@ -16,7 +16,7 @@ import pytest
 from running import EXACT, HERE, METRIC, NEEDS_VLLM, SECONDS, environment
 from support.checkpoints import complete_checkpoints
 
-pytestmark = [pytest.mark.slow, NEEDS_VLLM]
+pytestmark = NEEDS_VLLM
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-import pytest
 from support.launching import launch
 
 
-@pytest.mark.slow
 def test_gradients_are_the_same():
     launch(Path(__file__).with_name("process_worker.py"), processes=2, engine={})
