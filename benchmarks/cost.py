@@ -50,7 +50,7 @@ class Load:
         gpus: over which the optimizer's state is sharded.
         shard: ZeRO's stage: 2 shards gradients and optimizer, 3 the weights too.
         shared: whether prompts are computed once.
-        perception: whether a pass over perturbed images is made.
+        perception: whether a pass is made over perturbed images, one for each completion, so that nothing is shared.
         scored: whether a scoring pass is made.
     """
 
@@ -84,7 +84,7 @@ def operations(load: Load) -> dict[str, float]:
     return {
         "generation": load.prompts * (forward.total),
         "scoring": load.prompts * (forward.total + probe) if load.scored else 0,
-        "perception": load.prompts * forward.total if load.perception else 0,
+        "perception": load.prompts * forward_of(shape, size, shared=False).total if load.perception else 0,
         "update": load.prompts * executed_update(shape, size, load.update, shared=load.shared),
     }
 
@@ -137,7 +137,7 @@ def communicated(load: Load) -> float:
     if load.shard < 3:
         return share * 2 * trained
     stages = 2 if load.shared else 1
-    passes = stages * (load.scored + load.perception + 1) + 1  # scoring, perturbed, forward; and backward
+    passes = stages * (load.scored + 1) + load.perception + 1  # scoring and forward; perturbed; and backward
     return share * ((passes + 1) * weights + trained)  # generation gathers them once
 
 

@@ -62,7 +62,7 @@ def options(arguments: list[str]):
         ("experiment5.sh", VGR, [2.5, 0, 0.5, 1], [1, 0, 2, 1], 1.5),
         ("dapo_train.sh", HARD, [2.5, 1, 0.5, 1], [1, 1, 2, 1], 1.0),
         ("mdi.sh", ["accuracy", "format", "mdi"], [4, 1, 1], None, None),
-        ("tprl.sh", ["accuracy", "format", "length"], [2.5, 0.5, 1], [1, 2, 1], None),
+        ("tprl.sh", ["accuracy", "format", "length"], [2.5, 0.5, 1], None, None),
     ],
 )
 def test_settings(script, functions, weights, early, minimum, tmp_path):
@@ -79,17 +79,17 @@ def test_settings(script, functions, weights, early, minimum, tmp_path):
     assert Path(arguments[2]).stem == stage
     assert model.use_peft is (script == "dapo_train.sh")
     assert not model.use_peft or model.lora_target_modules == ["q_proj", "v_proj"]
-    assert (config.enable_perception_filtering, config.enable_trajectory_reweighting, config.use_entropy_penalty) == (
-        (True,) * 3 if script == "tprl.sh" else (False,) * 3
-    )
+    switches = ("enable_perception_filtering", "enable_entropy_filtering", "enable_trajectory_reweighting")
+    assert {getattr(config, name) for name in switches} == {script == "tprl.sh"}
+    assert not config.use_entropy_penalty
     if script == "tprl.sh":
-        found = config.top_p_perception_tokens, config.trajectory_scaling_min, config.entropy_penalty_coef
-        assert found == (0.2, 0.8, 0.06)
+        found = config.top_p_perception_tokens, config.top_p_entropy_tokens, config.trajectory_scaling_min
+        assert (*found, config.perturb_per) == (0.2, 0.2, 0.8, "completion")
     common = {
         "max_prompt_length": 1024, "max_completion_length": 512, "num_generations": 8, "logging_steps": 1,
         "eval_steps": 10, "num_generations_eval": 4, "learning_rate": 1e-5, "lr_scheduler_type": "cosine",
-        "warmup_ratio": 0.05, "max_grad_norm": 1.0, "replay_buffer_size": 64, "replay_var_epsilon": 1e-6,
-        "soft_punish_cache": 50, "output_dir": f"runs/{script.removesuffix('.sh')}",
+        "warmup_ratio": 0.05, "max_grad_norm": 1.0, "replay_buffer_size": 64 * (script != "tprl.sh"),
+        "replay_var_epsilon": 1e-6, "soft_punish_cache": 50, "output_dir": f"runs/{script.removesuffix('.sh')}",
     }  # fmt: skip
     assert {name: getattr(config, name) for name in common} == common
     assert model.dtype == "bfloat16"
@@ -152,7 +152,7 @@ def test_each_trains_the_embedded_model(script, tiny_folder, tmp_path, monkeypat
     assert state["global_step"] == 2
     steps = [entry for entry in state["log_history"] if "loss" in entry]
     assert max(entry["grad_norm"] for entry in steps) > 0
-    assert all("replay/size" in entry for entry in steps)
+    assert all(("replay/size" in entry) is (script != "tprl.sh") for entry in steps)
     assert "eval_reward" in json.loads((tmp_path / "out" / "metrics.json").read_text())
     seen = {name for entry in steps for name in entry}
     assert TRACES.get(script, {"rewards/vgr_reward/mean"}) <= seen
@@ -171,5 +171,5 @@ TRACES = {
     "experiment5.sh": {"rewards/vgr_reward/mean", "token_weight_max"},
     "dapo_train.sh": {"rewards/vgr_hard_negative_reward/mean"},
     "mdi.sh": {"rewards/mdi_reward/mean"},
-    "tprl.sh": {"perception_token_fraction", "scaling_factor_mean", "entropy_penalty"},
+    "tprl.sh": {"perception_token_fraction", "entropy_token_fraction", "scaling_factor_mean"},
 }

@@ -80,3 +80,13 @@ def test_stability_by_hand_and_through_a_buffer():
     )
     assert add_named(named_signals(options), signals) == ["stability"]
     assert signals.extra["stability"][0].tolist() == pytest.approx([0.6, 0.0, 1.0])
+
+
+def test_completions_behind_perturbed_images_of_their_own(vision_trainer, monkeypatch):
+    """Prompts of a group are then alike in tokens alone, so none is shared in that pass: as without sharing."""
+    options = {"max_steps": 1, "credit_rules": ["trajectory_scale"], "perturb_per": "completion", "learning_rate": 0.0}
+    shared, plain = (rollout_of(vision_trainer(**options, share_prompts=share), monkeypatch) for share in ("on", "off"))
+    assert torch.equal(shared.batch["completion_ids"], plain.batch["completion_ids"])
+    valid = plain.signals.mask.bool()
+    assert torch.allclose(shared.signals.dependency[valid], plain.signals.dependency[valid], rtol=1e-3, atol=1e-7)
+    assert len({image.tobytes() for (image,) in shared.perturbed_images}) == len(valid)

@@ -542,6 +542,8 @@ def advantages(c: Conversion) -> None:
         c.set("advantage_estimator", c.one_of(key, "grpo", "rloo", "remax", "grpo_passk", "gae"), key)
     reweighted, filtered = "algorithm.enable_trajectory_reweighting", "algorithm.enable_perception_filtering"
     c.set("enable_trajectory_reweighting", bool(c[reweighted] and c[filtered]), reweighted, filtered)
+    if c[filtered]:
+        c.set("perturb_per", "completion", filtered)
 
 
 def critic(c: Conversion) -> None:
