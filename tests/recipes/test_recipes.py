@@ -124,6 +124,11 @@ def test_recipes_of_our_users_are_their_scripts(name, script):
             assert [type(value)(word) for word in theirs] == [value], option
 
 
+@pytest.mark.parametrize("name", ["vgr", "mdi"])
+def test_scaled_recipes_are_those_of_our_users_scaled(name):
+    assert load_recipe(f"{name}_scaled") == {**load_recipe(name), "attention_reward_scale": "accuracy"}
+
+
 def test_the_page_is_what_the_script_makes_of_the_recipes():
     made = runpy.run_path(str(ROOT / "docs" / "recipes_table.py"))["page"]()
     assert made == (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"), "python docs/recipes_table.py"
