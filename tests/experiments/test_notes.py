@@ -1,20 +1,30 @@
-"""Flag lines of our users' scripts, as they type them: only model, data and size are those of a test."""
+"""What our users' notes say literally: flag lines of scripts, their paths, keys of configurations of EasyR1.
+
+Lines are run as they are typed: only model, data and size are those of a test.
+"""
 
 import json
 import runpy
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 from datasets import Dataset
 from PIL import Image
+from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments, DefaultRewards, parse
+from vgr_trl.cli.arguments import DataArguments, DefaultRewards, RewardArguments, parse
+from vgr_trl.config import PerturbationOptions
+from vgr_trl.config_converters import convert, flat
+from vgr_trl.credit import CreditOptions
 from vgr_trl.data.load import load_split
 from vgr_trl.data.rows import prepare_rows
+from vgr_trl.recipes import load_recipe
 from vgr_trl.rewards import load_rewards
 from vgr_trl.rewards.loading import RewardSchedule
 from vgr_trl.utils import ConfigError
@@ -31,6 +41,14 @@ OF_ALL = """
     --learning_rate 1e-5 --lr_scheduler_type cosine --warmup_ratio 0.05 --max_grad_norm 1.0
 """
 BUFFER = "--replay_buffer_size 64 --soft_punish_cache 50 --replay_var_epsilon 1e-6 --filter_min_reward"
+READ = {  # line -> weights of accuracy, attention, form and length; trained are the lines below
+    f"train_grpo_vlm.py {OF_ALL} {BUFFER} 1.5 --reward_weights 2.5 0.0 0.5 1.0 --early_reward_weights 1.0 0.0 2.0 1.0":
+        ([2.5, 0.0, 0.5, 1.0], [1.0, 0.0, 2.0, 1.0], 1.5),
+    f"train_grpo_vlm.py {OF_ALL} {BUFFER} 1.5 --reward_weights 0.0 2.5 0.5 1.0 --early_reward_weights 0.0 1.0 2.0 1.0":
+        ([0.0, 2.5, 0.5, 1.0], [0.0, 1.0, 2.0, 1.0], 1.5),
+    f"train_grpo_vlm.py {OF_ALL} {BUFFER} 2.0 --reward_weights 2.5 1.0 0.5 1.0 --early_reward_weights 1.0 1.0 2.0 1.0":
+        ([2.5, 1.0, 0.5, 1.0], [1.0, 1.0, 2.0, 1.0], 2.0),
+}  # fmt: skip
 LINES = {
     "experiment 4": f"train_grpo_vlm.py {OF_ALL} {BUFFER} 1.0 --vgr_hard_negative "
     "--reward_weights 2.5 1.0 0.5 1.0 --early_reward_weights 1.0 1.0 2.0 1.0",
@@ -50,6 +68,39 @@ LINES = {
 REWARDS = {"MDI": ["accuracy_reward", "think_format_reward", "mdi_reward"]}
 REWARDS["MDI with adapters"] = REWARDS["MDI"]
 HARD = ("experiment 4", "dapo_train")
+# Keys of perception-aware credit in a configuration of EasyR1.
+TPRL = """
+algorithm:
+  enable_perception_filtering: true
+  top_p_perception_tokens: 0.2
+  enable_entropy_filtering: true
+  top_p_entropy_tokens: 0.2
+  enable_trajectory_reweighting: true
+  trajectory_scaling_min: 0.8
+  use_entropy_penalty: false
+"""
+
+
+@pytest.mark.parametrize("line", READ, ids=["experiment 1", "experiment 2", "experiment 3"])
+def test_lines_of_further_experiments_are_read(line):
+    groups = (DataArguments, RewardArguments, DAPOConfig, ModelConfig)
+    _, rewards, config, _ = parse(groups, "train", [*shlex.split(line)[1:], "--use_cpu", "true", "--bf16", "false"])
+    assert rewards.reward_funcs == ["accuracy", "vgr", "format", "length"]
+    assert (config.reward_weights, config.early_reward_weights, config.filter_min_reward) == READ[line]
+    assert (config.max_completion_length, config.soft_punish_cache, config.num_generations_eval) == (384, 50, 4)
+
+
+def test_perception_in_a_configuration_is_that_of_the_recipe():
+    sources = {"data.train_files": "some/questions@train", "worker.actor.model.model_path": "some/model"}
+    given = {**sources, "worker.rollout.n": 8, **flat(yaml.safe_load(TPRL))}
+    options = convert(given).options
+    of_credit = {each.name for group in (CreditOptions, PerturbationOptions) for each in fields(group)}
+    recipe = {name: value for name, value in load_recipe("tprl").items() if name in of_credit}
+    defaults = DAPOConfig("runs", use_cpu=True, bf16=False)
+    assert {name: options.get(name, getattr(defaults, name)) for name in recipe} == recipe
+    assert options["use_entropy_penalty"] is False
+    plain = convert({name: value for name, value in given.items() if not name.startswith("algorithm")}).options
+    assert "perturb_per" not in plain
 
 
 @pytest.mark.parametrize("name", LINES)
