@@ -242,6 +242,20 @@ def is_writable(path: Path) -> bool:
 
 
 @contextmanager
+def naming_torchvision(model: str) -> Iterator[None]:
+    """Turn what transformers raises for a processor that lacks torchvision into a `ConfigError`."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        if re.search("torchvision|_extra_content", str(error), re.IGNORECASE) is None:
+            raise
+        raise ConfigError(
+            f"The processor of {model} needs torchvision, which is missing: install it in the build that fits "
+            f"torch {version('torch')} (pip install torch torchvision)."
+        ) from error
+
+
+@contextmanager
 def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of a module or object for the duration; an object that had none of its own has none after."""
     missing = object()

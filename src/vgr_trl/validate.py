@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,8 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from packaging.version import Version
 from peft import PeftConfig, PeftModel
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers import AutoProcessor, GenerationConfig, PreTrainedModel
+from transformers.utils import is_torchvision_available, logging
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer import utils
 
@@ -55,7 +56,15 @@ from vgr_trl.sharing.model_support import (
     why_not_share,
 )
 from vgr_trl.sharing.prefix_forward import why_not_pack
-from vgr_trl.utils import ConfigError, DataError, Feature, UnsupportedTRLError, describe_features, release
+from vgr_trl.utils import (
+    ConfigError,
+    DataError,
+    Feature,
+    UnsupportedTRLError,
+    describe_features,
+    naming_torchvision,
+    release,
+)
 
 if TYPE_CHECKING:
     from vgr_trl.trainer import DAPOTrainer
@@ -64,7 +73,13 @@ logger = logging.get_logger(__name__)
 
 
 def checked_config(args: DAPOConfig | None, model: str | PreTrainedModel, options: Mapping[str, Any]) -> DAPOConfig:
-    """Return the options of a trainer; raise `ConfigError` if they do not fit its other named arguments."""
+    """Return the options of a trainer; raise `ConfigError` if they do not fit its other named arguments.
+
+    TRL loads the model before the processor, so a processor that lacks torchvision is refused here.
+    """
+    if isinstance(model, str) and options.get("processing_class") is None and not is_torchvision_available():
+        with naming_torchvision(model), suppress(OSError, ValueError):
+            AutoProcessor.from_pretrained(model, trust_remote_code=getattr(args, "trust_remote_code", False))
     if args is None:
         name = model if isinstance(model, str) else model.config._name_or_path
         return DAPOConfig(f"{name.rstrip('/').split('/')[-1]}-DAPO")

@@ -1,13 +1,18 @@
 """How options are read: flags, the file of `--config`, values as YAML reads them, and the help."""
 
+import json
 import os
+from unittest.mock import Mock
 
 import pytest
+from transformers import AutoProcessor
+from transformers.utils import is_torchvision_available
 from trl import ModelConfig
 
-from vgr_trl import DAPOConfig
+from vgr_trl import DAPOConfig, DAPOTrainer, validate
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, load_processor, parse
+from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.utils import ConfigError
 
 
@@ -107,3 +112,46 @@ def test_help_lists_every_flag_once_and_ours_by_stage(capsys, monkeypatch):
     stage = help_of("train", "--help", "kl")
     assert "--kl_horizon " in stage
     assert "--token_weights" not in stage
+
+
+IMAGE_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor", "patch_size": 14,
+    "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 3136, "max_pixels": 12845056,
+}  # fmt: skip
+MISSING = [
+    ImportError("Qwen2VLVideoProcessor requires the Torchvision library"),
+    AttributeError("VIDEO_PROCESSOR_MAPPING has no attribute '_extra_content'"),
+]
+
+
+@pytest.fixture
+def hub_processor(tmp_path):
+    """A folder with the processor of Qwen2.5-VL as the hub has it, and no weights."""
+    folder = tmp_path / "qwen"
+    build_processor([]).tokenizer.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
+    (folder / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    return folder
+
+
+@pytest.mark.skipif(not is_torchvision_available(), reason="torchvision is missing")
+def test_the_processor_of_the_hub_is_loaded(hub_processor):
+    assert type(load_processor(str(hub_processor))).__name__ == "Qwen2_5_VLProcessor"
+
+
+@pytest.mark.parametrize("error", MISSING if is_torchvision_available() else [None, *MISSING])
+def test_a_processor_without_torchvision_is_refused_before_the_model_is_loaded(hub_processor, monkeypatch, error):
+    if error is not None:
+        monkeypatch.setattr(AutoProcessor, "from_pretrained", Mock(side_effect=error))
+        monkeypatch.setattr(validate, "is_torchvision_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"needs torchvision, .*pip install torch torchvision"):
+        load_processor(str(hub_processor))
+    options = DAPOConfig(str(hub_processor / "run"), use_cpu=True, bf16=False)
+    with pytest.raises(ConfigError, match=r"needs torchvision, .*pip install torch torchvision"):
+        DAPOTrainer(str(hub_processor), [], options)
+
+
+def test_other_errors_of_a_processor_stay_what_they_are(hub_processor, monkeypatch):
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", Mock(side_effect=ImportError("no sentencepiece")))
+    with pytest.raises(ImportError, match="no sentencepiece"):
+        load_processor(str(hub_processor))

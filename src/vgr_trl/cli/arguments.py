@@ -40,7 +40,7 @@ from vgr_trl.options import check_options, check_value, option
 from vgr_trl.recipes import load_recipe
 from vgr_trl.rewards.loading import load_rewards
 from vgr_trl.rewards.reward_files import FileOptions, ScoredFile
-from vgr_trl.utils import ConfigError, VGRError, error_text, parse_yaml
+from vgr_trl.utils import ConfigError, VGRError, error_text, naming_torchvision, parse_yaml
 
 SOURCES = ("dataset_name", "dataset_config", "dataset_path", "data_files")
 
@@ -514,12 +514,12 @@ def load_processor(name: str, revision: str | None = None, trust_remote_code: bo
         name: a folder or a hub name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it needs torchvision, which is missing.
     """
     adapter, files = adapter_of(name, revision), ("processor_config.json", "tokenizer_config.json")
     if adapter is not None and not any((Path(name) / file).exists() for file in files):
         name, revision = str(adapter.base_model_name_or_path), adapter.revision
-    with naming_model(name):
+    with naming_torchvision(name), naming_model(name):
         return AutoProcessor.from_pretrained(
             name, revision=revision, padding_side="left", trust_remote_code=trust_remote_code
         )
