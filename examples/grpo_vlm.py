@@ -12,7 +12,7 @@ import sys
 from vgr_trl.cli.__main__ import main
 
 MDI = ["--reward_funcs", "accuracy", "format", "mdi", "--reward_weights", "4", "1", "1"]
-MDI += ["--mask_truncated_completions", "true", "--compute_attention_metrics", "true"]
+MDI += ["--mask_truncated_completions", "true", "--compute_attention_metrics", "true", "--max_short_side", "1024"]
 
 if __name__ == "__main__":
     own = [] if any(flag.split("=")[0] == "--recipe" for flag in sys.argv) else MDI

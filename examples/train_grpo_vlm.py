@@ -1,6 +1,6 @@
 """Train a vision-language model with DAPO; the script of `accelerate launch`, the same as `vgr-trl train`.
 
-Without a data flag the questions are lujunxi57/DDM from the hub.
+Without a data flag the questions are lujunxi57/DDM from the hub, their images with a short side of at most 1024 pixels.
 
 accelerate launch --config_file accelerate_configs/zero2.yaml examples/train_grpo_vlm.py \
     --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --data_files train=train.parquet,test=test.parquet \
@@ -16,10 +16,9 @@ SOURCES = ("--dataset_name", "--dataset_path", "--data_files", "--config", "-h",
 
 
 def with_data(flags: list[str]) -> list[str]:
-    """Return the flags with the questions of the experiments where they name no data."""
-    return (
-        flags if any(flag.split("=")[0] in SOURCES for flag in flags) else [*flags, "--dataset_name", "lujunxi57/DDM"]
-    )
+    """Return the flags with the questions of the experiments, and the size of their images, where they name no data."""
+    is_named = any(flag.split("=")[0] in SOURCES for flag in flags)
+    return flags if is_named else ["--max_short_side", "1024", *flags, "--dataset_name", "lujunxi57/DDM"]
 
 
 if __name__ == "__main__":

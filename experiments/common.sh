@@ -34,6 +34,7 @@ COMMON=(
     --dtype bfloat16
     --output_dir "runs/$experiment"
     --max_prompt_length 1024
+    --max_short_side 1024
     --max_completion_length 512
     --soft_punish_cache 50
     --num_generations 8

@@ -12,6 +12,7 @@ from trl import GRPOConfig
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.config import SWITCHES
+from vgr_trl.data.rows import drop_long_prompts
 from vgr_trl.utils import ConfigError, DataError
 from vgr_trl.validate import prompt_length
 
@@ -89,6 +90,19 @@ def test_long_prompts_are_left_out_and_counted(build, text_rows, monkeypatch):
     assert warnings == [
         f"max_prompt_length=15: left out 1 of 13 rows of the {name} data (the longest prompt has {lengths[-1]} tokens)."
         for name in ("train", "eval")
+    ]
+
+
+def test_rows_whose_images_are_too_large_name_the_options_that_reduce_them(png, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("vgr_trl.data.rows.logger.warning", warnings.append)
+    rows = Dataset.from_dict({"prompt": ["short", "long"], "image": [str(png)] * 2})
+    assert drop_long_prompts(rows, lambda row: len(row["prompt"]), 4)["prompt"] == ["long"]
+    with pytest.raises(DataError, match="has 4 tokens. Raise it; --max_short_side or --max_pixels reduces images"):
+        drop_long_prompts(rows, lambda row: len(row["prompt"]), 3)
+    assert warnings == [
+        "max_prompt_length=4: left out 1 of 2 rows of the train data (the longest prompt has 5 tokens; "
+        "--max_short_side or --max_pixels reduces images)."
     ]
 
 

@@ -187,18 +187,20 @@ def test_the_set_is_prepared_by_their_script_and_read(tmp_path, monkeypatch):
         same = {"question": "What colour is it?", "choices": ["red", "blue"], "correct_choice_idx": 1}
         images = [Image.new("RGB", (32, 32), (40 * number, 0, 0)) for number in range(count)]
         rows = [{**same, "image": image, "question_id": f"{split}{n}"} for n, image in enumerate(images)]
+        rows[0]["image"] = rows[0]["image"].resize((1025, 1024))
         Dataset.from_list(rows).to_parquet(raw / f"{split}-00000-of-00001.parquet")
     monkeypatch.chdir(tmp_path)
     ids = tmp_path / "A-OKVQA_question_id.txt"
     ids.write_text("train0\ntrain2\ntrain3\nvalidation1\n", encoding="utf-8")
     script = "prepare_aokvqa_for_trl.py"
     line = f"{script} --dataset_path {raw} --out_dir ./aokvqa_trl_data --question_id_file {ids} --subset_size 2"
+    line += " --filter_big_images"
     monkeypatch.setattr(sys, "argv", [*line.split(), "--workers", "0"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     assert ended.value.code == 0
     found = {split: load_split(split, dataset_path="aokvqa_trl_data") for split in ("train", "validation")}
     ids = {split: rows["id"][:] for split, rows in found.items()}
-    assert ids == {"train": ["train0", "train2"], "validation": ["validation1"]}
+    assert ids == {"train": ["train2", "train3"], "validation": ["validation1"]}
     rows, skipped = prepare_rows(found["train"])
     assert (len(rows), skipped) == (2, [])

@@ -93,12 +93,14 @@ def test_settings(script, functions, weights, early, minimum, tmp_path):
     }  # fmt: skip
     assert {name: getattr(config, name) for name in common} == common
     assert model.dtype == "bfloat16"
+    assert data.max_short_side == 1024
     assert (data.data_files, data.dataset_name) == (None, None)  # the training script has the questions of the notes
 
 
 def test_questions_of_the_notes_where_no_data_are_named():
     with_data = runpy.run_path(str(EXPERIMENTS.parent / "examples" / "train_grpo_vlm.py"))["with_data"]
-    assert with_data(["--use_peft"]) == ["--use_peft", "--dataset_name", "lujunxi57/DDM"]
+    given = ["--max_short_side", "1024", "--use_peft", "--dataset_name", "lujunxi57/DDM"]
+    assert with_data(["--use_peft"]) == given
     for given in (["--data_files", "a.jsonl"], ["--dataset_path=x"], ["--config", "x.yaml"], ["--help"]):
         assert with_data(given) == given
 

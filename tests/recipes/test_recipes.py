@@ -19,10 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def parsed(*argv):
-    """Rewards and configuration of a command line."""
+    """Data, rewards and configuration of a command line."""
     groups = (RunArguments, DataArguments, RewardArguments, DAPOConfig)
-    _, _, rewards, config = parse(groups, "train", ["--use_cpu", "--bf16", "false", *argv])
-    return rewards, config
+    return parse(groups, "train", ["--use_cpu", "--bf16", "false", *argv])[1:]
 
 
 def test_every_recipe_says_what_it_is_and_has_known_options(tmp_path):
@@ -31,21 +30,21 @@ def test_every_recipe_says_what_it_is_and_has_known_options(tmp_path):
         assert recipe.about is not None
         assert recipe.about.method
         assert re.match(r"https://arxiv.org/abs/\d{4}\.\d{5}$|experiments/\w+\.sh$", recipe.about.paper)
-        rewards, config = parsed("--recipe", name, "--output_dir", str(tmp_path))
+        data, rewards, config = parsed("--recipe", name, "--output_dir", str(tmp_path))
         assert len(config.reward_weights or [1]) == len(rewards.reward_funcs)
         own = {option: value for option, value in recipe.options.items() if option != "reward_funcs"}
-        assert {option: getattr(config, option) for option in own} == own, name
+        assert vars(data) | vars(config) | own == vars(data) | vars(config), name
 
 
 def test_a_recipe_gives_way_to_the_file_and_both_to_flags(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("recipe: vppo\nlearning_rate: 2.0e-6\nentropy_penalty_coef: 0.12\n")
-    rewards, config = parsed("--config", str(file), "--learning_rate", "3e-6")
+    _, rewards, config = parsed("--config", str(file), "--learning_rate", "3e-6")
     assert rewards.reward_funcs == ["accuracy"]
     assert config.trajectory_scaling_min == 0.9  # of the recipe
     assert config.entropy_penalty_coef == 0.12  # of the file
     assert config.learning_rate == 3e-6
-    assert parsed(f"--config={file}", "--recipe=tprl")[1].trajectory_scaling_min == 0.8
+    assert parsed(f"--config={file}", "--recipe=tprl")[2].trajectory_scaling_min == 0.8
 
 
 def test_a_recipe_of_ones_own_with_the_options_of_its_plug_ins(tmp_path):
@@ -59,8 +58,8 @@ def test_a_recipe_of_ones_own_with_the_options_of_its_plug_ins(tmp_path):
     file.write_text(
         f"credit_rules: ['{tmp_path}/mine.py:rule']\nplugin_options: {{mine_share: 0.5}}\nlogging_steps: 2\n"
     )
-    assert parsed("--recipe", str(file))[1].plugin_options == {"mine_share": 0.5}
-    given = parsed("--recipe", str(file), "--plugin_options", '{"mine_share": 0.25}')[1].plugin_options
+    assert parsed("--recipe", str(file))[2].plugin_options == {"mine_share": 0.5}
+    given = parsed("--recipe", str(file), "--plugin_options", '{"mine_share": 0.25}')[2].plugin_options
     assert json.loads(given) == {"mine_share": 0.25}
 
 

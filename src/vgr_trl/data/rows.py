@@ -27,6 +27,7 @@ from vgr_trl.data.columns import (
     UNREADABLE,
     Keys,
     Reading,
+    image_columns,
     read_row,
     renamed,
     renamed_row,
@@ -422,11 +423,13 @@ def drop_long_prompts(
         return dataset.filter(keep)
 
     lengths = scan(dataset, length_of, f"prompt lengths ({name})")
+    hint = "; --max_short_side or --max_pixels reduces images" if image_columns(dataset) else ""
     kept = [index for index, length in enumerate(lengths) if length <= limit]
     if not kept:
         shortest = f"the shortest prompt of the {name} data has {min(lengths, default=0)} tokens"
-        raise DataError(f"max_prompt_length={limit} leaves no row: {shortest}. Raise it, or use smaller images.")
+        raise DataError(f"max_prompt_length={limit} leaves no row: {shortest}. Raise it{hint}.")
     rows = f"{len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data"
     if len(kept) < len(dataset) and PartialState().is_main_process:
-        logger.warning(f"max_prompt_length={limit}: left out {rows} (the longest prompt has {max(lengths)} tokens).")
+        longest = f"the longest prompt has {max(lengths)} tokens{hint}"
+        logger.warning(f"max_prompt_length={limit}: left out {rows} ({longest}).")
     return dataset.select(kept)

@@ -87,7 +87,7 @@ def read_recipe(spec: str) -> Recipe:
 
 
 def load_recipe(spec: str) -> dict[str, Any]:
-    """Return the options of a recipe, those of `DAPOConfig` and of the command line (`reward_funcs`), by name.
+    """Return the options of a recipe: those of `DAPOConfig`, and of the command line `reward_funcs`, `max_short_side`.
 
     Raises:
         ConfigError: as `read_recipe`.
