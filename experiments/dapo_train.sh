@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # As experiment 4, but only low-rank adapters on q_proj and v_proj are trained.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
 
 accelerate launch "${LAUNCH[@]}" "$TRAIN" "${COMMON[@]}" \
     --use_peft \

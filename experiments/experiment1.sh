@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # 1. No attention reward: right answers, form and length. Attention is measured and logged all the same.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
 
 accelerate launch "${LAUNCH[@]}" "$TRAIN" "${COMMON[@]}" \
     --reward_funcs accuracy vgr format length \

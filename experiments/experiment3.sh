@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # 3. Both: right answers and attention to the image, with form and length.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
 
 accelerate launch "${LAUNCH[@]}" "$TRAIN" "${COMMON[@]}" \
     --reward_funcs accuracy vgr format length \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # 4. As 3, but attention is rewarded among right answers only (hard negatives); one epoch.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
 
 accelerate launch "${LAUNCH[@]}" "$TRAIN" "${COMMON[@]}" \
     --reward_funcs accuracy vgr format length \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # 5. As 1, but attention to the image weighs the tokens instead of being rewarded.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
 
 accelerate launch "${LAUNCH[@]}" "$TRAIN" "${COMMON[@]}" \
     --reward_funcs accuracy vgr format length \

@@ -2,7 +2,7 @@
 # Perception: credit for the 20 % of tokens that depend most on the image and the 20 % that are most uncertain, and for
 # completions that depend on the image. No replay buffer.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
 
 accelerate launch "${LAUNCH[@]}" "$TRAIN" "${COMMON[@]}" \
     --reward_funcs accuracy format length \

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from vgr_trl import registries
-from vgr_trl.options import option
+from vgr_trl.options import changed_options, option
 from vgr_trl.registries import VIEW, Registry, needs_of, option_values, short_name
 from vgr_trl.utils import ConfigError
 
@@ -26,6 +26,7 @@ ALIASES = {
     "clip_ratio_high": "epsilon_high",
     "clip_ratio_dual": "delta",
     "late_reward_weights": "reward_weights",
+    "token_weight_clip": "token_weights_clip",
     "loss_avg_mode": "loss_type",
 }
 _LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "seq": "grpo"}  # of `loss_avg_mode`
@@ -46,16 +47,17 @@ class AliasOptions:
     loss_avg_mode: Literal["token", "sequence", "seq"] | None = option(None, "token: loss_type dapo, a mean over "
         "tokens; sequence, seq: grpo.")
     late_reward_weights: list[float] | None = option(None, "Alias of reward_weights.")
+    token_weight_clip: list[float] | None = option(None, "Alias of token_weights_clip.", ge=0)
     use_segmented_reward_weights: bool = option(False, "Has no effect: early_reward_weights alone switch it on.")
     # fmt: on
 
     def resolve_aliases(self) -> None:
         """Set the options that aliases stand for, or raise `ConfigError` where both are given and differ."""
-        known: dict[str, Any] = type(self).__dataclass_fields__
+        changed = changed_options(self)
         for alias, name in ALIASES.items():
             given = getattr(self, alias)
             value, before = _LOSS_TYPES[given] if alias == "loss_avg_mode" and given else given, getattr(self, name)
-            if given is not None and before not in (value, known[name].default):
+            if given is not None and name in changed and before != value:
                 raise ConfigError(
                     f"{alias} is {given}, an alias of {name} {value}, and {name} is {before}: give one of them."
                 )

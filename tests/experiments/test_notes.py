@@ -152,11 +152,33 @@ def test_weights_of_the_beginning_and_of_the_rest_under_their_earlier_names():
         RewardSchedule.for_rewards(rewards, config.reward_weights)
 
 
+@pytest.mark.parametrize("value", ["(0.5,2.0)", "(0.5, 2.0)", "0.5,2.0", "0.5 2.0", "[0.5,2.0]"])
+@pytest.mark.parametrize("flag", ["token_weight_clip", "token_weights_clip"])
+def test_two_numbers_in_one_word_and_in_two(flag, value):
+    words = [value] if "," in value else value.split()
+    given = ["--output_dir", "runs", "--use_cpu", "true", "--bf16", "false", "--token_weights", f"--{flag}", *words]
+    assert parse((DataArguments, DAPOConfig), "train", given)[1].token_weights_clip == [0.5, 2.0]
+    if flag == "token_weight_clip":
+        with pytest.raises(ConfigError, match="an alias of token_weights_clip"):
+            parse((DataArguments, DAPOConfig), "train", [*given, "--token_weights_clip", "0.5", "3"])
+
+
+def test_rewards_under_their_earlier_names():
+    rewards = load_rewards(["mc_idx_reward", "soft_overlong_punishment_reward"], max_completion_length=8)
+    assert rewards == load_rewards(["accuracy", "length"], max_completion_length=8)
+
+
 def test_the_paths_of_earlier_scripts_lead_to_ours():
     for name in ("train_grpo_vlm.py", "dapo_train.py", "grpo_vlm.py", "prepare_aokvqa_for_trl.py"):
         assert (REPOSITORY / "src" / "scripts" / name).samefile(EXAMPLES / name)
-    for name in ("deepspeed_zero2.yaml", "deepspeed_zero3.yaml"):
-        assert (REPOSITORY / "src" / "configs" / name).samefile(REPOSITORY / "accelerate_configs" / name)
+    for folder in ("src/configs", "examples/accelerate_configs"):
+        for name in ("deepspeed_zero2.yaml", "deepspeed_zero3.yaml"):
+            assert (REPOSITORY / folder / name).samefile(REPOSITORY / "accelerate_configs" / name)
+    for name in ("grpo_vlm.py", "grpo_vlm_2.py"):
+        assert (EXAMPLES / "scripts" / name).samefile(EXAMPLES / "grpo_vlm.py")
+    assert (REPOSITORY / "prepare_aokvqa_for_trl.py").samefile(EXAMPLES / "prepare_aokvqa_for_trl.py")
+    for name in (*(f"experiment{number}.sh" for number in range(1, 6)), "dapo_train.sh", "data.sh"):
+        assert (REPOSITORY / name).samefile(REPOSITORY / "experiments" / name)
 
 
 def _history(output: Path) -> list[dict]:

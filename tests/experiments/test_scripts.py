@@ -12,25 +12,28 @@ from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
+from vgr_trl.cli.data import convert_parser, merge_parser
 from vgr_trl.demo.write_folder import write_folder
 from vgr_trl.rewards.loading import hardened
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-SCRIPTS = sorted(path.name for path in EXPERIMENTS.glob("*.sh") if path.name != "common.sh")
+SCRIPTS = sorted(path.name for path in EXPERIMENTS.glob("*.sh") if path.name not in ("common.sh", "data.sh"))
 VGR = ["accuracy", "vgr", "format", "length"]
 HARD = ["accuracy", "vgr_hard_negative", "format", "length"]
 
 
-def run(script: str, folder: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess:
+def run(
+    script: str, folder: Path, *flags: str, folder_of_scripts: Path = EXPERIMENTS, **variables: str
+) -> subprocess.CompletedProcess:
     """Run a script in `folder`, with the commands of this interpreter's environment first on the path."""
     clean = {name: value for name, value in os.environ.items() if name not in ("TINY", "DATA", "ACCELERATE_CONFIG")}
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**clean, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
-    command = ["bash", str(EXPERIMENTS / script), *flags]
+    command = ["bash", str(folder_of_scripts / script), *flags]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
-def launched(script: str, folder: Path, *flags: str, **variables: str) -> list[str]:
+def launched(script: str, folder: Path, *flags: str, **variables) -> list[str]:
     """What a script gives to `accelerate`, which only writes it down."""
     (folder / "bin").mkdir(exist_ok=True)
     stub = folder / "bin" / "accelerate"
@@ -115,6 +118,27 @@ def test_flags_and_variables_override(tmp_path):
     assert data.data_files == "train=a.parquet"
     assert Path(arguments[2]).stem == "fsdp2"
     assert arguments[3:5] == ["--num_processes", "3"]
+
+
+def test_a_script_called_by_its_link_is_the_script(tmp_path):
+    linked = launched("experiment3.sh", tmp_path, folder_of_scripts=EXPERIMENTS.parent)
+    assert linked == launched("experiment3.sh", tmp_path)
+
+
+def test_data_are_converted_and_merged_in_one_command(tmp_path):
+    (tmp_path / "bin").mkdir()
+    stub = tmp_path / "bin" / "vgr-trl"
+    stub.write_text(f'#!/usr/bin/env bash\necho "$*" >> {tmp_path}/commands\n')
+    stub.chmod(0o755)
+    assert run("data.sh", tmp_path, "sets", "--subset_size", "9", folder_of_scripts=EXPERIMENTS.parent).returncode == 0
+    commands = [line.split() for line in (tmp_path / "commands").read_text().splitlines()]
+    converted = [convert_parser().parse_args(words[2:]) for words in commands[:-1]]
+    assert all(words[:2] == ["data", "convert"] for words in commands[:-1])
+    assert [flags.source for flags in converted] == ["aokvqa", "arxivqa", "mmmu_pro"]
+    assert {flags.subset_size for flags in converted} == {9}
+    merged = merge_parser().parse_args(commands[-1][2:])
+    assert (commands[-1][:2], merged.output_dir) == (["data", "merge"], Path("sets/ddm"))
+    assert merged.sets == [str(flags.output_dir) for flags in converted]
 
 
 def test_several_machines_take_the_gpus_of_all(tmp_path):

@@ -31,6 +31,7 @@ def test_names_of_the_notes():
     options = SignalOptions.read(given)
     expected = {"token_weights": True, "token_weights_clip": [0.5, 2.0], "token_weights_positive_only": True}
     assert options.to_dict() == expected
+    assert SignalOptions.read(given | {"token_weight_clip": "(0.5,2.0)"}) == options
     assert options.measures_attention
     assert SignalOptions.read(options.to_dict()) == options
     assert not SignalOptions.read(given | {"collect_attentions": True}).measures_attention

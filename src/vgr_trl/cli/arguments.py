@@ -283,6 +283,12 @@ class _Parser(HfArgumentParser):
                 self.stages[stage], each.type = section, hints[name]
                 self._parse_dataclass_field(section, each)  # type: ignore[arg-type]
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Read numbers that stand in one word, as in (0.5,2.0), like numbers in several."""
+        if action.nargs == "+" and action.type in (int, float):
+            arg_strings = [number for word in arg_strings for number in re.split(r"\s*,\s*", word.strip("()[] "))]
+        return super()._get_values(action, arg_strings)
+
     def error(self, message: str) -> NoReturn:
         """Raise `ConfigError`."""
         message = re.sub(r"^argument (?:-\w/)?(--\w+)[^:]*", r"\1", message)

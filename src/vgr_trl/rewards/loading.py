@@ -25,7 +25,7 @@ from vgr_trl.rewards.simple import (
 from vgr_trl.utils import ConfigError, RewardError
 
 for _names, _reward in (
-    (("accuracy", "accuracy_reward"), accuracy_reward),
+    (("accuracy", "accuracy_reward", "mc_idx_reward"), accuracy_reward),
     (("format", "think_format_reward"), think_format_reward),
     (("tag_count", "tag_count_reward"), tag_count_reward),
     (("vgr", "vgr_reward"), vgr_reward),
@@ -33,7 +33,10 @@ for _names, _reward in (
     (("mdi", "mdi_reward"), mdi_reward),
     (("region", "region_reward"), region_reward),
     (("blind_accuracy", "blind_accuracy_reward"), blind_accuracy_reward),
-    (("length", "soft_overlong", "get_soft_overlong_punishment"), get_soft_overlong_punishment),
+    (
+        ("length", "soft_overlong", "soft_overlong_punishment_reward", "get_soft_overlong_punishment"),
+        get_soft_overlong_punishment,
+    ),
 ):
     registries.rewards.register(*_names)(_reward)
 _HARD: dict[Any, Any] = {

@@ -22,7 +22,7 @@ from vgr_trl.options import FACTS, changed_options, check_options, option, unuse
 from vgr_trl.rewards.attention import hard_negative_rewards, mdi_reward, vgr_reward
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass, vision_gain_ratio
-from vgr_trl.utils import ConfigError
+from vgr_trl.utils import ConfigError, parse_yaml
 
 NAMES_OF_NOTES = {
     "enable_token_weights": "token_weights",
@@ -81,6 +81,8 @@ class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
                 raise ConfigError(f"The option {key} is not known here: give some of {accepted}.")
             if name in values:
                 raise ConfigError(f"The option {name} is given twice, as {key} too: give it once.")
+            if isinstance(value, str) and name == "token_weights_clip":
+                value = parse_yaml(f"[{value.strip('()[] ')}]")  # (0.5,2.0), as command lines have it
             values[name] = list(value) if name == "token_weights_clip" else value
         options = cls(**values)
         options.check()

@@ -1,0 +1,1 @@
+experiments/dapo_train.sh

@@ -1,0 +1,1 @@
+experiments/data.sh

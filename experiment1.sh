@@ -1,0 +1,1 @@
+experiments/experiment1.sh

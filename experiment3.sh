@@ -1,0 +1,1 @@
+experiments/experiment3.sh

@@ -1,0 +1,1 @@
+experiments/experiment4.sh

@@ -1,0 +1,1 @@
+examples/prepare_aokvqa_for_trl.py
