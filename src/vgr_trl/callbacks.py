@@ -179,13 +179,14 @@ def guard_trackers(trainer: "DAPOTrainer") -> None:
     Raises, at the start of training:
         ConfigError: a tracker cannot be started.
     """
-    processes = None if trainer.args.metric_names == "trl" else trainer.accelerator.num_processes
+    names, processes = {"trl": None, "verl": in_verl, "mtrl": in_mtrl}, trainer.accelerator.num_processes
+    renamed = names[trainer.args.metric_names]
     for tracker in trainer.callback_handler.callbacks:
         if type(tracker).__module__ != integration_utils.__name__:
             continue
         name, failed = type(tracker).__name__.removesuffix("Callback"), set[str]()
         tracker.on_train_begin = partial(_start, tracker.on_train_begin, name)
-        tracker.on_log = partial(_log, tracker.on_log, processes)
+        tracker.on_log = partial(_log, tracker.on_log, renamed and partial(renamed, processes=processes))
         for event in _LATER:
             setattr(tracker, event, partial(_go_on, getattr(tracker, event), name, failed))
 
@@ -213,13 +214,13 @@ def _go_on(call: Callable[..., Any], name: str, failed: set[str], *args: Any, **
         return None
 
 
-def _log(on_log: Any, processes: int | None, *args: Any, logs: Any = None, **kwargs: Any) -> Any:
-    """Log numbers; under the names of verl without the `train/` and `eval/` that transformers puts in front."""
+def _log(on_log: Any, renamed: Any, *args: Any, logs: Any = None, **kwargs: Any) -> Any:
+    """Log numbers; under the names of others without the `train/` and `eval/` that transformers puts in front."""
     logs = logs and {name: value for name, value in logs.items() if value is not None}
-    if logs is None or processes is None:
+    if logs is None or renamed is None:
         return on_log(*args, logs=logs, **kwargs)
     with patched_attribute(integration_utils, "rewrite_logs", dict):
-        return on_log(*args, logs=in_verl(logs, processes), **kwargs)
+        return on_log(*args, logs=renamed(logs), **kwargs)
 
 
 VERL_NAMES: dict[str, list[str]] = yaml.safe_load(
@@ -248,6 +249,15 @@ def in_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
     if seconds := [found.pop(name) for name in ("timing/update", "timing/optimizer") if name in found]:
         found["timing_s/update_actor"] = sum(seconds)
     return found
+
+
+_IN_MTRL = {"actor/kl_loss": "agent/divergence_loss", "actor/kl_coef": "agent/divergence_coef"}
+
+
+def in_mtrl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
+    """Return what is logged under MTRL's names: verl's, but `agent/` for `actor/` and `divergence` for `kl`."""
+    named = in_verl(logs, processes).items()
+    return {_IN_MTRL.get(name, re.sub("^actor/", "agent/", name)): value for name, value in named}
 
 
 def _names_in_verl(name: str) -> Sequence[str]:

@@ -591,7 +591,8 @@ class ReportOptions:
         needs=_no_markdown)
     completion_preview_length: int | None = option(2000, "Characters of completions in Markdown. None: all.", ge=1,
         needs=_no_markdown)
-    metric_names: Literal["trl", "verl"] = option("trl", "Names of metrics in trackers: trl or verl.")
+    metric_names: Literal["trl", "verl", "mtrl"] = option("trl", "Names of metrics in trackers; mtrl: agent/… for "
+        "the actor/… of verl.")
     colorize_output: bool = option(False, "Print recorded completions in colours.", needs="rollout_log_steps")
     # fmt: on
 

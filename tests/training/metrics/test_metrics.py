@@ -124,9 +124,16 @@ class Tracker(integration_utils.TensorBoardCallback):
         self.written.append(integration_utils.rewrite_logs(logs))
 
 
+REWARD = {"critic/rewards/mean": 2.0, "reward/overall": 2.0}
+
+
 @pytest.mark.parametrize(
     ("names", "written"),
-    [("trl", {"train/reward": 2.0}), ("verl", {"critic/rewards/mean": 2.0, "reward/overall": 2.0})],
+    [
+        ("trl", {"train/reward": 2.0, "train/kl": 1.0, "train/perception_token_fraction": 0.2}),
+        ("verl", REWARD | {"actor/kl_loss": 1.0, "actor/perception_token_fraction": 0.2}),
+        ("mtrl", REWARD | {"agent/divergence_loss": 1.0, "agent/perception_token_fraction": 0.2}),
+    ],
 )
 def test_trackers_get_the_names_that_are_asked_for(names, written):
     tracker = Tracker()
@@ -136,8 +143,13 @@ def test_trackers_get_the_names_that_are_asked_for(names, written):
         callback_handler=SimpleNamespace(callbacks=[tracker]),
     )
     guard_trackers(trainer)
-    logs = {"reward": 2.0, "ppo_kl": None}  # which a step without a gradient has no value of
+    logs = {
+        "reward": 2.0,
+        "kl": 1.0,
+        "perception_token_fraction": 0.2,
+        "ppo_kl": None,
+    }  # which a step without a gradient has no value of
     tracker.on_log(None, None, None, logs=logs)
     assert tracker.written == [written]
-    assert logs == {"reward": 2.0, "ppo_kl": None}
+    assert logs["ppo_kl"] is None
     assert integration_utils.rewrite_logs({"a": 1}) == {"train/a": 1}
