@@ -9,4 +9,6 @@ accelerate launch "${LAUNCH[@]}" "$TRAIN" "${COMMON[@]}" \
     --reward_funcs accuracy format mdi \
     --reward_weights 4 1 1 \
     --mdi_balance_ratio 2.0 \
+    --rollout_log_steps 1 \
+    --colorize_output \
     "${OVERRIDES[@]}"
