@@ -35,6 +35,12 @@ ONE = {
     ],
     "an option by its word": [("选项B，绿色", "B"), ("应选（B）", "B"), ("不选A，选B", "B")],
     "a box": [("So \\boxed{\\text{B}}. Not A.", "B"), ("not \\boxed{A}. So \\boxed{B}", "B")],
+    "an option by its word, and a verb": [("正确选项为B", "B"), ("正确选项是：Ｂ。因为是草。", "B")],
+    "nothing but the last line": [
+        ("B", "B"), ("It is (A) or (C).\n\n**B**.\n", "B"), ("<think>A</think>Ｂ", "B"), ("B. green", "B"),
+        ("A dog barks.\nOption B", "B"), ("Choice: B.", "B"), ("choice is **B**", "B"), ("(B) or (C)\nOption (B)", "B"),
+    ],
+    "a statement before the last line": [("Answer: A\nThat was easy.\nB", "A"), ("选项A\n看图。\nB", "A")],
     "one letter in parentheses": [("It must be (B), as (b) grows.", "B"), ("结果（Ｂ）", "B")],
 }  # fmt: skip
 
@@ -45,7 +51,12 @@ def test_states_one_option(kind):
 
 
 NONE = {
-    "nothing": ["", "B", "green", "Answer:", "<answer> \n </answer>", "\\boxed{}", "<answer>\u200b</answer>"],
+    "nothing": ["", "green", "Answer:", "<answer> \n </answer>", "\\boxed{}", "<answer>\u200b</answer>"],
+    "a line of prose": [
+        "A dog", "I see a dog\nA dog barks", "It is a\na",
+        "Option B is wrong", "Not B", "B or C", "Optional B", "B\nis it",
+        "E", "Options B", "不是选项B", "正确选项不为B",
+    ],
     "not closed": ["<answer>B", "\\boxed{B", "<think>Answer: B", "</answer>B<answer>"],
     "a thought": ["<think><answer>B</answer></think>", "Answer: B</think>"],
     "an empty tag counts before a label": ["<answer></answer> Answer: B"],
@@ -72,10 +83,19 @@ def test_letters_count_before_texts():
     assert accuracy_reward(["<answer>cat</answer>"], [0], [["cat", "Cat.", "dog"]]) == [0.0]  # two of that text
 
 
-STATES_B = ["<answer>(B)</answer>", "Answer: B.", "It is (B)", "<answer>B) blue</answer>", "选项 B", "\\boxed{B}"]
+STATES_B = [
+    "B",
+    "Option B",
+    "<answer>(B)</answer>",
+    "Answer: B.",
+    "It is (B)",
+    "<answer>B) blue</answer>",
+    "选项 B",
+    "\\boxed{B}",
+]
 NOT_B = [
     "<answer>C</answer>", "(B) or (C)", "<answer>B) blue or C) red</answer>", "Answer: B or C", "<answer>blue</answer>",
-    "<answer>1</answer>", "Answer: not B", "<answer>B) blue\nred</answer>", "B",
+    "<answer>1</answer>", "Answer: not B", "<answer>B) blue\nred</answer>", "b",
 ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from vgr_trl.rewards import get_soft_overlong_punishment, think_format_reward
-from vgr_trl.rewards.simple import tag_count_reward
+from vgr_trl.rewards.simple import tag_count_reward, think_only_format_reward
 from vgr_trl.utils import ConfigError
 
 WELL_FORMED = [
@@ -49,3 +49,10 @@ def test_numbers_of_tokens_out_of_range():
     for given, name in (((0, 0), "max_completion_len"), ((100, 101), "soft_punish_cache")):
         with pytest.raises(ConfigError, match=name):
             get_soft_overlong_punishment(*given)
+
+
+def test_a_thought_and_an_answer_without_tags():
+    well = ["<think>a</think>\nAnswer: B", " <think>\n1\n</think>\n\n**B**\n"]
+    badly = ["Answer: B", "<think>a</think>", "<think></think>B", "<think>a</think>!", "x <think>a</think>B",
+             "<think>a</think><think>b</think>B", "<think>a", "<think>a</think><answer>B</answer>"]  # fmt: skip
+    assert think_only_format_reward(well + badly) == [1.0] * len(well) + [0.0] * len(badly)

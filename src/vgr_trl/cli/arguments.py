@@ -162,7 +162,7 @@ class RewardArguments(RewardFileArguments):
     reward_funcs: list[str] = option(
         DefaultRewards.of_run(None),
         "Rewards in the order of reward_weights: names (accuracy, vgr, vgr_hard_negative, mdi, region, "
-        "blind_accuracy, format, tag_count, length, those of installed packages), dotted paths "
+        "blind_accuracy, format, think, tag_count, length, those of installed packages), dotted paths "
         "(my_package.rewards.my_reward) or files (my_rewards.py:my_reward).",
     )
     reward_model_name_or_path: str | None = option(

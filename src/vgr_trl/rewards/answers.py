@@ -86,8 +86,8 @@ _STATEMENT = re.compile(
     r"|(?<!错误)(?<!错误的)答案[*_]{0,3}\s{0,9}:)[*_\s]*"
     r"|(?P<sentence>(?<![a-z])the\s{1,9}(?:(?:final|correct|right|best|true)\s{1,9}){0,2}answer\s{1,9}is(?![a-z])"
     r"|(?<!错误)(?<!错误的)答案\s{0,9}[是为為])\s{0,9}:?[*_\s]*"
-    r"|(?<![不别勿没未非])(?<!不[能应應该該可会會宜要])(?<!排除)(?<!或)(?<!或者)"
-    r"(?P<option>[选選][项項]\s{0,9}:?|[选選][择擇为為]?\s{0,9}:?(?=[\s*(]{0,9}[a-j](?![a-z])))[*_\s]*",
+    r"|(?<![不别勿没未非])(?<!不[能应應该該可会會宜要])(?<!排除)(?<!或)(?<!或者)(?<!不是)"
+    r"(?P<option>[选選][项項]\s{0,9}[是为為]?\s{0,9}:?|[选選][择擇为為]?\s{0,9}:?(?=[\s*(]{0,9}[a-j](?![a-z])))[*_\s]*",
     re.IGNORECASE,
 )
 _OR = r"[\s$*.]*(?:[,;/&、]|or|and|或|和)[\s$*(]*"
@@ -183,6 +183,7 @@ _MARKS = " \t\r\n*`$"
 _LETTER = re.compile(r"(?:\(\s*([A-Za-z])\s*\)|([A-Za-z])(?![A-Za-z0-9_'’]))(.*)", re.DOTALL)
 _SEPARATOR = re.compile(r"[\s*`]*(?:[.:。)]{1,2}|[-–—,、](?=[\s*`]*\S))?[\s*`]*")
 _OPTION_WORD = re.compile(r"^(?:option|choice|[选選][项項])\s+", re.IGNORECASE)
+_BARE = re.compile(r"(?i:(?:option|choice)\s{0,9}(?:is\s)?\s{0,9}:?[*_\s]{0,9})?(?=\(?[A-J](?![a-z]))")
 _CLAUSE_END = re.compile(r"[\s*`]*[.。,;!]|[ \t*`]*\n")
 _REASON = re.compile(r"(?:because|since|as|因为|因為)(?![a-z])", re.IGNORECASE)
 _CLAUSE = re.compile(r"[.,;!?。，、/&\n]|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|[或和及]")
@@ -691,5 +692,12 @@ def _stated_letter(visible: str, choices: Sequence[str]) -> str | None:
     if content is None and (statement := last_statement(visible, options=True)) is not None:
         content, in_sentence = statement
     if content is None:
-        return letter_in_parentheses(visible)
+        return letter_in_parentheses(visible) or _last_line_letter(visible, choices)
     return read_letter(content, choices, in_sentence=in_sentence) or (None if choices else read_labelled(content))
+
+
+def _last_line_letter(visible: str, choices: Sequence[str]) -> str | None:
+    """The capital letter that the last line consists of, with its option's text or behind `Option` if at all."""
+    line = unwrap(half_width(visible).strip().rpartition("\n")[2])
+    match = _BARE.match(line)
+    return read_letter(line[match.end() :], choices) if match else None

@@ -89,6 +89,21 @@ def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float
     return [float(_is_well_formed(completion_text(completion))) for completion in completions]
 
 
+def think_only_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """Return 1 for each completion that is `<think>…</think>` followed by any text (`Answer: B`), 0 for the others.
+
+    As `think_format_reward`, but the answer stands without its tags.
+
+    Args:
+        completions: N completions as TRL passes them, lists of messages or strings.
+
+    Raises:
+        RewardError: a completion is no text.
+    """
+    texts = map(completion_text, completions)
+    return [float(_is_well_formed(text.replace("</think>", "</think><answer>", 1) + "</answer>")) for text in texts]
+
+
 def tag_count_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     """Return a quarter for each of the four tags that stands exactly once on a line of its own (as in open-r1).
 
