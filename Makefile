@@ -72,7 +72,7 @@ trl-tests: $(DEV)
 VLLM := .venv-vllm
 .PHONY: vllm-tests
 vllm-tests: $(VLLM)/.installed
-	PYTHONPATH=tests/with_vllm/site $(VLLM)/bin/python -m pytest tests/with_vllm
+	PYTHONPATH=tests/with_vllm/site $(VLLM)/bin/python -m pytest -W ignore tests/with_vllm
 
 $(VLLM)/.installed: pyproject.toml tests/with_vllm/requirements.txt
 	$(PYTHON) -m venv $(VLLM)
