@@ -49,7 +49,8 @@ def config(model_folder, question_files, tmp_path, monkeypatch):
 
 def test_a_run_of_theirs(config, capsys):
     """Four prompts of four completions and two prompts an update: two of our steps for one of theirs, logged once."""
-    assert main(["train", "--config", str(config), "data.seed=3", *CPU]) == 0
+    weights = ("algorithm.enable_token_weights=true", "worker.rollout.collect_attentions=true")
+    assert main(["train", "--config", str(config), "data.seed=3", *weights, *CPU]) == 0
     printed = capsys.readouterr().out
     assert "worker.actor.optim.lr" in printed
     assert "* " in printed
@@ -57,6 +58,7 @@ def test_a_run_of_theirs(config, capsys):
     assert state["global_step"] == 2
     logged = next(entry for entry in state["log_history"] if "reward" in entry)
     assert logged["learning_rate"] == 5e-4
+    assert logged["token_weight_variance"] > 1e-6
     assert logged["reward"] == pytest.approx(0.1 * logged["reward/length"])
     assert [entry["step"] for entry in state["log_history"] if "eval_reward" in entry] == [0, 2]
     assert "eval_reward" in json.loads((config.parent / "run" / "metrics.json").read_text())

@@ -11,6 +11,7 @@ from trl import ModelConfig
 from vgr_trl.cli.arguments import DataArguments, RewardArguments
 from vgr_trl.config_converters import KEYS, NAMES, VERL_DEFAULTS, VERL_NAMES, convert, flat, is_convertible
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.integrations.verl.credit import NAMES_OF_NOTES
 from vgr_trl.utils import ConfigError
 
 EASYR1 = Path(__file__).with_name("easyr1_keys.txt").read_text().splitlines()[1:]
@@ -188,6 +189,23 @@ def test_a_default_that_nobody_wrote_stops_nothing(monkeypatch):
     stated = {"worker.rollout.name": "vllm", "trainer.logger": ["wandb"], "worker.actor.global_batch_size": 64}
     options = options_of(stated, 4)
     assert (options["use_vllm"], options["report_to"], options["vllm_tensor_parallel_size"]) == (True, ["wandb"], 2)
+
+
+def test_token_weights_of_a_port():
+    """The names inside EasyR1 and the options here are the same table; also under worker.rollout and worker.actor."""
+    for name, option in NAMES_OF_NOTES.items():
+        assert KEYS[f"algorithm.{name}"].option == option
+    given = {
+        "algorithm.enable_token_weights": True, "algorithm.token_weight_clip": [0.5, 2.0],
+        "worker.rollout.token_weight_smooth_sigma": 1.0, "worker.actor.token_weight_last_k_layers": 4,
+        "worker.rollout.collect_attentions": True,
+    }  # fmt: skip
+    expected = {"token_weights": True, "token_weights_clip": [0.5, 2.0], "token_weights_smooth_sigma": 1.0,
+                "token_weights_last_k_layers": 4}  # fmt: skip
+    for engine, source in (("hf", "generate"), ("vllm", "scoring")):
+        options = options_of({**given, "worker.rollout.name": engine})
+        assert {name: options[name] for name in expected} == expected
+        assert options["attention_source"] == source
 
 
 def test_verl_names_with_verl_defaults():

@@ -518,7 +518,10 @@ def optimizer(c: Conversion) -> None:
 
 
 def rollout(c: Conversion) -> None:
-    """Generation by vLLM beside the training; no ratio of its probabilities to the policy's is taken."""
+    """Generation by vLLM beside the training; no ratio of its probabilities to the policy's is taken.
+
+    vLLM keeps no attention, which the scoring pass then measures.
+    """
     key, parallel = "worker.rollout.name", "worker.rollout.tensor_parallel_size"
     engine = c.one_of(key, "vllm", "hf")
     if key not in c.stated and util.find_spec("vllm") is None:
@@ -531,6 +534,8 @@ def rollout(c: Conversion) -> None:
         size = c.whole(parallel)
         c.set("vllm_tensor_parallel_size", size if parallel in c.stated else gcd(size, c.processes), parallel)
     c.set("top_k", max(0, c["worker.rollout.top_k"]), "worker.rollout.top_k")
+    collects = "worker.rollout.collect_attentions"
+    c.set("attention_source", "generate" if c[collects] and engine == "hf" else "scoring", collects)
 
 
 def advantages(c: Conversion) -> None:
