@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from support.commands import finish
 
 from vgr_trl import mtrl
 from vgr_trl.cli.__main__ import main
@@ -25,6 +26,29 @@ worker:
   reward: {{reward_function: "{folder}/score.py:compute_score"}}
 trainer: {{max_steps: 1, logger: [console, file], val_freq: -1, save_checkpoint_path: {folder}/run, n_gpus_per_node: 1}}
 """
+GAE = """
+dataset: {{train_files: {train}, val_files: {test}, prompt_key: problem, answer_key: solution, max_prompt_length: 128,
+          max_response_length: 4, rollout_batch_size: 4, format_prompt: {folder}/math.jinja, min_pixels: null}}
+optimization: {{advantage_estimator: gae, gamma: 1.0, lam: 0.95, divergence_coef: 0.01}}
+worker:
+  actor:
+    global_batch_size: 4
+    use_torch_compile: true
+    dynamic_batching: true
+    model: {{model_path: {model}, enable_gradient_checkpointing: false, trust_remote_code: false}}
+    optim: {{lr: 5e-4, betas: [0.9, 0.95], warmup_steps: 1}}
+    fsdp: {{sharding_strategy: FULL_SHARD, cpu_offload: true, mixed_precision_dtype: fp32}}
+    offload: {{offload_params: true, offload_optimizer: true}}
+  critic:
+    use_torch_compile: true
+    optim: {{lr: 1e-5, warmup_steps: 1}}
+    model: {{enable_gradient_checkpointing: false}}
+    fsdp: {{sharding_strategy: FULL_SHARD, cpu_offload: true, mixed_precision_dtype: fp32}}
+  rollout: {{name: hf}}
+  reward: {{reward_fn_path: "{folder}/score.py:compute_score"}}
+training: {{max_steps: 1, logger: [console], val_before_train: false, n_gpus_per_node: 8,
+           save_checkpoint_path: {folder}/run}}
+"""
 SCORE = """
 REWARD_TYPE = "batch"
 def compute_score(reward_inputs, weight=0.1):
@@ -41,7 +65,8 @@ def config(model_folder, question_files, tmp_path, monkeypatch):
     train, test = (part.split("=")[1] for part in question_files.split(","))
     (tmp_path / "math.jinja").write_text("{{ content | trim }} Think first.")
     (tmp_path / "score.py").write_text(SCORE)
-    (tmp_path / "config.yaml").write_text(CONFIG.format(train=train, test=test, folder=tmp_path, model=model_folder))
+    for name, text in (("config.yaml", CONFIG), ("gae.yaml", GAE)):
+        (tmp_path / name).write_text(text.format(train=train, test=test, folder=tmp_path, model=model_folder))
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path / "config.yaml"
     sys.modules.pop("score", None)
@@ -83,6 +108,49 @@ def test_their_entry_point_evaluates_only(config, capsys):
 def test_keys_that_cannot_be_followed_stop_the_run(config, capsys, more, message):
     assert main(["train", "--config", str(config), *more]) == 1
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_a_critic_as_the_file_says_in_two_processes(config, capsys):
+    """The keys that the first sentence names are changed, and nothing else but the number of processes."""
+    file = config.with_name("gae.yaml")
+    assert main(["train", "--config", str(file), *CPU]) == 1
+    assert "worker.rollout.n is 1 by default" in (said := " ".join(capsys.readouterr().err.split()))
+    assert "give worker.rollout.n=8, for example, and optimization.advantage_estimator=grpo" in said
+    changed = f"config={file} worker.rollout.n=2 training.n_gpus_per_node=2".split()
+    done = finish([sys.executable, "-m", "vgr_trl.mtrl", *changed, *CPU])
+    assert done.returncode == 0, done.stderr[-3000:]
+    state = json.loads((file.parent / "run" / "trainer_state.json").read_text())
+    logged = next(entry for entry in state["log_history"] if "critic/value_loss" in entry)
+    assert logged["critic/grad_norm"] > 0
+    assert state["global_step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "more", "expected", "absent"),
+    [
+        ("config.yaml", ["worker.actor.offload.offload_optimizer=true"],
+         "--fsdp_reshard_after_forward true --fsdp_offload_params true", "--multi_gpu"),
+        ("config.yaml", ["worker.actor.fsdp.sharding_strategy=SHARD_GRAD_OP"],
+         "--fsdp_reshard_after_forward false --fsdp_offload_params false", "--multi_gpu"),
+        ("config.yaml", ["worker.actor.fsdp.sharding_strategy=NO_SHARD"], "--multi_gpu", "fsdp"),
+        ("gae.yaml", [], "--multi_gpu", "fsdp"),
+        ("gae.yaml", ["--critic", "head"], "--use_fsdp", "--multi_gpu"),
+    ],
+)  # fmt: skip
+def test_engine_of_the_started_processes(config, monkeypatch, file, more, expected, absent):
+    for name in ("LOCAL_RANK", "RANK", "VGR_TRL_LAUNCHED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    started = []
+    monkeypatch.setattr(
+        subprocess, "run", lambda words, **_: started.append(words) or subprocess.CompletedProcess(words, 0)
+    )
+    arguments = [f"config={config.with_name(file)}", *more, "trainer.n_gpus_per_node=8"]
+    assert mtrl.main(arguments) == 0
+    words = " ".join(started[0]).partition("-m vgr_trl.mtrl")[0]
+    assert expected in words
+    assert absent not in words
 
 
 def test_processes_are_started_as_the_configuration_asks(config, capsys, monkeypatch):

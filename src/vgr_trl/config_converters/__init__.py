@@ -64,9 +64,12 @@ _MAPPINGS += [key for key, (_, default) in VERL_NAMES.items() if isinstance(defa
 
 
 def easyr1_name(key: str) -> str:
-    """Return the name that a key of MTRL or VPPO has in EasyR1."""
+    """Return the name that a key of MTRL or VPPO has in EasyR1; critic and reference have the names of the actor."""
     section, dot, rest = key.partition(".")
     key = f"{_EASYR1['sections'].get(section, section)}{dot}{rest}"
+    if role := re.match(r"worker\.(critic|ref)\.", key):
+        name = f"worker.actor.{key[role.end() :]}"
+        return NAMES.get(name, name).replace("worker.actor.", role[0])
     return NAMES.get(key, key)
 
 
@@ -257,7 +260,7 @@ def convert(given: Mapping[str, Any], processes: int = 1) -> Conversion:
     Raises:
         ConfigError: a value cannot be right in EasyR1 either, or two names of a key have different values.
     """
-    stated, names = _in_easyr1(given)
+    stated, names = in_easyr1(given)
     keys = {key for key in KEYS if names.get(key, key) in given}
     found = Conversion({key: known.default for key, known in KEYS.items()}, processes, names, keys)
     for key, value in stated.items():
@@ -291,8 +294,12 @@ def _check_type(name: str, value: Any, known: Key) -> None:
         raise ConfigError(f"{name} is {value!r}: give a number.")
 
 
-def _in_easyr1(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values of EasyR1's keys, and the names that these keys have in the configuration where those differ."""
+def in_easyr1(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return values of EasyR1's keys, and the names that these have in the configuration where those differ.
+
+    Raises:
+        ConfigError: two names of a key have different values.
+    """
     if any(key.startswith("actor_rollout_ref.") for key in given):
         return _of_verl(given)
     stated: dict[str, Any] = {}
@@ -439,7 +446,9 @@ def batches(c: Conversion) -> None:
     """The same completions in a micro-batch, an update and a rollout, on however many processes."""
     n, micro = c.whole("worker.rollout.n"), c.whole(_MICRO_SIZE)
     if n < 2:
-        why = "TRL takes at least 2 completions of a prompt, with a critic too: give worker.rollout.n=8, for example"
+        samples, estimator = (c.names.get(key, key) for key in ("worker.rollout.n", "algorithm.adv_estimator"))
+        critic = f", and {estimator}=grpo to do without the critic" if c["algorithm.adv_estimator"] == "gae" else ""
+        why = f"TRL takes at least 2 completions of a prompt, with a critic too: give {samples}=8, for example{critic}"
         c.refuse("worker.rollout.n", why)
     rollout, update = c.whole(_ROLLOUT_SIZE) * n, c.whole(_UPDATE_SIZE) * n
     while _MICRO_SIZE not in c.stated and micro > 1 and update % (micro * c.processes):
