@@ -1,6 +1,7 @@
 """Configurations of EasyR1, MTRL, VPPO and verl; expected values follow from their documentation and code by hand."""
 
 import re
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -9,7 +10,16 @@ import yaml
 from trl import ModelConfig
 
 from vgr_trl.cli.arguments import DataArguments, RewardArguments
-from vgr_trl.config_converters import KEYS, NAMES, VERL_DEFAULTS, VERL_NAMES, convert, flat, is_convertible
+from vgr_trl.config_converters import (
+    KEYS,
+    NAMES,
+    VERL_DEFAULTS,
+    VERL_NAMES,
+    convert,
+    flat,
+    is_convertible,
+    read_configuration,
+)
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.integrations.verl.credit import NAMES_OF_NOTES
 from vgr_trl.utils import ConfigError
@@ -206,6 +216,27 @@ def test_token_weights_of_a_port():
         options = options_of({**given, "worker.rollout.name": engine})
         assert {name: options[name] for name in expected} == expected
         assert options["attention_source"] == source
+
+
+def test_references_are_resolved_after_overrides(tmp_path, monkeypatch):
+    pytest.importorskip("omegaconf")
+    file = tmp_path / "config.yaml"
+    sizes = "worker: {actor: {global_batch_size: 8}}\ndata: {rollout_batch_size: '${worker.actor.global_batch_size}'}"
+    file.write_text(sizes)
+    argv = ["--config", str(file), "worker.actor.global_batch_size=4", "trainer.experiment_name=x_${oc.env:RUN}"]
+    monkeypatch.setenv("RUN", "7")
+    found, _ = read_configuration(argv)
+    assert found == {
+        "worker.actor.global_batch_size": 4, "data.rollout_batch_size": 4, "trainer.experiment_name": "x_7"
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="cannot be resolved: Interpolation key 'data.nothing' not found"):
+        read_configuration([*argv, "data.seed=${data.nothing}"])
+
+
+def test_references_without_omegaconf_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    with pytest.raises(ConfigError, match="pip install omegaconf"):
+        read_configuration(["data.seed=${trainer.nnodes}"])
 
 
 def test_verl_names_with_verl_defaults():

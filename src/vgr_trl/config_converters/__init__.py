@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from vgr_trl.utils import ConfigError, parse_yaml
+from vgr_trl.utils import ConfigError, error_text, parse_yaml
 
 
 class Key(NamedTuple):
@@ -82,6 +82,9 @@ def read_configuration(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list
     """Return what `--config FILE` and overrides `a.b=c` state, by dotted key, and the other words of a command line.
 
     None is returned where neither is a configuration of these trainers, or the file cannot be read.
+
+    Raises:
+        ConfigError: a value with `${…}` cannot be resolved.
     """
     finder = ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
@@ -94,7 +97,25 @@ def read_configuration(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list
         return None, list(argv)
     if not is_convertible(content) and not (file.config is None and overrides):
         return None, list(argv)
+    if "${" in f"{content}{overrides}":
+        content, overrides = _resolved(content, overrides), {}
     return flat(content) | overrides, [word for word in kept if not _OVERRIDE.fullmatch(word)]
+
+
+def _resolved(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    """A configuration and its overrides, with the values that `${…}` stands for."""
+    try:
+        from omegaconf import OmegaConf  # few files need it, and it is no package of TRL's
+        from omegaconf.errors import OmegaConfBaseException
+    except ImportError as error:
+        raise ConfigError("The configuration has ${…}: pip install omegaconf, or write the values out.") from error
+    try:
+        found = OmegaConf.create(dict(content))
+        for key, value in overrides.items():
+            OmegaConf.update(found, key, value, merge=False)
+        return OmegaConf.to_container(found, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"The configuration has ${{…}} that cannot be resolved: {error_text(error)}.") from error
 
 
 def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
