@@ -90,9 +90,13 @@ def test_a_run_of_theirs(config, capsys):
 
 
 def test_their_entry_point_evaluates_only(config, capsys):
-    arguments = [f"config={config}", "trainer.val_only=true", "trainer.n_gpus_per_node=8"]
-    assert mtrl.main([*arguments, "--blind_baseline", "false"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    """Neither flags of a training, which are named, nor what no training could follow stops it."""
+    arguments = [f"config={config}", "trainer.val_only=true", "trainer.n_gpus_per_node=8", "worker.rollout.n=1"]
+    flags = "--use_cpu --reward_weights 1 2 --blind_baseline false --disable_tqdm=true"
+    assert mtrl.main([*arguments, *flags.split()]) == 0
+    said = capsys.readouterr()
+    assert "Without effect here: use_cpu, reward_weights, disable_tqdm.\n" in said.err
+    printed = " ".join(said.out.split())
     assert "compute_score" in printed
     assert "The configuration asks for 8 processes, this run has 1" in printed
 

@@ -218,6 +218,32 @@ def test_token_weights_of_a_port():
         assert options["attention_source"] == source
 
 
+def test_the_newest_checkpoint_of_a_folder_is_continued(tmp_path):
+    """Complete ones alone; an empty folder begins, and so does one that is not there, if it is asked for."""
+    load, find = "trainer.load_checkpoint_path", "trainer.find_last_checkpoint"
+    folder = tmp_path / "experiment"
+
+    def resumed(**given):
+        found = convert({**ENOUGH, load: str(folder), "trainer.val_only": False, **given})
+        assert found.evaluation_options()["model_name_or_path"] == (found.checkpoint or "some/model")
+        assert bool(found.notes) == (found.checkpoint is None)
+        return found.options.get("resume_from_checkpoint")
+
+    assert resumed() == str(folder)  # which is refused where it is read
+    assert resumed(**{find: True}) == "none"
+    (folder / "checkpoint-20").mkdir(parents=True)
+    (folder / "run.json").touch()
+    assert resumed(**{find: True}) == "none"
+    assert resumed(**{find: True, "trainer.save_checkpoint_path": str(folder)}) == "latest"
+    for name in ("checkpoint-9", "checkpoint-10"):
+        (folder / name).mkdir()
+        (folder / name / "manifest.json").touch()
+    assert resumed() == resumed(**{find: True}) == str(folder / "checkpoint-10")
+    assert resumed(**{find: False}) == str(folder)
+    (tmp_path / "theirs" / "actor").mkdir(parents=True)
+    assert resumed(**{load: str(tmp_path / "theirs")}) == str(tmp_path / "theirs")
+
+
 def test_references_are_resolved_after_overrides(tmp_path, monkeypatch):
     pytest.importorskip("omegaconf")
     file = tmp_path / "config.yaml"

@@ -21,8 +21,10 @@ from safetensors import SafetensorError
 from transformers import AutoProcessor, HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 from transformers.utils import find_adapter_config_file
+from trl import ModelConfig
 
 from vgr_trl.config_converters import convert, read_configuration
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import keys_of
 from vgr_trl.data.images import (
     MAX_SHORT_SIDE,
@@ -195,6 +197,11 @@ class EvaluationArguments(RewardFileArguments):
 
     def __post_init__(self) -> None:
         check_options(self)
+
+
+OF_TRAINING = frozenset(  # options
+    option.name for group in (RunArguments, RewardArguments, DAPOConfig, ModelConfig) for option in fields(group)
+)
 
 
 @contextmanager
@@ -376,6 +383,20 @@ def _checked(values: dict[str, Any], where: str, known: Collection[str]) -> dict
     return values
 
 
+def _without(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """A command line without the flags of these names and what stands behind them; they are named."""
+    kept, left_out, is_left_out = [], [], False
+    for word in words:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+            is_left_out = name in names
+            left_out += [name] * is_left_out
+        kept += [word] * (not is_left_out)
+    if left_out:
+        print(f"Without effect here: {', '.join(left_out)}.", file=sys.stderr)
+    return kept
+
+
 def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
     """Return the command and its flags, a configuration of EasyR1, MTRL or verl among them converted and printed.
 
@@ -391,14 +412,16 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
     if os.environ.get("RANK", "0") == "0":
         print(found.table(), flush=True)
     flags = {word.partition("=")[0] for word in kept}
-    found.check("--ignore_unknown_keys" in flags, "--reward_funcs" in flags)
+    evaluates = command == "evaluate" or bool(found["trainer.val_only"])
+    found.check("--ignore_unknown_keys" in flags, "--reward_funcs" in flags, evaluates)
     for name in ("WANDB_PROJECT", "SWANLAB_PROJ_NAME", "MLFLOW_EXPERIMENT_NAME"):
         os.environ.setdefault(name, str(found.options["project"]))
     options = found.options
-    if command == "evaluate" or found["trainer.val_only"]:
+    if evaluates:
         known = {each.name for group in (DataArguments, EvaluationArguments) for each in fields(group)}
         options = {name: value for name, value in found.evaluation_options().items() if name in known}
-        command, kept = "evaluate", [word for word in kept if word != "--ignore_unknown_keys"]
+        kept = [word for word in kept if word != "--ignore_unknown_keys"]
+        command, kept = "evaluate", kept if command == "evaluate" else _without(kept, OF_TRAINING - known)
     words = []
     for name, value in options.items():
         items = value if isinstance(value, list) else [value]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,11 @@ import torch
 import transformers
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
-from trl import ModelConfig
 
 from vgr_trl.cli.arguments import (
+    OF_TRAINING,
     DataArguments,
     EvaluationArguments,
-    RewardArguments,
-    RunArguments,
     adapter_of,
     evaluation_source,
     load_processor,
@@ -26,7 +23,6 @@ from vgr_trl.cli.arguments import (
     one_sentence,
     parse,
 )
-from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
 from vgr_trl.utils import ConfigError
@@ -36,9 +32,7 @@ MEASURED = ("num_samples", "temperature", "max_completion_length", "batch_size",
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse flags (or `--config x.yaml`, also that of a training), evaluate `--dataset_test_split`, print a table."""
-    of_training = (RunArguments, RewardArguments, DAPOConfig, ModelConfig)
-    ignored = {option.name for group in of_training for option in fields(group)}
-    data, options = parse((DataArguments, EvaluationArguments), "evaluate", argv, ignored)
+    data, options = parse((DataArguments, EvaluationArguments), "evaluate", argv, OF_TRAINING)
     output = Path(options.output_file) if options.output_file else None
     if output is not None:
         with one_sentence():  # before the work whose numbers it is for

@@ -149,6 +149,8 @@ class Conversion:
         made: key of EasyR1 -> the options made of it; "": those made of none.
         stopped: keys that are unknown, or that have no meaning here, and why.
         refused: keys without which something else would be trained, and why.
+        checkpoint: that a training goes on from, or an evaluation reads.
+        notes: sentences for below the table.
     """
 
     values: dict[str, Any]
@@ -159,6 +161,8 @@ class Conversion:
     made: dict[str, list[str]] = field(default_factory=dict)
     stopped: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    checkpoint: str | None = None
+    notes: list[str] = field(default_factory=list)
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -226,7 +230,7 @@ class Conversion:
         return lines + [Line("(none)*", name, str(self.options[name])) for name in self.made.get("", ())]
 
     def table(self) -> str:
-        """Return the table as text, and a sentence where another number of processes was configured."""
+        """Return the table as text, the notes, and a sentence where another number of processes was configured."""
         rows = [Line("key", "ours", "value"), *self.lines]
         first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
         text = ["A configuration of EasyR1 in options of this library (*: theirs by default):"]
@@ -237,12 +241,14 @@ class Conversion:
                 f"The configuration asks for {theirs} processes, this run has {self.processes}: batches and updates "
                 f"stay the same. For as many, start with accelerate launch --num_processes {theirs}."
             )
+        text += self.notes
         return "\n".join(text)
 
-    def check(self, ignore: bool, own_rewards: bool) -> None:
+    def check(self, ignore: bool, own_rewards: bool, evaluates: bool = False) -> None:
         """Raise `ConfigError` for keys that cannot be followed.
 
         Args:
+            evaluates: nothing is trained, so that only keys of data and rewards are looked at among those refused.
             ignore: pass over those that are unknown or have no meaning here.
             own_rewards: rewards are named beside the configuration.
         """
@@ -250,8 +256,13 @@ class Conversion:
             key: why for key, why in self.stopped.items() if not own_rewards or "reward.reward_f" not in key
         }  # fmt: skip
         reasons, cure = unknown, "Change or remove these keys, or run without them by --ignore_unknown_keys."
-        if self.refused:
-            reasons, cure = self.refused, "Give other values: without these something else would be trained."
+        refused = {
+            key: why
+            for key, why in self.refused.items()
+            if not evaluates or easyr1_name(key).startswith(("data.", "worker.reward."))
+        }
+        if refused:
+            reasons, cure = refused, "Give other values: without these something else would be trained."
         if reasons:
             sentences = [
                 f"{key} {why}" if why.endswith((".", "?")) else f"{key} {why}." for key, why in reasons.items()
@@ -266,8 +277,8 @@ class Conversion:
                 options[ours] = options[name]
         if options.get("temperature") == 0:
             options |= {"num_samples": 0, "temperature": 1.0}
-        if (checkpoint := self["trainer.load_checkpoint_path"]) is not None:
-            options["model_name_or_path"] = checkpoint
+        if self.checkpoint is not None:
+            options["model_name_or_path"] = self.checkpoint
         return options
 
 
@@ -471,6 +482,7 @@ def batches(c: Conversion) -> None:
         critic = f", and {estimator}=grpo to do without the critic" if c["algorithm.adv_estimator"] == "gae" else ""
         why = f"TRL takes at least 2 completions of a prompt, with a critic too: give {samples}=8, for example{critic}"
         c.refuse("worker.rollout.n", why)
+        return
     rollout, update = c.whole(_ROLLOUT_SIZE) * n, c.whole(_UPDATE_SIZE) * n
     while _MICRO_SIZE not in c.stated and micro > 1 and update % (micro * c.processes):
         micro -= 1
@@ -662,10 +674,7 @@ def run(c: Conversion) -> None:
     key, project = "trainer.save_checkpoint_path", c["trainer.project_name"]
     folder = c[key] or os.path.join("checkpoints", project, c["trainer.experiment_name"])
     c.set("output_dir", folder, key)
-    if c["trainer.load_checkpoint_path"] is not None:
-        c.set("resume_from_checkpoint", c["trainer.load_checkpoint_path"], "trainer.load_checkpoint_path")
-    elif c["trainer.find_last_checkpoint"] and any(Path(folder).glob("checkpoint-*")):
-        c.set("resume_from_checkpoint", "latest", "trainer.find_last_checkpoint")
+    _resume(c, folder)
     c.set("project", project, "trainer.project_name")
     known = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
     logger = c["trainer.logger"]
@@ -676,6 +685,27 @@ def run(c: Conversion) -> None:
     if "trainer.logger" not in c.stated:  # a folder ./wandb has a spec too, but no origin
         trackers = [name for name in trackers if getattr(util.find_spec(name), "origin", None)]
     c.set("report_to", trackers or ["none"], "trainer.logger")
+
+
+def _resume(c: Conversion, folder: str) -> None:
+    """From what is named; with `find_last_checkpoint` from the newest checkpoint in that folder, or in ours."""
+    load, find = "trainer.load_checkpoint_path", "trainer.find_last_checkpoint"
+    given, is_sought = c[load], bool(c[find])
+    complete = [file.parent for file in Path(given or folder).glob("checkpoint-[0-9]*/manifest.json")]
+    if is_sought and complete:
+        c.checkpoint = str(max(complete, key=lambda each: (len(each.name), each.name)))
+    if given is None:
+        if is_sought and any(Path(folder).glob("checkpoint-*")):
+            c.set("resume_from_checkpoint", "latest", find)
+        return
+    present = {path.name for path in Path(given).glob("*")}
+    is_new = not present or ("run.json" in present and "trainer_state.json" not in present)
+    if is_sought and is_new and not c.checkpoint and (find in c.stated or Path(given).is_dir()):
+        c.notes.append(f"{c.names.get(load, load)} is {given}, which has no checkpoint yet: nothing is continued.")
+        c.set("resume_from_checkpoint", "latest" if Path(given) == Path(folder) else "none", load)
+        return
+    c.checkpoint = c.checkpoint or str(given)
+    c.set("resume_from_checkpoint", c.checkpoint, load)
 
 
 RULES = (
