@@ -6,6 +6,7 @@
 
 import inspect
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -35,6 +36,7 @@ __all__ = [
 Metrics = Mapping[str, float | torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 Credit = tuple[torch.Tensor, Metrics]  # weights (N, T), or bool: tokens that are kept
 
+OF_REWARD = "token_weights_of_reward"  # among the signals: (N, T), NaN for completions without any
 # Option that switches a rule of this library on -> the measurement that it reads.
 _READS = {
     "token_weights": "attention",
@@ -76,8 +78,8 @@ def shape_advantages(
     """Return an advantage for every token, A[i] · scale_i · weight[i, t] · keep[i, t], and metrics over all processes.
 
     - scale: `trajectory_scale` of the visual dependency.
-    - weight: `token_weights` of the VGR per token, and with `perception_weighting="soft"` also `dependency_weights`,
-      both clipped to `token_weights_clip`; times the weights of every plug-in of `credit_rules`.
+    - weight: `token_weights` of the VGR per token, or a reward file's, and with `perception_weighting="soft"` also
+      `dependency_weights`, clipped to `token_weights_clip`; times the weights of every plug-in of `credit_rules`.
     - keep: the tokens of largest visual dependency, of largest entropy, those that a plug-in keeps, or of either;
       others and padding get 0. A completion without any defined dependency is not filtered by it.
 
@@ -110,7 +112,7 @@ def shape_advantages(
     credit = per_token(advantages).float().expand(mask.shape).clone()  # (N, T)
     totals, kept = Totals(), []  # tokens that each filter keeps, (N, T) bool
     if signals.attention is not None and "token_weights" in on:
-        weights = attention_weights(signals.attention, mask, options)
+        weights = given_weights(signals.extra.get(OF_REWARD), mask, attention_weights(signals.attention, mask, options))
         if options.token_weights_positive_only:
             weights = weights.masked_fill(per_token(advantages) < 0, 1)
         add_weights(totals, "token_weight", weights, mask)
@@ -294,6 +296,52 @@ def token_weights(
         kept = top_fraction_mask(raw.masked_fill(~defined, torch.nan), mask, topk_ratio)
         raw = raw.masked_fill(~kept, 1)
     return with_mean_one(raw, defined)
+
+
+def as_weights(values: Any, response_mask: torch.Tensor) -> torch.Tensor:
+    """Return `token_weights` of a reward or rollout as a tensor of the responses' shape, padded with 1 or cut.
+
+    Args:
+        values: tensor (N, T'), or per completion a list or tensor of weights; None for a completion without any.
+        response_mask: (N, T).
+
+    Raises:
+        DataError: there is not one row per completion, it has no numbers, or a weight of a valid token is negative or
+            not finite.
+    """
+    count, length = response_mask.shape
+    try:
+        rows = [torch.ones(0) if row is None else torch.as_tensor(row, dtype=torch.float32).flatten() for row in values]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"token_weights cannot be read ({error}): give numbers, one for each token.") from error
+    if len(rows) != count:
+        raise DataError(f"token_weights has {len(rows)} rows for {count} responses: give one for each.")
+    weights, valid = torch.ones(count, length), response_mask.bool().cpu()
+    for filled, row in zip(weights, rows, strict=True):
+        filled[: len(row)] = row[:length]
+    if any(len(row) > length or len(row) < int(mask.sum()) for row, mask in zip(rows, valid, strict=True)):
+        warnings.warn(
+            f"token_weights were padded with 1 or cut to the {length} tokens of the responses (logged once).",
+            stacklevel=2,
+        )
+    if not bool((weights[valid].isfinite() & (weights[valid] >= 0)).all()):
+        raise DataError("token_weights of a valid token is negative or not finite: give numbers of at least 0.")
+    return weights.to(response_mask.device)
+
+
+def given_weights(weights: torch.Tensor | None, mask: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+    """Return (N, T) weights of a reward divided by their mean over each completion, or those measured.
+
+    Args:
+        weights: (N, T); NaN for a completion without any, None if none has any. One whose weights are all 0 gets 1.
+        mask: (N, T) bool, valid tokens.
+        measured: (N, T), for completions without any.
+    """
+    if weights is None:
+        return measured
+    defined = mask.bool() & ~weights.isnan()
+    filled = weights.masked_fill(~defined, 0)
+    return torch.where(defined, with_mean_one(filled, defined & (masked_mean(filled, defined) > 0)), measured)
 
 
 def attention_weights(attention: AttentionMass, mask: torch.Tensor, options: CreditOptions) -> torch.Tensor:

@@ -123,6 +123,7 @@ class Rollout:
         perturbed_images: of each row, as they were perturbed for the dependency.
         changes: of the log-probabilities when images are perturbed, (N, T).
         rewards: unweighted, of all processes, (N of all, number of functions).
+        token_weights: that reward files have returned, by completion of this process; None without such a file.
         batch: what TRL trains on.
         selection: which groups have a gradient.
         replaced: numbers of the groups whose place others have taken.
@@ -151,6 +152,7 @@ class Rollout:
     perturbed_images: list[list[Any]] | None = None
     changes: torch.Tensor | None = None
     rewards: torch.Tensor | None = None
+    token_weights: list[Any] | None = None
     batch: dict[str, Any] = field(default_factory=dict)
     selection: GroupSelection | None = None
     replaced: list[int] = field(default_factory=list)

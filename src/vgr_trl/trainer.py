@@ -15,7 +15,7 @@ from trl.trainer import grpo_trainer
 from vgr_trl.batch import Prompts, valid_tokens, with_perturbed_rows
 from vgr_trl.callbacks import CollapseWatch, FiniteUpdates, guard_trackers
 from vgr_trl.checkpoints import ResumableTrainer
-from vgr_trl.credit import shape_advantages
+from vgr_trl.credit import OF_REWARD, as_weights, own_rules, shape_advantages
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import ReadOnce, reads_alike
@@ -47,6 +47,7 @@ from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.groups import WholeGroups
 from vgr_trl.rewards.loading import checked
+from vgr_trl.rewards.reward_files import returned_weights
 from vgr_trl.rollout import (
     ConstructedTrainer,
     Rollout,
@@ -262,6 +263,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
                     self._warn_of_nan(name, int(undefined.sum()))
             if rollout is not None:
                 rollout.rewards = rewards  # unweighted, (N of all, F)
+                rollout.token_weights = returned_weights(self.reward_funcs)
             return rewards
 
     def _columns_for_rewards(self, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, list[Any]]:
@@ -316,6 +318,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         with self.clock.stage("perturbed"):
             score_perturbed(self, rollout)
             finish_noise(self, rollout)
+        keep_returned_weights(self, rollout)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -478,6 +481,26 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
 def _zero(completions: list[Any], **kwargs: Any) -> list[float | None]:
     return [0.0] * len(completions)
+
+
+def keep_returned_weights(trainer: DAPOTrainer, rollout: Rollout) -> None:
+    """Put the token weights that reward files have returned among a rollout's signals.
+
+    Raises:
+        RewardError: there are some, but token weights are off.
+    """
+    returned = rollout.token_weights or []
+    missing = torch.tensor([each is None for each in returned], dtype=torch.bool)
+    if "token_weights" in own_rules(trainer.args):
+        if rollout.signals is not None and returned:  # on all processes alike, whatever is returned there
+            mask = valid_tokens(rollout.batch)
+            weights = as_weights([mask.new_ones(mask.size(1)) if each is None else each for each in returned], mask)
+            rollout.signals.extra[OF_REWARD] = weights.masked_fill(missing.to(mask.device).unsqueeze(1), torch.nan)
+    elif not missing.all():
+        raise RewardError(
+            "A reward file returned token_weights, but token_weights is off: add --token_weights "
+            "(algorithm.enable_token_weights=true), or let it return none."
+        )
 
 
 def apply_token_credit(trainer: DAPOTrainer, rollout: Rollout) -> dict[str, float]:

@@ -29,7 +29,7 @@ trainer: {{max_steps: 1, logger: [console, file], val_freq: -1, save_checkpoint_
 GAE = """
 dataset: {{train_files: {train}, val_files: {test}, prompt_key: problem, answer_key: solution, max_prompt_length: 128,
           max_response_length: 4, rollout_batch_size: 4, format_prompt: {folder}/math.jinja, min_pixels: null}}
-optimization: {{advantage_estimator: gae, gamma: 1.0, lam: 0.95, divergence_coef: 0.01}}
+optimization: {{advantage_estimator: gae, gamma: 1.0, lam: 0.95, divergence_coef: 0.01, enable_token_weights: true}}
 worker:
   actor:
     global_batch_size: 4
@@ -53,7 +53,8 @@ SCORE = """
 REWARD_TYPE = "batch"
 def compute_score(reward_inputs, weight=0.1):
     assert all(row["prompt"].endswith("Think first.") for row in reward_inputs)
-    return [{"overall": weight * len(row["response"]), "length": len(row["response"])} for row in reward_inputs]
+    return [{"overall": weight * len(row["response"]), "length": len(row["response"]),
+             "token_weights": [1.0 + t for t in range(row["response_length"])]} for row in reward_inputs]
 """
 CPU = ("--use_cpu", "--disable_tqdm", "true")
 
@@ -73,7 +74,10 @@ def config(model_folder, question_files, tmp_path, monkeypatch):
 
 
 def test_a_run_of_theirs(config, capsys):
-    """Four prompts of four completions and two prompts an update: two of our steps for one of theirs, logged once."""
+    """Four prompts of four completions and two prompts an update: two of our steps for one of theirs, logged once.
+
+    The file of rewards weighs the t-th token by t, over a mean of 5 / 2 in the longest completions.
+    """
     weights = ("algorithm.enable_token_weights=true", "worker.rollout.collect_attentions=true")
     assert main(["train", "--config", str(config), "data.seed=3", *weights, *CPU]) == 0
     printed = capsys.readouterr().out
@@ -83,7 +87,7 @@ def test_a_run_of_theirs(config, capsys):
     assert state["global_step"] == 2
     logged = next(entry for entry in state["log_history"] if "reward" in entry)
     assert logged["learning_rate"] == 5e-4
-    assert logged["token_weight_variance"] > 1e-6
+    assert logged["token_weight_max"] == pytest.approx(4 / 2.5)
     assert logged["reward"] == pytest.approx(0.1 * logged["reward/length"])
     assert [entry["step"] for entry in state["log_history"] if "eval_reward" in entry] == [0, 2]
     assert "eval_reward" in json.loads((config.parent / "run" / "metrics.json").read_text())
@@ -106,6 +110,7 @@ def test_their_entry_point_evaluates_only(config, capsys):
     [
         (["worker.actor.ulysses_size=2"], "worker.actor.ulysses_size is 2: sequence parallelism is refused"),
         (["trainer.raytime=1"], "trainer.raytime is unknown"),
+        (["trainer.max_steps=1", *CPU], "returned token_weights, but token_weights is off"),
         (["algorithm.adv_estimator=reinforce_plus_plus", "--ignore_unknown_keys"], "something else would be trained"),
     ],
 )
@@ -127,6 +132,7 @@ def test_a_critic_as_the_file_says_in_two_processes(config, capsys):
     state = json.loads((file.parent / "run" / "trainer_state.json").read_text())
     logged = next(entry for entry in state["log_history"] if "critic/value_loss" in entry)
     assert logged["critic/grad_norm"] > 0
+    assert logged["token_weight_max"] == pytest.approx(4 / 2.5)
     assert state["global_step"] == 1
 
 

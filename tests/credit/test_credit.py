@@ -8,6 +8,7 @@ import torch
 from support.launching import results_of
 
 from vgr_trl.credit import (
+    OF_REWARD,
     AnchorOptions,
     CreditOptions,
     PGPOOptions,
@@ -101,6 +102,15 @@ def test_positive_only_leaves_completions_with_negative_advantage_alone():
     credit, _ = shaped([7.0, -7.0, 0.0], measured, token_weights=True, token_weights_positive_only=True)
     assert credit[0].tolist() == pytest.approx([12, 6, 3])
     assert credit[1:].tolist() == [[-7.0] * 3, [0.0] * 3]
+
+
+def test_weights_of_a_reward_come_before_those_measured():
+    """3 and 1 over their mean; none given: VGR 1, 2 has raw √2, √½, over 3 / (2√2); all 0: 1."""
+    measured = signals([[1, 1]] * 3, vgr=[[1.0, 2.0]] * 3)
+    measured.extra[OF_REWARD] = torch.tensor([[3.0, 1.0], [NAN, NAN], [0.0, 0.0]])
+    credit, metrics = shaped([2.0, 3.0, 5.0], measured, token_weights=True)
+    assert credit.flatten().tolist() == pytest.approx([3.0, 1.0, 4.0, 2.0, 5.0, 5.0])
+    assert metrics["token_weight_max"] == pytest.approx(1.5)
 
 
 def test_layers_of_the_token_weights():

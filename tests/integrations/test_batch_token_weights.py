@@ -11,9 +11,9 @@ from PIL import Image
 sys.path.append(str(Path(__file__).parents[1] / "with_verl" / "parts"))
 from tiny_rollout import tiny_model
 
+from vgr_trl.credit import as_weights
 from vgr_trl.demo.tiny_model import SPECIAL_TOKENS
 from vgr_trl.integrations.verl import build_token_vgr_weights_for_batch, token_vgr_weights
-from vgr_trl.integrations.verl.signals import as_weights
 from vgr_trl.signals import RolloutScorer
 from vgr_trl.signals.ratios import special_token_ids
 

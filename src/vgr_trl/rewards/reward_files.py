@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cache
@@ -52,6 +52,7 @@ class ScoredFile:
     Such a function takes a dict per completion (`response`, `response_length`, `ground_truth`, `prompt`) and returns
     its scores, of which `overall` is the reward. Sequential: one dict in, with the `images` too; a dict of scores or a
     pair (reward, metrics) out. Batch: a list of the completions of all processes in, a list out, or a pair of lists.
+    Beside scores it may return `token_weights` of a completion.
 
     Raises:
         RewardError: the function does not take the arguments that it is to be given, or its file names no form.
@@ -141,6 +142,19 @@ class ScoredFile:
             f"{self.function.__name__} returned {excerpt(returned)} for a completion: return its scores, a dict with "
             f"{OVERALL!r}, or a pair (reward, metrics)."
         )
+
+
+def returned_weights(rewards: Iterable[Any]) -> list[Any] | None:
+    """Return the `token_weights` that reward files have given the last completions of this process.
+
+    None for a completion without any, and instead of the list where no reward is of such a file.
+    """
+    scores = [reward.computed["scores"] for reward in rewards if isinstance(reward, ScoredFile)]
+    return [_first(row.get("token_weights") for row in rows) for rows in zip(*scores, strict=True)] if scores else None
+
+
+def _first(values: Iterable[Any]) -> Any:
+    return next((value for value in values if value is not None), None)
 
 
 def _is_pair(returned: Any) -> bool:

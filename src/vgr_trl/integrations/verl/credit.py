@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from vgr_trl.config import PERTURBATION_CONFLICTS, CreditOptions, MeasureOptions, PerturbationOptions, check_conflicts
-from vgr_trl.credit import active_rules, attention_weights, shape_advantages
+from vgr_trl.credit import active_rules, attention_weights, given_weights, shape_advantages
 from vgr_trl.loss import entropy_penalty, perception_loss, surprisal
 from vgr_trl.metrics import Totals, add_weights
 from vgr_trl.options import FACTS, changed_options, check_options, option, unused_options
@@ -387,8 +387,7 @@ def shape(
 def _token_weights(context: SignalContext, mask: torch.Tensor) -> torch.Tensor:
     """Weights (N, T) of mean 1 over each completion: those that came with the rollout, else those measured, else 1."""
     if (weights := context.token_weights) is not None:
-        mean = (weights * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-        return torch.where(mask & (mean > 0), weights / mean.masked_fill(mean <= 0, 1), 1.0)
+        return given_weights(weights, mask, torch.ones(mask.shape, device=mask.device))
     if (mass := context.attention(mask)) is not None:  # of the chosen layers already
         return attention_weights(mass, mask, replace(context.options, token_weights_last_k_layers=None))
     warnings.warn(

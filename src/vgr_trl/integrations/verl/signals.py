@@ -1,6 +1,5 @@
 """Attention measured in a pass of verl or EasyR1, or from matrices of `generate`; token weights; perturbed images."""
 
-import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -129,33 +128,6 @@ def token_vgr_weights(
         "layers": layers,
     }
     return weights, info
-
-
-def as_weights(values: Any, response_mask: torch.Tensor) -> torch.Tensor:
-    """Return `token_weights` of a reward or rollout as a tensor of the responses' shape, padded with 1 or cut.
-
-    Args:
-        values: tensor (N, T'), or per completion a list or tensor of weights; None for a completion without any.
-        response_mask: (N, T).
-
-    Raises:
-        DataError: there is not one row per completion, or a weight of a valid token is negative or not finite.
-    """
-    count, length = response_mask.shape
-    rows = [torch.ones(0) if row is None else torch.as_tensor(row, dtype=torch.float32).flatten() for row in values]
-    if len(rows) != count:
-        raise DataError(f"token_weights has {len(rows)} rows for {count} responses: give one for each.")
-    weights, valid = torch.ones(count, length), response_mask.bool().cpu()
-    for filled, row in zip(weights, rows, strict=True):
-        filled[: len(row)] = row[:length]
-    if any(len(row) > length or len(row) < int(mask.sum()) for row, mask in zip(rows, valid, strict=True)):
-        warnings.warn(
-            f"token_weights were padded with 1 or cut to the {length} tokens of the responses (logged once).",
-            stacklevel=2,
-        )
-    if not bool((weights[valid].isfinite() & (weights[valid] >= 0)).all()):
-        raise DataError("token_weights of a valid token is negative or not finite: give numbers of at least 0.")
-    return weights.to(response_mask.device)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from verl.trainer.core_algos import average_loss
 from verl.workers import fsdp_workers
 from verl.workers.actor import dp_actor
 
+from vgr_trl.credit import as_weights
 from vgr_trl.integrations.verl.credit import (
     COLUMNS,
     ESTIMATORS,
@@ -26,7 +27,6 @@ from vgr_trl.integrations.verl.signals import (
     Layout,
     MeasuredPass,
     actor_context,
-    as_weights,
     packed_layout,
     padded_layout,
     perturbed_rows,

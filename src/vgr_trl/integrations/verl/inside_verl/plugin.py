@@ -27,6 +27,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
+from vgr_trl.credit import as_weights
 from vgr_trl.integrations.verl.credit import (
     COLUMNS,
     ESTIMATORS,
@@ -42,7 +43,6 @@ from vgr_trl.integrations.verl.signals import (
     Layout,
     MeasuredPass,
     actor_context,
-    as_weights,
     packed_layout,
     padded_layout,
     perturbed_rows,
