@@ -504,7 +504,7 @@ def collapse_images(
             long as no two images touch.
 
     Raises:
-        ConfigError: the placeholder tokens of a prompt cannot be told apart into its images.
+        ConfigError: it is ambiguous which placeholder tokens of a prompt belong to which image.
     """
     sizes = None
     if tokens_per_image is not None and len(tokens_per_image) == sum(images_per_prompt):
@@ -517,8 +517,8 @@ def collapse_images(
         if counts is None:
             raise ConfigError(
                 f"Prompt {row} has {len(runs)} runs of the image token {image_token_id}, of {runs} tokens, for "
-                f"{images} images{'' if mine is None else f' of {mine} tokens'}, which cannot be told apart: put text "
-                "between images, or generate with use_vllm=False."
+                f"{images} images{'' if mine is None else f' of {mine} tokens'}, so which of them "
+                "belong to which image is ambiguous: put text between images, or generate with use_vllm=False."
             )
         collapsed.append(list(_with_runs(ids, image_token_id, counts)))
     return collapsed

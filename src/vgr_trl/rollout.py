@@ -12,8 +12,8 @@ from trl import GRPOTrainer
 
 from vgr_trl.batch import Placement, Prompts
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.images import IMAGE_COLUMNS, images_of
-from vgr_trl.data.prompts import refuse_named_files, texts_of
+from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
+from vgr_trl.data.prompts import texts_of
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
 from vgr_trl.utils import DataError

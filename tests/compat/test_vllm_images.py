@@ -49,7 +49,7 @@ def test_one_token_per_image(ids, images, sizes, expected):
     ],
 )
 def test_images_that_cannot_be_told_apart(ids, images, sizes):
-    with pytest.raises(ConfigError, match=r"^Prompt 1 has \d runs .* cannot be told apart: .* use_vllm=False\.$"):
+    with pytest.raises(ConfigError, match=r"^Prompt 1 has \d runs .* ambiguous: .* use_vllm=False\.$"):
         collapse_images([[5], ids], [0, images], PAD, sizes)
 
 

@@ -22,9 +22,10 @@ from vgr_trl.data.images import (
     IMAGE_COLUMNS,
     NUMBERED_IMAGES,
     images_of,
+    refuse_named_files,
     videos_of,
 )
-from vgr_trl.data.prompts import LETTERS, format_question, refuse_named_files, require_placeholders
+from vgr_trl.data.prompts import LETTERS, format_question, require_placeholders
 from vgr_trl.rewards.answers import resolve_solution
 from vgr_trl.utils import ConfigError, DataError, RewardError
 

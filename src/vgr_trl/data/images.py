@@ -34,6 +34,8 @@ FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF"
 # None of those that name other files to be read.
 VIDEO_FORMATS = "asf,avi,flv,gif,matroska,mov,mp4,mpeg,mpegts,ogg,webm"
 ADDRESS = re.compile(r"(?:https?|ftp|s3|gs|hf|file)://[^/]*|data:[\w/+.-]*(?=[;,])", re.IGNORECASE)
+# What transformers reads a file from, or fetches it, while it writes a conversation down; an `image` may be one itself.
+NAMES = ("url", "path", "base64", "image_url", "video", "video_url", "audio", "audio_url")
 ORIENTATION = 0x0112  # the EXIF tag
 MAX_SHORT_SIDE = 1024
 COLUMNS = ("bbox", "regions")
@@ -83,6 +85,16 @@ def path_within(root: Path, name: str | Path) -> Path:
     if root != Path() and not any(real.is_relative_to(folder) for folder in (root.resolve(), *_caches())):
         raise DataError(f"file {str(path)[:200]} lies outside of {root}: give the folder of the files by --image_dir")
     return path
+
+
+def refuse_named_files(conversation: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `DataError` if a part of a conversation names a file or an address, which would be read or fetched."""
+    for message in conversation:
+        for part in () if isinstance(message["content"], str) else message["content"]:
+            names = [name for name in NAMES if part.get(name) is not None]
+            if names or isinstance(part.get("image"), str | bytes | dict):
+                name = (names or ["image"])[0]
+                raise DataError(f"a part of its prompt names a file ({name}), which is neither read nor fetched")
 
 
 def downloaded() -> Path:

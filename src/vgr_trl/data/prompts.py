@@ -13,8 +13,6 @@ from vgr_trl.utils import ConfigError, DataError, error_text
 LETTERS = "ABCDEFGHIJ"
 VIDEO_PLACEHOLDER = re.compile(r"[ \t]*<video>[ \t]*\n?")
 PLACEHOLDER = "<image>"  # of an image in the text of a question, as LLaVA, ms-swift and EasyR1 write it
-# What transformers reads a file from, or fetches it, while it writes a conversation down; an `image` may be one itself.
-NAMES = ("url", "path", "base64", "image_url", "video", "video_url", "audio", "audio_url")
 SYSTEM_PROMPT = (
     "Look at the image and reason about the question before you answer. Write your reasoning between <think> and "
     "</think>, then only the final answer between <answer> and </answer>. For a multiple-choice question the final "
@@ -57,15 +55,6 @@ def placed(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {**message, "content": list(chain.from_iterable(map(_split, parts)) if message["role"] == "user" else parts)}
         for message, parts in ((message, as_parts(message["content"])) for message in conversation)
     ]
-
-
-def refuse_named_files(conversation: Sequence[dict[str, Any]]) -> None:
-    """Raise `DataError` if a part of a conversation names a file or an address, which would be read or fetched."""
-    for part in _parts_of(conversation):
-        names = [name for name in NAMES if part.get(name) is not None]
-        if names or isinstance(part.get("image"), str | bytes | dict):
-            name = (names or ["image"])[0]
-            raise DataError(f"a part of its prompt names a file ({name}), which is neither read nor fetched")
 
 
 def without_video_placeholders(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
