@@ -8,6 +8,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from vgr_trl.config import RULES, CreditOptions
 from vgr_trl.metrics import Gather, Totals, add_filter, add_weights
 from vgr_trl.options import check_options, check_value, option
 from vgr_trl.registries import declares, is_measurement, needs_of, short_name
-from vgr_trl.signals.named import RolloutSignals, read_only
+from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass, last_layers, late_layers, token_vision_gain_ratio
 from vgr_trl.utils import ConfigError, DataError
 
@@ -170,8 +171,9 @@ def _plugin_weights(
     function, name, mask = registries.credit_rules.load(spec), short_name(spec), given[-1]
     rule, taken = f"the credit rule {spec}", inspect.signature(function).parameters
     context = {key: value for key, value in context.items() if key in taken}
-    with read_only(rule, *given, *context.values()):
-        result = function(*given, options.plugin_values(function, spec), **context)
+    tensors = deepcopy((given, {key: value for key, value in context.items() if isinstance(value, torch.Tensor)}))
+    # Copies, which the rule may change in place.
+    result = function(*tensors[0], options.plugin_values(function, spec), **context | tensors[1])
     weights, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(weights, torch.Tensor) or weights.shape != mask.shape or not isinstance(metrics, Mapping):
         found = getattr(weights, "shape", type(weights).__name__)
@@ -407,9 +409,7 @@ Statistics = tuple[float, float, float]  # minimum, maximum, mean
 _SMALLEST_SPREAD = 1e-6
 
 
-def trajectory_scale(
-    dependency: torch.Tensor, mask: torch.Tensor, minimum: float = 0.8, statistics: Statistics | None = None
-) -> torch.Tensor:
+def trajectory_scale(dependency: torch.Tensor, mask: torch.Tensor, minimum: float = 0.8) -> torch.Tensor:
     """Return the scale of each completion's advantage: the more it depends on the image, the larger; mean 1.
 
     With z the mean visual dependency of a completion and u = (z - min) / (max - min), the scale is a + u (b - a), where
@@ -419,18 +419,16 @@ def trajectory_scale(
         dependency: (N, T), visual dependency of the tokens.
         mask: (N, T) bool, valid tokens.
         minimum: smallest scale a, in [0, 1].
-        statistics: minimum, maximum and mean of z over all completions that are compared; None: those given here.
 
     Returns:
         (N,) float32. 1 for a completion whose z is undefined (it has no valid token, or no defined dependency), and for
-        all if max - min is at most 1e-6. A completion outside [min, max] is scaled like one at that end.
+        all if max - min is at most 1e-6.
 
     Raises:
         ConfigError: `minimum` is out of range.
-        DataError: `statistics` are not three numbers with min <= mean <= max.
     """
     means = mean_dependency(dependency, mask)
-    return _scale(means, minimum, _statistics(means) if statistics is None else statistics)[0]
+    return _scale(means, minimum, _statistics(means))[0]
 
 
 def mean_dependency(dependency: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -452,11 +450,9 @@ def _statistics(means: torch.Tensor, gather: Gather | None = None) -> Statistics
 def _scale(means: torch.Tensor, minimum: float, statistics: Statistics) -> tuple[torch.Tensor, float]:
     """Return the scale of each completion (N,) from its mean dependency (N,), and the largest scale."""
     check_value("minimum", minimum, float, ge=0, le=1)
-    low, high, mean = map(float, statistics)
+    low, high, mean = statistics
     if not high - low > _SMALLEST_SPREAD:  # NaN too
         return torch.ones_like(means), 1.0
-    if not low < mean <= high:
-        raise DataError(f"trajectory_scale got the statistics {statistics}: give minimum, maximum and mean.")
     largest = minimum + (1 - minimum) * (high - low) / (mean - low)
     position = ((means - low) / (high - low)).clamp(0, 1)  # (N,)
     return (minimum + position * (largest - minimum)).nan_to_num(nan=1.0), largest

@@ -112,14 +112,18 @@ def test_what_a_rule_must_not_return(returned, message, monkeypatch):
         shape_advantages(torch.ones(2), measured(), CreditOptions(credit_rules=["odd"]))
 
 
-def test_a_rule_that_changes_its_arguments_is_refused(monkeypatch):
-    def careless(advantages, signals, mask, options):
-        signals.attention.vision.zero_()
-        return torch.ones(mask.shape), {}
+def test_a_rule_may_change_its_arguments_which_are_copies(monkeypatch):
+    def careless(advantages, signals, mask, options, *, completion_ids):
+        for given in (advantages, signals.attention.vision, mask, completion_ids):
+            given.zero_()
+        return torch.full(mask.shape, 2.0), {}
 
     monkeypatch.setitem(registries.credit_rules._own, "careless", careless)
-    with pytest.raises(DataError, match="the credit rule careless changed in place what it was given"):
-        shape_advantages(torch.ones(2), measured(), CreditOptions(credit_rules=["careless"]))
+    signals, ids = measured(), torch.ones(2, 3)
+    credit, _ = shape_advantages(torch.ones(2), signals, CreditOptions(credit_rules=["careless"]), completion_ids=ids)
+    assert signals.attention.vision.any()
+    assert ids.all()
+    assert credit.tolist() == [[2, 2, 2], [2, 2, 1]]
 
 
 def test_a_signal_made_of_itself(monkeypatch):

@@ -6,8 +6,9 @@ signals by their names, which it finds in `signals.extra`.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from functools import partial
 from sys import intern
@@ -125,30 +126,6 @@ def signals_of_rows(signals: RolloutSignals, rows: list[int]) -> RolloutSignals:
     return part
 
 
-@contextmanager
-def read_only(who: str, *given: Any) -> Iterator[None]:
-    """In this block a plug-in may read tensors, and what holds them, but not change them in place.
-
-    Raises:
-        DataError: it did, naming `who`.
-    """
-    before = [(tensor, tensor._version) for tensor in _tensors(given) if not tensor.is_inference()]
-    yield
-    if any(tensor._version != version for tensor, version in before):
-        raise DataError(f"{who} changed in place what it was given: make new tensors, a * 2 where a.mul_(2) stands.")
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if isinstance(value, RolloutSignals | AttentionMass):
-        value = vars(value)
-    if isinstance(value, Mapping | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(part)
-
-
 @dataclass(frozen=True)
 class NamedSignal:
     """A signal that a run asks for.
@@ -210,8 +187,7 @@ def add_named(named: Sequence[NamedSignal], signals: RolloutSignals) -> list[str
     for signal in named:
         if signal.name in signals.extra or not all(_is_measured(signals, need) for need in signal.requires):
             continue
-        with read_only(f"The signal {signal.name}", signals):
-            values = signal.function(signals, signal.options)
+        values = signal.function(deepcopy(signals), signal.options)  # a plug-in may change tensors in place
         if getattr(values, "shape", None) != signals.mask.shape:
             shape = getattr(values, "shape", type(values).__name__)
             raise DataError(f"The signal {signal.name} returned {shape}: return a tensor {tuple(signals.mask.shape)}.")
