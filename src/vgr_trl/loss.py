@@ -80,23 +80,6 @@ def kl_penalty(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str = "low_va
     return (torch.exp(-difference) + difference - 1).clamp(max=_LARGEST)
 
 
-class FixedKLController:
-    """A coefficient that stays as it is."""
-
-    def __init__(self, coefficient: float) -> None:
-        self.coefficient = coefficient
-
-    def update(self, mean_kl: float, num_samples: int) -> None:
-        """Do nothing."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the coefficient."""
-        return {"coefficient": self.coefficient}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Keep the coefficient of this run: a fixed one is an option, not a state."""
-
-
 class AdaptiveKLController:
     """A coefficient that rises while the KL is above its target and falls while it is below.
 
@@ -106,7 +89,7 @@ class AdaptiveKLController:
     Args:
         coefficient: at the start, at least 0.
         target: KL to be kept, in nats, above 0.
-        horizon: completions over which the coefficient follows, above 0.
+        horizon: completions over which the coefficient follows, above 0; infinity: it stays as it is.
     """
 
     def __init__(self, coefficient: float, target: float = 6.0, horizon: float = 10_000) -> None:
@@ -116,14 +99,6 @@ class AdaptiveKLController:
         """Take in the mean KL of `num_samples` completions; both must be the same on every process."""
         error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
         self.coefficient *= 1 + error * num_samples / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the coefficient."""
-        return {"coefficient": self.coefficient}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue with the coefficient of a checkpoint."""
-        self.coefficient = state["coefficient"]
 
 
 def perception_divergence(logps: torch.Tensor, perturbed_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -278,9 +253,8 @@ class KLControl:
         self.args, self.accelerator, self.full = args, accelerator, full
         self.penalises, self.in_loss = args.penalises_kl, args.has_kl_loss
         self.is_adaptive = args.kl_coef > 0 and args.kl_type == "adaptive"
-        self.controller: AdaptiveKLController | FixedKLController = FixedKLController(args.kl_coef)
-        if self.is_adaptive:
-            self.controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
+        horizon = args.kl_horizon if self.is_adaptive else math.inf
+        self.controller = AdaptiveKLController(args.kl_coef, args.kl_target, horizon)
         self._sum, self._completions, self._largest = 0.0, 0, -math.inf  # since the last update
 
     def penalise(self, rollout: "Rollout") -> tuple[dict[str, list[Any]], dict[str, float]]:
@@ -367,14 +341,14 @@ class KLControl:
         """Write an adaptive coefficient into a checkpoint."""
         if self.is_adaptive:
             index, count = self.accelerator.process_index, self.accelerator.num_processes
-            save_share(dict(self.controller.state_dict()), folder, index, count, "kl")
+            save_share({"coefficient": self.controller.coefficient}, folder, index, count, "kl")
 
     def load(self, folder: Path) -> None:
         """Continue with the coefficient of a checkpoint, which any number of processes may have written."""
         if not self.is_adaptive:
             return
         if shares := load_shares(folder, "kl"):
-            self.controller.load_state_dict(shares[0])
+            self.controller.coefficient = shares[0]["coefficient"]
         elif self.accelerator.is_main_process:
             logger.warning(f"{folder} was saved without an adaptive KL coefficient, which starts at kl_coef.")
 
