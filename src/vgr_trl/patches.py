@@ -467,25 +467,11 @@ def forget_image_features(generation: Any) -> None:
 # TRL 1.15 and 1.16 give a colocated vLLM the images, and prompts in which every image already takes n placeholder
 # tokens. vLLM reads the first of them as the whole image and writes n tokens in its place, so the model is prompted
 # with 2n - 1 of them, n - 1 of which stand for nothing. Nothing fails; the completions answer another prompt than the
-# one trained on. See https://github.com/huggingface/trl/issues/6294.
+# one trained on. The release of vLLM makes no difference: 0.11 to 0.32 write the placeholders of any prompt of tokens,
+# one per image is the input they document, and a release that left other prompts alone would take these too. See
+# https://github.com/huggingface/trl/issues/6294.
 
-TRL_RELEASES = ("1.15", "1.17")  # from, up to but without
 PROBE_SIZE = (64, 64)
-
-
-def needs_collapsing(trl_version: str, mode: str) -> bool:
-    """Return whether prompts with images have to be collapsed before TRL hands them to vLLM.
-
-    The release of vLLM makes no difference: 0.11 to 0.32 write the placeholders of any prompt of tokens, one per image
-    is the input they document, and a release that left other prompts alone would take these too. To a server TRL sends
-    processed images with their places in the prompt, which must stay as it is.
-
-    Args:
-        trl_version: of the installed package, such as "1.16.0".
-        mode: `vllm_mode`, "colocate" or "server".
-    """
-    first, end = map(Version, TRL_RELEASES)
-    return mode == "colocate" and first <= Version(Version(trl_version).base_version) < end
 
 
 def collapse_images(
@@ -599,16 +585,15 @@ def plan_vllm_images(trainer: GRPOTrainer, has_images: bool) -> VLLMImages | Non
     if not (trainer.use_vllm and trainer._is_vlm):
         return None
     args: Any = trainer.args
-    mode = args.vllm_mode
-    if not needs_collapsing(version("trl"), mode):
+    if args.vllm_mode != "colocate":  # to a server TRL sends processed images with their places in the prompt
         return VLLMImages()
     processor: Any = trainer.processing_class
     if repeats_one_token(processor):
         token = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
         return VLLMImages(token, getattr(processor.image_processor, "merge_size", None))
     why_not = (
-        f"use_vllm is on with vllm_mode={mode} and {type(processor).__name__}, which writes more for an image than one "
-        f"repeated token: TRL {version('trl')} would have vLLM write that a second time, so set use_vllm=False."
+        f"use_vllm is on with vllm_mode=colocate and {type(processor).__name__}, which writes more for an image than "
+        f"one repeated token: TRL {version('trl')} would have vLLM write that a second time, so set use_vllm=False."
     )
     if has_images:
         raise ConfigError(why_not)

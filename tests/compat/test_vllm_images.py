@@ -9,21 +9,10 @@ from transformers import Gemma3Processor, PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.patches import VLLMImages, collapse_images, needs_collapsing, plan_vllm_images, repeats_one_token
+from vgr_trl.patches import VLLMImages, collapse_images, plan_vllm_images, repeats_one_token
 from vgr_trl.utils import ConfigError
 
 PAD = 9  # the placeholder token of images
-
-
-@pytest.mark.parametrize(
-    ("trl", "mode", "needed"),
-    [
-        ("1.16.0", "colocate", True), ("1.14.2", "colocate", False), ("1.17.0", "colocate", False),
-        ("1.16.0", "server", 0),
-    ],
-)  # fmt: skip
-def test_the_releases_and_modes_that_have_the_defect(trl, mode, needed):
-    assert needs_collapsing(trl, mode) == needed
 
 
 @pytest.mark.parametrize(
