@@ -1,8 +1,7 @@
 """`share_prompts`: equal prompts computed once in forward, backward and `generate`, and where a run does so."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
+from contextlib import ExitStack, contextmanager
 from inspect import signature
 from typing import Any
 
@@ -16,7 +15,6 @@ from vgr_trl.batch import IMAGE_INPUTS, owned
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
-    changed_hidden_states,
     check_token_types,
     is_checkpointed,
     is_compiled,
@@ -60,8 +58,7 @@ def share_prompts(
     Args:
         model: transformers model, also wrapped by DDP, DeepSpeed or PEFT, or patched by TRL.
         completion_length: T, the number of columns behind the prompts in every batch of the block, at least 1. Of
-            the outputs only those that score completions can be used then: hidden states of prompts and padding are 0,
-            and TRL's fused head returns T columns.
+            the outputs only those that score completions can be used then: hidden states of prompts and padding are 0.
             None: rows may be anything; their longest common beginnings are shared, and all outputs are there.
         agree: given an answer of this process, returns whether it is that of all; needed where all processes have to
             share a batch or none: with sharded parameters, whose forward passes have to be equally many, and under
@@ -90,13 +87,9 @@ def share_prompts(
     forward = SharedForward(base, base.forward, report, completion_length, agree, sharded, packs)
     with ExitStack() as stack:
         stack.enter_context(patched_method(base, "forward", forward))
-        if base is not causal:
-            if completion_length is not None:
-                head = with_scored_columns(causal.forward, base, completion_length, forward.lock)
-                stack.enter_context(patched_method(causal, "forward", head))
-            if hasattr(causal, "generate"):
-                generate = SharedGeneration(causal, causal.generate, forward, report)
-                stack.enter_context(patched_method(causal, "generate", generate))
+        if base is not causal and hasattr(causal, "generate"):
+            generate = SharedGeneration(causal, causal.generate, forward, report)
+            stack.enter_context(patched_method(causal, "generate", generate))
         yield report
 
 
@@ -216,29 +209,6 @@ def shuffle_by_group(
 def _one_per_group(values: Sequence[torch.Tensor], groups: Sequence[int]) -> list[torch.Tensor]:
     kept = [owned(values[row], values[row].device) for row in first_rows(groups)]
     return [kept[group] for group in groups]
-
-
-def with_scored_columns(
-    forward: Callable[..., Any], base: Any, completion_length: int, lock: AbstractContextManager[Any]
-) -> Callable[..., Any]:
-    """Return the forward pass of a causal model whose fused head scores the last T columns only.
-
-    What the head returns has T columns instead of P + T - 1; other calls are passed on, as are compiled ones.
-
-    Args:
-        forward: of a model, patched by TRL's `add_fused_lm_head` or not.
-        lock: taken while the base model returns fewer columns.
-    """
-
-    @wraps(forward)
-    def narrow(*args: Any, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not fused_lm_head or labels is None or labels.size(1) <= completion_length:
-            given = {"fused_lm_head": fused_lm_head or None, "labels": labels}
-            return forward(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
-        with lock, changed_hidden_states(base, lambda hidden: hidden[:, -completion_length - 1 : -1]):  # (N, T, D)
-            return forward(*args, fused_lm_head=True, shift_labels=labels[:, -completion_length:], **kwargs)
-
-    return narrow
 
 
 ROOM = 128  # tokens for which there is room before the next copy
