@@ -25,7 +25,15 @@ from transformers import trainer as trainer_module
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils import logging
 
-from vgr_trl.utils import ConfigError, VGRError, error_text, naming_full_disk, naming_silent_process, patched_attribute
+from vgr_trl.utils import (
+    ConfigError,
+    VGRError,
+    error_text,
+    naming_full_disk,
+    naming_silent_process,
+    patched_attribute,
+    write_atomic,
+)
 
 if TYPE_CHECKING:
     from vgr_trl.rollout import ConstructedTrainer
@@ -48,9 +56,8 @@ def write_manifest(folder: str | Path, num_processes: int = 1) -> None:
     folder = Path(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(MANIFEST))
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
-    unfinished = folder / f"{MANIFEST}.unfinished"
-    unfinished.write_text(json.dumps({"num_processes": num_processes, "files": sizes}, indent=1), encoding="utf-8")
-    unfinished.replace(folder / MANIFEST)
+    manifest = {"num_processes": num_processes, "files": sizes}
+    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

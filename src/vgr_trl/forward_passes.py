@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from PIL import Image
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from vgr_trl.batch import valid_tokens
 from vgr_trl.efficiency.loss_mask import (
@@ -164,23 +165,15 @@ def nothing_added(base: Any, features: Callable[[Any], Any]) -> Iterator[None]:
 
     def add(module: nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
         hook.remove()
-        found = sum((tensor.float() * 0).sum() for tensor in _tensors(features(base)))
-        return embedded + torch.as_tensor(found, device=embedded.device).to(embedded.dtype)
+        found = [value for value in tree_leaves(features(base)) if torch.is_tensor(value) and value.is_floating_point()]
+        nothing = sum((tensor.float() * 0).sum() for tensor in found)
+        return embedded + torch.as_tensor(nothing, device=embedded.device).to(embedded.dtype)
 
     hook = base.get_input_embeddings().register_forward_hook(add)
     try:
         yield
     finally:
         hook.remove()
-
-
-def _tensors(found: Any) -> Iterator[torch.Tensor]:
-    if isinstance(found, torch.Tensor):
-        if found.is_floating_point():
-            yield found
-    elif isinstance(found, Mapping | list | tuple):
-        for value in found.values() if isinstance(found, Mapping) else found:
-            yield from _tensors(value)
 
 
 # Passes without gradients, over a rollout or over anything else
