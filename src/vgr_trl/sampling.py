@@ -5,7 +5,6 @@ All tensors about groups are of all processes, prompt-major, so that every proce
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -395,6 +394,11 @@ class Group:
         """Bytes of its rows on this process, image inputs that they share counted once."""
         return 0 if self.rows is None else self.rows.nbytes
 
+    @cached_property
+    def priority(self) -> float:
+        """What decides how long it stays in a replay buffer, and how often it is drawn; see `priority`."""
+        return priority(self.advantages.unsqueeze(0), self.rewards.unsqueeze(0)).item()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the group as tensors, numbers, lists and dictionaries."""
         state = {name: getattr(self, name) for name in ("advantages", "rewards", "step", "holder")}
@@ -665,13 +669,6 @@ def prompt_key(row: Mapping[str, Any]) -> str:
 # A buffer of groups that had a gradient, to take the place of groups that have none
 
 
-@dataclass(frozen=True, eq=False)
-class _Entry:
-    number: int  # in the order of being added
-    priority: float
-    group: Group
-
-
 class ReplayBuffer:
     """Keeps the groups of highest priority and draws from them.
 
@@ -689,9 +686,6 @@ class ReplayBuffer:
         max_age: steps after which a group leaves, at least 1. None: never.
         seed: of what is drawn.
         estimator: of the groups' advantages.
-
-    Raises:
-        ConfigError: the size is below 1.
     """
 
     def __init__(
@@ -704,34 +698,31 @@ class ReplayBuffer:
         seed: int = 0,
         estimator: str = "grpo",
     ) -> None:
-        if size < 1:
-            raise ConfigError(f"The size of a replay buffer is {size}: give at least 1.")
         self.size, self.min_reward, self.variance_epsilon = size, min_reward, variance_epsilon
         self.max_age, self.estimator = max_age, estimator
         self.step = 0
-        self._added = 0
-        self._entries: list[_Entry] = []  # oldest first
+        self._groups: list[Group] = []  # in the order of being added
         self._generator = torch.Generator().manual_seed(seed)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._groups)
 
     @property
     def megabytes(self) -> float:
         """Millions of bytes that the rows on this process take, each prompt's images counted once."""
-        return sum(entry.group.nbytes for entry in self._entries) / 1e6
+        return sum(group.nbytes for group in self._groups) / 1e6
 
     @property
     def mean_age(self) -> float:
         """Steps since the groups were generated, on average; 0 for an empty buffer."""
-        ages = [self.step - entry.group.step for entry in self._entries]
+        ages = [self.step - group.step for group in self._groups]
         return sum(ages) / len(ages) if ages else 0.0
 
     def advance(self, step: int) -> None:
         """Say that `step` is the global step; groups older than `max_age` leave."""
         self.step = step
         if self.max_age is not None:
-            self._entries = [entry for entry in self._entries if step - entry.group.step <= self.max_age]
+            self._groups = [group for group in self._groups if step - group.step <= self.max_age]
 
     def admits(self, advantages: torch.Tensor, rewards: torch.Tensor) -> list[bool]:
         """Whether each of the groups would enter by itself; cheaper than making them.
@@ -746,23 +737,17 @@ class ReplayBuffer:
         if self.min_reward is not None:
             enters &= rewards.double().nanmean(dim=-1) >= self.min_reward
         if len(self) >= self.size:
-            enters &= values >= min(entry.priority for entry in self._entries)
+            enters &= values >= min(group.priority for group in self._groups)
         return enters.tolist()
 
     def add(self, group: Group) -> bool:
         """Add a group, unless it is not admitted; return whether it was."""
-        entered = self._enter(self._added, group)
-        self._added += entered
-        self.step = max(self.step, group.step) if entered else self.step
-        return entered
-
-    def _enter(self, number: int, group: Group) -> bool:
-        advantages, rewards = group.advantages.unsqueeze(0), group.rewards.unsqueeze(0)
-        if not self.admits(advantages, rewards)[0]:
+        if not self.admits(group.advantages.unsqueeze(0), group.rewards.unsqueeze(0))[0]:
             return False
-        self._entries.append(_Entry(number, priority(advantages, rewards).item(), group))
+        self._groups.append(group)
+        self.step = max(self.step, group.step)
         if len(self) > self.size:
-            self._entries.remove(min(self._entries, key=lambda entry: (entry.priority, entry.number)))
+            self._groups.remove(min(self._groups, key=lambda each: each.priority))  # of equal ones the first
         return True
 
     def sample(self, count: int) -> list[Group]:
@@ -773,24 +758,20 @@ class ReplayBuffer:
         Args:
             count: at least 0; where it is more than there are, all are returned.
         """
-        draws = torch.rand(len(self), generator=self._generator, dtype=torch.float64).tolist()
-        # The largest u ** (1 / priority) are a draw without replacement (Efraimidis and Spirakis, 2006); in logarithms.
-        keys = [
-            (1, math.log(draw or 5e-324) / entry.priority) if entry.priority > 0 else (0, draw)
-            for draw, entry in zip(draws, self._entries, strict=True)
-        ]
-        order = sorted(range(len(self)), key=lambda index: keys[index], reverse=True)
-        return [self._entries[index].group for index in order[:count]]
+        if not count or not self._groups:
+            return []
+        weights = torch.tensor([group.priority for group in self._groups], dtype=torch.float64)
+        least = torch.finfo(weights.dtype).tiny  # of a group of priority 0, which comes behind all others
+        order = torch.multinomial(weights.clamp(min=least), min(count, len(self)), generator=self._generator)
+        return [self._groups[index] for index in order.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this process has, as tensors, numbers, lists and dictionaries (for `torch.save`)."""
         return {
             "step": self.step,
             "estimator": self.estimator,
-            "added": self._added,
             "generator": self._generator.get_state(),
-            "numbers": [entry.number for entry in self._entries],
-            "groups": [entry.group.state_dict() for entry in self._entries],
+            "groups": [group.state_dict() for group in self._groups],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -798,12 +779,11 @@ class ReplayBuffer:
 
         For another number of processes see `merge_states` and `split_state`.
         """
-        self.step, self._added = state["step"], state["added"]
         self._generator.set_state(state["generator"])
-        self._entries = []
-        for number, saved in zip(state["numbers"], state["groups"], strict=True):
-            self._enter(number, Group.from_state(saved))
-        self.advance(self.step)
+        self._groups = []
+        for saved in state["groups"]:
+            self.add(Group.from_state(saved))
+        self.advance(state["step"])
 
 
 def priority(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
