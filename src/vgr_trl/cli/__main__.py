@@ -5,11 +5,9 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from vgr_trl import __version__
 from vgr_trl.recipes import read_recipe, recipe_file, recipe_names
@@ -135,25 +133,6 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 }
 
 
-@contextmanager
-def dedupe_warnings() -> Iterator[None]:
-    """Show a warning of the same place and text once, and none that asks TRL to call something by its later name.
-
-    Python itself forgets what it has shown whenever a filter changes, which TRL does at every step.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=RENAMED, category=FutureWarning)
-        show, seen = warnings.showwarning, set()
-
-        def show_new(message: Any, category: Any, filename: str, lineno: int, *where: Any) -> None:
-            if (key := (str(message), filename, lineno)) not in seen:
-                seen.add(key)
-                show(message, category, filename, lineno, *where)
-
-        warnings.showwarning = show_new  # type: ignore[assignment]
-        yield
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the named command and return its exit status; an error of this library is one sentence, not a traceback."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
@@ -177,7 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from vgr_trl.cli.arguments import convert_flags
 
             name, rest = convert_flags(name, rest)
-        with dedupe_warnings():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=RENAMED, category=FutureWarning)
             return COMMANDS[name][1](rest)
     except VGRError as error:
         print(f"vgr-trl {name}: {error}", file=sys.stderr)
