@@ -187,7 +187,7 @@ class MeasureOptions(PluginOptions):
     # fmt: on
 
 
-def _used_by(*names: str) -> Callable[[Any], str | None]:
+def used_by(*names: str) -> Callable[[Any], str | None]:
     """Return why an option of these perturbations is unused, or without names one of all that are scored."""
 
     def reason(args: Any) -> str | None:
@@ -215,22 +215,22 @@ class PerturbationOptions(PluginOptions):
 
     # fmt: off
     perturbation: str = option("blacken_patches", f"How images are perturbed: {', '.join(PERTURBATIONS)}, those of "
-        "installed packages, dotted paths or files (my_perturbations.py:my_perturbation).", needs=_used_by())
+        "installed packages, dotted paths or files (my_perturbations.py:my_perturbation).", needs=used_by())
     further_perturbations: list[str] | None = option(None, "More perturbations for the dependency, in the same pass.",
         needs=_unless_views)
     dependency_over: Literal["mean", "min"] = option("mean", "Of a token's dependencies under them, the mean or min.",
         needs="further_perturbations")
     patch_size: int = option(14, "Side of the squares, in pixels.", ge=1,
-        needs=_used_by("blacken_patches", "shuffle_patches"))
-    black_prob: float = option(0.5, "Probability of a black square.", ge=0, le=1, needs=_used_by("blacken_patches"))
+        needs=used_by("blacken_patches", "shuffle_patches"))
+    black_prob: float = option(0.5, "Probability of a black square.", ge=0, le=1, needs=used_by("blacken_patches"))
     noise_std: float = option(189.0, "Standard deviation of add_gaussian_noise, of 0 to 255.", ge=0, le=1e6,
-        needs=_used_by("add_gaussian_noise"))
-    blur_radius: float = option(6.0, "Radius of gaussian_blur.", ge=0, le=1e6, needs=_used_by("gaussian_blur"))
-    diffusion_steps: int = option(500, "Steps of diffusion_noise.", ge=0, le=999, needs=_used_by("diffusion_noise"))
-    crop_share: float = option(0.5, "Share that crop_image keeps.", gt=0, le=1, needs=_used_by("crop_image"))
-    mask_value: int = option(128, "Grey of mask_image, 0 to 255.", ge=0, le=255, needs=_used_by("mask_image"))
+        needs=used_by("add_gaussian_noise"))
+    blur_radius: float = option(6.0, "Radius of gaussian_blur.", ge=0, le=1e6, needs=used_by("gaussian_blur"))
+    diffusion_steps: int = option(500, "Steps of diffusion_noise.", ge=0, le=999, needs=used_by("diffusion_noise"))
+    crop_share: float = option(0.5, "Share that crop_image keeps.", gt=0, le=1, needs=used_by("crop_image"))
+    mask_value: int = option(128, "Grey of mask_image, 0 to 255.", ge=0, le=255, needs=used_by("mask_image"))
     perturb_per: Literal["prompt", "completion"] = option("prompt", "The completions of a prompt share one perturbed "
-        "image, or have one each.", needs=_used_by())
+        "image, or have one each.", needs=used_by())
     perception_loss_weight: float = option(0.0, "Weight of PAPO's perception loss (one more gradient pass).", ge=0)
     der_loss_weight1: float = option(0.0, "Weight of the entropy on the original image (eta 1 of PAPO).", ge=0)
     der_loss_weight2: float = option(0.0, "Weight of the entropy on the perturbed image (eta 2 of PAPO).", ge=0)
@@ -490,7 +490,6 @@ class CriticOptions:
 
 
 KLKind = Literal["kl", "abs", "mse", "low_var_kl", "full"]
-KL_KINDS = get_args(KLKind)
 
 
 @dataclass

@@ -24,16 +24,6 @@ from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass, last_layers, late_layers, token_vision_gain_ratio
 from vgr_trl.utils import ConfigError, DataError
 
-__all__ = [
-    "CreditOptions",
-    "attention_weights",
-    "dependency_weights",
-    "shape_advantages",
-    "token_weights",
-    "top_fraction_mask",
-    "trajectory_scale",
-]
-
 Metrics = Mapping[str, float | torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 Credit = tuple[torch.Tensor, Metrics]  # weights (N, T), or bool: tokens that are kept
 

@@ -130,17 +130,13 @@ class ValueModel(nn.Module):
         return FusedCausalLMOutput(log_probs=self.head(outputs.last_hidden_state[:, :-1]))
 
 
-def hidden_width(policy: nn.Module) -> int:
-    """Return D, the width of the last hidden states of a model, also wrapped."""
-    return int(causal_model(policy).config.get_text_config(decoder=True).hidden_size)
-
-
 class Critic:
     """Learns the values of tokens beside the policy of a trainer, which is not wrapped yet."""
 
     def __init__(self, trainer: "DAPOTrainer") -> None:
         self.trainer, policy, args, accelerator = trainer, trainer.model, trainer.args, trainer.accelerator
-        head = ValueHead(hidden_width(policy)).to(accelerator.device)
+        width = causal_model(policy).config.get_text_config(decoder=True).hidden_size  # D of the last hidden states
+        head = ValueHead(width).to(accelerator.device)
         self.hook = value_hook(policy, head) if args.critic == "head" else None
         self.module: nn.Module = head
         if self.hook is None:

@@ -14,7 +14,14 @@ from typing import Any, Literal
 
 import torch
 
-from vgr_trl.config import PERTURBATION_CONFLICTS, CreditOptions, MeasureOptions, PerturbationOptions, check_conflicts
+from vgr_trl.config import (
+    PERTURBATION_CONFLICTS,
+    CreditOptions,
+    MeasureOptions,
+    PerturbationOptions,
+    check_conflicts,
+    used_by,
+)
 from vgr_trl.credit import active_rules, attention_weights, given_weights, shape_advantages
 from vgr_trl.loss import entropy_penalty, perception_loss, surprisal
 from vgr_trl.metrics import Totals, add_weights
@@ -40,11 +47,6 @@ _WITHOUT_MEANING = {
 }  # fmt: skip
 
 
-def _unless_perturbed(options: Any) -> str | None:
-    perturbs = options.needs_dependency or options.uses_perception_loss
-    return None if perturbs else "nothing is measured on perturbed images"
-
-
 @dataclass
 class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
     """What is measured in the actor, and what becomes of it: options of this library, and of these integrations."""
@@ -62,7 +64,7 @@ class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
         needs="mdi_reward_weight")
     right_from: float = option(0.5, "A reward of at least this is a right answer, for the hard negative reward.",
         needs="hard_negative_reward_weight")
-    seed: int = option(42, "Seed of the perturbed images.", ge=0, needs=_unless_perturbed)
+    seed: int = option(42, "Seed of the perturbed images.", ge=0, needs=used_by())
     # fmt: on
 
     @classmethod
