@@ -54,7 +54,7 @@ def write_manifest(folder: str | Path, num_processes: int = 1) -> None:
         num_processes: how many saved it.
     """
     folder = Path(folder)
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(MANIFEST))
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and MANIFEST not in path.name)
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
     manifest = {"num_processes": num_processes, "files": sizes}
     write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())

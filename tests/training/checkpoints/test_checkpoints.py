@@ -11,7 +11,7 @@ import transformers.trainer
 from accelerate import Accelerator
 
 from vgr_trl.checkpoints import MANIFEST, complete_checkpoint, load_shares, missing_shares, save_share
-from vgr_trl.utils import ConfigError, DiskFullError
+from vgr_trl.utils import ConfigError, DiskFullError, unfinished
 
 
 def test_shares_of_a_run_that_was_killed_while_saving_do_not_stay(tmp_path):
@@ -29,7 +29,8 @@ def test_older_checkpoints_are_deleted_once_the_new_one_is_complete(tmp_path, mo
     """TRL deletes them before; a kill in between would leave nothing to continue from."""
     happened = []
     monkeypatch.setattr(transformers.trainer, "rotate_checkpoints", lambda **options: happened.append(options))
-    (tmp_path / MANIFEST).write_text("of an earlier save")
+    for file in (tmp_path / MANIFEST, unfinished(tmp_path / MANIFEST)):  # which a kill leaves
+        file.write_text("of an earlier save")
     with complete_checkpoint(tmp_path, Accelerator(cpu=True), writes=True):
         assert not (tmp_path / MANIFEST).exists()
         (tmp_path / "optimizer.pt").write_bytes(b"state")
