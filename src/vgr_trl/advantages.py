@@ -54,7 +54,7 @@ def estimate_advantages(
     groups = rewards.double().view(-1, num_generations)  # (num_groups, G)
     centred, count = _centred(groups), _count(groups)
     if estimator == "grpo":
-        advantages = centred / (row_std(groups) + 1e-4)
+        advantages = centred / (_std(groups) + 1e-4)
     elif estimator == "rloo":
         # The mean of the others differs from the reward by n / (n - 1) times what the mean of all does.
         advantages = torch.where(count > 1, centred * count / (count - 1), torch.nan)
@@ -64,12 +64,12 @@ def estimate_advantages(
         advantages = groups - baseline.unsqueeze(1)
     elif estimator == "reinforce_plus_plus":
         batch = groups if trained is None else trained.double().view(-1, num_generations)
-        advantages = centred / (row_std(_centred(batch).view(1, -1)) + 1e-8)
+        advantages = centred / (_std(_centred(batch).view(1, -1)) + 1e-8)
     elif num_generations < 2:
         advantages = torch.zeros_like(groups)
     else:
         best, which = groups.nan_to_num(nan=-torch.inf).topk(2, dim=1)  # (num_groups, 2)
-        lead = (best[:, :1] - best[:, 1:]) / (row_std(groups) + 1e-6)  # 0 where two are equally good
+        lead = (best[:, :1] - best[:, 1:]) / (_std(groups) + 1e-6)  # 0 where two are equally good
         advantages = torch.zeros_like(groups).scatter(1, which[:, :1], lead)
     return torch.nan_to_num(advantages, nan=0.0).view(-1).to(rewards.dtype)
 
@@ -83,8 +83,8 @@ def _centred(rewards: torch.Tensor) -> torch.Tensor:
     return rewards - rewards.nanmean(dim=1, keepdim=True)
 
 
-def row_std(rewards: torch.Tensor) -> torch.Tensor:
-    """Return the standard deviation (n - 1) of each row, (rows, 1): NaN left out, and NaN for fewer than two values."""
+def _std(rewards: torch.Tensor) -> torch.Tensor:
+    """Standard deviation (n - 1) along the rows, (rows, 1); NaN for fewer than two values."""
     count = _count(rewards)
     variance = (_centred(rewards) ** 2).nanmean(dim=1, keepdim=True) * (count / (count - 1))
     return torch.where(count > 1, variance.sqrt(), torch.nan)

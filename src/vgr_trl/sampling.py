@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from datasets import IterableDataset
 from transformers.utils import logging
 
-from vgr_trl.advantages import estimate_advantages, row_std
+from vgr_trl.advantages import estimate_advantages
 from vgr_trl.batch import Placement, Rows, join_rows, valid_tokens
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.credit import active_rules, masked_mean
@@ -258,7 +258,10 @@ def group_spread(
 
 def group_std(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
     """Return the standard deviation (n - 1) of rewards per group, (num_groups,): NaN left out, 0 for fewer than 2."""
-    return row_std(rewards.detach().double().view(-1, num_generations)).squeeze(1).nan_to_num()
+    groups = rewards.detach().double().view(-1, num_generations)
+    count = (~groups.isnan()).sum(dim=1)
+    squares = (groups - groups.nanmean(dim=1, keepdim=True)).square().nansum(dim=1)
+    return torch.where(count > 1, (squares / (count - 1)).sqrt(), 0.0)
 
 
 def filtered_groups(
