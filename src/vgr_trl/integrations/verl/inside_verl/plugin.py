@@ -203,7 +203,7 @@ def read_options(config: Any) -> SignalOptions:
     Raises:
         ConfigError: an option is unknown, out of range, or means nothing in this run.
     """
-    given = config.algorithm.get("vgr")
+    given: Any = config.algorithm.get("vgr")
     given = OmegaConf.to_container(given, resolve=True) if given is not None else {}
     loss_mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     options = options_of(config.algorithm.adv_estimator, given, loss_mode)
