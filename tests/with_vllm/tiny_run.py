@@ -28,7 +28,7 @@ def saved_model(folder: Path) -> tuple[Path, Qwen2_5_VLProcessor]:
     """A tiny model whose heads are as large as vLLM asks for, and transformers' own processor, which vLLM loads."""
     texts = [problem for problem, _ in FAMILIES.values()] + [word for _, words in FAMILIES.values() for word in words]
     model, tiny = build_tiny_vlm([*texts, "A. B. C. D."], hidden_size=64, num_heads=2, vision_depth=1)
-    never_say(model, [tiny.image_token_id, tiny.video_token_id])
+    never_say(model, [model.config.image_token_id, model.config.video_token_id])
     processor = Qwen2_5_VLProcessor(
         tiny.image_processor, tiny.tokenizer, Qwen2VLVideoProcessor(), chat_template=tiny.chat_template
     )

@@ -15,11 +15,6 @@ from verl.protocol import DataProto
 from verl.workers.actor import dp_actor
 from verl.workers.actor.config import ActorConfig
 
-from vgr_trl.integrations.verl.credit import SignalOptions
-from vgr_trl.integrations.verl.inside_easyr1.actor import SignalActor, register
-from vgr_trl.integrations.verl.inside_easyr1.main import put_back_moved_names
-from vgr_trl.integrations.verl.signals import actor_context
-
 MISSING = ("vllm", "qwen_vl_utils", "msgspec", "wandb")
 
 
@@ -38,19 +33,19 @@ class Mocked(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+sys.meta_path.append(Mocked())  # vLLM and what comes with it: nothing of them is called
+
+from vgr_trl.integrations.verl.credit import SignalOptions
+from vgr_trl.integrations.verl.inside_easyr1 import actor as hooks
+from vgr_trl.integrations.verl.inside_easyr1.actor import SignalActor, register
+from vgr_trl.integrations.verl.signals import actor_context
+
+
 @contextmanager
 def hooks_importable():
-    """Yield our hooks in EasyR1's trainer; vLLM and what comes with it are mocks, of which nothing is called."""
-    finder = Mocked()
-    sys.meta_path.append(finder)
-    try:
-        put_back_moved_names()
-        from vgr_trl.integrations.verl.inside_easyr1 import actor as hooks
-
-        register()
-        yield hooks
-    finally:
-        sys.meta_path.remove(finder)
+    """Yield our hooks in EasyR1's trainer."""
+    register()
+    yield hooks
 
 
 def trainer(hooks, estimator="grpo", **given):

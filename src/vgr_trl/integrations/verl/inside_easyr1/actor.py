@@ -4,6 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from vgr_trl.integrations.verl.inside_easyr1.main import put_back_moved_names
+
+put_back_moved_names()  # a worker of Ray imports this file before anything else of EasyR1
+
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch
 from verl.single_controller.base.decorator import register as decorator_register
