@@ -119,7 +119,7 @@ def test_keys_that_cannot_be_followed_stop_the_run(config, capsys, more, message
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_a_critic_as_the_file_says_in_two_processes(config, capsys):
     """The keys that the first sentence names are changed, and nothing else but the number of processes."""
     file = config.with_name("gae.yaml")

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import initialization, modeling_utils
 
-from vgr_trl.integrations.verl.inside_easyr1.main import put_back_moved_names
-
-put_back_moved_names()  # a worker of Ray imports this file before anything else of EasyR1
+# EasyR1 imports this name from where transformers 5 has it no more. A worker of Ray imports this file first.
+if not hasattr(modeling_utils, "no_init_weights"):
+    modeling_utils.no_init_weights = initialization.no_init_weights  # type: ignore[attr-defined]
 
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch

@@ -7,24 +7,9 @@ module; these names are replaced in the process that runs it.
 import sys
 from typing import Any
 
-import transformers.modeling_utils
 import yaml
 
 from vgr_trl.utils import patched_attribute
-
-# EasyR1 (b44b311) imports `no_init_weights` from where transformers 5 does not have it any more.
-#
-# Removable when EasyR1 reads it from `transformers.initialization`.
-
-
-def put_back_moved_names() -> None:
-    """Put the name back where EasyR1 looks for it."""
-    utils: Any = transformers.modeling_utils
-    if not hasattr(utils, "no_init_weights"):
-        from transformers.initialization import no_init_weights
-
-        utils.no_init_weights = no_init_weights
-
 
 PREFIX = "vgr."
 
@@ -45,13 +30,11 @@ def runner_with(options: dict[str, Any]) -> Any:
 
     class SignalRunner(plain):  # type: ignore[misc, valid-type]
         def run(self, config: Any) -> None:
-            put_back_moved_names()
-            from verl.trainer import main
+            from vgr_trl.integrations.verl.inside_easyr1.actor import SignalTrainer, SignalWorker, register  # first
 
-            from vgr_trl.integrations.verl.inside_easyr1 import actor as registered
-            from vgr_trl.integrations.verl.inside_easyr1.actor import SignalTrainer, SignalWorker
+            from verl.trainer import main  # isort: skip
 
-            registered.register()
+            register()
             trainer = type("SignalTrainer", (SignalTrainer,), {"signal_options": options})
             with patched_attribute(main, "FSDPWorker", SignalWorker), patched_attribute(main, "RayPPOTrainer", trainer):
                 super().run(config)
@@ -61,11 +44,10 @@ def runner_with(options: dict[str, Any]) -> Any:
 
 def main() -> None:
     """Train as the command line says."""
-    put_back_moved_names()
     sys.argv[1:], options = split_arguments(sys.argv[1:])
-    from verl.trainer import main as theirs
+    from vgr_trl.integrations.verl.inside_easyr1.actor import read_options  # first
 
-    from vgr_trl.integrations.verl.inside_easyr1.actor import read_options
+    from verl.trainer import main as theirs  # isort: skip
 
     read_options(options, "grpo")  # so that errors come before Ray starts
     with patched_attribute(theirs, "Runner", runner_with(options)):
