@@ -21,7 +21,6 @@ from support.trl_head import replace_missing_head
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from vgr_trl.demo.demo import FAMILIES, draw_questions
 from vgr_trl.demo.tiny_model import build_tiny_vlm
 
 torch.set_num_threads(1)
@@ -134,6 +133,8 @@ FEATURES = Features(COLUMNS | {"image": ImageFeature(), "choices": List(Value("s
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from vgr_trl.demo.demo import FAMILIES  # needs TRL, which tests of signals and sharing do not
+
     folder = tmp_path_factory.mktemp("model")
     texts = [problem for problem, _ in FAMILIES.values()] + [word for _, words in FAMILIES.values() for word in words]
     model, processor = build_tiny_vlm([*texts, "A. B. C. D."], hidden_size=32, num_layers=3, vision_depth=1)
@@ -144,6 +145,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def question_files(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from vgr_trl.demo.demo import draw_questions
+
     folder = tmp_path_factory.mktemp("questions")
     for split, count in (("train", 16), ("test", 6)):
         rows = draw_questions(count, seed=0, split=split)

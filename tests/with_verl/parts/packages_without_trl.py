@@ -15,7 +15,9 @@ from packaging.version import Version
 sys.modules["trl"] = None  # type: ignore[assignment]
 
 IMPORTS_TRL = re.compile(
-    r"^\s*(from|import) (trl\b|support\.(tr|steps\b))|\bDAPO(Config|Trainer)\b|vision_trainer", re.MULTILINE
+    r"^\s*(from|import) (trl\b|support\.(tr|steps\b)|vgr_trl\.(measure|patches|rollout|trainer)\b)"
+    r"|\bDAPO(Config|Trainer)\b|vision_trainer",
+    re.MULTILINE,
 )
 IS_OLD = Version(transformers.__version__) < Version("5.17")
 NEEDS_NEWER = re.compile(
