@@ -9,7 +9,7 @@ import sys
 
 from vgr_trl.cli.__main__ import main
 
-DAPO = ["--use_peft", "--vgr_hard_negative", "--max_short_side", "1024"]
+DAPO = ["--use_peft", "--vgr_hard_negative", "--max_short_side", "1024", "--attention_reward_scale", "none"]
 DAPO += ["--reward_weights", "2.5", "1", "0.5", "1", "--early_reward_weights", "1", "1", "2", "1"]
 
 if __name__ == "__main__":

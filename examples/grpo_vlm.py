@@ -12,6 +12,7 @@ import sys
 from vgr_trl.cli.__main__ import main
 
 MDI = ["--reward_funcs", "accuracy", "format", "mdi", "--reward_weights", "4", "1", "1"]
+MDI += ["--attention_reward_scale", "none"]
 MDI += ["--mask_truncated_completions", "true", "--compute_attention_metrics", "true", "--max_short_side", "1024"]
 MDI += ["--logging_steps", "1", "--rollout_log_steps", "1", "--colorize_output"]  # every step, on the terminal too
 

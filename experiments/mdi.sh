@@ -6,7 +6,7 @@ source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
 
 accelerate launch "${LAUNCH[@]}" "$TRAIN" "${COMMON[@]}" \
     --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct \
-    --reward_funcs accuracy format mdi \
+    --reward_funcs accuracy format mdi --attention_reward_scale none \
     --reward_weights 4 1 1 \
     --mdi_balance_ratio 2.0 \
     --rollout_log_steps 1 \

@@ -88,8 +88,8 @@ class DAPOConfig(
     early_reward_weights: list[float] | None = option(None, "Reward weights during the warm-up steps (without: the "
         "first tenth of all), before reward_weights.", needs="changing_weights")
     vgr_hard_negative: bool = option(False, "Give the reward vgr to right completions only.")
-    attention_reward_scale: Literal["none", "accuracy"] = option("none", "accuracy: rewards made of attention count as "
-        "far as the completions of a prompt differ in accuracy; none: everywhere.")
+    attention_reward_scale: Literal["accuracy", "none"] = option("accuracy", "accuracy: rewards made of attention "
+        "count as far as the completions of a prompt differ in accuracy; none: everywhere.")
     soft_punish_cache: int | None = option(None, "Tokens before max_completion_length over which the length reward "
         "falls to -1; None: a fifth of it.", ge=0, needs="length_reward")
     stop_on_collapse: bool = option(False, "End at the first sign of collapse instead of a warning.")

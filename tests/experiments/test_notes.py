@@ -18,7 +18,7 @@ from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments, DefaultRewards, RewardArguments, parse
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, default_rewards, parse
 from vgr_trl.config import PerturbationOptions
 from vgr_trl.config_converters import convert, flat
 from vgr_trl.credit import CreditOptions
@@ -26,7 +26,6 @@ from vgr_trl.data.load import load_split
 from vgr_trl.data.rows import prepare_rows
 from vgr_trl.recipes import load_recipe
 from vgr_trl.rewards import load_rewards
-from vgr_trl.rewards.loading import RewardSchedule
 from vgr_trl.utils import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -85,7 +84,7 @@ algorithm:
 def test_lines_of_further_experiments_are_read(line):
     groups = (DataArguments, RewardArguments, DAPOConfig, ModelConfig)
     _, rewards, config, _ = parse(groups, "train", [*shlex.split(line)[1:], "--use_cpu", "true", "--bf16", "false"])
-    assert rewards.reward_funcs == ["accuracy", "vgr", "format", "length"]
+    assert rewards.reward_funcs is None  # which four weights then mean
     assert (config.reward_weights, config.early_reward_weights, config.filter_min_reward) == READ[line]
     assert (config.max_completion_length, config.soft_punish_cache, config.num_generations_eval) == (384, 50, 4)
 
@@ -146,10 +145,18 @@ def test_weights_of_the_beginning_and_of_the_rest_under_their_earlier_names():
     assert (config.early_reward_weights, config.reward_weights) == ([2.5, 1.0, 0.5], [0.5, 1.0, 2.5])
     with pytest.raises(ConfigError, match="without early_reward_weights: add them"):
         parse((DataArguments, DAPOConfig), "train", flags.split())
-    # Which three rewards they are of is not known, so the four of a run are named.
-    rewards = load_rewards(DefaultRewards.of_run(config.reward_weights), max_completion_length=8)
-    with pytest.raises(ConfigError, match="3 values but there are 4 reward functions .*: give one weight per function"):
-        RewardSchedule.for_rewards(rewards, config.reward_weights)
+
+
+@pytest.mark.parametrize(
+    ("weights", "names"),
+    [
+        (None, "accuracy format length"), ([1.0, 0.5, 0.5], "accuracy format length"),
+        ([2.5, 1.0, 0.5, 1.0], "accuracy vgr format length"),
+        ([2.5, 1.0, 0.5, 0.5, 1.0], "accuracy vgr format tag_count length"),
+    ],
+)  # fmt: skip
+def test_the_number_of_weights_tells_which_rewards_are_meant(weights, names):
+    assert default_rewards(weights) == names.split()
 
 
 @pytest.mark.parametrize("value", ["(0.5,2.0)", "(0.5, 2.0)", "0.5,2.0", "0.5 2.0", "[0.5,2.0]"])
@@ -196,7 +203,7 @@ def test_a_reward_of_theirs_reads_the_balance_from_the_trainer(model_folder, que
     )
     flags = f"""train --model_name_or_path {model_folder} --data_files {question_files} --output_dir {tmp_path / "run"}
         --reward_funcs mdi {rewards}:balance_reward --use_cpu true --bf16 false --max_steps 1 --num_generations 4
-        --max_completion_length 4 --per_device_train_batch_size 8 --report_to none"""
+        --max_completion_length 4 --per_device_train_batch_size 8 --report_to none --attention_reward_scale none"""
     assert main(flags.split()) == 0
     (logged,) = [entry for entry in _history(tmp_path / "run") if "reward" in entry]
     assert logged["rewards/balance_reward/mean"] == pytest.approx(logged["rewards/mdi_reward/mean"], abs=1e-6)

@@ -115,14 +115,11 @@ class DataArguments:
         return ImageRule(ImageLimits(self.min_pixels, self.max_pixels, short or None), self.filter_big_images)
 
 
-class DefaultRewards(list[str]):
-    """The rewards of a run that names none, of which those that need images are left out where there are none."""
-
-    @classmethod
-    def of_run(cls, weights: Sequence[float] | None) -> "DefaultRewards":
-        """Return the four of every run; five weights are those of scripts that count tags too, in fourth place."""
-        counts = ("tag_count",) if weights is not None and len(weights) == 5 else ()
-        return cls(("accuracy", "vgr", "format", *counts, "length"))
+def default_rewards(weights: Sequence[float] | None) -> list[str]:
+    """Return the rewards of a run that names none: those that the users' scripts mean by four and by five weights."""
+    count = len(weights or ())
+    attention, tags = ["vgr"] * (count in (4, 5)), ["tag_count"] * (count == 5)
+    return ["accuracy", *attention, "format", *tags, "length"]
 
 
 @dataclass
@@ -161,11 +158,11 @@ class RewardFileArguments:
 class RewardArguments(RewardFileArguments):
     """Rewards"""
 
-    reward_funcs: list[str] = option(
-        DefaultRewards.of_run(None),
-        "Rewards in the order of reward_weights: names (accuracy, vgr, vgr_hard_negative, mdi, region, "
-        "blind_accuracy, format, think, tag_count, length, those of installed packages), dotted paths "
-        "(my_package.rewards.my_reward) or files (my_rewards.py:my_reward).",
+    reward_funcs: list[str] | None = option(
+        None,
+        "Rewards in the order of reward_weights (without: accuracy format length): names (accuracy, vgr, "
+        "vgr_hard_negative, mdi, region, blind_accuracy, format, think, tag_count, length, those of packages), "
+        "dotted paths (my_package.rewards.my_reward) or files (my_rewards.py:my_reward).",
     )
     reward_model_name_or_path: str | None = option(
         None, "A sequence-classification model whose score is one more, first reward."

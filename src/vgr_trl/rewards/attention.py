@@ -163,7 +163,7 @@ def _ranks(group: Sequence[float | None]) -> list[float | None]:
     return [rank(value) for value in group]
 
 
-_MIDDLES: dict[Any, float] = {vgr_reward: 0.5, vgr_hard_negative_reward: 0.0, mdi_reward: 0.0}
+ATTENTION_REWARDS: dict[Any, float] = {vgr_reward: 0.5, vgr_hard_negative_reward: 0.0, mdi_reward: 0.0}
 
 
 def scaled_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
@@ -174,26 +174,23 @@ def scaled_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
     are. Those whose accuracy is not known do not count in s; where none is, the reward is None.
 
     Args:
-        rewards: among them `vgr_reward`, `vgr_hard_negative_reward` or `mdi_reward`.
+        rewards: maybe among them `vgr_reward`, `vgr_hard_negative_reward` and `mdi_reward`.
 
     Raises:
-        RewardError: none of them is.
+        RewardError: when called, the rows have no answers.
     """
-    rewards = list(rewards)
-    scaled = [_scaled(reward, _MIDDLES[reward]) if reward in _MIDDLES else reward for reward in rewards]
-    if scaled == rewards:
-        names = " ".join(getattr(reward, "__name__", type(reward).__name__) for reward in rewards)
-        raise RewardError(
-            f"attention_reward_scale is accuracy, but the reward functions are {names or 'none'}: name vgr, "
-            "vgr_hard_negative or mdi there, or give none."
-        )
-    return scaled
+    return [_scaled(reward, ATTENTION_REWARDS[reward]) if reward in ATTENTION_REWARDS else reward for reward in rewards]
 
 
 def _scaled(reward: Any, middle: float) -> Any:
     @needs_whole_groups("vgr", optional=("solution", "choices", "label_idx", "mdi_balance_ratio"))
     @wraps(reward)
     def scaled(completions: Sequence[Any], num_generations: int | Sequence[int], **kwargs: Any) -> list[float | None]:
+        if kwargs.get("solution") is None and kwargs.get("label_idx") is None:
+            raise RewardError(
+                f"attention_reward_scale is accuracy, but the rows of {reward.__name__} have no column solution: add "
+                "one, or give attention_reward_scale none."
+            )
         rewards = reward(completions, num_generations=num_generations, **kwargs)
         accuracy = accuracy_reward(completions, **kwargs)
 
