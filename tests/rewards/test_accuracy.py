@@ -36,11 +36,12 @@ ONE = {
     "an option by its word": [("选项B，绿色", "B"), ("应选（B）", "B"), ("不选A，选B", "B")],
     "a box": [("So \\boxed{\\text{B}}. Not A.", "B"), ("not \\boxed{A}. So \\boxed{B}", "B")],
     "an option by its word, and a verb": [("正确选项为B", "B"), ("正确选项是：Ｂ。因为是草。", "B")],
-    "nothing but the last line": [
+    "nothing but a line": [
         ("B", "B"), ("It is (A) or (C).\n\n**B**.\n", "B"), ("<think>A</think>Ｂ", "B"), ("B. green", "B"),
         ("A dog barks.\nOption B", "B"), ("Choice: B.", "B"), ("choice is **B**", "B"), ("(B) or (C)\nOption (B)", "B"),
+        ("B\nbecause it is green", "B"),
     ],
-    "a statement before the last line": [("Answer: A\nThat was easy.\nB", "A"), ("选项A\n看图。\nB", "A")],
+    "a statement before a line": [("Answer: A\nThat was easy.\nB", "A"), ("选项A\n看图。\nB", "A")],
     "one letter in parentheses": [("It must be (B), as (b) grows.", "B"), ("结果（Ｂ）", "B")],
 }  # fmt: skip
 
@@ -54,7 +55,7 @@ NONE = {
     "nothing": ["", "green", "Answer:", "<answer> \n </answer>", "\\boxed{}", "<answer>\u200b</answer>"],
     "a line of prose": [
         "A dog", "I see a dog\nA dog barks", "It is a\na",
-        "Option B is wrong", "Not B", "B or C", "Optional B", "B\nis it",
+        "Option B is wrong", "Not B", "B or C", "Optional B", "B\nC", "Option B. Option C.",
         "E", "Options B", "不是选项B", "正确选项不为B",
     ],
     "not closed": ["<answer>B", "\\boxed{B", "<think>Answer: B", "</answer>B<answer>"],

@@ -52,7 +52,7 @@ def test_numbers_of_tokens_out_of_range():
 
 
 def test_a_thought_and_an_answer_without_tags():
-    well = ["<think>a</think>\nAnswer: B", " <think>\n1\n</think>\n\n**B**\n"]
+    well = ["<think>a</think>\nAnswer: B", " <think>\n1\n</think>\n\n**B**\n", "<think>a</think><answer>B</answer>"]
     badly = ["Answer: B", "<think>a</think>", "<think></think>B", "<think>a</think>!", "x <think>a</think>B",
-             "<think>a</think><think>b</think>B", "<think>a", "<think>a</think><answer>B</answer>"]  # fmt: skip
+             "<think>a</think><think>b</think>B", "<think>a"]  # fmt: skip
     assert think_only_format_reward(well + badly) == [1.0] * len(well) + [0.0] * len(badly)

@@ -27,7 +27,6 @@ from vgr_trl.config_converters import convert, read_configuration
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import keys_of
 from vgr_trl.data.images import (
-    MAX_SHORT_SIDE,
     ImageLimits,
     ImageRule,
     VideoOptions,
@@ -79,7 +78,7 @@ class DataArguments:
     min_pixels: int | None = option(None, "Enlarge smaller images to this area.")
     max_pixels: int | None = option(None, "Reduce larger images to this area.")
     max_short_side: int | None = option(None, "Reduce images whose shorter side has more pixels; 0: none.")
-    filter_big_images: bool = option(False, "Leave rows with images above max_pixels or max_short_side (1024) out.")
+    filter_big_images: bool = option(False, "Leave rows out that have an image of more than 1024 pixels on a side.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
     dataset_streaming: bool = option(False, "Read rows as they are needed (max_steps is set).")
@@ -109,10 +108,8 @@ class DataArguments:
 
     def image_rule(self) -> ImageRule:
         """Return what becomes of images that are too large or too small."""
-        short = self.max_short_side
-        if self.filter_big_images and short is None and self.max_pixels is None:
-            short = MAX_SHORT_SIDE
-        return ImageRule(ImageLimits(self.min_pixels, self.max_pixels, short or None), self.filter_big_images)
+        limits = ImageLimits(self.min_pixels, self.max_pixels, self.max_short_side or None)
+        return ImageRule(limits, self.filter_big_images)
 
 
 def default_rewards(weights: Sequence[float] | None) -> list[str]:
@@ -161,7 +158,7 @@ class RewardArguments(RewardFileArguments):
     reward_funcs: list[str] | None = option(
         None,
         "Rewards in the order of reward_weights (without: accuracy format length): names (accuracy, vgr, "
-        "vgr_hard_negative, mdi, region, blind_accuracy, format, think, tag_count, length, those of packages), "
+        "vgr_hard_negative, mdi, region, blind_accuracy, format, think_only_format, tag_count, length, of packages), "
         "dotted paths (my_package.rewards.my_reward) or files (my_rewards.py:my_reward).",
     )
     reward_model_name_or_path: str | None = option(

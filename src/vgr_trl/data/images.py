@@ -294,18 +294,18 @@ class ImageRule:
 
     Attributes:
         limits: of the size; an image beyond them is brought within.
-        leaves_out_larger: whether a row with an image above them is left out instead.
+        leaves_out_big: whether a row with an image of a side above 1024 pixels is left out.
     """
 
     limits: ImageLimits = ImageLimits(max_short_side=None)
-    leaves_out_larger: bool = False
+    leaves_out_big: bool = False
 
     def fitted(self, image: Image.Image) -> Image.Image:
         """Return `image` within the limits, or raise `DataError` if its row is to be left out."""
-        size = self.limits.size_of(*image.size)
-        if self.leaves_out_larger and min(size) < min(image.size):
+        if self.leaves_out_big and max(image.size) > MAX_SHORT_SIDE:
             excess = f"image has size {image.width}x{image.height}, which filter_big_images leaves out"
-            raise DataError(f"{excess}: at most {size[0]}x{size[1]}")
+            raise DataError(f"{excess}: at most {MAX_SHORT_SIDE} on each side")
+        size = self.limits.size_of(*image.size)
         return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
 
 

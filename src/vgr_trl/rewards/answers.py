@@ -692,12 +692,15 @@ def _stated_letter(visible: str, choices: Sequence[str]) -> str | None:
     if content is None and (statement := last_statement(visible, options=True)) is not None:
         content, in_sentence = statement
     if content is None:
-        return letter_in_parentheses(visible) or _last_line_letter(visible, choices)
+        return letter_in_parentheses(visible) or _letter_on_a_line(visible, choices)
     return read_letter(content, choices, in_sentence=in_sentence) or (None if choices else read_labelled(content))
 
 
-def _last_line_letter(visible: str, choices: Sequence[str]) -> str | None:
-    """The capital letter that the last line consists of, with its option's text or behind `Option` if at all."""
-    line = unwrap(half_width(visible).strip().rpartition("\n")[2])
-    match = _BARE.match(line)
-    return read_letter(line[match.end() :], choices) if match else None
+def _letter_on_a_line(visible: str, choices: Sequence[str]) -> str | None:
+    """The one capital letter that lines consist of, with its option's text or behind `Option`; None if not one."""
+    letters = set()
+    for line in map(unwrap, half_width(visible).splitlines()):
+        if match := _BARE.match(line):
+            letters.add(read_letter(line[match.end() :], choices))
+    letters.discard(None)
+    return letters.pop() if len(letters) == 1 else None

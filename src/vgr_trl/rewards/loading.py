@@ -28,7 +28,7 @@ from vgr_trl.utils import ConfigError, RewardError
 for _names, _reward in (
     (("accuracy", "accuracy_reward", "mc_idx_reward"), accuracy_reward),
     (("format", "think_format_reward"), think_format_reward),
-    (("think", "think_only_format_reward"), think_only_format_reward),
+    (("think_only_format", "think_only_format_reward"), think_only_format_reward),
     (("tag_count", "tag_count_reward"), tag_count_reward),
     (("vgr", "vgr_reward"), vgr_reward),
     (("vgr_hard_negative", "vgr_hard_negative_reward"), vgr_hard_negative_reward),

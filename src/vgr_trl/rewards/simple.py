@@ -90,9 +90,9 @@ def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float
 
 
 def think_only_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    """Return 1 for each completion that is `<think>…</think>` followed by any text (`Answer: B`), 0 for the others.
+    """Return 1 for each completion that is one `<think>…</think>` followed by any text (`Answer: B`), 0 for the others.
 
-    As `think_format_reward`, but the answer stands without its tags.
+    Thought and text must have at least one letter, digit or ideograph each.
 
     Args:
         completions: N completions as TRL passes them, lists of messages or strings.
@@ -100,8 +100,13 @@ def think_only_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[
     Raises:
         RewardError: a completion is no text.
     """
-    texts = map(completion_text, completions)
-    return [float(_is_well_formed(text.replace("</think>", "</think><answer>", 1) + "</answer>")) for text in texts]
+    return [float(_is_thought_and_text(completion_text(completion))) for completion in completions]
+
+
+def _is_thought_and_text(text: str) -> bool:
+    thought, _, rest = text.strip().removeprefix("<think>").partition("</think>")
+    is_one = text.count("<think>") == text.count("</think>") == 1 and text.lstrip().startswith("<think>")
+    return is_one and _says_something(thought) and _says_something(rest)
 
 
 def tag_count_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:

@@ -24,7 +24,7 @@ NEEDS_NEWER = re.compile(
     r"qwen3_5|qwen3_next|lfm2|linear_attention|test_training_passes\[checkpointing-True|test_reentrant_checkpointing"
     r"|test_installed_entry_points"
     r"|test_attention_with_prompts_shared\[gemma3n\]|test_scores\[gemma3n-auto|test_gradients\[llama4_text-checkpointing"
-    r"|test_gradients_are_the_same\[process_worker|test_steps_of_the_trainer"
+    r"|test_processes.py::test_gradients_are_the_same|test_steps_of_the_trainer"
 )
 
 
