@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from PIL import Image
 from support.trainers import STOCK, letters_reward, logged, tiny_model
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOConfig
 
 from vgr_trl import DAPOConfig, DAPOTrainer
@@ -39,6 +40,26 @@ def build(text_trainer, tmp_path):
 @pytest.fixture
 def vision(vision_trainer, tmp_path):
     return partial(vision_trainer, output_dir=tmp_path, **LONGER), vision_trainer.rows
+
+
+@pytest.mark.parametrize(("silent", "printer"), [(True, PrinterCallback), (False, ProgressCallback)])
+def test_a_step_prints_one_line_and_callbacks_get_everything(build, capsys, silent, printer):
+    seen = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(len(logs))
+
+    trainer = build(disable_tqdm=silent)
+    trainer.add_callback(Tracker())
+    trainer.train()
+    out, err = capsys.readouterr()
+    assert re.findall(r"^step (\d)/2  reward .* loss ", out, re.M) == ["1", "2"]
+    assert "{" not in out + err
+    assert min(seen[:2]) > 30
+    trainer.remove_callback(printer)  # as scripts do that print lines of their own
+    trainer.log({"loss": 1.0})
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("changed", [{}, {"num_iterations": 2}, {"gradient_accumulation_steps": 2, "max_steps": 1}])

@@ -1,4 +1,4 @@
-"""Callbacks of a run: SIGTERM, updates that are not finite, signs of a collapse, trackers that fail."""
+"""Callbacks of a run: the line of a step, SIGTERM, updates that are not finite, signs of collapse, failing trackers."""
 
 import re
 import signal
@@ -15,12 +15,14 @@ import yaml
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import integration_utils
 from transformers.utils import logging
 
 from vgr_trl.loss import collapse_warning
 from vgr_trl.metrics import MetricHistory, StepMetrics, collapse_sentence, find_collapse
+from vgr_trl.reporting.markdown import evaluation_line, step_line
 from vgr_trl.utils import ConfigError, NotFiniteError, error_text, patched_attribute
 
 if TYPE_CHECKING:
@@ -29,6 +31,45 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 EXIT_STATUS = 128 + signal.SIGTERM  # what a shell says of a process that the signal has ended
 SECONDS_OF_ONE_REQUEST = 10
+WINDOW = 20  # logs over which the seconds of a step are averaged
+
+
+class StepLines(PrinterCallback):
+    """Prints one line a step, in place of a dictionary of a hundred numbers, and one for an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        super().on_train_begin(args, state, control, **kwargs)
+        self._times.append((state.global_step, time.monotonic()))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print a line on the main process."""
+        line = None
+        if logs and "eval_reward" in logs:
+            line = evaluation_line(state.global_step, logs)
+        elif logs and "loss" in logs:
+            self._times.append((state.global_step, time.monotonic()))
+            (first, started), (last, now) = self._times[0], self._times[-1]
+            seconds = (now - started) / (last - first) if last > first else None
+            line = step_line(state.global_step, state.max_steps, logs, seconds)
+        if line is not None and state.is_world_process_zero:
+            with tqdm.external_write_mode():
+                print(line, flush=True)
+
+
+class BarAndLines(StepLines, ProgressCallback):
+    """The progress bar of transformers, above it the lines."""
+
+
+def print_lines(trainer: "DAPOTrainer") -> None:
+    """Let lines stand for the dictionaries that transformers prints; in a notebook its table stays."""
+    callbacks = trainer.callback_handler.callbacks
+    ours = {PrinterCallback: StepLines, ProgressCallback: BarAndLines}
+    callbacks[:] = [ours[type(each)]() if type(each) in ours else each for each in callbacks]
 
 
 def _pass_over_signals(initialise: Callable[[int], None] | None, worker: int) -> None:

@@ -13,7 +13,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 
 from vgr_trl.batch import Prompts, valid_tokens, with_perturbed_rows
-from vgr_trl.callbacks import CollapseWatch, FiniteUpdates, guard_trackers
+from vgr_trl.callbacks import CollapseWatch, FiniteUpdates, guard_trackers, print_lines
 from vgr_trl.checkpoints import ResumableTrainer
 from vgr_trl.credit import OF_REWARD, as_weights, own_rules, shape_advantages
 from vgr_trl.critic import Critic
@@ -182,6 +182,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         if self.accelerator.mixed_precision != "fp16":
             self.add_callback(FiniteUpdates(self.accelerator, self.step_metrics))
         guard_trackers(self)
+        print_lines(self)
 
     def _all_agree(self, answer: bool) -> bool:
         return bool(self.accelerator.gather(torch.tensor([answer], device=self.accelerator.device)).all())

@@ -560,17 +560,30 @@ def find_idle_options(trainer: "DAPOTrainer") -> dict[str, str]:
     return unused_options(trainer.args, [name for name, holds in facts.items() if not holds])
 
 
+def describe_sharing(features: Mapping[str, Feature], num_generations: int) -> str:
+    """Return a sentence on where prompts are computed once, and why not elsewhere."""
+    stages: dict[str | None, list[str]] = {}
+    for stage in ("generation", "scoring", "training"):
+        stages.setdefault(features[f"share_{stage}"].reason, []).append(stage)
+    where = [
+        f"in {', '.join(names)}" if reason is None else f"not in {', '.join(names)} ({reason})"
+        for reason, names in stages.items()
+    ]
+    return f"Each prompt is computed once for its {num_generations} completions: {'; '.join(where)}."
+
+
 def announce(trainer: "DAPOTrainer") -> None:
-    """Let the main process log what passes leave out and compute once, and which options are risky or idle."""
+    """Let the main process log where prompts are computed once, and which options are risky or idle."""
     if not trainer.accelerator.is_main_process:
         return
     args, features = trainer.args, trainer.features
-    logger.warning(describe_features(features))
+    logger.warning(describe_sharing(features, trainer.num_generations))
+    logger.info(describe_features(features))
     shared = features["share_generation"].enabled or features["share_training"].enabled
     if shared and has_active_dropout(trainer.model, when_training=True):
         logger.warning("Where prompts are shared, the completions of a prompt share the dropout drawn over it.")
     if trainer._is_vlm:
-        logger.warning(str(trainer.vision_cache))
+        logger.info(str(trainer.vision_cache))
     risk = coefficient_warning(args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2)
     if risk is not None:
         logger.warning(risk)

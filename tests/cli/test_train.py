@@ -88,7 +88,7 @@ def test_a_folder_with_test_is_evaluated_where_it_is_asked_for(train, rows, tmp_
     save(rows.select(range(8, 10)), tmp_path / "set" / "test.parquet")
     printed, is_evaluated = train("--dataset_path", "set", *EVERY_STEP)
     assert "8 rows to train on, 2 rows to evaluate on" in printed
-    assert "before step 1 4 completions of the data to evaluate on" in printed
+    assert "at step 0 4 completions of the data to evaluate on" in printed
     assert (0, "eval") in read_run(tmp_path / "out").steps()
     assert is_evaluated
     printed, _ = train("--dataset_path", "set", "--output_dir", "other")

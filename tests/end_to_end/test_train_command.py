@@ -56,9 +56,11 @@ def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, cap
         "16 rows to train on, 6 rows to evaluate on",
         "accuracy_reward x 2.5 (early 1), vgr_reward x 1 (early 0), think_format_reward x 0.5 (early 2)",
         "2 prompts x 4 completions = 8",
-        f"vgr-trl report {output}",
     ):
         assert part in " ".join(screen.split()), part
+    assert len(re.findall(r"^ \w", screen[: screen.index("step 1/2")], re.M)) <= 10, "rows, which long paths break"
+    reached = r"training +reward -?[\d.]+ → -?[\d.]+, accuracy .*\nevaluation +reward .* on 6 rows of .*\n(.*)\n$"
+    assert f"vgr-trl report {output}" in re.search(reached, screen)[1]
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     assert [entry["reward_weights/think_format_reward"] for entry in history if "reward" in entry] == [2.0, 0.5]
     evaluated = [entry for entry in history if "eval_reward" in entry]
@@ -132,7 +134,7 @@ def test_ctrl_c_names_a_saved_checkpoint(model_folder, question_files, tmp_path,
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vgr_trl.cli.train.StepLines.on_train_end", interrupt, raising=False)
+    monkeypatch.setattr("vgr_trl.callbacks.StepLines.on_train_end", interrupt, raising=False)
     more = f"--reward_funcs format --save_steps {1 if saves else 9} --compute_attention_metrics false".split()
     more += [] if saves else ["--save_strategy", "no"]
     assert main(["train", *flags(model_folder, question_files, tmp_path, *more)]) == 130

@@ -55,6 +55,7 @@ class RunArguments:
         "file of your own, my.yaml). --config overrides them, and flags override both.")
     dry_run: bool = option(False, "Load everything, put a few prompts through one step, show them and what the whole "
         "run would take, and write nothing.")
+    verbose: bool = option(False, "Say at the start what every feature does, or why it is off.")
     ignore_unknown_keys: bool = option(False, "With a configuration of EasyR1, MTRL or verl as --config: run without "
         "the keys that have no meaning here; without this flag they stop the run.")
 

@@ -7,7 +7,6 @@ import resource
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from copy import copy
@@ -20,7 +19,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from rich.console import Console
 from rich.table import Column, Table
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from vgr_trl.callbacks import EXIT_STATUS, SaveOnTermination
@@ -54,7 +53,7 @@ from vgr_trl.data.read import parse_data_files, readable
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.options import changed_options
 from vgr_trl.patches import close_group_at_exit, let_gloo_finish
-from vgr_trl.reporting.markdown import duration, print_record, step_line
+from vgr_trl.reporting.markdown import duration, print_record, reached_lines
 from vgr_trl.reporting.recorder import RecordBefore, is_recorded_before
 from vgr_trl.reporting.records import read_run, refuse_unwritable
 from vgr_trl.rewards.attention import ATTENTION_REWARDS
@@ -73,8 +72,8 @@ from vgr_trl.validate import reads_boxes
 RUN_FILE = "run.json"
 METRICS = "metrics.json"
 FIRST_ROWS = 16  # of a stream, which show whether it has images
-WINDOW = 20  # logs over which the seconds of a step are averaged
-ALWAYS_SHOWN = (
+SHOWN = "learning_rate", "temperature", "max_completion_length", "loss_type", "beta", "use_vllm", "seed"
+SHOWN_IF_VERBOSE = (
     "loss_type", "epsilon", "epsilon_high", "beta", "learning_rate", "lr_scheduler_type", "warmup_steps",
     "temperature", "max_completion_length", "num_iterations", "scale_rewards", "importance_sampling_level",
     "mask_truncated_completions", "use_vllm", "bf16", "gradient_checkpointing", "seed",
@@ -93,23 +92,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
     separate_lora_modules(model)
+    config.disable_tqdm = True  # lines of steps, and no bar
     build = partial(build_trainer, data, rewards, config, model)
     if how.dry_run:
         with one_sentence():
-            dry_run(config, source_of(data), build)
+            dry_run(config, source_of(data), build, how.verbose)
         return 0
-    trainer = train(data, config, identity_of(data, rewards, config, model), build)
+    trainer = train(data, config, identity_of(data, rewards, config, model), build, how.verbose)
     return EXIT_STATUS if was_terminated(trainer) else 0
 
 
 def train(
-    data: DataArguments, config: DAPOConfig, identity: dict[str, Any], build: Callable[[], DAPOTrainer]
+    data: DataArguments, config: DAPOConfig, identity: dict[str, Any], build: Callable[[], DAPOTrainer], verbose: bool
 ) -> DAPOTrainer:
     """Train, save model, state and metrics to `output_dir`, return the trainer.
 
     Args:
         identity: what must be the same for the run to be continued.
         build: makes the trainer from `config`.
+        verbose: as `describe_run` takes it.
 
     Raises:
         ConfigError, DataError, RewardError: an option, the data or a reward cannot be used; nothing was trained.
@@ -125,13 +126,11 @@ def train(
     is_trained = only_lacks_its_model(trainer, checkpoint, steps, metrics_file)  # metrics are written last
     if not is_trained:
         refuse_finished(checkpoint, steps)
-    for printer in (PrinterCallback, ProgressCallback):  # files and trackers get their numbers all the same
-        trainer.remove_callback(printer)
-    for callback in (StepLines(), RecordBefore(trainer), SaveOnTermination(trainer.accelerator)):
+    for callback in (RecordBefore(trainer), SaveOnTermination(trainer.accelerator)):
         trainer.add_callback(callback)
     if is_main:
         write_identity(output_dir, identity)
-        print_plan(describe_run(trainer, source_of(data), checkpoint))
+        print_plan(describe_run(trainer, source_of(data), checkpoint, verbose))
     trainer.accelerator.wait_for_everyone()  # all have looked for the metrics
     if is_trained:
         load_trained(trainer, str(checkpoint))
@@ -156,7 +155,9 @@ def train(
             metrics = final_metrics(trainer)
             if is_main:
                 write_atomic(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
-                print(f"Model and metrics are in {output_dir}; vgr-trl report {output_dir} makes a page of them.")
+                evaluated = f"{_rows(trainer.eval_dataset)} of {source_of(evaluation_source(data))}"
+                print(*reached_lines(trainer.state.log_history, evaluated), sep="\n")
+                print(f"Model, metrics and completions are in {output_dir}. Next: vgr-trl report {output_dir}")
     trainer.accelerator.wait_for_everyone()
     let_gloo_finish()
     trainer.accelerator.end_training()  # what `trainer.end` does, which transformers 5.17 has not
@@ -328,11 +329,14 @@ def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
     write_atomic(output_dir / RUN_FILE, (json.dumps(identity, indent=2) + "\n").encode())
 
 
-def describe_run(trainer: DAPOTrainer, source: str, checkpoint: str | None) -> list[tuple[str, str]]:
+def describe_run(
+    trainer: DAPOTrainer, source: str, checkpoint: str | None, verbose: bool = False
+) -> list[tuple[str, str]]:
     """Return what the run is going to do as (what, value) pairs.
 
     Args:
         checkpoint: where the run continues, or None.
+        verbose: add every feature, on or off and why, further options, and those without effect.
     """
     args, idle = trainer.args, trainer.idle_options
     switched_on = [name for name in changed_options(args) if name in OWN_OPTIONS and name not in idle]
@@ -342,25 +346,29 @@ def describe_run(trainer: DAPOTrainer, source: str, checkpoint: str | None) -> l
     ]
     per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     before = args.eval_batch_size * trainer.accelerator.num_processes
+    trained = f"{sum(size for size, trains in sizes if trains):,} of {sum(size for size, _ in sizes):,} parameters"
+    rollout = f"{args.prompts_per_rollout} prompts x {args.num_generations} completions = {args.generation_batch_size}"
+    saved = f"a checkpoint every {args.save_steps:g} steps" if args.save_strategy == "steps" else "the model at the end"
+    step = (
+        f"{args.per_device_train_batch_size} per device x {args.world_size} processes x "
+        f"{args.gradient_accumulation_steps} accumulated = {per_step}"
+    )
     return [
-        ("model", f"{model.config._name_or_path or type(model).__name__} ({type(model).__name__})"),
+        ("model", f"{model.config._name_or_path or type(model).__name__} ({type(model).__name__}), trains {trained}"),
         ("processes", describe_processes(trainer.accelerator)),
-        ("parameters", f"{sum(size for size, trained in sizes if trained):,} trained of {sum(s for s, _ in sizes):,}"),
         ("data", f"{source}: {_rows(trainer.train_dataset)} to train on, {_rows(trainer.eval_dataset)} to evaluate on"),
         ("rewards", _rewards(trainer)),
-        ("options", _values(args, ALWAYS_SHOWN)),
+        ("options", _values(args, SHOWN_IF_VERBOSE if verbose else SHOWN)),
         *([("on", _values(args, switched_on))] if switched_on else []),
-        *[("without effect", f"{_values(args, [name])} because {why}") for name, why in idle.items()],
-        ("rollout", f"{args.prompts_per_rollout} prompts x {args.num_generations} completions = "
-                    f"{args.generation_batch_size}"),
-        ("step", f"{args.per_device_train_batch_size} per device x {args.world_size} processes x "
-                 f"{args.gradient_accumulation_steps} accumulated = {per_step} completions; a rollout serves "
-                 f"{steps_per_rollout(args):g} steps"),
-        ("passes", describe_features(trainer.features)),
-        *([("before step 1", f"{before} completions of the data to evaluate on, with their rewards, for the report")]
+        *([("step", f"{step} completions"), ("passes", describe_features(trainer.features)),
+           ("images", str(trainer.vision_cache)),
+           *[("without effect", f"{_values(args, [name])} because {why}") for name, why in idle.items()]]
+          if verbose else []),
+        *([("at step 0", f"{before} completions of the data to evaluate on, with their rewards, for the report")]
           if checkpoint is None and is_recorded_before(trainer) else []),
-        ("steps", str(total_steps(trainer))),
-        ("output", f"{args.output_dir}" + (f", continued from {checkpoint}" if checkpoint else "")),
+        ("steps", f"{total_steps(trainer)} of {per_step} completions; a rollout, {rollout}, serves "
+                  f"{steps_per_rollout(args):g}"),
+        ("output", f"{args.output_dir}, {saved}" + (f", continued from {checkpoint}" if checkpoint else "")),
     ]  # fmt: skip
 
 
@@ -383,7 +391,7 @@ def print_plan(rows: list[tuple[str, str]]) -> None:
     table = Table(Column(style="bold", no_wrap=True), Column(overflow="fold"), show_header=False, box=None)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    (Console() if sys.stdout.isatty() else Console(width=100)).print(table)
 
 
 def total_steps(trainer: DAPOTrainer) -> int:
@@ -414,23 +422,23 @@ def steps_per_rollout(config: DAPOConfig) -> float:
     return (config.steps_per_generation or 1) * config.num_iterations / config.gradient_accumulation_steps
 
 
-def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer]) -> None:
+def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], verbose: bool) -> None:
     """Build a trainer, let it make one small step, and print what came out and what the whole run would take.
 
     Args:
         config: of the run; it is changed, so that the step is small and writes to a folder that is removed.
         build: makes the trainer from `config`.
+        verbose: as `describe_run` takes it.
     """
     whole = copy(config)
     with tempfile.TemporaryDirectory(prefix="vgr_trl_dry_run_") as folder:
         _make_small(config, folder)
         trainer = build()
-        for callback in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(callback)
+        trainer.remove_callback(PrinterCallback)
         trainer.args.eval_strategy = "no"
         if trainer.accelerator.is_main_process:
-            of_small_step = ("rollout", "step", "steps", "output")
-            print_plan([row for row in describe_run(trainer, source, None) if row[0] not in of_small_step])
+            of_small_step = ("step", "steps", "output")
+            print_plan([row for row in describe_run(trainer, source, None, verbose) if row[0] not in of_small_step])
         started = time.monotonic()
         trainer.train()
         seconds = time.monotonic() - started
@@ -485,28 +493,3 @@ def final_metrics(trainer: DAPOTrainer) -> dict[str, float]:
     if trainer.eval_dataset is not None and (is_best or not logged()):
         trainer.evaluate()
     return {} if trainer.eval_dataset is None else logged()
-
-
-class StepLines(TrainerCallback):
-    """Prints one line a step, in place of a dictionary of a hundred numbers, and one for an evaluation."""
-
-    def __init__(self) -> None:
-        self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock."""
-        self._times.append((state.global_step, time.monotonic()))
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Print a line on the main process."""
-        if not logs or not state.is_world_process_zero:
-            return
-        if "eval_reward" in logs:
-            numbers = {"reward": "eval_reward", "accuracy": "eval_rewards/accuracy_reward/mean"}
-            shown = [f"{name} {logs[key]:.3f}" for name, key in numbers.items() if key in logs]
-            print(f"evaluation at step {state.global_step}  {'  '.join(shown)}", flush=True)
-        elif "loss" in logs:
-            self._times.append((state.global_step, time.monotonic()))
-            (first, started), (last, now) = self._times[0], self._times[-1]
-            seconds = (now - started) / (last - first) if last > first else None
-            print(step_line(state.global_step, state.max_steps, logs, seconds), flush=True)

@@ -3,10 +3,11 @@
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from jinja2 import Environment
@@ -18,6 +19,7 @@ from vgr_trl.reporting.records import Completion, Record, as_json
 from vgr_trl.utils import append_atomic, printable
 
 FOLDER = "training_logs"
+REACHED = 10  # steps whose mean is where a training begins, and where it ends
 FULL = b"\n\nThis file has reached rollout_log_max_megabytes: `vgr-trl report` shows the completions that came later.\n"
 
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # what CommonMark lets a backslash precede
@@ -198,6 +200,35 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
     if seconds_per_step is not None:
         parts += [f"{seconds_per_step:.1f} s/step", f"{duration((total - step) * seconds_per_step)} left"]
     return "  ".join(parts)
+
+
+def evaluation_line(step: int, logs: Mapping[str, float]) -> str:
+    """Return one line on what the trainer logged of an evaluation: step, reward, accuracy."""
+    shown = [f"{heading} {logs[f'eval_{name}']:.3f}" for heading, name, _ in _STEP_LINE[:2] if f"eval_{name}" in logs]
+    return f"evaluation at step {step}  {'  '.join(shown)}"
+
+
+def reached_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list[str]:
+    """Return lines with reward and accuracy at the beginning and at the end, of training and of evaluations.
+
+    Args:
+        history: `log_history` of a trainer's state.
+        evaluated: how many rows of what.
+    """
+    lines = []
+    for title, prefix in (("training", ""), ("evaluation", "eval_")):
+        logs = [entry for entry in history if f"{prefix}reward" in entry]
+        few = 1 if prefix else min(REACHED, (len(logs) + 1) // 2)
+        parts = []
+        for heading, name, _ in _STEP_LINE[:2]:
+            if values := [entry[prefix + name] for entry in logs if prefix + name in entry]:
+                ends = [fmean(values[:few]), fmean(values[-few:])][len(values) == 1 :]
+                parts.append(f"{heading} {' → '.join(f'{end:.3f}' for end in ends)}")
+        if parts:
+            which = f"on {evaluated}" if prefix else f"in the first and last {few} of {len(logs)} logs"
+            steps = " to ".join(str(entry["step"]) for entry in logs[:: max(1, len(logs) - 1)])
+            lines.append(f"{title:<12}{', '.join(parts)} {which}, step {steps}")
+    return lines
 
 
 def duration(seconds: float) -> str:
