@@ -17,6 +17,7 @@ LEGEND = """
 passes: over the completions of a rollout, beside generation, without + with gradients. The attention metrics of a run
 with images share the first of them; where there is none they are one more (not with --compute_attention_metrics false).
 vgr-trl recipes NAME shows one, with departures and numbers; vgr-trl train --recipe NAME starts from it."""
+TEMPLATES = Path(__file__).parent / "templates"
 RENAMED = r"`\w*gradient_checkpointing\w*` is deprecated"  # by transformers 5.23, and TRL 1.16 calls it at every step
 
 
@@ -26,7 +27,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 def demo(argv: Sequence[str]) -> int:
     """Warm-start a tiny vision-language model, train it, and return 0 if its accuracy on new questions rose."""
-    from vgr_trl.demo import Options  # imported once the command is known, as it may take seconds
+    from vgr_trl.demo import Options
 
     parser = _parser("demo")
     parser.add_argument("--seed", type=int, default=0, help="of questions, weights and sampling (default 0)")
@@ -34,6 +35,7 @@ def demo(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=Options.steps, help=f"of reinforcement (default {Options.steps})")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     flags = parser.parse_args(argv)
+    _say_what_loads("demo")
     from vgr_trl.cli.train import check_output_dir, write_identity
     from vgr_trl.demo.demo import run_demo
 
@@ -89,7 +91,7 @@ def init(argv: Sequence[str]) -> int:
     parser.add_argument("--laptop", action="store_true", help="for a CPU, with a tiny model and data (a minute or two)")
     flags = parser.parse_args(argv)
     folder = flags.file.parent / "tiny_vlm"
-    template = Path(__file__).parent / "templates" / ("laptop.yaml" if flags.laptop else "gpu.yaml")
+    template = TEMPLATES / ("laptop.yaml" if flags.laptop else "gpu.yaml")
     try:
         with flags.file.open("x", encoding="utf-8") as file:
             file.write(template.read_text(encoding="utf-8").format(name=flags.file, tiny=folder))
@@ -115,6 +117,11 @@ def env(argv: Sequence[str]) -> int:
     print(f"vgr_trl {__version__}")
     print_env()
     return 0
+
+
+def _say_what_loads(command: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"vgr-trl {__version__}: {command}; loading torch, transformers and TRL", file=sys.stderr, flush=True)
 
 
 def _imported(name: str) -> Callable[[Sequence[str]], int]:
@@ -150,9 +157,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         if name in ("train", "evaluate"):
-            if os.environ.get("RANK", "0") == "0":
-                loading = f"vgr-trl {__version__}: {name}; loading torch, transformers and TRL"
-                print(loading, file=sys.stderr, flush=True)
+            if name == "train" and rest in (["--help"], ["-h"]):  # at once, as the groups take seconds to load
+                print((TEMPLATES / "train_help.txt").read_text(encoding="utf-8"), end="", flush=True)
+            else:
+                _say_what_loads(name)
             from vgr_trl.cli.arguments import convert_flags
 
             name, rest = convert_flags(name, rest)

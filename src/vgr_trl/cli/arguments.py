@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal, NoReturn, get_type_hints
 
 import yaml
@@ -210,7 +211,7 @@ def one_sentence() -> Iterator[None]:
         raise ConfigError(f"{type(error).__name__}: {error_text(error, 450)}") from error
 
 
-# The options of TRL that most runs set; `--help-all` lists the others.
+# The options of TRL that most runs set: `--help training` lists them, `--help others` the rest.
 COMMON = (
     "model_name_or_path", "dtype", "attn_implementation", "use_peft", "lora_r", "lora_alpha", "lora_target_modules",
     "load_in_4bit", "output_dir", "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_steps", "seed",
@@ -219,6 +220,7 @@ COMMON = (
     "eval_steps", "report_to",
 )  # fmt: skip
 RARE = "others"  # the stage of TRL's options that are seldom set
+ON_ONE_PAGE = 4  # stages whose options are shown at once
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {"train": {"logging_steps": 1}}  # of a command, not of its dataclasses
 
 
@@ -233,13 +235,19 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _Help(argparse.Action):
-    """Prints the options by stage without the rare ones of TRL, those of one stage (`--help kl`), or all."""
+    """Prints the options of one stage (`--help kl`), all, or, where there are many stages, a line on each."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if isinstance(values, str) and values not in parser.stages:
             raise ConfigError(f"There is no stage {values} in the help: give one of {', '.join(parser.stages)}.")
-        names = [values] if isinstance(values, str) else [name for name in parser.stages if self.const or name != RARE]
-        parser._action_groups = [parser.stages[name] for name in names]
+        if not (self.const or values) and len(parser.stages) > ON_ONE_PAGE:
+            print("Options, by group:")
+            for name, group in parser.stages.items():
+                title = shorten(str(group.title).rpartition(" [")[0], 72, placeholder=" …")
+                print(f"  {name:<14}{len(group._group_actions):>3}  {title}")
+            print(f"\n{parser.prog} --help kl shows those of a group, --help-all all of them.")
+            parser.exit()
+        parser._action_groups = [parser.stages[values]] if values else list(parser.stages.values())
         parser.print_help()
         parser.exit()
 
@@ -316,7 +324,7 @@ class _Parser(HfArgumentParser):
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return a sentence with the nearest of the known names, or where to find them."""
     nearest = get_close_matches(name, known, n=1, cutoff=0.6)
-    return f" Did you mean {nearest[0]}?" if nearest else " --help lists them, --help-all those of TRL too."
+    return f" Did you mean {nearest[0]}?" if nearest else " --help-all lists them."
 
 
 def parse(
