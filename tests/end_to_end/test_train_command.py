@@ -1,5 +1,6 @@
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ from support.checkpoints import complete_checkpoints
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.evaluate import load_for_inference
+from vgr_trl.cli.train import fitting_options
 from vgr_trl.demo.demo import Questions, draw, draw_questions
+from vgr_trl.utils import ConfigError
 
 
 def flags(model: Path, files: str, output: Path, *more: str) -> list[str]:
@@ -41,6 +44,49 @@ def test_the_command_that_init_prints_for_a_laptop_trains(tmp_path, monkeypatch,
     evaluated = [entry["step"] for entry in history if "eval_rewards/accuracy_reward/mean" in entry]
     assert evaluated == [0, 2], "accuracy can be compared"
     assert complete_checkpoints(Path("runs/first")), "to resume from"
+
+
+def test_from_a_file_to_a_trained_model_an_evaluation_and_a_page(model_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("webbrowser.open", lambda page: pytest.fail("not on a terminal"))
+    with open("my.jsonl", "w") as file:
+        for number, row in enumerate(draw_questions(12, seed=0, split="train")):
+            row.pop("image").save(f"{number}.png")
+            file.write(
+                json.dumps({"question": row["problem"], "answer": row["solution"], "image": f"{number}.png"}) + "\n"
+            )
+    assert main(["quickstart", "my.jsonl"]) == 1
+    assert "--model" in capsys.readouterr().err
+    shorter = "--max_steps 1 --per_device_train_batch_size 8 --max_completion_length 4 --system_prompt_file none"
+    assert main(["quickstart", "my.jsonl", "--model", str(model_folder), *shorter.split()]) == 0
+    run, screen = Path("runs/quickstart"), capsys.readouterr().out
+    assert (run / "model.safetensors").is_file()
+    assert f"{run}/report.html" in screen
+    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    evaluated = [entry["step"] for entry in history if "eval_rewards/accuracy_reward/mean" in entry]
+    assert evaluated == [0, 1], "before and after, on rows that are not trained on"
+    assert "11 rows to train on, 1 rows to evaluate on" in " ".join(screen.split())
+    again = shlex.split(re.search(r"^ *vgr-trl (train .*)$", screen, re.M)[1])
+    assert main([*again, "--dry_run", "--output_dir", "other"]) == 0, "the command to go on from"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "gigabytes", "device", "expected"),
+    [
+        (3e5, 8, "cpu", {"use_cpu": "true", "use_peft": None, "max_completion_length": "64"}),
+        (4e9, 24, "cuda", {"use_peft": "true", "dtype": "bfloat16", "per_device_train_batch_size": "4"}),
+        (4e9, 140, "cuda", {"use_peft": None, "dtype": "float32", "per_device_train_batch_size": "8"}),
+    ],
+)
+def test_sizes_fit_the_machine(parameters, gigabytes, device, expected):
+    options = fitting_options(parameters, gigabytes * 1e9, device)
+    assert {name: options.get(name) for name in expected} == expected
+    assert int(options["per_device_train_batch_size"]) * int(options["gradient_accumulation_steps"]) == 64
+
+
+def test_a_model_that_is_too_large_is_one_sentence():
+    with pytest.raises(ConfigError, match="32.0 billion parameters"):
+        fitting_options(32e9, 24e9, "cuda")
 
 
 def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, capsys):

@@ -3,8 +3,10 @@
 import argparse
 import importlib
 import os
+import shlex
 import sys
 import warnings
+import webbrowser
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -44,6 +46,46 @@ def demo(argv: Sequence[str]) -> int:
     write_identity(flags.output_dir, identity)
     options = Options(seed=flags.seed, steps=flags.steps, threads=flags.threads)
     return 0 if run_demo(options, flags.output_dir) else 1
+
+
+def quickstart(argv: Sequence[str]) -> int:
+    """Train with sizes that fit this machine, evaluated before and after on rows held out, and open the page of it.
+
+    Flags of `train` may follow, and win.
+    """
+    parser = _parser("quickstart")
+    parser.usage = "vgr-trl quickstart DATA --model MODEL [--output_dir DIR] [flags of train]"
+    parser.add_argument("data", help="a file (JSONL, JSON, CSV, Parquet), a folder, or a name on the hub")
+    parser.add_argument("--model", help="a folder, or a name on the hub")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/quickstart"), help="(default runs/quickstart)")
+    flags, more = parser.parse_known_args(argv)
+    if flags.model is None:
+        raise ConfigError(
+            "Give --model: Qwen/Qwen3-VL-4B-Instruct on a GPU, or on a CPU the tiny one that vgr-trl init --laptop "
+            "makes: vgr-trl quickstart tiny_vlm/train.parquet --model tiny_vlm/model --system_prompt_file none."
+        )
+    _say_what_loads("quickstart")
+    import torch
+
+    from vgr_trl.cli.arguments import option_of_source
+    from vgr_trl.cli.evaluate import count_parameters
+    from vgr_trl.cli.train import fitting_options
+    from vgr_trl.cli.train import main as train
+
+    device, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if torch.cuda.is_available():
+        device, memory = "cuda", torch.cuda.mem_get_info()[1]
+    options = {"model_name_or_path": flags.model, option_of_source(flags.data): flags.data}
+    options |= {"output_dir": str(flags.output_dir)} | fitting_options(count_parameters(flags.model), memory, device)
+    given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in more if word.startswith("--")}
+    words = [word for name, value in options.items() if name not in given for word in (f"--{name}", value)] + more
+    print(f"The same as this, to change and go on from:\n  vgr-trl train {shlex.join(words)}", flush=True)
+    if status := train(words):
+        return status
+    report([str(flags.output_dir)])
+    if sys.stdout.isatty():
+        webbrowser.open((flags.output_dir / "report.html").absolute().as_uri())
+    return 0
 
 
 def report(argv: Sequence[str]) -> int:
@@ -129,6 +171,7 @@ def _imported(name: str) -> Callable[[Sequence[str]], int]:
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "quickstart": ("from a file of questions to a trained model, an evaluation and a page", quickstart),
     "train": ("train a vision-language model with DAPO (the script of `accelerate launch`)", _imported("train")),
     "evaluate": ("measure accuracy, mean@k, pass@k and format of a model, without training", _imported("evaluate")),
     "report": ("make one page of HTML of a run, or of several: curves, completions, what they looked at", report),

@@ -34,7 +34,7 @@ from vgr_trl.data.images import (
     downloaded,
     refuse_single_image_models,
 )
-from vgr_trl.data.load import load_split
+from vgr_trl.data.load import BUILDERS, load_split
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, special_tokens
 from vgr_trl.data.read import HUB_NAME, parse_data_files, readable, why_not_on_hub
 from vgr_trl.data.rows import SkippedRow, prepare_rows
@@ -454,10 +454,17 @@ def evaluation_source(arguments: DataArguments) -> DataArguments:
     test = arguments.test_dataset
     if test is None:
         return arguments
-    kind = "dataset_path" if Path(test).is_dir() else "data_files" if Path(test).is_file() else "dataset_name"
     source: dict[str, Any] = dict.fromkeys((*SOURCES, "test_dataset"))
+    kind = option_of_source(test)
     source[kind] = f"{arguments.dataset_test_split}={test}" if kind == "data_files" else test
     return replace(arguments, **source)
+
+
+def option_of_source(name: str) -> str:
+    """Return the option that takes `name`: a folder, a file, or else a data set on the hub."""
+    path = Path(name)
+    is_file = path.is_file() or path.suffix.lower() in BUILDERS
+    return "dataset_path" if path.is_dir() else "data_files" if is_file else "dataset_name"
 
 
 def source_of(data: DataArguments) -> str:

@@ -95,6 +95,20 @@ def load_for_inference(
     return model, load_processor(name, revision, trust_remote_code)
 
 
+def count_parameters(name: str) -> int:
+    """Return the number of parameters of a model folder or a hub name, by its configuration alone.
+
+    Raises:
+        ConfigError: it does not exist, or its class is not one of transformers.
+    """
+    with naming_model(name), torch.device("meta"):
+        config = AutoConfig.from_pretrained(name)
+        architecture: Any = getattr(transformers, (config.architectures or [""])[0], None)
+        if architecture is None:
+            raise ValueError(f"transformers has no class {config.architectures}")
+        return int(architecture(config).num_parameters())
+
+
 def _group_column(given: str | None, rows: Any) -> str | None:
     """The column that is asked for, else one of families in which there are several."""
     if given is not None:

@@ -80,6 +80,8 @@ SHOWN_IF_VERBOSE = (
 )  # fmt: skip
 OWN_OPTIONS = tuple(option.name for option in fields(DAPOConfig) if option.name not in GRPOConfig.__dataclass_fields__)
 PROMPTS = 3  # of a dry run
+TINY = 1e8  # parameters below which a model learns at the rate of the demo
+LARGE = 40e9  # bytes beside the weights in which eight completions of 512 tokens and their images have room
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -480,6 +482,42 @@ def _make_small(config: DAPOConfig, folder: str) -> None:
     config.markdown_logs = config.log_completions = config.colorize_output = False
     config.rollout_log_path = config.eval_log_path = None
     config.attention_diag_log_path = config.token_weights_log_path = None
+
+
+def fitting_options(parameters: float, memory: float, device: str) -> dict[str, str]:
+    """Return options with which a first training of a model takes minutes, or up to an hour on a GPU, and fits.
+
+    Args:
+        parameters: of the model.
+        memory: of the device, in bytes.
+        device: its type, as torch names it.
+
+    Raises:
+        ConfigError: the model alone takes most of the memory.
+    """
+    on_cpu, is_tiny = device == "cpu", parameters < TINY
+    adapts = 16 * parameters > memory / 2  # weights, gradients and two moments in float32, and as much for activations
+    weights = parameters * (4 if on_cpu or not adapts else 2)
+    if weights > 0.7 * memory:
+        raise ConfigError(
+            f"The model has {parameters / 1e9:.1f} billion parameters, {weights / 2**30:.0f} GiB, but the {device} has "
+            f"{memory / 2**30:.0f} GiB: choose a smaller model."
+        )
+    free = memory - weights * (1 if adapts else 4)
+    batch, steps = 64 if is_tiny else 8 if free > LARGE else 4 if free > LARGE / 4 else 2, 40 if on_cpu else 100
+    fitting: dict[str, Any] = {
+        "dtype": "bfloat16" if adapts and not on_cpu else "float32", "max_completion_length": 64 if on_cpu else 512,
+        "learning_rate": "3e-4" if is_tiny else "1e-5" if adapts else "1e-6", "max_pixels": 1_000_000,
+        "num_generations": 8, "per_device_train_batch_size": batch, "gradient_accumulation_steps": 64 // batch,
+        "warmup_steps": 3, "max_steps": steps, "save_steps": steps // 2, "save_total_limit": 1, "max_test_rows": 64,
+        "eval_strategy": "steps", "eval_steps": steps, "eval_on_start": "true", "num_generations_eval": 2,
+        "per_device_eval_batch_size": 2 * batch,
+    }  # fmt: skip
+    if on_cpu:
+        fitting |= {"use_cpu": "true", "bf16": "false", "gradient_checkpointing": "false"}
+    if adapts:
+        fitting |= {"use_peft": "true", "lora_target_modules": "q_proj,k_proj,v_proj,o_proj"}
+    return {name: str(value) for name, value in fitting.items()}
 
 
 def final_metrics(trainer: DAPOTrainer) -> dict[str, float]:
