@@ -1,7 +1,7 @@
 """Train low-rank adapters with hard negatives; the same as `vgr-trl train` with these flags in front.
 
 accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml examples/dapo_train.py \
-    --model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct --data_files train=train.parquet,test=test.parquet \
+    --model_name_or_path Qwen/Qwen3-VL-8B-Instruct --data_files train=train.parquet,test=test.parquet \
     --lora_target_modules "q_proj", "v_proj" --dtype bfloat16 --output_dir runs/dapo
 """
 

@@ -1,7 +1,7 @@
 """Train with a balance of image and instruction as a reward: right answer, form and MDI weigh 4 : 1 : 1.
 
 accelerate launch --config_file accelerate_configs/deepspeed_zero3.yaml examples/grpo_vlm.py \
-    --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --dataset_name HuggingFaceM4/A-OKVQA --dtype bfloat16 \
+    --model_name_or_path Qwen/Qwen3-VL-4B-Instruct --dataset_name HuggingFaceM4/A-OKVQA --dtype bfloat16 \
     --max_prompt_length 2048 --max_completion_length 1024 --log_completions --output_dir runs/mdi
 
 Takes every flag of `vgr-trl train`; those given here override the rewards and weights, `--recipe NAME` replaces them.

@@ -3,7 +3,7 @@
 Without a data flag the questions are lujunxi57/DDM from the hub, their images with a short side of at most 1024 pixels.
 
 accelerate launch --config_file accelerate_configs/zero2.yaml examples/train_grpo_vlm.py \
-    --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --data_files train=train.parquet,test=test.parquet \
+    --model_name_or_path Qwen/Qwen3-VL-4B-Instruct --data_files train=train.parquet,test=test.parquet \
     --reward_weights 2.5 1 0.5 1 --early_reward_weights 1 1 2 1 --token_weights --replay_buffer_size 64 \
     --warmup_ratio 0.05 --use_peft --lora_target_modules q_proj v_proj --dtype bfloat16 --output_dir runs/first
 """

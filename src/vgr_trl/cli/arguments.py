@@ -241,7 +241,7 @@ class _Help(argparse.Action):
         if isinstance(values, str) and values not in parser.stages:
             raise ConfigError(f"There is no stage {values} in the help: give one of {', '.join(parser.stages)}.")
         if not (self.const or values) and len(parser.stages) > ON_ONE_PAGE:
-            print("Options, by group:")
+            print("\nOptions, by group:")
             for name, group in parser.stages.items():
                 title = shorten(str(group.title).rpartition(" [")[0], 72, placeholder=" …")
                 print(f"  {name:<14}{len(group._group_actions):>3}  {title}")
