@@ -78,7 +78,8 @@ def quickstart(argv: Sequence[str]) -> int:
     options = {"model_name_or_path": flags.model, option_of_source(flags.data): flags.data}
     options |= {"output_dir": str(flags.output_dir)} | fitting_options(count_parameters(flags.model), memory, device)
     given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in more if word.startswith("--")}
-    words = [word for name, value in options.items() if name not in given for word in (f"--{name}", value)] + more
+    words = [word for name, value in options.items() if name not in given for word in (f"--{name}", value)]
+    words += [*(() if "reward_funcs" in given else ("--reward_funcs", "accuracy", "format")), *more]
     print(f"The same as this, to change and go on from:\n  vgr-trl train {shlex.join(words)}", flush=True)
     if status := train(words):
         return status

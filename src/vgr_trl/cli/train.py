@@ -504,7 +504,7 @@ def fitting_options(parameters: float, memory: float, device: str) -> dict[str, 
             f"{memory / 2**30:.0f} GiB: choose a smaller model."
         )
     free = memory - weights * (1 if adapts else 4)
-    batch, steps = 64 if is_tiny else 8 if free > LARGE else 4 if free > LARGE / 4 else 2, 40 if on_cpu else 100
+    batch, steps = 64 if is_tiny else 8 if free > LARGE else 4 if free > LARGE / 4 else 2, 80 if on_cpu else 100
     fitting: dict[str, Any] = {
         "dtype": "bfloat16" if adapts and not on_cpu else "float32", "max_completion_length": 64 if on_cpu else 512,
         "learning_rate": "3e-4" if is_tiny else "1e-5" if adapts else "1e-6", "max_pixels": 1_000_000,
