@@ -79,7 +79,7 @@ def quickstart(argv: Sequence[str]) -> int:
     options |= {"output_dir": str(flags.output_dir)} | fitting_options(count_parameters(flags.model), memory, device)
     given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in more if word.startswith("--")}
     words = [word for name, value in options.items() if name not in given for word in (f"--{name}", value)]
-    words += [*(() if "reward_funcs" in given else ("--reward_funcs", "accuracy", "format")), *more]
+    words += more
     print(f"The same as this, to change and go on from:\n  vgr-trl train {shlex.join(words)}", flush=True)
     if status := train(words):
         return status
