@@ -81,11 +81,13 @@ def test_limits_reach_the_images(tmp_path, capsys):
 def test_merge_splits(tmp_path, capsys):
     for name in "ab":
         assert convert(tmp_path, "--data_files", aokvqa(tmp_path / f"{name}.parquet", 20), out=name) == 0
-    flags = ["--output_dir", tmp_path / "out", "--workers", 0, "--shuffle_choices"]
+    flags = ["--output_dir", tmp_path / "out", "--workers", 0, "--shuffle_choices", "--page", tmp_path / "page.html"]
     assert run("merge", tmp_path / "a", tmp_path / "b", *flags) == 0
     assert (len(ids(tmp_path / "out")), len(ids(tmp_path / "out", "test"))) == (18, 2)
     printed = capsys.readouterr().out
     assert printed.index("train: 18 rows") < printed.index("test: 2 rows")
+    page = (tmp_path / "page.html").read_text("utf-8")
+    assert page.index("train: 18 rows") < page.index("What is it") < page.index("What they are")  # questions come first
     assert "20  100.0%  it has the same image and question as an earlier row" in printed
     assert run("merge", f"{tmp_path / 'out'}:test", "--output_dir", tmp_path / "again", "--test_share", 0) == 0
     assert sorted(ids(tmp_path / "again")) == sorted(ids(tmp_path / "out", "test"))

@@ -31,7 +31,7 @@ HELP = (
     "convert: a public set, or files of your own, to one schema. merge: several converted sets to one, split into "
     "train and test. inspect: check any set before training, and look at some of its rows."
 )
-NOT_OF_THE_ROWS = ("dataset_name", "dataset_path", "data_files", "sets", "output_dir", "workers")
+NOT_OF_THE_ROWS = ("dataset_name", "dataset_path", "data_files", "sets", "output_dir", "workers", "page")
 IMAGE_FLAGS = ("min_pixels", "max_pixels", "max_short_side")
 TRAINING_FLAGS = (
     "dataset_config", "dataset_streaming", "image_dir", *FLAGS.values(), *IMAGE_FLAGS, "filter_big_images",
@@ -100,6 +100,7 @@ def _add_output_flags(made: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of split and order of options (default 0)")
     add("--workers", type=int, default=2, help="processes that decode images; 0: none (default 2)")
     add("--max_image_pixels", type=int, help="leave out rows with larger images")
+    add("--page", type=Path, help="also inspect the result, and write a page with some of its questions there")
     _add_options(made, DataArguments, IMAGE_FLAGS, "images")
     made.set_defaults(max_short_side=MAX_SHORT_SIDE)
 
@@ -165,6 +166,9 @@ def _report(flags: argparse.Namespace) -> None:
     write_atomic(flags.output_dir / "report.txt", text.encode())
     left_out = sum(counts.get("reasons", Counter()).total() for counts in statistics.values())
     print(f"{text}\nRows are in {flags.output_dir}; {left_out:,} left out are listed in {flags.output_dir / SKIPPED}.")
+    if flags.page:
+        split, inspecting = next(iter(statistics)), inspect_parser()
+        inspect_run(inspecting.parse_args([str(flags.output_dir), "--split", split, "--page", str(flags.page)]))
 
 
 def merge_run(flags: argparse.Namespace) -> None:
