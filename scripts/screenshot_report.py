@@ -1,4 +1,4 @@
-"""Take the picture at the head of the README: a page of `vgr-trl report` at one of its completions, in Chromium.
+"""Take the picture at the head of the README: one completion on a page of `vgr-trl report`, in Chromium.
 
 vgr-trl demo --output_dir /tmp/demo && vgr-trl report /tmp/demo --output /tmp/demo.html
 python scripts/screenshot_report.py /tmp/demo.html docs/images/report.png
@@ -8,48 +8,36 @@ here, in pictures neither; the shapes of the demo are drawn by this library.
 """
 
 import argparse
-import io
 import shutil
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import sync_playwright
 
-WIDTH = 1180
-PARTS = {"": 650, "#tab=Completions&answer=right&token=3": 730}  # place in the page → pixels that are shown of it
-
-
-def screenshots(page: Page, report: Path) -> list[Image.Image]:
-    """Return what a reader sees first of each part."""
-    taken = []
-    for part, height in PARTS.items():
-        page.set_viewport_size({"width": WIDTH, "height": height})
-        page.goto("about:blank")
-        page.goto(report.resolve().as_uri() + part)
-        page.locator("canvas, .heat").first.wait_for()
-        page.wait_for_timeout(500)
-        taken.append(Image.open(io.BytesIO(page.screenshot())).convert("RGB"))
-    return taken
+PLACE = "#tab=Completions&when=eval-100&answer=right&token=3"  # the word that names the colour
+WIDTH = 1180  # of the window, in CSS pixels
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, help="page that `vgr-trl report` has written")
     parser.add_argument("output", type=Path, help="PNG")
+    parser.add_argument("--place", default=PLACE, help=f"which completion and token (default {PLACE})")
     args = parser.parse_args()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as started:
         browser = started.chromium.launch(
             executable_path=shutil.which("chromium") or shutil.which("chromium-browser"), chromium_sandbox=False
         )
-        taken = screenshots(browser.new_page(), args.report)
+        page = browser.new_page(viewport={"width": WIDTH, "height": 900}, device_scale_factor=1.5)
+        page.goto(args.report.resolve().as_uri() + args.place)
+        page.add_style_tag(content=".facts, .choices { display: none !important } .completion { padding: 12px }")
+        page.locator(".heatbar").wait_for()
+        page.wait_for_timeout(500)  # of scrolling and decoding
+        page.locator(".completion").screenshot(path=args.output)
         browser.close()
-    whole = Image.new("RGB", (WIDTH, sum(part.height for part in taken)), "white")
-    top = 0
-    for part in taken:
-        whole.paste(part, (0, top))
-        top += part.height
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    whole.save(args.output, optimize=True)
+    with Image.open(args.output) as taken:
+        taken.convert("RGB").save(args.output, optimize=True)
 
 
 if __name__ == "__main__":
