@@ -1,13 +1,14 @@
-import { useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { Browser } from "./browse/Browser";
 import { Compare, recurs } from "./browse/Compare";
 import { Curves } from "./curves/Curves";
 import type { Data } from "./data";
 import { plural } from "./format";
+import { Options } from "./overview/Options";
 import { Strips } from "./overview/Strip";
 import { go, usePlace } from "./place";
 
-const TABS = ["Curves", "Completions", "Same question"] as const;
+const TABS = ["Curves", "Completions", "Same question", "Configuration"] as const;
 type Tab = (typeof TABS)[number];
 
 export function App({ data }: { data: Data }) {
@@ -24,6 +25,7 @@ export function App({ data }: { data: Data }) {
     <>
       <header class="top">
         <h1>{data.runs.length === 1 ? data.runs[0]!.name : plural(data.runs.length, "run")}</h1>
+        {data.live && <Live seconds={data.live} />}
       </header>
       <main>
         <Tabs tabs={tabs} tab={tab} setTab={setTab} />
@@ -42,10 +44,35 @@ export function App({ data }: { data: Data }) {
         {tab === "Curves" && <Curves runs={data.runs} />}
         {tab === "Completions" && <Browser key={at} data={data} run={run} />}
         {tab === "Same question" && <Compare data={data} />}
+        {tab === "Configuration" && <Options runs={data.runs} />}
         </div>
       </main>
       <Licences />
     </>
+  );
+}
+
+/** Loads the page again, at the same place, as long as `vgr-trl report --live` writes it. */
+function Live({ seconds }: { seconds: number }) {
+  const on = usePlace().live !== "0";
+  useEffect(() => {
+    if (!on) return;
+    const timer = setTimeout(() => {
+      sessionStorage.setItem("top", String(scrollY));
+      location.reload();
+    }, 1000 * seconds);
+    return () => clearTimeout(timer);
+  }, [on, seconds]);
+  useEffect(() => {
+    const top = sessionStorage.getItem("top");
+    sessionStorage.removeItem("top");
+    if (top) requestAnimationFrame(() => scrollTo(0, Number(top)));
+  }, []);
+  return (
+    <label class="live">
+      <input type="checkbox" checked={on} onChange={(event) => go({ live: event.currentTarget.checked ? null : "0" })} />
+      Load again every {seconds} s; this is of {new Date(document.lastModified).toLocaleTimeString()}
+    </label>
   );
 }
 

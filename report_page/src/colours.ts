@@ -1,5 +1,5 @@
 // Colours for numbers per token that colour-blind readers can tell apart: blue below the middle, orange above.
-// The middle is dark in dark mode.
+// The middle is dark in dark mode. Text on any of them has a contrast of at least 7, black in light mode, else white.
 import type { Numbers } from "./data";
 
 type Colour = [number, number, number];
@@ -28,8 +28,8 @@ export const QUANTITIES: Quantity[] = [
 ];
 
 const SCALES: Record<"light" | "dark", { low: Colour; middle: Colour; high: Colour }> = {
-  light: { low: [67, 147, 195], middle: [250, 250, 250], high: [230, 135, 45] },
-  dark: { low: [60, 130, 190], middle: [32, 36, 42], high: [205, 105, 20] },
+  light: { low: [120, 182, 228], middle: [250, 250, 250], high: [246, 164, 82] },
+  dark: { low: [20, 88, 148], middle: [32, 36, 42], high: [140, 66, 6] },
 };
 
 /** Where each value lies between the farthest one below the middle, -1, and above it, 1; the middle is 0. */
@@ -53,17 +53,7 @@ export function tokenStyle(position: number | null, dark: boolean): { background
   const { low, middle, high } = SCALES[dark ? "dark" : "light"];
   const end = position < 0 ? low : high;
   const mixed = middle.map((from, i) => Math.round(from + Math.abs(position) * (end[i]! - from))) as Colour;
-  return { background: `rgb(${mixed.join(" ")})`, color: readable(mixed) };
-}
-
-/** Black or white, whichever is easier to read, by the contrast that WCAG 2 defines. */
-function readable(background: Colour): string {
-  const [red, green, blue] = background.map((channel) => {
-    const part = channel / 255;
-    return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
-  }) as Colour;
-  const luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue;
-  return (luminance + 0.05) / 0.05 >= 1.05 / (luminance + 0.05) ? "#000" : "#fff";
+  return { background: `rgb(${mixed.join(" ")})`, color: dark ? "#fff" : "#000" };
 }
 
 /** Of runs: Okabe and Ito's palette, which colour-blind readers can tell apart, and a dash of its own for each. */

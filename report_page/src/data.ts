@@ -39,6 +39,8 @@ export interface Completion {
   images: Picture[];
   attention: { scale: number[]; values: string } | null;
   replaced: boolean;
+  /** By `vgr-trl evaluate`: whether it is the most likely one. */
+  drawn?: "greedy" | "sampled";
 }
 
 export interface Rollouts {
@@ -61,8 +63,11 @@ export interface Run {
   created: string;
   rewards: string[];
   notes: string[];
-  /** From the first log to the last; null where the times are not known. */
-  seconds: number | null;
+  options: Record<string, unknown>;
+  /** Options that are not at their defaults; null where that is not known. */
+  changed: string[] | null;
+  /** What `vgr-trl evaluate` measured; null of a run that was trained. */
+  scores: { questions: number; k: number; accuracy: number; interval?: [number, number]; mean_at_k?: number | null; pass_at_k?: number | null; format?: number | null } | null;
   /** Signs of collapse, with the step at which each is first seen. */
   signs: { step: number; seen: string }[];
   curves: Curve[];
@@ -71,6 +76,8 @@ export interface Run {
 
 export interface Data {
   version: number;
+  /** Seconds after which the page loads itself again. */
+  live: number | null;
   runs: Run[];
   images: Record<string, string>;
 }
@@ -88,6 +95,12 @@ export async function readData(): Promise<Data> {
   const data = JSON.parse(await new Response(stream).text()) as Data;
   for (const run of data.runs) Object.assign(run, { name: visible(run.name), model: visible(run.model) });
   return data;
+}
+
+/** When a completion was written, in words; `short` in a list. */
+export function moment({ mode, step, completion: { drawn } }: Pick<Entry, "mode" | "step" | "completion">, short = false): string {
+  if (drawn) return drawn;
+  return mode === "eval" ? (short ? `eval ${step}` : `evaluation, step ${step}`) : short ? String(step) : `step ${step}`;
 }
 
 /** A completion with where it comes from. */

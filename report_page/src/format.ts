@@ -16,7 +16,7 @@ export function number(value: number | null | undefined, digits = 4): string {
 }
 
 export function percent(value: number): string {
-  return `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
+  return `${(100 * value).toFixed(value < 0.1 ? 1 : 0)}\u00a0%`;
 }
 
 /** The first `length` characters of a text on one line. */

@@ -7,6 +7,7 @@ import pytest
 
 from vgr_trl.cli import evaluate as command
 from vgr_trl.cli.__main__ import main
+from vgr_trl.reporting.page import write_report
 
 
 @pytest.fixture
@@ -28,10 +29,14 @@ def run(model_folder, question_files, tmp_path, monkeypatch):
 
 def test_checkpoints_stand_side_by_side_by_family(run, model_folder, tmp_path, capsys):
     other = shutil.copytree(model_folder, tmp_path / "other")
-    numbers, loaded = run(model_folder, other, more=["--reward_funcs", "format", "length"])
+    numbers, loaded = run(model_folder, other, more=["--reward_funcs", "format", "length", "--save_completions"])
     assert loaded == [str(model_folder), str(other)]
     first, second = numbers["models"].values()
     assert first == second
+    page = write_report([tmp_path / "numbers.json"], tmp_path / "page.html")
+    assert (page.records, page.notes[f"numbers: {model_folder}"]) == (2, [])
+    assert first["records"][0]["images"][0]["thumbnail"]
+    assert first["records"][0]["prompt"]
     low, high = first["interval"]
     assert 0 <= low <= first["accuracy"] <= high <= 1
     assert first["blind"] is not None

@@ -74,6 +74,7 @@ def make_run(
     folder.mkdir(parents=True)
     description = {"version": 1, "name": name or output_dir.name, "created": "2026-01-02T03:04:05Z", "model": "tiny"}
     description["rewards"] = ["accuracy_reward", "vgr_reward", "format"]
+    description |= {"options": {"beta": 0.0, "seed": 0, "max_steps": steps}, "changed": ["beta", "max_steps"]}
     (folder / "run.json").write_text(json.dumps(description), encoding="utf-8")
     records, logs = [], []
     for step in range(1, steps + 1):
@@ -83,7 +84,7 @@ def make_run(
             logs.append(LogEntry(step, "eval", 0.0, {"eval_reward": 0.3 + offset + step / 50}))
         sampled = [completion(folder, 2 * step + index, (step + index) % 2 == 0) for index in range(2)]
         records.append(Record(step, "train", 0.0, [*sampled, *extra]))
-        logs.append(LogEntry(step, "train", 0.0, logged(step, steps, offset)))
+        logs.append(LogEntry(step, "train", 30.0 * step, logged(step, steps, offset)))
     for item in (item for record in records for item in record.completions if prompt is not None):
         item.prompt = str(prompt).format(item.prompt)
     (folder / "records-000001.jsonl").write_bytes(b"".join(map(encode, records)))

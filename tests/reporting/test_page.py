@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_run import completion, make_run
+from made_run import completion, make_run, thumbnail
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.reporting.page import PLACE, page_template, write_report
-from vgr_trl.reporting.records import read_thumbnail
+from vgr_trl.reporting.records import LogEntry, encode, read_thumbnail
+from vgr_trl.utils import DataError
 
 SOURCES = Path(__file__).parents[2] / "report_page"
 DATA = re.compile(r'(<script type="text/plain" id="data">)([A-Za-z0-9+/=]*)(</script>)')
@@ -133,13 +134,69 @@ def test_missing_and_foreign_thumbnails_stay_out(tmp_path: Path) -> None:
     assert read_thumbnail(folder.parent, "../../secret.webp") is None
 
 
+def test_an_evaluation_that_ends_below_its_first_is_flagged(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=4)
+    logs = run / "rollouts/logs.jsonl"
+    for (first, last), flagged in {(0.094, 0.047): True, (0.047, 0.094): False}.items():
+        values = {1: first, 2: 1.0, 4: last}  # what it reached in between does not matter
+        entries = [LogEntry(step, "eval", 0.0, {"eval_rewards/accuracy_reward/mean": x}) for step, x in values.items()]
+        logs.write_bytes(b"".join(map(encode, entries)))
+        signs = report_of(run)["signs"]
+        assert [(sign["step"], sign["seen"][-14:]) for sign in signs] == [(4, " 9.4 % → 4.7 %")] * flagged
+
+
+def test_evaluated_completions_stand_beside_a_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    name = thumbnail(tmp_path, "red", 0)
+    picture = {"file": name, "thumbnail": base64.b64encode((tmp_path / name).read_bytes()).decode()}
+    record = {
+        "prompt": "Which?", "solution": "red", "greedy": "red", "sampled": ["blue", "red"], "correct": 1.0,
+        "correct_sampled": [0.0, 1.0], "format": 1.0, "format_sampled": [0.0, 1.0], "rewards": {"length": -0.5},
+        "images": [picture | {"width": 400, "height": 300}],
+    }  # fmt: skip
+    scores = {"questions": 1, "k": 2, "accuracy": 1.0, "records": [record]}
+    file = tmp_path / "scores.json"
+    file.write_text(json.dumps({"models": {"before": scores, "after": scores}}))
+    page = tmp_path / "page.html"
+    write_report([run, file], page, names=["trained", "shapes"])
+    data = data_in(page)
+    assert [each["name"] for each in data["runs"]] == ["trained", "shapes: before", "shapes: after"]
+    (shown,) = data["runs"][1]["records"]
+    assert [(each["drawn"], each["text"], each["correct"]) for each in shown["completions"]] == [
+        ("greedy", "red", True), ("sampled", "blue", False), ("sampled", "red", True),
+    ]  # fmt: skip
+    assert shown["completions"][0]["rewards"] == {"format": 1.0, "length": -0.5}
+    assert len({each["question"] for side in data["runs"][1:] for each in side["records"][0]["completions"]}) == 1
+    assert data["images"][name] == picture["thumbnail"]
+    for bad in ("{", "[]", '{"models": {"m": 1}}', '{"accuracy": 1.0, "records": [{"greedy": "a"}]}'):
+        file.write_text(bad)
+        with pytest.raises(DataError, match="scores.json is no file of vgr-trl evaluate"):
+            write_report([file], page)
+
+
+def test_live_writes_again_until_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    seen = []
+
+    def sleep(seconds: float) -> None:
+        seen.append((seconds, data_in(run / "report.html")["live"], len(data_in(run / "report.html")["runs"])))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    assert main(["report", str(run), "--live", "5"]) == 0
+    assert seen == [(5.0, 5.0, 1)] * 2
+    assert data_in(run / "report.html")["live"] is None
+    assert main(["report", str(run), "--live", "0"]) == 1
+
+
 def test_command_writes_the_page_into_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", steps=2, name="\x1b[31mred")
     (run / "rollouts/logs.jsonl").write_text("")
     assert main(["report", str(run)]) == 0
     assert len(data_in(run / "report.html")["runs"]) == 1
     printed = capsys.readouterr().out
-    assert "report.html: 0.1 MB, 4 recorded steps." in printed
+    assert "report.html: 0.2 MB, 4 recorded steps." in printed
     assert r"\x1b[31mred: " in printed  # names do not steer the terminal
     assert main(["report", str(tmp_path / "missing")]) == 1
     assert capsys.readouterr().err.startswith(f"vgr-trl report: {tmp_path / 'missing'} has no records")

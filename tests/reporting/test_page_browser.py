@@ -1,5 +1,6 @@
 """The page of a report in headless Chromium: it shows what the data hold; clicks and keys change what they should."""
 
+import csv
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from playwright.sync_api import Browser, Locator, Page, expect  # noqa: E402
 PATIENCE = 120_000  # milliseconds, for what never comes; a machine that does much else must not reach it
 expect.set_options(timeout=PATIENCE)
 Open = Callable[..., Page]
-TABS = ("Curves", "Completions", "Same question")
+TABS = ("Curves", "Completions", "Same question", "Configuration")
 HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>\u202eabc\x1b[31m"
 
 CHAT = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
@@ -113,7 +114,7 @@ def test_the_first_screen_says_how_each_run_went(opened: Open) -> None:
     expect(strips.first).to_contain_text("1.43 → 1.1")  # VGR 1.5 - 0.4 · step / steps
     expect(strips.first.locator(".spark polyline")).to_have_count(1)
     expect(strips.first.get_by_text("No red flag.")).to_be_visible()
-    assert page.locator(".charts.first strong").all_inner_texts() == [
+    assert page.locator(".charts").first.locator("strong").all_inner_texts() == [
         "Accuracy reward, mean", "Reward", "VGR – smaller: looks more (late layers)", "Entropy",
     ]  # fmt: skip
 
@@ -132,7 +133,7 @@ def test_tokens_are_coloured_by_the_chosen_number(opened: Open) -> None:
     now = colour(token)
     assert now[2] > now[0]
     assert now != before
-    expect(page.locator(".scale")).to_contain_text(re.compile("^made less likely.*made more likely"))
+    expect(page.locator(".scale")).to_contain_text("blue: made less likely, orange: made more likely")
 
 
 def heat(page: Page) -> list[int]:
@@ -159,7 +160,7 @@ def test_attention_of_the_chosen_token_is_drawn_on_its_cell(opened: Open) -> Non
     whose = page.locator(".whose")
     expect(whose).to_contain_text("the whole completion looked: 12 %")  # 0.02 · 6, the mean
     # Cell 11 of 12 gets 0.02 · 11 / 11 of a mass of 0.12: 2 times an even share.
-    expect(page.locator(".heatbar")).to_contain_text("× to 2 × an even share")
+    expect(page.locator(".heatbar")).to_contain_text("to 2 × an even share")
     tokens(page).nth(6).click()
     expect(whose).to_contain_text("“</think>” (token 7) looked: 14 %")
     assert heat(page) == [0] * 6 + [255] + [0] * 5
@@ -168,6 +169,60 @@ def test_attention_of_the_chosen_token_is_drawn_on_its_cell(opened: Open) -> Non
     tokens(page).nth(2).focus()
     page.keyboard.press("Enter")
     expect(whose).to_contain_text("“disc” (token 3)")
+
+
+def test_the_image_stands_beside_its_overlay(opened: Open) -> None:
+    page = opened("one", "Completions")
+    plain, coloured = page.locator(".beside svg").all()
+    expect(plain.locator(".heat")).to_have_count(0)
+    expect(coloured.locator(".heat")).to_have_attribute("opacity", "0.5")
+    boxes = [shown.bounding_box() for shown in (plain, coloured)]
+    assert boxes[0] is not None
+    assert boxes[1] is not None
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
+    tokens(page).nth(1).click()
+    page.keyboard.down("Shift")
+    tokens(page).nth(2).click()
+    expect(page.locator(".beside svg")).to_have_count(3)
+
+
+def test_the_configuration_shows_first_what_differs(opened: Open) -> None:
+    rows = opened("two", "Configuration").locator("tbody tr")
+    assert rows.all_inner_texts() == ["max_steps\t6\t4"]
+    page = opened("one", "Configuration")
+    assert page.locator("tbody th").all_inner_texts() == ["beta", "max_steps"]
+    control(page, "Options").select_option("all")
+    assert page.locator("tbody th").all_inner_texts() == ["beta", "max_steps", "seed"]
+
+
+def test_curves_over_time_and_as_a_table(opened: Open) -> None:
+    page = opened("two")
+    control(page, "Over").select_option("seconds")  # 30 from one step to the next
+    page.locator("label", has_text="Logarithmic").click()
+    plot = chart(page, "reward").locator(".plot")
+    plot.focus()
+    page.keyboard.press("End")
+    expect(chart(page, "reward").locator(".readout")).to_contain_text("150 seconds")
+    with page.expect_download() as started:
+        page.get_by_role("button", name="Download CSV").click()
+    rows = list(csv.DictReader(started.value.path().read_text("utf-8").splitlines()))
+    assert len(rows) == 6 + 2 + 4 + 2  # of training and of evaluation, of each run
+    assert [row["reward"] for row in rows if (row["run"], row["mode"]) == ("two", "eval")] == ["0.42", "0.48"]
+    assert [row["time/seconds"] for row in rows[:2]] == ["0", "30"]
+
+
+def test_a_live_page_comes_back_to_the_same_place(browser: Browser, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", steps=2)
+    path = write_report([tmp_path / "run"], tmp_path / "page.html", live=1).path
+    page = browser.new_page()
+    page.goto(f"{path.as_uri()}#tab=Completions")
+    expect(page.get_by_role("status")).to_have_text("8 of 8 completions")
+    make_run(tmp_path / "later", steps=3)
+    write_report([tmp_path / "later"], path)
+    expect(page.get_by_role("status")).to_have_text("10 of 10 completions")
+    expect(page.locator(".live")).to_have_count(0)  # the last page stays
+    page.close()
 
 
 def test_a_link_leads_to_the_same_place(opened: Open, pages: dict[str, Path]) -> None:

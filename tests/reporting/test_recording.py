@@ -48,6 +48,7 @@ def test_records_hold_what_was_generated_measured_and_rewarded(make, tmp_path):
     assert run.rewards == ["accuracy_reward", "vgr_reward", "letters_reward"]
     assert run.description["model"]
     assert run.description["options"]["rollout_log_steps"] == 1
+    assert "rollout_log_steps" in run.description["changed"]
     assert "hf_secret" not in json.dumps(run.description)
     tokenizer = trainer._tokenizer
     for record, (inputs, batch) in zip(run.records(), seen, strict=True):

@@ -1,7 +1,7 @@
 import type { ComponentChildren } from "preact";
 import { useMemo, useRef, useState } from "preact/hooks";
 import type { Data, Entry, Run } from "../data";
-import { entries } from "../data";
+import { entries, moment } from "../data";
 import { number, plural, preview } from "../format";
 import { useMedia } from "../hooks";
 import { go, usePlace } from "../place";
@@ -83,7 +83,7 @@ function FilterBar({ run, filters, set }: { run: Run; filters: Filters; set: (ch
           <select value={filters.when} onChange={(event) => set({ when: event.currentTarget.value })}>
             <option value="">all steps</option>
             {run.records.map(({ mode, step, completions }) => (
-              <option key={`${mode}-${step}`} value={`${mode}-${step}`}>{step}{mode === "eval" ? ", evaluation" : ""} ({completions.length})</option>
+              <option key={`${mode}-${step}`} value={`${mode}-${step}`}>{run.scores ? "vgr-trl evaluate" : `${step}${mode === "eval" ? ", evaluation" : ""}`} ({completions.length})</option>
             ))}
           </select>
         </label>
@@ -140,7 +140,7 @@ function List({ found, entry, reward, choose }: ListProps) {
         <li key={item.key}>
           <button type="button" aria-current={item === entry ? "true" : undefined} tabIndex={item === entry ? 0 : -1} onClick={() => choose(item.key)}>
             <span class="line">
-              <span class="step">{item.mode === "eval" ? "eval " : ""}{item.step}</span>
+              <span class="step">{moment(item, true)}</span>
               <Verdict completion={item.completion} />
               <span class="value">{number(rewardOf(item, reward), 3)}</span>
             </span>

@@ -126,7 +126,8 @@ interface SideProps extends Pick<ReturnType<typeof useColouring>, "quantity" | "
 }
 
 function nameOf({ run, step, mode }: Answers, runs: Run[]): string {
-  return [runs.length > 1 && runs[run]!.name, `step ${step}`, step === 0 ? "before training" : mode === "eval" && "evaluation"].filter(Boolean).join(", ");
+  const when = runs[run]!.scores ? [] : [`step ${step}`, step === 0 ? "before training" : mode === "eval" && "evaluation"];
+  return [runs.length > 1 && runs[run]!.name, ...when].filter(Boolean).join(", ") || "vgr-trl evaluate";
 }
 
 function Side({ runs, question, answers, images, quantity, lit, choose, remove }: SideProps) {

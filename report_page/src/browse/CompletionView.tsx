@@ -1,6 +1,6 @@
 import { useMemo, useState } from "preact/hooks";
 import { QUANTITIES, type Quantity } from "../colours";
-import type { Data, Entry } from "../data";
+import { type Data, type Entry, moment } from "../data";
 import { number, visible } from "../format";
 import { go, usePlace } from "../place";
 import { Metrics, Rewards } from "./Facts";
@@ -42,12 +42,13 @@ export function CompletionView({ images, entry, quantity, lit, placed }: Props) 
   return (
     <article class="completion" aria-label={`Completion of step ${entry.step}`}>
       <header>
-        <span class="step">{entry.mode === "eval" ? "evaluation, " : ""}step {entry.step}</span>
+        <span class="step">{moment(entry)}</span>
         <Verdict completion={completion} />
-        <span>reward {number(completion.reward)}</span>
+        {completion.reward !== null && <span>reward {number(completion.reward)}</span>}
         {completion.replaced && <span class="tag">replaced, not trained on</span>}
       </header>
       <div class="sides">
+        <div class="column">
         <div class="text">
           <details open={completion.prompt.length < 600}>
             <summary>Prompt</summary>
@@ -55,13 +56,18 @@ export function CompletionView({ images, entry, quantity, lit, placed }: Props) 
           </details>
           {completion.solution !== null && <p class="solution"><span class="muted">Solution</span> {visible(completion.solution)}</p>}
           <Tokens completion={completion} quantity={quantity} chosen={chosen} onChoose={choose} />
-          <Scale completion={completion} quantity={quantity} />
+          {!completion.drawn && <Scale completion={completion} quantity={quantity} />}
+        </div>
+        <Rewards completion={completion} />
+        {!completion.images.length && <Metrics completion={completion} />}
         </div>
         {completion.images.length > 0 && (
-          <Looking completion={completion} images={images} lit={lit} tokens={chosen} onAll={() => set([])} comparing={comparing} onCompare={() => setComparing(!comparing)} />
+          <div class="column">
+            <Looking completion={completion} images={images} lit={lit} tokens={chosen} onAll={() => set([])} comparing={comparing} onCompare={() => setComparing(!comparing)} />
+            <Metrics completion={completion} />
+          </div>
         )}
       </div>
-      <div class="facts"><Rewards completion={completion} /><Metrics completion={completion} /></div>
     </article>
   );
 }

@@ -6,21 +6,21 @@ const METRICS: [string, string][] = [
   ["aei_vision", "AEI vision"],
   ["aei_instruction", "AEI instruction"],
   ["mdi_balance", "MDI balance"],
-  ["attention_vision", "attention on vision"],
-  ["attention_instruction", "on instruction"],
+  ["attention_vision", "on the image"],
+  ["attention_instruction", "on the instruction"],
 ];
 
 export function Rewards({ completion }: { completion: Completion }) {
   return (
-    <div class="scroll">
+    <div class="facts scroll">
       <table>
         <caption>Rewards</caption>
         <tbody>
           {Object.entries(completion.rewards).map(([name, value]) => (
             <tr key={name}><th scope="row">{visible(name)}</th><td>{number(value)}</td></tr>
           ))}
-          <tr class="sum"><th scope="row">weighted sum</th><td>{number(completion.reward)}</td></tr>
-          <tr><th scope="row">advantage</th><td>{number(completion.advantage)}</td></tr>
+          {completion.reward !== null && <tr class="sum"><th scope="row">weighted sum</th><td>{number(completion.reward)}</td></tr>}
+          {completion.advantage !== null && <tr><th scope="row">advantage</th><td>{number(completion.advantage)}</td></tr>}
         </tbody>
       </table>
     </div>
@@ -32,15 +32,15 @@ export function Metrics({ completion }: { completion: Completion }) {
   if (!metrics) return null;
   const shown = METRICS.filter(([name]) => Object.values(metrics).some((values) => name in values));
   return (
-    <div class="scroll">
+    <div class="facts scroll">
       <table>
         <caption>Attention by segment of layers</caption>
-        <thead><tr><th scope="col">segment</th>{shown.map(([name, title]) => <th key={name} scope="col">{title}</th>)}</tr></thead>
+        <thead><tr><th scope="col">layers</th>{Object.keys(metrics).map((segment) => <th key={segment} scope="col">{visible(segment)}</th>)}</tr></thead>
         <tbody>
-          {Object.entries(metrics).map(([segment, values]) => (
-            <tr key={segment}>
-              <th scope="row">{visible(segment)}</th>
-              {shown.map(([name]) => <td key={name}>{number(values[name], 3)}</td>)}
+          {shown.map(([name, title]) => (
+            <tr key={name}>
+              <th scope="row">{title}</th>
+              {Object.entries(metrics).map(([segment, values]) => <td key={segment}>{number(values[name], 3)}</td>)}
             </tr>
           ))}
         </tbody>

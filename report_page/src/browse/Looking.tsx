@@ -20,7 +20,7 @@ interface Props {
 /** The images of a prompt, and where in them the tokens looked. */
 export function Looking({ completion, images, lit, tokens, onAll, comparing, onCompare }: Props) {
   const place = usePlace();
-  const [opacity, setOpacity] = useState(Number(place.opacity ?? 85) / 100);
+  const [opacity, setOpacity] = useState(Number(place.opacity ?? 50) / 100);
   const [grid, setGrid] = useState(place.grid === "1");
   const whom = tokens.length ? tokens : [null];
   const looks = useMemo(() => whom.map((token) => look(completion, token)), [completion, tokens.join()]);
@@ -33,25 +33,23 @@ export function Looking({ completion, images, lit, tokens, onAll, comparing, onC
     <div class="look">
       {!seen.length && <p class="whose">The attention over the image was not recorded, or had no room in this page.</p>}
       {seen.length > 0 && !lit && <p class="whose">Attention is not drawn.</p>}
-      <div class={whom.length > 1 ? "pair" : undefined}>
-        {whom.map((token, side) => {
-          const own = looks[side];
-          const whose = token === null ? "the whole completion" : `token ${token + 1}`;
-          return (
-            <div key={side} class="looked">
-              {own && lit && (
-                <p class="whose" aria-live="polite">
-                  Coloured where <b>{token === null ? whose : <>“{visible(completion.tokens[token]!).trim() || "␣"}” ({whose})</>}</b> looked: {percent(own.mass)} of its attention is on the {several ? "images" : "image"}.
-                </p>
-              )}
-              {completion.images.map((picture, index) => (
-                <Overlay key={index} picture={picture} index={index} count={completion.images.length} whose={whose} source={thumbnail(images, picture.file)}
-                  cells={lit ? (own?.images[index] ?? null) : null} span={range} mass={own?.mass ?? 0} opacity={opacity} grid={grid} regions={regions} />
-              ))}
-            </div>
-          );
-        })}
-      </div>
+      {lit && whom.map((token, side) => looks[side] && (
+        <p key={side} class="whose" aria-live="polite">
+          Coloured{whom.length > 1 && ["", " in the middle", " at the right"][side + 1]} where <b>{token === null ? "the whole completion" : <>“{visible(completion.tokens[token]!).trim() || "␣"}” (token {token + 1})</>}</b> looked: {percent(looks[side].mass)} of its attention is on the {several ? "images" : "image"}.
+        </p>
+      ))}
+      {completion.images.map((picture, index) => {
+        const shared = { picture, index, count: completion.images.length, source: thumbnail(images, picture.file), span: range, opacity, grid, regions };
+        const drawn = lit ? whom.flatMap((token, side) => (looks[side]?.images[index] ? [{ token, own: looks[side] }] : [])) : [];
+        return (
+          <div key={index} class="beside" style={{ "--count": drawn.length + 1 }}>
+            <Overlay {...shared} cells={null} mass={0} whose="" />
+            {drawn.map(({ token, own }) => (
+              <Overlay key={token} {...shared} whose={token === null ? "the whole completion" : `token ${token + 1}`} cells={own.images[index]!} mass={own.mass} />
+            ))}
+          </div>
+        );
+      })}
       {seen.length > 0 && lit && <Bar span={range} looks={seen} opacity={opacity} />}
       {tokens.length > 0 && (
         <p class="choices">
@@ -109,10 +107,7 @@ function Bar({ span: { low, high }, looks, opacity }: { span: Span; looks: Look[
   if (!(high > low)) return <p class="muted">It looks everywhere alike.</p>;
   return (
     <p class="heatbar">
-      <span>looks less</span>
-      <i style={{ backgroundImage: `linear-gradient(90deg, transparent, rgb(${HEAT.join(" ")} / ${opacity}))` }} />
-      <span>looks more</span>
-      <span class="muted">{number(low / mean, 2)} × to {number(high / mean, 2)} × an even share{looks.length > 1 && " of both"}</span>
+      The colour goes from {number(low / mean, 2)} × <i style={{ backgroundImage: `linear-gradient(90deg, transparent, rgb(${HEAT.join(" ")} / ${opacity}))` }} /> to {number(high / mean, 2)} × an even share{looks.length > 1 && " of both"}.
     </p>
   );
 }

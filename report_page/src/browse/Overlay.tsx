@@ -94,8 +94,7 @@ export function Overlay({ picture, source, index, count, cells, span, mass, whos
       <figcaption aria-live="polite">
         {said || (
           <>
-            {count > 1 && `${name}: `}{picture.width} × {picture.height} px
-            {picture.grid ? `, ${picture.grid[0]} × ${picture.grid[1]} vision tokens` : ", vision tokens not known"}
+            {count > 1 && `${name}: `}{grid ? `${rows} × ${columns} vision tokens` : `${picture.width} × ${picture.height} px`}
             {!source && " – its thumbnail is missing"}
           </>
         )}

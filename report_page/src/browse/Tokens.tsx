@@ -94,13 +94,14 @@ export function Scale({ completion, quantity }: { completion: Completion; quanti
   if (!values.length) return <p class="muted">{quantity.title} was not measured for this completion.</p>;
   const low = values.reduce((a, b) => Math.min(a, b));
   const high = values.reduce((a, b) => Math.max(a, b));
-  const steps = quantity.below && quantity.above && quantity.twoSided ? [-1, -0.5, 0, 0.5, 1] : low < 0 ? [-1, -0.5, 0] : [0, 0.5, 1];
+  const [steps, below, above] = quantity.twoSided
+    ? [[-1, -0.5, 0, 0.5, 1], "blue", "orange"] as const
+    : low < 0 ? [[-1, -0.5, 0], "blue", "pale"] as const : [[0, 0.5, 1], "pale", "orange"] as const;
   return (
     <p class="scale">
-      <span>{quantity.below}</span>
-      <span class="steps" aria-hidden="true">{steps.map((step) => <i key={step} style={tokenStyle(step, dark)} />)}</span>
-      <span>{quantity.above}</span>
-      <span class="muted">here {number(low)} to {number(high)}</span>
+      {quantity.title} is {number(low)} to {number(high)} here;{" "}
+      <span class="steps" aria-hidden="true">{steps.map((step) => <i key={step} style={tokenStyle(step, dark)} />)}</span>{" "}
+      {below}: {quantity.below}, {above}: {quantity.above}.
     </p>
   );
 }

@@ -4,6 +4,7 @@ import { runColour, runDash } from "../colours";
 import type { Numbers, Run } from "../data";
 import { number } from "../format";
 import { useDark } from "../hooks";
+import { type Axis, along } from "./axis";
 import type { Line, Panel } from "./panels";
 
 const HEIGHT = 162;
@@ -24,6 +25,20 @@ function smoothed(values: Numbers, amount: number): Numbers {
 function range(_: uPlot, low: number | null, high: number | null): uPlot.Range.MinMax {
   if (low === null || high === null) return [null, null];
   return low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
+}
+
+/** On a logarithmic axis: uPlot's own would go on to the next power of ten. */
+const rangeAbove0 = (_: uPlot, low: number | null, high: number | null): uPlot.Range.MinMax => (low && high ? [low / 1.1, high * 1.1] : [null, null]);
+
+/** Where numbers stand on a logarithmic axis: at 1, 2 and 5 of every power of ten, at even distances if there are few of these. */
+function ticks(low: number, high: number): number[] {
+  const first = Math.floor(Math.log10(low));
+  const powers = Array.from({ length: Math.ceil(Math.log10(high)) - first + 1 }, (_, i) => 10 ** (first + i));
+  const round = powers.flatMap((power) => (powers.length > 5 ? [power] : [power, 2 * power, 5 * power])).filter((tick) => tick >= low && tick <= high);
+  if (round.length > 2) return round;
+  const step = 10 ** Math.floor(Math.log10(high - low));
+  const apart = [0.1, 0.2, 0.5, 1].map((part) => part * step).find((size) => (high - low) / size <= 5)! ?? step;
+  return Array.from({ length: Math.floor(high / apart) - Math.ceil(low / apart) + 1 }, (_, i) => (Math.ceil(low / apart) + i) * apart);
 }
 
 /** What tells a line from the others of its chart; "" if there are none. */
@@ -52,37 +67,54 @@ function summary(panel: Panel, runs: Run[]): string {
   return `${panel.title}. ${parts.filter(Boolean).join("; ")}. Arrow keys move along the steps.`;
 }
 
-export function Chart({ panel, runs, smoothing }: { panel: Panel; runs: Run[]; smoothing: number }) {
+export interface Drawing {
+  smoothing: number;
+  axis: Axis;
+  logarithmic: boolean;
+}
+
+const SHORT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+
+export function Chart({ panel, runs, drawing: { smoothing, axis, logarithmic } }: { panel: Panel; runs: Run[]; drawing: Drawing }) {
   const box = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const [index, setIndex] = useState<number | null>(null);
   const [focused, setFocused] = useState(false); // the cursor moves in all charts, one of them speaks
   const dark = useDark();
   const data = useMemo(() => {
-    const tables = panel.lines.map(({ curve, mode }) => [
-      curve.steps,
-      mode === "eval" ? curve.values : smoothed(curve.values, smoothing),
-    ] as uPlot.AlignedData);
+    const tables = panel.lines.map(({ run, curve, mode }) => {
+      const values = mode === "eval" ? curve.values : smoothed(curve.values, smoothing);
+      const places = along(runs[run]!, axis, curve.steps);
+      const there = places.flatMap((place, i) => (place === null ? [] : [i]));
+      return [there.map((i) => places[i]), there.map((i) => values[i] ?? null)] as uPlot.AlignedData;
+    });
     return uPlot.join(tables);
-  }, [panel, smoothing]);
+  }, [panel, smoothing, axis, runs]);
+  // What is 0 or below has no place on a logarithmic axis; a chart of nothing else stays linear.
+  const drawn = useMemo(() => {
+    if (!logarithmic) return null;
+    const [places, ...lines] = data as Numbers[];
+    const positive = lines.map((values) => values.map((value) => (value !== null && value !== undefined && value <= 0 ? null : value)));
+    return positive.some((values) => values.some((value) => typeof value === "number")) ? [places, ...positive] as uPlot.AlignedData : null;
+  }, [data, logarithmic]);
 
   useEffect(() => {
     const element = box.current!;
     const style = getComputedStyle(element);
     const ink = style.getPropertyValue("--muted");
     const rule = style.getPropertyValue("--rule");
-    const axis = { stroke: ink, grid: { stroke: rule, width: 1 }, ticks: { show: false }, font: FONT };
+    const line = { stroke: ink, grid: { stroke: rule, width: 1 }, ticks: { show: false }, font: FONT };
     const made = new uPlot(
       {
         width: element.clientWidth,
         height: HEIGHT,
-        padding: [8, 10, 0, 0],
+        padding: [8, 26, 0, 0], // half of the last label of the axis
         legend: { show: false },
         cursor: { sync: { key: SHARED.key }, y: false, drag: { x: true, y: false } },
-        scales: { x: { time: false }, y: { range } },
+        scales: { x: { time: false }, y: drawn ? { distr: 3, range: rangeAbove0 } : { range } },
         axes: [
-          { ...axis, size: 24, space: 60, label: "step", labelSize: 14, labelFont: FONT, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? String(tick) : "")) },
-          { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) },
+          { ...line, size: 24, space: 60, label: axis.name, labelSize: 14, labelFont: FONT, values: (_, ticks) => ticks.map((tick) => (axis.of ? SHORT.format(tick) : Number.isInteger(tick) ? String(tick) : "")) },
+          { ...line, size: 56, ...(drawn && { splits: (_: uPlot, __: number, low: number, high: number) => ticks(low, high), filter: (_: uPlot, all: number[]) => all }), values: (_, all) => all.map((tick) => number(tick, 3)) },
         ],
         series: [
           {},
@@ -101,7 +133,7 @@ export function Chart({ panel, runs, smoothing }: { panel: Panel; runs: Run[]; s
         ],
         hooks: { setCursor: [(self) => setIndex(self.cursor.idx ?? null)] },
       },
-      data,
+      drawn ?? data,
       element,
     );
     plot.current = made;
@@ -111,7 +143,7 @@ export function Chart({ panel, runs, smoothing }: { panel: Panel; runs: Run[]; s
       watcher.disconnect();
       made.destroy();
     };
-  }, [panel, data, dark]);
+  }, [panel, data, drawn, dark]);
 
   const steps = data[0] as number[];
   function move(event: KeyboardEvent) {
@@ -134,7 +166,7 @@ export function Chart({ panel, runs, smoothing }: { panel: Panel; runs: Run[]; s
         {index === null
           ? panel.lines.map((line, i) => <Reading key={i} line={line} lines={panel.lines} runs={runs} dark={dark} value={lastOf(data[i + 1] as Numbers)} />)
           : panel.lines.map((line, i) => <Reading key={i} line={line} lines={panel.lines} runs={runs} dark={dark} value={(data[i + 1] as Numbers)[index] ?? null} />)}
-        <span class="muted">{index === null ? "last" : `step ${steps[index]}`}</span>
+        <span class="muted">{index === null ? "last" : axis.of ? `${number(steps[index], 4)} ${axis.name}` : `step ${steps[index]}`}</span>
       </p>
     </figure>
   );

@@ -3,7 +3,8 @@ import type { Run } from "../data";
 import { plural } from "../format";
 import { useDark } from "../hooks";
 import { go, usePlace } from "../place";
-import { Chart, Swatch } from "./Chart";
+import { asCsv, axes } from "./axis";
+import { Chart, type Drawing, Swatch } from "./Chart";
 import { Lazy } from "./Lazy";
 import { type Panel, type Section, sections, whatMatters } from "./panels";
 
@@ -20,11 +21,15 @@ export function Curves({ runs }: { runs: Run[] }) {
   const place = usePlace();
   const [wanted, setWanted] = useState(place.find ?? "");
   const smoothing = Number(place.smooth) || 0;
+  const over = useMemo(() => axes(runs), [runs]);
+  const axis = over.find(({ name }) => name === place.over) ?? over[0]!;
+  const logarithmic = place.scale === "log";
+  const drawing = useMemo(() => ({ smoothing, axis, logarithmic }), [smoothing, axis, logarithmic]);
   const dark = useDark();
   const open = (place.open ?? "").split("|");
   const evaluation = useMemo(() => runs.some((run) => run.curves.some((curve) => curve.mode === "eval")), [runs]);
   const shown = useMemo(() => (wanted ? found(all, wanted.toLowerCase()) : all), [all, wanted]);
-  if (!all.length) return <p class="empty">Nothing was logged: there are no curves.</p>;
+  if (!all.length) return runs.every(({ scores }) => scores) ? null : <p class="empty">Nothing was logged: there are no curves.</p>;
   const set = (title: string, now: boolean) => {
     if (wanted || open.includes(title) === now) return;
     go({ open: (now ? [...open, title] : open.filter((item) => item !== title)).filter(Boolean).join("|") });
@@ -45,6 +50,18 @@ export function Curves({ runs }: { runs: Run[] }) {
             {SMOOTHING.map(([name, amount]) => <option key={name} value={amount}>{name}</option>)}
           </select>
         </label>
+        {over.length > 1 && (
+          <label>
+            Over{" "}
+            <select value={axis.name} onChange={(event) => go({ over: event.currentTarget.value === "step" ? null : event.currentTarget.value })}>
+              {over.map(({ name, of }) => <option key={name} value={name}>{of ? name : "steps"}</option>)}
+            </select>
+          </label>
+        )}
+        <label>
+          <input type="checkbox" checked={logarithmic} onChange={(event) => go({ scale: event.currentTarget.checked ? "log" : null })} /> Logarithmic
+        </label>
+        <button type="button" onClick={() => download(runs)}>Download CSV</button>
       </div>
       {!wanted && (
         <nav class="index" aria-label="Sections">
@@ -52,13 +69,14 @@ export function Curves({ runs }: { runs: Run[] }) {
         </nav>
       )}
       <ul class="legend" aria-label="Lines">
-        {runs.length > 1 && runs.map((run, index) => <li key={index}><Swatch colour={index} dash={index} dark={dark} /> {run.name}</li>)}
-        {evaluation && <li><Swatch colour={0} dash={0} dark={dark} evaluation /> with dots: evaluation</li>}
+        {runs.length > 1 && runs.map((run, index) => !run.scores && <li key={index}><Swatch colour={index} dash={index} dark={dark} /> is {run.name}.</li>)}
+        {evaluation && <li><Swatch colour={0} dash={0} dark={dark} evaluation /> A line with dots is an evaluation.</li>}
+        {logarithmic && <li>What is 0 or below is not drawn on a logarithmic axis.</li>}
       </ul>
       {shown.length === 0 && <p class="empty">No value has “{wanted}” in its name.</p>}
-      {!wanted && <div class="charts first"><Charts panels={first} runs={runs} smoothing={smoothing} /></div>}
+      {!wanted && <Charts panels={first} runs={runs} drawing={drawing} />}
       {shown.map((section) => (
-        <Folded key={section.title} section={section} open={wanted !== "" || open.includes(section.title)} set={(now) => set(section.title, now)} runs={runs} smoothing={smoothing} />
+        <Folded key={section.title} section={section} open={wanted !== "" || open.includes(section.title)} set={(now) => set(section.title, now)} runs={runs} drawing={drawing} />
       ))}
     </>
   );
@@ -76,19 +94,15 @@ interface FoldedProps {
   open: boolean;
   set: (open: boolean) => void;
   runs: Run[];
-  smoothing: number;
+  drawing: Drawing;
 }
 
-function Folded({ section: { title, note, panels, minor }, open, set, runs, smoothing }: FoldedProps) {
+function Folded({ section: { title, note, panels, minor }, open, set, runs, drawing }: FoldedProps) {
   const [all, setAll] = useState(false);
   return (
     <details id={`section-${title}`} class="curves" open={open} onToggle={(event) => set(event.currentTarget.open)}>
       <summary><h2>{title}</h2> <span class="muted">{plural(panels.length + minor.length, "chart")}<span class="note-text">{note && ` · ${note}`}</span></span></summary>
-      {open && (
-        <div class="charts">
-          <Charts panels={all ? [...panels, ...minor] : panels} runs={runs} smoothing={smoothing} />
-        </div>
-      )}
+      {open && <Charts panels={all ? [...panels, ...minor] : panels} runs={runs} drawing={drawing} />}
       {open && minor.length > 0 && (
         <button type="button" class="more" onClick={() => setAll(!all)}>
           {all ? "Without" : "With"} deviations and what never changes ({minor.length})
@@ -98,13 +112,27 @@ function Folded({ section: { title, note, panels, minor }, open, set, runs, smoo
   );
 }
 
-function Charts({ panels, runs, smoothing }: { panels: Panel[]; runs: Run[]; smoothing: number }) {
+/** How many stand in each of as few rows as there can be, if `most` fit. */
+const even = (count: number, most: number) => Math.ceil(count / Math.ceil(count / most)) || 1;
+
+function download(runs: Run[]) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([asCsv(runs)], { type: "text/csv" }));
+  link.download = "curves.csv";
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
+function Charts({ panels, runs, drawing }: { panels: Panel[]; runs: Run[]; drawing: Drawing }) {
   const [most, setMost] = useState(MOST);
   const before = useRef(panels);
   useEffect(() => { if (before.current !== panels) { before.current = panels; setMost(MOST); } }, [panels]);
+  const count = Math.min(most, panels.length);
   return (
     <>
-      {panels.slice(0, most).map((panel) => <Lazy key={panel.name}><Chart panel={panel} runs={runs} smoothing={smoothing} /></Lazy>)}
+      <div class="charts" style={{ "--wide": even(count, 4), "--middle": even(count, 3), "--narrow": even(count, 2) }}>
+        {panels.slice(0, most).map((panel) => <Lazy key={panel.name}><Chart panel={panel} runs={runs} drawing={drawing} /></Lazy>)}
+      </div>
       {panels.length > most && <button type="button" class="more" onClick={() => setMost(most + MOST)}>{panels.length - most} more</button>}
     </>
   );

@@ -74,7 +74,8 @@ const RULES: Rule[] = [
   { section: "Token weights", pattern: /token_weight/ },
   { section: "Completions", pattern: /^completions?\// },
   { section: "Optimisation", pattern: /^(loss|grad_norm|learning_rate)$/ },
-  { section: "Speed", pattern: /^(perf\/|step_time|num_tokens|sharing\/|profiling)/ },
+  { section: "Speed", pattern: /^time\/seconds$/, title: () => "Seconds since the first log" },
+  { section: "Speed", pattern: /^(time\/|perf\/|step_time|num_tokens|sharing\/|profiling)/ },
   { section: "Other", pattern: /./ },
 ];
 

@@ -1,6 +1,7 @@
 import { useMemo } from "preact/hooks";
 import { runColour } from "../colours";
 import { Swatch } from "../curves/Chart";
+import { CLOCK } from "../curves/axis";
 import type { Run } from "../data";
 import { number, percent, plural } from "../format";
 import { useDark } from "../hooks";
@@ -18,34 +19,55 @@ export function Strips({ runs }: { runs: Run[] }) {
 function Strip({ run, index, alone }: { run: Run; index: number; alone: boolean }) {
   const dark = useDark();
   const found = useMemo(() => courses(run), [run]);
-  const accuracy = found.find(({ title }) => title.startsWith("Accuracy"));
+  const accuracies = found.filter(({ title }) => title.startsWith("Accuracy"));
   const steps = lastStep(run);
+  const seconds = run.curves.find(({ name }) => name === CLOCK)?.values.at(-1) ?? null;
+  const about = run.scores
+    ? ["vgr-trl evaluate", plural(run.scores.questions, "question")]
+    : [run.model, run.created.replace("T", " ").replace(/(:\d\d)?Z$/, " UTC"), plural(steps, "step"), plural(run.records.length, "recorded step")];
   return (
     <article class="strip">
       <header>
         {!alone && <h2><Swatch colour={index} dash={index} dark={dark} /> {run.name}</h2>}
-        <span class="muted">{[run.model, run.created.replace("T", " ").replace(/(:\d\d)?Z$/, " UTC"), plural(steps, "step"), plural(run.records.length, "recorded step")].filter(Boolean).join(" · ")}</span>
+        <span class="muted">{about.filter(Boolean).join(" · ")}</span>
       </header>
       <dl>
-        {accuracy && (
-          <div class="main">
-            <dt>{accuracy.title}</dt>
-            <dd><b>{value(accuracy, "first")} → {value(accuracy, "last")}</b><Spark points={accuracy.points} colour={runColour(index, dark)} /></dd>
+        {accuracies.map((course) => (
+          <div key={course.title} class="main" title={course.name}>
+            <dt>{course.title}, {course.of}</dt>
+            <dd>
+              <b>{course.points.length > 1 && `${value(course, "first")} → `}{value(course, "last")}</b>
+              <Spark points={course.points} colour={runColour(index, dark)} />
+            </dd>
           </div>
-        )}
-        {found.filter((course) => course !== accuracy).map((course) => (
+        ))}
+        {run.scores && <Scores scores={run.scores} />}
+        {found.filter((course) => !accuracies.includes(course)).map((course) => (
           <div key={course.title} title={course.title === "VGR" ? "Vision gain ratio: attention per instruction token over attention per image token. Smaller: looks at the image more." : course.name}>
             <dt>{course.title}</dt>
             <dd>{value(course, "first")} → {value(course, "last")}</dd>
           </div>
         ))}
-        {run.seconds !== null && <div title="from the first log to the last"><dt>Time</dt><dd>{duration(run.seconds)}</dd></div>}
+        {seconds !== null && <div title="from the first log to the last"><dt>Time</dt><dd>{duration(seconds)}</dd></div>}
       </dl>
       {run.signs.length > 0
         ? <ul class="flags" aria-label="Red flags">{run.signs.map(({ step, seen }) => <li key={seen}><b>step {step}</b> {seen}</li>)}</ul>
         : run.curves.length > 0 && <p class="calm">No red flag.</p>}
       {run.notes.map((note) => <p key={note} class="note">{note}</p>)}
     </article>
+  );
+}
+
+function Scores({ scores: { accuracy, interval, k, mean_at_k, pass_at_k, format } }: { scores: NonNullable<Run["scores"]> }) {
+  const others: [string, number | null | undefined][] = [[`Mean of ${k} sampled`, mean_at_k], [`Any of ${k} right`, pass_at_k], ["Format", format]];
+  return (
+    <>
+      <div class="main">
+        <dt>Accuracy of the greedy answers{interval && `, 95 % sure ${percent(interval[0])} to ${percent(interval[1])}`}</dt>
+        <dd><b>{percent(accuracy)}</b></dd>
+      </div>
+      {others.map(([name, share]) => typeof share === "number" && <div key={name}><dt>{name}</dt><dd>{percent(share)}</dd></div>)}
+    </>
   );
 }
 

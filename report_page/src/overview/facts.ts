@@ -1,8 +1,11 @@
 // A run in a few numbers: from which to which value the curves that matter went.
 import type { Curve, Mode, Numbers, Run } from "../data";
+import { plural } from "../format";
 
 export interface Course {
   title: string;
+  /** Where the two numbers come from. */
+  of: string;
   /** Of the metric, as it is logged. */
   name: string;
   first: number;
@@ -12,8 +15,10 @@ export interface Course {
 }
 
 const ENDS = 0.1; // of the logged steps: noise of single training steps says nothing
-const WANTED: { title: string; patterns: RegExp[]; share: boolean; complement?: boolean }[] = [
-  { title: "Accuracy", patterns: [/^rewards\/.*accuracy.*\/mean$/, /accuracy|pass@|mean@/], share: true },
+const ACCURACY = [/^rewards\/.*accuracy.*\/mean$/, /accuracy|pass@|mean@/];
+const WANTED: { title: string; patterns: RegExp[]; share: boolean; complement?: boolean; mode?: Mode }[] = [
+  { title: "Accuracy in evaluation", patterns: ACCURACY, share: true, mode: "eval" },
+  { title: "Accuracy in training", patterns: ACCURACY, share: true, mode: "train" },
   { title: "Format", patterns: [/^rewards\/.*format.*\/mean$/], share: true },
   { title: "Length", patterns: [/^completions\/mean_length$/], share: false },
   { title: "Non-zero variance", patterns: [/^sampling\/nonzero_variance_fraction$/], share: true },
@@ -36,18 +41,21 @@ function mean(values: number[]): number {
 /** First and last of an evaluation; of training, the means of the first and of the last tenth. */
 export function courses(run: Run): Course[] {
   const found: Course[] = [];
-  for (const { title, patterns, share, complement } of WANTED) {
+  for (const { title, patterns, share, complement, mode: only } of WANTED) {
     if (found.some((course) => course.title === title)) continue;
-    const modes: Mode[] = title === "Accuracy" ? ["eval", "train"] : ["train", "eval"];
+    const modes: Mode[] = only ? [only] : ["train", "eval"];
     const curve = modes
       .flatMap((mode) => patterns.map((pattern) => find(run, pattern, mode)))
-      .find((item) => item && known(item.values).length >= (item.mode === "eval" && title === "Accuracy" ? 2 : 1));
+      .find((item) => item && known(item.values).length);
     if (!curve) continue;
     const points = known(curve.values).map((value) => (complement ? 1 - value : value));
     const width = curve.mode === "eval" ? 1 : Math.max(1, Math.round(ENDS * points.length));
+    const at = curve.steps.filter((_, i) => curve.values[i] !== null);
     found.push({
-      title: title === "Accuracy" && curve.mode === "eval" ? "Accuracy (evaluation)" : title,
-      name: curve.name, share, points,
+      title, name: curve.name, share, points,
+      of: curve.mode === "train"
+        ? `first → last ${plural(width, "logged step")}`
+        : at.length > 1 ? `step ${at[0]} → ${at.at(-1)}` : `step ${at[0]}`,
       first: mean(points.slice(0, width)), last: mean(points.slice(-width)),
     });
   }

@@ -5,10 +5,13 @@ import importlib
 import os
 import shlex
 import sys
+import time
 import warnings
 import webbrowser
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from vgr_trl import __version__
@@ -95,17 +98,31 @@ def report(argv: Sequence[str]) -> int:
     from vgr_trl.utils import printable
 
     parser = _parser("report")
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a run")
-    parser.add_argument("--output", type=Path, help="the page (default: report.html in the first RUN)")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a run, or a file of `evaluate`"
+    )
+    parser.add_argument("--output", type=Path, help="the page (default: report.html in the first RUN or beside it)")
     parser.add_argument("--names", nargs="+", help="names of the runs, in order (default: their own)")
     parser.add_argument("--max_megabytes", type=float, default=9.5, help="largest size, 1 to 100 (default 9.5)")
+    parser.add_argument("--live", type=float, metavar="SECONDS", help="write and load it again so often, until Ctrl-C")
     flags = parser.parse_args(argv)
-    output = flags.output or flags.runs[0] / "report.html"
-    page = write_report(flags.runs, output, max_megabytes=flags.max_megabytes, names=flags.names)
+    if flags.live is not None and not flags.live >= 1:
+        raise ConfigError(f"live is {flags.live}: give the seconds from one page to the next, at least 1.")
+    first = flags.runs[0]
+    output = flags.output or (first.parent if first.is_file() else first) / "report.html"
+    write = partial(write_report, flags.runs, output, max_megabytes=flags.max_megabytes, names=flags.names)
+    page = write(live=flags.live)
     print(printable(f"{page.path}: {page.size / MEGABYTE:.1f} MB, {page.records} recorded steps."))
     for name, notes in page.notes.items():
         for note in notes:
             print(printable(f"  {name}: {note}"))
+    if flags.live:
+        print(f"It is written anew every {flags.live:g} s; Ctrl-C ends this, and leaves a page that stays.", flush=True)
+        with suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(flags.live)
+                write(live=flags.live)
+        write()
     return 0
 
 

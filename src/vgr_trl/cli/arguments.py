@@ -188,7 +188,7 @@ class EvaluationArguments(RewardFileArguments):
     group_by: str | None = option(None, "Column by whose values scores are given too (else family or source); none.")
     seed: int = option(0, "Of sampling.")
     output_file: str | None = option(None, "Write the numbers there, as JSON.")
-    save_completions: bool = option(False, "Add every completion to the JSON.")
+    save_completions: bool = option(False, "Add completions, questions and images to the JSON, for `vgr-trl report`.")
     # fmt: on
 
     def __post_init__(self) -> None:

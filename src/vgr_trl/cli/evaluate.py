@@ -1,7 +1,8 @@
 """`vgr-trl evaluate`: accuracy, baselines, mean@k, pass@k and format rate of models, without training."""
 
+import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from vgr_trl.cli.arguments import (
     one_sentence,
     parse,
 )
+from vgr_trl.data.prompts import as_parts
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
+from vgr_trl.reporting.recorder import images_of_row
 from vgr_trl.utils import ConfigError
 
 MEASURED = ("num_samples", "temperature", "max_completion_length", "batch_size", "blank_images", "seed")
@@ -68,9 +71,26 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
             model, loaded = load_for_inference(name, dtype=options.dtype, **loading)
         group_by, blind = _group_column(options.group_by, rows), options.blind_baseline
         results[name] = evaluate(model, loaded, rows, blind=blind, reward_funcs=rewards, group_by=group_by, **measured)
+        for record, row in zip(results[name].records if options.save_completions else (), rows, strict=False):
+            record |= _shown(row)
     if left_out := next((skipped for _, skipped in questions.values() if skipped), None):
         report_skipped(left_out, Path(options.output_file or "evaluate.json").with_suffix(".skipped.jsonl"))
     return results
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `vgr-trl report` shows of a question: its text, and thumbnails of its images in base64."""
+    pictures, thumbnails, _ = images_of_row(row, [])
+    parts = [part for turn in row["prompt"] if turn["role"] != "system" for part in as_parts(turn["content"])]
+    return {
+        "prompt": "\n".join(part.get("text") or f"<{part['type']}>" for part in parts),
+        "images": [
+            {"file": each.file, "width": each.width, "height": each.height}
+            | {"thumbnail": base64.b64encode(thumbnails[each.file]).decode()}
+            for each in pictures
+            if each.file
+        ],
+    }
 
 
 def load_for_inference(

@@ -437,6 +437,7 @@ def run_demo(options: Options, output_dir: Path, questions: Questions | None = N
     metrics = {name: result.to_dict() for name, result in results.items()}
     content = {"options": asdict(options), "seconds": seconds, "rose": rose, **metrics}
     (output_dir / "metrics.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    print(f"On {len(questions.test)} held-out questions, of which the report shows none:")
     print_scores(results)
     print(*reached_lines(history, f"{RECORDED} validation questions"), sep="\n")
     first, last = (f"{result.mean_at_k or 0:.3f}" for result in results.values())

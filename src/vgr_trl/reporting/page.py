@@ -3,9 +3,12 @@
 import base64
 import json
 import math
+import re
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha1
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
@@ -14,14 +17,17 @@ from typing import Any, TypeVar
 from vgr_trl.metrics import first_signs
 from vgr_trl.reporting.records import (
     LOGS_FILE,
+    Completion,
+    RecordedImage,
     Run,
     as_json,
+    is_webp,
     read_logs,
     read_run,
     read_thumbnail,
     records_folder,
 )
-from vgr_trl.utils import ConfigError, write_atomic
+from vgr_trl.utils import ConfigError, DataError, write_atomic
 
 PAGE = "page.html"  # built from report_page/ by `make report-page`
 PLACE = "VGR_TRL_DATA_GOES_HERE"
@@ -31,6 +37,8 @@ SMALLEST, LARGEST = 1.0, 100.0  # megabytes
 LEFT_OUT = {"epoch", "step", "total_flos", "train_loss"} | {
     f"{mode}_{name}" for mode in ("train", "eval") for name in ("runtime", "samples_per_second", "steps_per_second")
 }
+CLOCK = "time/seconds"  # name of the curve of the seconds since the first log
+ACCURACY = re.compile("rewards/.*accuracy.*/mean")
 MOST_POINTS, FEWEST_POINTS = 1000, 50  # of a curve
 CURVES_SHARE = 0.3  # of the bytes
 ATTENTION_SHARE = 0.5
@@ -38,6 +46,7 @@ MOST_RECORDS = 200  # of a run that are read
 _LEVEL = 6  # of zlib: 9 takes 3.5 times as long for a page 2 % smaller
 
 Key = TypeVar("Key")
+Answers = tuple[list[dict[str, Any]], dict[str, str]]  # completions of a question, and its thumbnails in base64
 
 
 @dataclass(frozen=True)
@@ -80,10 +89,11 @@ class PageRun:
 
     Attributes:
         name: unique among the runs of the page.
-        model, created, rewards: of the run's description.
+        model, created, rewards, options, changed: of the run's description; `changed` names the options that are not
+            at their defaults, None where that is not known.
         notes: what the reader has to know.
-        seconds: from the first log to the last.
-        signs: of collapse, with the step at which each is first seen.
+        signs: of collapse, with the step at which each is first seen; then an evaluation that ends below its start.
+        scores: what `vgr-trl evaluate` measured, without completions; None of a run that was trained.
         records: as JSON objects, in the order of their steps.
     """
 
@@ -92,22 +102,30 @@ class PageRun:
     created: str = ""
     rewards: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    seconds: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    changed: list[str] | None = None
     signs: list[dict[str, Any]] = field(default_factory=list)
+    scores: dict[str, Any] | None = None
     curves: list[Curve] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
 def write_report(
-    runs: Sequence[str | Path], path: str | Path, *, max_megabytes: float = 9.5, names: Sequence[str] | None = None
+    runs: Sequence[str | Path],
+    path: str | Path,
+    *,
+    max_megabytes: float = 9.5,
+    names: Sequence[str] | None = None,
+    live: float | None = None,
 ) -> Report:
     """Write a page that shows `runs`, and return what is in it.
 
     Args:
-        runs: folders of runs (`output_dir`, or `rollouts` in it).
+        runs: folders of runs (`output_dir`, or `rollouts` in it), and JSON files of `vgr-trl evaluate`.
         path: of the page, which is replaced at once or not at all; its folder is made.
         max_megabytes: bound of the page, in [1, 100].
         names: of the runs, in order; by default those that were recorded, else those of their folders.
+        live: seconds after which the page loads itself again; None: it stays.
 
     Raises:
         ConfigError: the bound is out of range, or there are not as many names as runs.
@@ -121,7 +139,7 @@ def write_report(
     max_bytes = int((max_megabytes * MEGABYTE - len(template.encode())) * 3 / 4) - 1024  # base64: 4 letters for 3 bytes
     pages, images = page_data([Path(run) for run in runs], max_bytes, names)
     content = [{**vars(page), "curves": [vars(curve) for curve in page.curves]} for page in pages]
-    packed = zlib.compress(_as_bytes({"version": 1, "runs": content, "images": images}), _LEVEL)
+    packed = zlib.compress(_as_bytes({"version": 1, "live": live, "runs": content, "images": images}), _LEVEL)
     html = template.replace(PLACE, base64.b64encode(packed).decode("ascii")).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, html)
@@ -137,24 +155,97 @@ def page_data(
     folders: Sequence[Path], max_bytes: int, names: Sequence[str] | None = None
 ) -> tuple[list[PageRun], dict[str, str]]:
     """Return the runs, and their thumbnails in base64 by name, as many as fit."""
-    runs = [read_run(folder) for folder in folders]
-    output_dirs = [records_folder(folder).parent for folder in folders]
-    names = names or [run.name for run in runs]
-    pages = []
-    for name, run, path in zip(names, runs, output_dirs, strict=True):
-        page = PageRun(name if list(names).count(name) == 1 else f"{name} ({path})")
+    found: list[tuple[PageRun, Path, Run | list[Answers]]] = []
+    for name, path in zip(names or [""] * len(folders), folders, strict=True):
+        if path.is_file():
+            for model, (scores, answers) in read_evaluations(path).items():
+                found.append(
+                    (PageRun(": ".join(filter(None, (name or path.stem, model))), scores=scores), path, answers)
+                )
+            continue
+        run, output_dir = read_run(path), records_folder(path).parent
+        page = PageRun(name or run.name, rewards=run.rewards, changed=run.description.get("changed"))
         page.model, page.created = (str(run.description.get(key) or "") for key in ("model", "created"))
-        page.rewards = run.rewards
-        read_curves(page, path)
-        pages.append(page)
-    left = max_bytes - _fit_curves(pages, int(CURVES_SHARE * max_bytes))
+        page.options = as_json(run.description.get("options") or {})
+        read_curves(page, output_dir)
+        found.append((page, output_dir, run))
+    pages = [page for page, _, _ in found]
+    repeated = {name for name, count in Counter(page.name for page in pages).items() if count > 1}
+    for page, path, _ in found:
+        page.name += f" ({path})" if page.name in repeated else ""
+    left = max_bytes - _fit_curves(pages, int(CURVES_SHARE * max_bytes)) - sum(_size(page.options) for page in pages)
     images: dict[str, str] = {}
-    for index, (page, run) in enumerate(zip(pages, runs, strict=True)):
-        if not run.steps():
+    for index, (page, _, source) in enumerate(found):
+        room = left // (len(pages) - index)  # equal parts of the page; what a run leaves goes to those behind it
+        if isinstance(source, list):
+            left -= add_answers(page, source, images, room)
+        elif source.steps():
+            left -= add_records(page, source, images, room)
+        else:
             page.notes.append("The run has no records of completions yet.")
-        else:  # equal parts of the page; what a run leaves goes to those behind it
-            left -= add_records(page, run, images, left // (len(runs) - index))
     return pages, images
+
+
+def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[Answers]]]:
+    """Return by model (one alone has the name "") the scores and the answers that `vgr-trl evaluate` has written.
+
+    Raises:
+        DataError: the file holds something else.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+        models = content.get("models", {"": content})
+        return {
+            model: (scores | {"accuracy": float(scores["accuracy"])}, list(map(_answers, scores.pop("records", []))))
+            for model, scores in models.items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"{path} is no file of vgr-trl evaluate: give the output_dir of a run, or an --output_file."
+        ) from error
+
+
+def _answers(item: Mapping[str, Any]) -> Answers:
+    """Return the greedy and the sampled completions of a question, as JSON objects, and its thumbnails."""
+    prompt, images = str(item.get("prompt") or item.get("problem") or ""), item.get("images", [])
+    thumbnails = {each["file"]: each["thumbnail"] for each in images if is_webp(base64.b64decode(each["thumbnail"]))}
+    question = sha1(f"{prompt} {sorted(thumbnails)}".encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:16]
+    pictures = [RecordedImage(each["file"], each["width"], each["height"]) for each in images]
+    solution, rewards = item.get("solution"), item.get("rewards", {})
+    completions = []
+    for number, (text, right, form) in enumerate(
+        zip(
+            [item["greedy"], *item["sampled"]],
+            [item["correct"], *item["correct_sampled"]],
+            [item["format"], *item["format_sampled"]],
+            strict=True,
+        )
+    ):
+        completion = Completion(question, 0, prompt, text, [text], None if solution is None else str(solution))
+        completion.correct, completion.images = None if right is None else right == 1, pictures
+        completion.rewards = {"format": form} | (rewards if number == 0 else {})
+        completions.append(asdict(completion) | {"drawn": "sampled" if number else "greedy"})
+    return completions, thumbnails
+
+
+def add_answers(page: PageRun, answered: Sequence[Answers], images: dict[str, str], max_bytes: int) -> int:
+    """Add what `vgr-trl evaluate` has saved, until the next question does not fit; return the bytes taken.
+
+    Args:
+        images: as of `add_records`.
+    """
+    left, shown = max_bytes, list[dict[str, Any]]()
+    if not answered:
+        page.notes.append("The completions were not saved: run vgr-trl evaluate with --save_completions.")
+    for number, (completions, thumbnails) in enumerate(answered):
+        new = {name: content for name, content in thumbnails.items() if name not in images}
+        if (size := _size(completions) + sum(map(len, new.values()))) > left:
+            page.notes.append(f"{number} of {len(answered)} questions are shown; the others do not fit.")
+            break
+        left, shown = left - size, shown + completions
+        images |= new
+    page.records = [{"step": 0, "mode": "eval", "time": 0, "completions": shown}] if shown else []
+    return max_bytes - left
 
 
 def read_curves(page: PageRun, output_dir: Path) -> None:
@@ -165,9 +256,10 @@ def read_curves(page: PageRun, output_dir: Path) -> None:
     trained = {entry.step: entry for entry in entries if entry.mode == "train"}  # of a step run twice, the last
     signs = first_signs((step, trained[step].values) for step in sorted(trained))
     page.signs = [{"step": step, "seen": seen} for step, seen in signs]
-    times = [entry.time for entry in entries if entry.mode == "train" and entry.time > 0]
-    page.seconds = max(times) - min(times) if len(set(times)) > 1 else None
     points: dict[tuple[str, str], dict[int, float | None]] = {}
+    times = {step: entry.time for step, entry in trained.items() if entry.time > 0}
+    if len(set(times.values())) > 1:
+        points[CLOCK, "train"] = {step: seconds - min(times.values()) for step, seconds in times.items()}
     for entry in entries:
         for name, value in entry.values.items():
             if name not in LEFT_OUT:
@@ -178,6 +270,11 @@ def read_curves(page: PageRun, output_dir: Path) -> None:
         if any(value is not None for value in by_step.values()):
             steps = sorted(by_step)
             page.curves.append(Curve(name, mode, steps, [by_step[step] for step in steps]))
+            known = [(step, value) for step in steps if (value := by_step[step]) is not None]
+            (first, before), (last, after) = known[0], known[-1]
+            if mode == "eval" and ACCURACY.search(name) and after < before:
+                seen = f"accuracy in evaluation is below that of step {first}: "
+                page.signs.append({"step": last, "seen": f"{seen}{100 * before:.1f} % → {100 * after:.1f} %"})
 
 
 def _fit_curves(pages: Sequence[PageRun], max_bytes: int) -> int:

@@ -29,6 +29,7 @@ from transformers.utils import logging
 from vgr_trl.config import LOG_OPTIONS
 from vgr_trl.credit import attention_weights
 from vgr_trl.data.images import boxes_of, images_of, open_image
+from vgr_trl.options import changed_options
 from vgr_trl.reporting.markdown import MarkdownLogs, Summary, print_record
 from vgr_trl.reporting.records import (
     FOLDER,
@@ -242,6 +243,7 @@ class RolloutRecorder:
                 "rewards": list(self.trainer.reward_func_names),
                 "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
                 "options": self.args.to_sanitized_dict(),
+                "changed": list(changed_options(self.args)),
             }
             max_bytes = int(self.args.rollout_log_max_megabytes * 1e6)
             self._writer = RecordWriter(self.output_dir, description, max_bytes, resumed=step > 0)

@@ -347,7 +347,12 @@ def read_thumbnail(folder: Path, name: str) -> bytes | None:
         content = path.read_bytes() if path.parent == (folder / "images").resolve() else b""
     except (OSError, ValueError):
         return None
-    return content if content[:4] == b"RIFF" and content[8:12] == b"WEBP" else None
+    return content if is_webp(content) else None
+
+
+def is_webp(content: bytes) -> bool:
+    """Whether a file is a WebP picture, by its head."""
+    return content[:4] == b"RIFF" and content[8:12] == b"WEBP"
 
 
 def refuse_unwritable(path: Path, option: str, is_folder: bool = False) -> None:
