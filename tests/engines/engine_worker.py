@@ -25,7 +25,7 @@ EVERYTHING = {
     "early_reward_weights": [1.0, 0.5], "reward_weights": [1.0, 1.0], "warmup_steps": 1, "token_weights": True,
     "enable_perception_filtering": True, "enable_entropy_filtering": True, "enable_trajectory_reweighting": True,
     "use_entropy_penalty": True, "replay_buffer_size": 4, "dynamic_sampling": "resample",
-    "dynamic_sampling_max_rounds": 1, "rollout_log_steps": 1,
+    "dynamic_sampling_max_rounds": 1, "rollout_log_steps": 1, "attention_reward_scale": "none",
 }  # fmt: skip
 
 
