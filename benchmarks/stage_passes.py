@@ -143,7 +143,7 @@ def _step(setting: Setting, size: Size, model: Any, processor: Any, name: str) -
     """One optimizer step: generation, scoring, training."""
     timer = _Timer(setting.device)
     trainer_class: Any
-    ours: tuple[Any, Any] = (DAPOTrainer, partial(DAPOConfig, rollout_log_steps=0))
+    ours: tuple[Any, Any] = (DAPOTrainer, partial(DAPOConfig, rollout_log_steps=0, attention_reward_scale="none"))
     trainer_class, config = (GRPOTrainer, GRPOConfig) if name == "trl" else ours
     trainers: list[Any] = []
 

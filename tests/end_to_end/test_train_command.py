@@ -207,7 +207,7 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("--reward_weights 1.0", "accuracy_reward, vgr_reward, think_format_reward, soft_overlong_punishment"),
+        ("--reward_weights 1.0", "accuracy_reward, think_format_reward, soft_overlong_punishment"),
         ("--max_prompt_length 5", "max_prompt_length=5 leaves no row"),
         ("--per_device_train_batch_size 128", "The train data has 16 rows, but a rollout takes 32 prompts"),
         ("--dataset_streaming --max_steps -1", "max_steps"),

@@ -16,10 +16,10 @@ from transformers import TrainerControl
 from vgr_trl import callbacks as termination
 
 
-@pytest.mark.parametrize(
-    ("processes", "asked", "flags"),
-    [pytest.param(2, "child", "", marks=pytest.mark.minutes), (2, "all", ""), (1, "all", "--dataloader_num_workers 1")],
-)
+OF_TWO = [pytest.param(2, asked, "", marks=pytest.mark.minutes) for asked in ("child", "all")]
+
+
+@pytest.mark.parametrize(("processes", "asked", "flags"), [*OF_TWO, (1, "all", "--dataloader_num_workers 1")])
 def test_a_run_that_is_asked_to_end_saves_and_goes_on(processes, asked, flags, model_folder, question_files, tmp_path):
     """A launcher that gets the signal hands it on, so that its processes get it twice."""
     output = tmp_path / "run"

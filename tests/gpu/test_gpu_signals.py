@@ -67,6 +67,7 @@ def test_a_step_with_everything_on(place, adapters, tmp_path, measured):
         "token_weights": True, "compute_attention_metrics": True, "enable_perception_filtering": True,
         "enable_trajectory_reweighting": True, "enable_entropy_filtering": True, "use_entropy_penalty": True,
         "perception_loss_weight": 0.01, "replay_buffer_size": 8, "dynamic_sampling": "resample",
+        "attention_reward_scale": "none",
         "gradient_checkpointing": True, "bf16": device != "cpu", "use_cpu": device == "cpu",
         "beta": 0.01 if adapters else 0.0,  # a second model would be looked for on a disk
     }  # fmt: skip
