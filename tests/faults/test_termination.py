@@ -15,7 +15,6 @@ from transformers import TrainerControl
 
 from vgr_trl import callbacks as termination
 
-
 OF_TWO = [pytest.param(2, asked, "", marks=pytest.mark.minutes) for asked in ("child", "all")]
 
 
