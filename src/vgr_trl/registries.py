@@ -34,6 +34,8 @@ def _importing(where: str, kind: str, error_type: type[VGRError]) -> Iterator[No
     """Raise `error_type` where importing a plug-in fails, with the reason."""
     try:
         yield
+    except ModuleNotFoundError as error:
+        raise error_type(f"{where}, for a {kind}, imports {error.name}, which is missing: install it.") from error
     except (Exception, SystemExit) as error:
         raise error_type(
             f"Importing {where} for a {kind} failed with {type(error).__name__}: {error}; repair it."

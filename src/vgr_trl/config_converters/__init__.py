@@ -225,7 +225,7 @@ class Conversion:
             elif options:
                 lines += [Line(mark, option, str(self.options[option])) for option in options]
             elif key in self.stated:
-                lines.append(Line(name, "—", known.why or "has no part in this configuration"))
+                lines.append(Line(name, "—", known.why or "as by default here, or without a part in this run"))
         lines += [Line(key, "—", f"stops: {why}") for key, why in reasons.items()]
         return lines + [Line("(none)*", name, str(self.options[name])) for name in self.made.get("", ())]
 

@@ -29,10 +29,13 @@ _COLUMNS = {
 }  # fmt: skip
 # From little to much of the image, distinguishable by readers who do not see red and green alike (viridis, light half).
 _SHADES = ("#8a8a8a", "#3b8ac4", "#21a5a5", "#5ec962", "#fde725")
-_STEP_LINE = (  # heading, name under which trainers log it, format
+_STEP_LINE = (  # heading, name under which trainers log it (of EasyR1's reward files: reward/…), format
     ("reward", "reward", "{:.3f}"),
     ("accuracy", "rewards/accuracy_reward/mean", "{:.3f}"),
+    ("accuracy", "reward/accuracy", "{:.3f}"),
     ("format", "rewards/think_format_reward/mean", "{:.2f}"),
+    ("format", "rewards/format_reward/mean", "{:.2f}"),
+    ("format", "reward/format", "{:.2f}"),
     ("length", "completions/mean_length", "{:.0f}"),
     ("VGR", "attention/late/vgr", "{:.3f}"),
     ("non-zero variance", "sampling/nonzero_variance_fraction", "{:.0%}"),
@@ -204,7 +207,7 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
 
 def evaluation_line(step: int, logs: Mapping[str, float]) -> str:
     """Return one line on what the trainer logged of an evaluation: step, reward, accuracy."""
-    shown = [f"{heading} {logs[f'eval_{name}']:.3f}" for heading, name, _ in _STEP_LINE[:2] if f"eval_{name}" in logs]
+    shown = [f"{heading} {logs[f'eval_{name}']:.3f}" for heading, name, _ in _STEP_LINE[:3] if f"eval_{name}" in logs]
     return f"evaluation at step {step}  {'  '.join(shown)}"
 
 
@@ -220,7 +223,7 @@ def reached_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list[
         logs = [entry for entry in history if f"{prefix}reward" in entry]
         few = 1 if prefix else min(REACHED, (len(logs) + 1) // 2)
         parts = []
-        for heading, name, _ in _STEP_LINE[:2]:
+        for heading, name, _ in _STEP_LINE[:3]:
             if values := [entry[prefix + name] for entry in logs if prefix + name in entry]:
                 ends = [fmean(values[:few]), fmean(values[-few:])][len(values) == 1 :]
                 parts.append(f"{heading} {' → '.join(f'{end:.3f}' for end in ends)}")
@@ -228,6 +231,12 @@ def reached_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list[
             which = f"on {evaluated}" if prefix else f"in the first and last {few} of {len(logs)} logs"
             steps = " to ".join(str(entry["step"]) for entry in logs[:: max(1, len(logs) - 1)])
             lines.append(f"{title:<12}{', '.join(parts)} {which}, step {steps}")
+    accuracy = [entry[name] for entry in history for _, name, _ in _STEP_LINE[1:3] if name in entry]
+    if accuracy and max(accuracy) < 0.01:
+        lines.append(
+            "Almost no answer was right, so nothing was learned of accuracy: look at completions in the report; another "
+            "model or --system_prompt_file may help."
+        )
     return lines
 
 

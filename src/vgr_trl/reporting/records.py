@@ -306,7 +306,10 @@ def read_run(path: str | Path) -> Run:
     """
     folder = records_folder(Path(path))
     if not has_records(folder):
-        raise DataError(f"{path} has no records: give the output_dir of a run with rollout_log_steps above 0.")
+        raise DataError(
+            f"{path} has no records: give the output_dir of a run of DAPOTrainer (TRL's own trainers write none) with "
+            "rollout_log_steps above 0."
+        )
     return Run(folder)
 
 
