@@ -61,6 +61,11 @@ clean:
 report-page:
 	cd report_page && npm ci --no-fund --no-audit && npm run build
 
+# The documentation as a site in site/, from docs/ and benchmarks/results; a dead link is an error. Needs no network.
+.PHONY: docs
+docs: $(DEV)
+	$(BIN)/mkdocs build --strict
+
 # TRL's own tests of GRPOTrainer against DAPOTrainer; by hand, with a git copy of TRL.
 HARNESS ?= ../shared/trlcompat
 .PHONY: trl-tests
