@@ -128,9 +128,12 @@ def test_scaled_recipes_are_those_of_our_users_scaled(name):
     assert load_recipe(f"{name}_scaled") == {**load_recipe(name), "attention_reward_scale": "accuracy"}
 
 
-def test_the_page_is_what_the_script_makes_of_the_recipes():
-    made = runpy.run_path(str(ROOT / "docs" / "recipes_table.py"))["page"]()
-    assert made == (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"), "python docs/recipes_table.py"
+def test_the_pages_of_methods_are_what_the_script_makes_of_the_recipes():
+    pages = runpy.run_path(str(ROOT / "docs" / "recipes_table.py"))["pages"]()
+    for file, made in pages.items():
+        assert made == file.read_text(encoding="utf-8"), "python docs/recipes_table.py"
+    index = (ROOT / "docs" / "methods" / "index.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| \[`(\w+)`\]", index, re.MULTILINE) == recipe_names(), "each on one page"
 
 
 TINY = (
