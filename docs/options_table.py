@@ -1,0 +1,93 @@
+"""Makes the table of docs/options.md of what the options of this library declare.
+
+python docs/options_table.py
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments
+from vgr_trl.config import PERTURBATIONS
+from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.options import FACTS
+
+PAGE = Path(__file__).resolve().parent / "options.md"
+MADE = re.compile(r"(?<=<!-- made by docs/options_table.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
+# Of `vgr-trl train`, where TRL's ModelConfig stands beside them.
+GROUPS = (RunArguments, DataArguments, RewardArguments, DAPOConfig)
+HEADING = "| group | option | default | accepted | no effect where | what it does |\n|---|---|---|---|---|---|"
+SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+
+
+def page() -> str:
+    """Return the page with what the options declare."""
+    return MADE.sub(lambda _: "\n".join([HEADING, *_rows(), ""]), PAGE.read_text(encoding="utf-8"))
+
+
+def _rows() -> Iterator[str]:
+    for group in GROUPS:
+        hints, left = get_type_hints(group), {each.name: each for each in fields(group)}
+        for base in group.__mro__:
+            stage = re.sub("(Options|Arguments|Config)$", "", base.__name__).lower()
+            own = inspect.get_annotations(base) if base.__module__.startswith("vgr_trl.") else {}
+            for each in (left.pop(name) for name in own if name in left):
+                default = each.default if each.default is not MISSING else each.default_factory()
+                cells = (_value(default), _accepted(hints[each.name], each), _unused(each.metadata["needs"]))
+                yield f"| {stage} | `{each.name}` | " + " | ".join([*cells, _cell(each.metadata["help"])]) + " |"
+
+
+def _value(default: Any) -> str:
+    if default is None or isinstance(default, bool):
+        return str(default).lower()
+    text = " ".join(map(str, default)) if isinstance(default, list) else str(default)
+    return f"`{text}`" if len(text) < 40 else "a text of its own"
+
+
+def _accepted(hint: Any, each: Field[Any]) -> str:
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kind = next(kind for kind in kinds if kind is not NoneType)
+    limits = " ".join(
+        f"{sign} {each.metadata[bound]:g}" for bound, sign in SIGNS.items() if each.metadata[bound] is not None
+    )
+    return f"{_kind(kind)} {limits}".strip()
+
+
+def _kind(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    if get_origin(kind) is list:
+        return {"text": "texts", "number": "numbers", "integer": "integers"}[_kind(*get_args(kind))]
+    return {bool: "true, false", int: "integer", float: "number", str: "text"}.get(kind, "JSON object")
+
+
+def _unused(needs: Any) -> str:
+    """When an option has no effect; `vgr_trl.options.option` says what it may need."""
+    if not callable(needs):
+        return " and ".join(map(_off, needs.split(" or "))) if needs else ""
+    quiet: dict[str, Any] = {"use_cpu": True, "bf16": False, "markdown_logs": False}
+    perturbed = {
+        name: DAPOConfig(perturbation=name, enable_perception_filtering=True, **quiet) for name in PERTURBATIONS
+    }
+    used = [f"`{name}`" for name, options in perturbed.items() if needs(options) is None]
+    return needs(DAPOConfig(**quiet)) + f" by {' or '.join(used)}" * (0 < len(used) < len(perturbed))
+
+
+def _off(need: str) -> str:
+    name, negated, values = re.fullmatch(r"(\w+)(!?)(?:=(.+))?", need).groups()
+    choices = " or ".join(f"`{value}`" for value in (values or "").split("|"))
+    if name in FACTS:
+        return FACTS[name]
+    return f"`{name}` is {choices if negated else f'not {choices}' if values else 'off'}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
