@@ -65,7 +65,7 @@ def quickstart(argv: Sequence[str]) -> int:
     if flags.model is None:
         raise ConfigError(
             "Give --model: Qwen/Qwen3-VL-4B-Instruct on a GPU, or on a CPU the tiny one that vgr-trl init --laptop "
-            "makes, which knows only its own questions: vgr-trl quickstart tiny_vlm/train.parquet --model tiny_vlm/model "
+            "makes and which knows its own questions: vgr-trl quickstart tiny_vlm/train.parquet --model tiny_vlm/model "
             "--system_prompt_file none."
         )
     if Path(flags.data).suffix and not Path(flags.data).exists() and "/" not in flags.data:
