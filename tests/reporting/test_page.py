@@ -134,15 +134,17 @@ def test_missing_and_foreign_thumbnails_stay_out(tmp_path: Path) -> None:
     assert read_thumbnail(folder.parent, "../../secret.webp") is None
 
 
-def test_an_evaluation_that_ends_below_its_first_is_flagged(tmp_path: Path) -> None:
+def test_an_evaluation_that_falls_or_has_no_right_answer_is_flagged(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=4)
     logs = run / "rollouts/logs.jsonl"
-    for (first, last), flagged in {(0.094, 0.047): True, (0.047, 0.094): False}.items():
-        values = {1: first, 2: 1.0, 4: last}  # what it reached in between does not matter
+    cases = {(0.094, 1.0, 0.047): [" 9.4 % → 4.7 %"], (0.047, 1.0, 0.094): [], (0, 0, 0): ["0 from start to end"]}
+    for reached, flagged in cases.items():
+        values = dict(zip((1, 2, 4), reached, strict=True))  # what it reached in between does not matter
         entries = [LogEntry(step, "eval", 0.0, {"eval_rewards/accuracy_reward/mean": x}) for step, x in values.items()]
         logs.write_bytes(b"".join(map(encode, entries)))
         signs = report_of(run)["signs"]
-        assert [(sign["step"], sign["seen"][-14:]) for sign in signs] == [(4, " 9.4 % → 4.7 %")] * flagged
+        assert [sign["step"] for sign in signs] == [4] * len(flagged)
+        assert all(sign["seen"].endswith(end) for sign, end in zip(signs, flagged, strict=True))
 
 
 def test_evaluated_completions_stand_beside_a_run(tmp_path: Path) -> None:

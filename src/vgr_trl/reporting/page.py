@@ -276,7 +276,8 @@ def read_curves(page: PageRun, output_dir: Path) -> None:
                 seen = f"accuracy in evaluation is below that of step {first}: "
                 page.signs.append({"step": last, "seen": f"{seen}{100 * before:.1f} % → {100 * after:.1f} %"})
             if ACCURACY.search(name) and max(value for _, value in known) < 0.01:
-                page.signs.append({"step": last, "seen": f"{name} ({mode}) is 0 from start to end"})
+                where = "evaluation" if mode == "eval" else "training"
+                page.signs.append({"step": last, "seen": f"accuracy in {where} is 0 from start to end"})
 
 
 def _fit_curves(pages: Sequence[PageRun], max_bytes: int) -> int:
