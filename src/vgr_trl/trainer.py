@@ -47,7 +47,7 @@ from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.groups import WholeGroups
 from vgr_trl.rewards.loading import checked
-from vgr_trl.rewards.reward_files import returned_weights
+from vgr_trl.rewards.reward_files import ScoredFile, returned_weights
 from vgr_trl.rollout import (
     ConstructedTrainer,
     Rollout,
@@ -159,6 +159,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         """What lasts from step to step, and is resumed."""
         args = self.args
         self.has_credit, self.selects_groups = args.shapes_advantages, args.selects_groups
+        self.has_reward_files = any(isinstance(reward, ScoredFile) for reward in self.reward_funcs)
         self.zero_variance_streak = ZeroVarianceStreak(args)
         self.replay = Replay(self) if args.replay_buffer_size > 0 else None
         self.further_prompts = None
@@ -264,7 +265,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
                     self._warn_of_nan(name, int(undefined.sum()))
             if rollout is not None:
                 rollout.rewards = rewards  # unweighted, (N of all, F)
-                rollout.token_weights = returned_weights(self.reward_funcs)
+                if self.has_reward_files:
+                    rollout.token_weights = returned_weights(self.reward_funcs)
             return rewards
 
     def _columns_for_rewards(self, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, list[Any]]:
@@ -319,7 +321,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         with self.clock.stage("perturbed"):
             score_perturbed(self, rollout)
             finish_noise(self, rollout)
-        keep_returned_weights(self, rollout)
+        if self.has_reward_files:
+            keep_returned_weights(self, rollout)
 
     def _get_per_token_logps_and_entropies(
         self,
