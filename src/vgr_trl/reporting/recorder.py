@@ -80,6 +80,7 @@ class RolloutRecorder:
         self.trainer, self.args = trainer, trainer.args
         self.is_on = self.args.rollout_log_steps > 0
         self.output_dir = Path(str(self.args.output_dir))
+        self._changed = list(changed_options(self.args))
         has_attention = "attention" in trainer.measurement.needed
         self.logs = MarkdownLogs(self.args, time.strftime("%Y%m%d_%H%M%S"), has_attention)
         self._last: dict[str, int | None] = {"train": None, "eval": None}  # step of the last record
@@ -243,7 +244,7 @@ class RolloutRecorder:
                 "rewards": list(self.trainer.reward_func_names),
                 "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
                 "options": self.args.to_sanitized_dict(),
-                "changed": list(changed_options(self.args)),
+                "changed": self._changed,
             }
             max_bytes = int(self.args.rollout_log_max_megabytes * 1e6)
             self._writer = RecordWriter(self.output_dir, description, max_bytes, resumed=step > 0)
