@@ -57,7 +57,9 @@ EXPERTS = "the tests compute experts one by one"
 HEAD = "TRL's fused head, a Triton kernel before 1.16, by one in torch"
 
 ENVIRONMENTS = (
-    Environment("oldest", torch="torch==2.8.0", packages=("trl==1.16.0", *OLDEST), replaced=EXPERTS),
+    Environment(
+        "oldest", torch="torch==2.8.0", packages=("trl==1.16.0", "torchvision==0.23.0", *OLDEST), replaced=EXPERTS
+    ),
     Environment("newest", torch="torch"),
     Environment("trl-1.15", packages=("trl==1.15.0",), replaced=HEAD),
     Environment("trl-1.14", torch="torch", refused="1.14.2"),

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support.models.compare import checkpointed, gradients, largest_relative, scored, with_head
+from support.models.compare import checkpointed, gradients, largest_relative, needs_shared, scored, with_head
 from support.models.families import build, make_batch
 
 from vgr_trl.sharing import prefix_forward, share_prompts
@@ -45,6 +45,7 @@ def many_passes(monkeypatch):
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "gemma3"])
 def test_passes_by_length_give_the_same(name, many_passes):
     model, batch = with_head(build(name)), make_batch(name)
+    needs_shared(model)
     plain, expected = scored(model, batch), gradients(model, batch)
     with share_prompts(model, batch.completion_length) as report:
         shared, found = scored(model, batch), gradients(model, batch)
@@ -81,6 +82,7 @@ def last_layer(model):
 @pytest.mark.parametrize(("family", "checkpoints"), [("qwen3_vl", True), ("llava", False)])
 def test_no_gradient_is_lost(family, checkpoints):
     model, batch = with_head(build(family)).train(), make_batch(family)
+    needs_shared(model, checkpoints)
     if checkpoints:
         checkpointed(model)
     seen = []

@@ -292,6 +292,8 @@ def scored(model, batch, sequences):
 def test_generation_and_scoring_agree(name, shares):
     """Prompts padded on the left, some with several images; windows of 24 keys in Gemma 3 and Mistral."""
     model, batch = build(name), make_batch(name, images=(2, 1))
+    if shares:
+        needs_shared(model)
     torch.manual_seed(3)
     with share_prompts(model) if shares else nullcontext() as report, probe_of(model) as probe:
         sequences = model.generate(**batch.prompt_inputs(), **WORDS_ONLY, max_new_tokens=STEPS)
