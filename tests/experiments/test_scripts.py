@@ -17,7 +17,8 @@ from vgr_trl.demo.write_folder import write_folder
 from vgr_trl.rewards.loading import hardened
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-SCRIPTS = sorted(path.name for path in EXPERIMENTS.glob("*.sh") if path.name not in ("common.sh", "data.sh"))
+NO_RUNS = ("check.sh", "common.sh", "data.sh")
+SCRIPTS = sorted(path.name for path in EXPERIMENTS.glob("*.sh") if path.name not in NO_RUNS)
 VGR = ["accuracy", "vgr", "format", "length"]
 HARD = ["accuracy", "vgr_hard_negative", "format", "length"]
 
@@ -189,6 +190,49 @@ def test_accelerate_launches_what_a_script_gives_it(tiny_folder, tmp_path):
     done = run("tprl.sh", tmp_path, *SMALL, TINY="1", TINY_FOLDER=str(tiny_folder))
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 2
+
+
+FAILS = """#!/usr/bin/env bash
+printf "%s\n" "$@" > given
+if [[ " $* " == *" --dry_run "* ]]; then
+    printf " data   a.parquet: 8 rows  \n        to train on, none to evaluate on \n rewards   accuracy\n"
+else
+    echo "vgr-trl train: There is no room." >&2
+    echo "subprocess.CalledProcessError: it returned non-zero exit status 1." >&2
+    exit 1
+fi
+"""
+
+
+def test_a_check_says_where_a_run_would_fail_and_why(tiny_folder, tmp_path):
+    """And asks for everything that a run may measure, whatever the script and the user's flags say."""
+    (tmp_path / "bin").mkdir()
+    stub = tmp_path / "bin" / "accelerate"
+    stub.write_text(FAILS)
+    stub.chmod(0o755)
+    words = [str(EXPERIMENTS / "tprl.sh"), "--token_weights", "false", "--max_prompt_length", "99"]
+    done = run("check.sh", tmp_path, *words, TINY="1", TINY_FOLDER=str(tiny_folder))
+    assert done.returncode == 1
+    assert "data          ok      8 rows to train on, none to evaluate on\n" in done.stdout
+    assert "every signal  FAILED  vgr-trl train: There is no room.\n" in done.stdout
+    given = (tmp_path / "given").read_text().splitlines()
+    script = next(index for index, word in enumerate(given) if word.endswith("train_grpo_vlm.py"))
+    _, _, config, _ = parse((DataArguments, RewardArguments, DAPOConfig, ModelConfig), "train", given[script + 1 :])
+    assert config.max_prompt_length == 99
+    assert config.max_steps == config.save_steps == config.eval_steps == 1
+    assert all((config.compute_attention_metrics, config.token_weights, config.enable_perception_filtering))
+    assert config.replay_buffer_size == 64
+    assert run("check.sh", tmp_path, "nothing.sh").returncode == 2
+
+
+@pytest.mark.minutes
+def test_a_check_of_a_run_that_works(tiny_folder, tmp_path):
+    done = run("check.sh", tmp_path, str(EXPERIMENTS / "experiment3.sh"), TINY="1", TINY_FOLDER=str(tiny_folder))
+    assert done.returncode == 0, done.stdout
+    checks = ["data", "model", "step, memory", "whole run", "every signal", "checkpoint"]
+    assert [line.partition("  ")[0] for line in done.stdout.splitlines()] == checks
+    assert done.stdout.count(" ok ") == len(checks)
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 # What each experiment leaves in the log, if not the reward vgr.
