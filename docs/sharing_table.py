@@ -1,4 +1,4 @@
-"""Makes the table of docs/sharing.md: which model families share prompts, in which place, and why the others do not.
+"""Makes the table of docs/sharing.md: which model families share prompts, are measured, and get images through vLLM.
 
 python docs/sharing_table.py
 """
@@ -7,18 +7,25 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.models.compare import generated, gradients, largest_relative, scored, with_head  # noqa: E402
+from support.models.eager_reference import assert_agrees, reference, run  # noqa: E402
 from support.models.families import FAMILIES, Batch, Family, build, make_batch  # noqa: E402
 from support.models.other_families import OTHERS  # noqa: E402
+from support.models.processors import PROCESSORS  # noqa: E402
 
+from vgr_trl.patches import plan_vllm_images  # noqa: E402
 from vgr_trl.sharing import share_prompts  # noqa: E402
+from vgr_trl.signals import RolloutScorer, visual_dependency  # noqa: E402
+from vgr_trl.utils import ConfigError  # noqa: E402
 
 PAGE = ROOT / "docs" / "sharing.md"
 TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
@@ -62,31 +69,48 @@ TITLES = {
     "mamba": "Mamba, text",
 }
 
+COLUMNS = ("family", "text", "one image", "several images", "attention", "dependency", "colocated vLLM")
+NUM_IMAGES = ((0, 0), (1, 1), (2, 3))  # of the two prompts of a batch
+NOTHING = "–"
+
 
 def make_table() -> str:
     """The table as Markdown, one row per family."""
     families = {**FAMILIES, **OTHERS}
-    lines = ["| family | generation | scoring | training |", "|---|---|---|---|"]
-    for name, title in TITLES.items():
-        lines.append(f"| {title} | " + " | ".join(cells_of(families[name])) + " |")
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    lines += [" | ".join([f"| {TITLES[name]}", *cells_of(families[name])]) + " |" for name in TITLES]
     return "\n".join(lines) + "\n"
 
 
 def cells_of(family: Family) -> list[str]:
-    """What is found in generation, scoring and training."""
-    model, batch = with_head(build(family)), make_batch(family)
-    return [cell(place, model, batch) for place in (generation, scoring, training)]
+    """What is shared, measured and given to vLLM; for a text model what it shares alone."""
+    text, *with_images = [shared(family, images) for images in NUM_IMAGES[: 1 + 2 * bool(family.picture)]]
+    if not family.picture:
+        return [text, *[NOTHING] * (len(COLUMNS) - 2)]
+    alike = ["likewise" if cell == text != "yes" else cell for cell in with_images]
+    return [text, *alike, attention(family), dependency(family), for_vllm(family)]
 
 
-def cell(place: Callable[[Any, Batch], Any], model: Any, batch: Batch) -> str:
-    """`yes`, or the reason for plain passes; an error where shared and plain passes disagree."""
+def shared(family: Family, images: tuple[int, int]) -> str:
+    """`yes`, or the places in which prompts are not shared, with the reason."""
+    model, batch = with_head(build(family)), make_batch(family, images=images)
+    why = {place.__name__: why_plain(place, model, batch) for place in (generation, scoring, training)}
+    plain = [name for name, reason in why.items() if reason]
+    reasons = "; ".join(dict.fromkeys(reason for reason in why.values() if reason))
+    if len(plain) == len(why):
+        return f"no: {reasons}"
+    return f"not in {' and '.join(plain)}: {reasons}" if plain else "yes"
+
+
+def why_plain(place: Callable[[Any, Batch], Any], model: Any, batch: Batch) -> str | None:
+    """The reason for plain passes, None where prompts are shared; an error where shared and plain passes disagree."""
     plain = place(model, batch)
     with share_prompts(model, batch.completion_length) as report:
-        shared = place(model, batch)
-    difference = largest_relative(plain, shared)
+        once = place(model, batch)
+    difference = largest_relative(plain, once)
     if difference > 1e-4:
         raise AssertionError(f"{type(model).__name__}, {place.__name__}: passes differ by {difference:.1e}")
-    return "no: " + next(iter(report.plain)) if report.plain else "yes"
+    return next(iter(report.plain), None)
 
 
 def generation(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
@@ -103,6 +127,57 @@ def scoring(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
 def training(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
     """Gradients of all parameters."""
     return gradients(model.train(), batch)
+
+
+def attention(family: Family) -> str:
+    """`yes` where the mass on image and instruction is that of the whole matrices of eager attention, else a reason."""
+    model, batch = build(family), make_batch(family, images=NUM_IMAGES[-1])
+    try:
+        probe = run(model, batch)
+    except ConfigError as error:
+        return f"no: {error}"
+    assert_agrees(probe, reference(model, batch))
+    return "yes"
+
+
+def dependency(family: Family) -> str:
+    """`yes` where other pixels, which are cut into prompts, change what every completion is given, else a reason."""
+    model, batch = build(family), make_batch(family, images=NUM_IMAGES[-1])
+    if model.base_model is model:
+        return "no: no base model below the head"
+    length, generations = batch.completion_length, len(batch.groups) // batch.prompts
+    inputs = dict(batch.inputs)
+    columns = [inputs.pop(name) for name in ("input_ids", "attention_mask")]
+    given = [part for column in columns for part in column.split([column.size(1) - length, length], dim=1)]
+    ids, completion_ids, mask, completion_mask = given
+    prompts = ids, mask, completion_ids, completion_mask
+    whole, by_prompt = (RolloutScorer(model, batch_size=size) for size in (None, generations))
+    clean = whole.score(*prompts, num_generations=generations, attention=False, **inputs)
+    again = by_prompt.score(*prompts, num_generations=generations, attention=False, **inputs)
+    assert torch.allclose(clean.logps, again.logps, atol=2e-5)
+    inputs["pixel_values"] = -inputs["pixel_values"]
+    changed = by_prompt.score(*prompts, num_generations=generations, attention=False, **inputs)
+    depends = visual_dependency(clean.logps, changed.logps).where(clean.mask, 0).sum(1)
+    return "yes" if bool((depends > 0).all()) else "no: other pixels change nothing"
+
+
+def for_vllm(family: Family) -> str:
+    """Whether a colocated vLLM is given one placeholder per image, as the tokenizer writes it, or no images at all."""
+    if family.name not in PROCESSORS:
+        return "not tried"
+    processor = PROCESSORS[family.name]()
+    args = SimpleNamespace(vllm_mode="colocate")
+    trainer: Any = SimpleNamespace(use_vllm=True, _is_vlm=True, args=args, processing_class=processor)
+    try:
+        plan = plan_vllm_images(trainer, has_images=True)
+    except ConfigError:
+        return "refused"
+    text = f"{processor.image_token}\n\n{processor.image_token}"
+    images = [[Image.new("RGB", (64, 64)), Image.new("RGB", (128, 64))]]
+    written = processor(text=[text], images=images)
+    prompts, _ = plan.prepared(written["input_ids"], images, written)
+    assert prompts == processor.tokenizer([text])["input_ids"]
+    return "one token per image"
 
 
 if __name__ == "__main__":

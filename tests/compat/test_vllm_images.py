@@ -4,9 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import Gemma3Processor, PreTrainedTokenizerFast
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from support.models.processors import PROCESSORS
 
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.patches import VLLMImages, collapse_images, plan_vllm_images, repeats_one_token
@@ -57,21 +55,9 @@ def test_the_prompts_of_the_processor_become_those_of_the_tokenizer():
     assert given == [[small, large], [large, small], None]
 
 
-def word_tokenizer(**special: str) -> PreTrainedTokenizerFast:
-    words = ["<unk>", "\n\n", *special.values()]
-    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split("\n\n", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", extra_special_tokens=special)
-
-
-def gemma() -> Gemma3Processor:
-    tokenizer = word_tokenizer(image_token="<soft>", boi_token="<boi>", eoi_token="<eoi>")
-    return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 28, "width": 28}), tokenizer, image_seq_length=4)
-
-
 def test_families_that_write_an_image_as_one_repeated_token():
     assert repeats_one_token(build_processor(["what"]))
-    assert not repeats_one_token(gemma())
+    assert not repeats_one_token(PROCESSORS["gemma3"]())
     assert not repeats_one_token(SimpleNamespace(tokenizer=None))
 
 
@@ -88,8 +74,8 @@ def test_what_a_trainer_needs():
 
 def test_a_family_that_surrounds_images_is_refused_where_there_are_images():
     with pytest.raises(ConfigError, match=r"colocate and Gemma3Processor, .* set use_vllm=False\.$"):
-        plan_vllm_images(trainer_of(gemma()), True)
-    later = plan_vllm_images(trainer_of(gemma()), False)
+        plan_vllm_images(trainer_of(PROCESSORS["gemma3"]()), True)
+    later = plan_vllm_images(trainer_of(PROCESSORS["gemma3"]()), False)
     assert later.prepared([[1]], None, {}) == ([[1]], None)
     with pytest.raises(ConfigError, match="Gemma3Processor"):
         later.prepared([[1]], [["image"]], {})
