@@ -1,12 +1,15 @@
 """Recipes as files and flags: found, listed, in what order options hold, what is refused; and the page about them."""
 
 import json
+import math
 import re
 import runpy
 import shlex
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments, parse
@@ -142,7 +145,16 @@ TINY = (
     "--report_to none --disable_tqdm true --compute_attention_metrics false --eval_strategy no "
     "--skip_zero_advantage off"  # passes are counted by their rows
 )
-SMALLER = {"soft_punish_cache": 2, "noisy_generations": 2}
+SMALLER = {"soft_punish_cache": 2, "noisy_generations": 2, "warmup_ratio": 0}
+LEFT = {  # in the log, by what a recipe reads
+    "attention": {"attention/late/vgr"},
+    "dependency": {"sensitivity_score_mean", "credit/pgpo/importance"},
+    "entropies": {"entropy_mean_selected", "credit/vepo/score"},
+    "logps given the masked image": {"perception_loss"},
+    "one more generation": {"blind/described"},
+    "shift": {"credit/vepo/score"},
+    "similarity": {"credit/vgpo/completion_weight"},
+}
 ROWS = 8
 
 
@@ -163,5 +175,9 @@ def test_a_step_in_as_many_passes_as_the_recipe_says(name, model_folder, questio
     assert main(["train", *flags.split()]) == 0
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     assert history[0]["grad_norm"] > 0
+    for signal in recipe.about.signals:
+        assert any(math.isfinite(history[0][metric]) for metric in LEFT[signal] & history[0].keys()), signal
+    before, after = (load_file(folder / "model.safetensors") for folder in (model_folder, tmp_path / "run"))
+    assert any(not torch.equal(before[weight], after[weight]) for weight in before)
     rows = [sum(rows for graded, rows in passes if graded == trains) for trains in (False, True)]
     assert [count / ROWS for count in rows] == list(recipe.about.passes)
