@@ -43,7 +43,19 @@ def _index(shown: dict[Path, list[Recipe]]) -> Iterator[str]:
         yield f"| [`{recipe.name}`]({page.name}) | {about.method} | {_source(about)} | {reads} | {_passes(about)} |"
 
 
+def _measured(recipes: Sequence[Recipe]) -> Iterator[str]:
+    """What benchmarks/recipe_runs.py found, once it has run."""
+    page = DOCS.parent / "benchmarks" / "results" / "recipe_runs.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    if rows := [line for recipe in recipes for line in text.splitlines() if line.startswith(f"| `{recipe.name}` |")]:
+        yield "\n### From the demo's start, at its sizes and learning rate\n"
+        yield from re.findall(r"^\| recipe .*\n.*", text, re.MULTILINE)
+        yield from rows
+        yield "\nHow: [recipe_runs](../../benchmarks/results/recipe_runs.md)."
+
+
 def _sections(recipes: Sequence[Recipe]) -> Iterator[str]:
+    yield from _measured(recipes)
     linked = ", ".join(f"[`{recipe.name}`](../../src/vgr_trl/recipes/{recipe.name}.yaml)" for recipe in recipes)
     yield f"\n## Options\n\nOf {linked}, beside the defaults of `vgr-trl train`."
     yield "Notes are the file's: the name in the code that was read, where a number stands, what it is elsewhere.\n"
