@@ -95,6 +95,11 @@ def tiles_by_tokens(given: ImageInputs, num_images: Sequence[int], is_image: tor
     return layout.count(given, is_image)
 
 
+def on_device(numbers: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    """Return numbers as int64 on a device, without making the host wait for it as `torch.tensor(…, device=…)` does."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
 def find_layout(given: ImageInputs, images: int | None = None) -> Layout:
     """Return how the pixel inputs lie; `images` are those of all rows, where they are known."""
     if "pixel_values" not in given or any(not isinstance(value, torch.Tensor) for value in given.values()):

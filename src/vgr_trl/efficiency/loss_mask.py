@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vgr_trl.batch import IMAGE_INPUTS, PERTURBED, TOKEN_TYPES, split_images, stack_images
+from vgr_trl.batch import IMAGE_INPUTS, PERTURBED, TOKEN_TYPES, on_device, split_images, stack_images
 from vgr_trl.sharing.model_support import changed_hidden_states, check_causal_attention
 from vgr_trl.sharing.prefix_cache import UnsupportedModel
 from vgr_trl.utils import patched_method
@@ -240,11 +240,12 @@ def trim(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tensor | No
     columns = slice(start, start + window.prompt + window.completion)
     part = dict(inputs) | {"logits_to_keep": window.completion}
     every = len(window.rows) == len(ids)
+    rows = slice(None) if every else on_device(window.rows, ids.device)
     for name in _PER_TOKEN:
         if inputs.get(name) is not None:
-            part[name] = (inputs[name] if every else inputs[name][window.rows])[:, columns]
+            part[name] = inputs[name][rows, columns]
     if loss_mask is not None:
-        read = loss_mask[window.rows, : window.completion].flip(1).cumsum(1).flip(1) > 0  # (rows, columns)
+        read = loss_mask[rows, : window.completion].flip(1).cumsum(1).flip(1) > 0  # (rows, columns)
         part["attention_mask"] = part["attention_mask"] * torch.nn.functional.pad(read, (window.prompt, 0), value=True)
     if not window.images:
         return {name: value for name, value in part.items() if name not in _OF_IMAGES}
@@ -289,7 +290,7 @@ def scatter_back(
         rest: (N, T), values of the other tokens; None: 0.
     """
     wide = torch.nn.functional.pad(values, (0, loss_mask.size(1) - values.size(1)))
-    index = torch.tensor(window.rows, device=values.device)
+    index = on_device(window.rows, values.device)
     every = wide.new_zeros(loss_mask.shape).index_copy(0, index, wide)
     return torch.where(loss_mask, every, every.new_zeros(()) if rest is None else rest.detach().to(every).nan_to_num())
 

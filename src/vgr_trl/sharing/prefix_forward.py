@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from itertools import compress
 from threading import RLock
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_flash_attention_utils import flash_attn_supports_top_left_mask, lazy_import_flash_attention
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vgr_trl.batch import IMAGE_INPUTS, TOKEN_TYPES, UnknownParts, image_inputs_of, parts_by_tokens
+from vgr_trl.batch import IMAGE_INPUTS, TOKEN_TYPES, UnknownParts, image_inputs_of, on_device, parts_by_tokens
 from vgr_trl.sharing.model_support import (
     attention_wrapped,
     check_model,
@@ -54,17 +53,19 @@ def find_groups(
         ids: (N, P) tokens of the prompts.
     """
     texts = ids.tolist() if mask is None else torch.stack([ids, mask.to(ids.dtype)], dim=1).flatten(1).tolist()
-    known: dict[tuple[int, ...], list[int]] = {}  # text -> the first row of each group that has it
-    firsts: list[int] = []  # of each group
-    groups: list[int] = []
+    alike: dict[tuple[int, ...], list[int]] = {}  # text -> its rows
     for row, text in enumerate(texts):
-        rows = known.setdefault(tuple(text), [])
-        first = next((other for other in rows if pixels is None or _equal(pixels[other], pixels[row])), row)
-        if first == row:
-            rows.append(row)
-            firsts.append(row)
-        groups.append(firsts.index(first))
-    return groups
+        alike.setdefault(tuple(text), []).append(row)
+    firsts, undecided = list(range(len(texts))), list(alike.values())  # the first row of each row's group
+    while undecided:
+        pairs = [(rows[0], row) for rows in undecided for row in rows[1:]]
+        equal = dict(zip(pairs, _equal(pixels, pairs), strict=True))
+        for first, row in pairs:
+            firsts[row] = first if equal[first, row] else row
+        others = ([row for row in rows[1:] if not equal[rows[0], row]] for rows in undecided)
+        undecided = [rows for rows in others if rows]
+    numbers = {first: number for number, first in enumerate(dict.fromkeys(firsts))}
+    return [numbers[first] for first in firsts]
 
 
 def first_rows(groups: Sequence[int]) -> list[int]:
@@ -72,8 +73,21 @@ def first_rows(groups: Sequence[int]) -> list[int]:
     return [row for row, group in enumerate(groups) if group not in groups[:row]]
 
 
-def _equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    return all(map(torch.equal, some, others))
+def _equal(pixels: Sequence[Sequence[torch.Tensor]] | None, pairs: Sequence[tuple[int, int]]) -> list[bool]:
+    """Whether both rows of each pair have the same pixels; all are compared before the host waits for the answers."""
+    if pixels is None:
+        return [True] * len(pairs)
+    found = [_compare(pixels[row], pixels[other]) for row, other in pairs]
+    asked = [one for one in found if one is not None]
+    answers = iter(torch.stack(asked).tolist() if asked else ())
+    return [one is not None and next(answers) for one in found]
+
+
+def _compare(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Whether values are equal, a bool on their device; None where their shapes differ."""
+    if any(one.shape != other.shape for one, other in zip(some, others, strict=True)):
+        return None
+    return torch.stack([(one == other).all() for one, other in zip(some, others, strict=True)]).all()
 
 
 def best_split(
@@ -96,14 +110,21 @@ def best_split(
     """
     length = ids.size(1)
     latest = length - 1 if latest is None else latest
-    shared = []  # per row but the first: columns it has in common with some earlier row
-    for row in range(1, len(ids)):
-        differs = (ids[:row] != ids[row]) | (mask[:row] != mask[row])  # (row, S)
-        common = torch.where(differs.any(-1), differs.int().argmax(-1), length).tolist()  # (row,)
-        same = (pixels is None or _equal(pixels[earlier], pixels[row]) for earlier in range(row))
-        shared.append(min(max(compress(common, same), default=0), latest))
+    pairs = [(row, earlier) for row in range(1, len(ids)) for earlier in range(row)]
+    shared = [0] * (len(ids) - 1)  # per row but the first: columns it has in common with some earlier row
+    common = [_columns_in_common(ids[:row], mask[:row], ids[row], mask[row]) for row in range(1, len(ids))]
+    columns = torch.cat(common).tolist() if common else []
+    for (row, _), same, equal in zip(pairs, columns, _equal(pixels, pairs), strict=True):
+        shared[row - 1] = max(shared[row - 1], min(same, latest) if equal else 0)
     splits = {split for split in shared if split >= earliest}
     return max(splits, key=lambda split: split * sum(other >= split for other in shared), default=None)
+
+
+def _columns_in_common(
+    ids: torch.Tensor, mask: torch.Tensor, own_ids: torch.Tensor, own_mask: torch.Tensor
+) -> torch.Tensor:
+    differs = (ids != own_ids) | (mask != own_mask)  # (rows, S)
+    return torch.where(differs.any(-1), differs.int().argmax(-1), ids.size(1))  # (rows,)
 
 
 def cut_by_length(lengths: Sequence[int], pass_cost: int) -> list[list[int]]:
@@ -140,7 +161,7 @@ def image_token_ids(config: Any) -> tuple[int, ...]:
 
 def is_image_token(input_ids: torch.Tensor, config: Any) -> torch.Tensor:
     """Bool, shape of `input_ids` (N, S): placeholder of an image."""
-    return torch.isin(input_ids, torch.tensor(image_token_ids(config), device=input_ids.device, dtype=input_ids.dtype))
+    return torch.isin(input_ids, on_device(image_token_ids(config), input_ids.device).to(input_ids.dtype))
 
 
 def has_images(inputs: Mapping[str, Any]) -> bool:
@@ -201,10 +222,11 @@ class PrefixSplit:
     def prompt_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs of the unique prompts, (U, start), with their images."""
         rows = first_rows(self.groups)
-        chosen = {name: inputs[name][rows, : self.start] for name in PER_TOKEN if inputs.get(name) is not None}
+        index = on_device(rows, inputs["input_ids"].device)  # (U,)
+        chosen = {name: inputs[name][index, : self.start] for name in PER_TOKEN if inputs.get(name) is not None}
         positions = inputs.get("position_ids")
         if positions is not None:
-            at = rows if positions.size(-2) == len(self.groups) else slice(None)  # one row may stand for all
+            at = index if positions.size(-2) == len(self.groups) else slice(None)  # one row may stand for all
             chosen["position_ids"] = positions[..., at, : self.start]
         for name, parts in self.pixels.items():
             chosen[name] = torch.cat([inputs[name][parts[row]] for row in rows])
@@ -239,9 +261,13 @@ def find_split(
     groups = find_groups(ids[:, :start], mask[:, :start], pixels)
     require(alone or max(groups) + 1 < len(groups), "no prompt occurs twice")
     check_equal_prompts(inputs, groups, start)
-    require(not (is_image[:, start:].any() or (types is not None and types[:, start:].any())), "images in completions")
-    require(mask[:, start - 1 : start + 1].all(), "prompts that are not padded on the left")
-    require(not (mask[:, start:].bool().long().diff() > 0).any(), "holes in the mask of a completion")
+    behind = is_image[:, start:] if types is None else is_image[:, start:] | types[:, start:].bool()
+    starts = mask[:, start - 1 : start + 1].all()
+    checks = torch.stack([behind.any(), starts, (mask[:, start:].bool().long().diff() > 0).any()])
+    images_behind, padded_on_the_left, holes = checks.tolist()  # the host waits once
+    require(not images_behind, "images in completions")
+    require(padded_on_the_left, "prompts that are not padded on the left")
+    require(not holes, "holes in the mask of a completion")
     return PrefixSplit(start, stop, groups, parts)
 
 
@@ -284,7 +310,7 @@ def check_inputs(inputs: Mapping[str, Any], config: Any) -> None:
 def check_equal_prompts(inputs: Mapping[str, Any], groups: list[int], start: int) -> None:
     """Raise `UnsupportedModel` if rows with the same tokens differ in what else is given per token of the prompt."""
     firsts = first_rows(groups)
-    leaders = [firsts[group] for group in groups]
+    leaders = on_device([firsts[group] for group in groups], inputs["input_ids"].device)
     for name in (*TOKEN_TYPES, "position_ids"):
         value = inputs.get(name)
         if value is not None and value.size(-2) == len(groups):
@@ -417,7 +443,7 @@ def prefix_forward(
         UnsupportedModel: the model turns out not to keep its prompts, or not to read them.
     """
     ids = inputs["input_ids"]
-    index = torch.tensor(split.groups, device=ids.device)  # (N,)
+    index = on_device(split.groups, ids.device)  # (N,)
     common = {name: value for name, value in inputs.items() if _is_constant(value)}
     common |= {"use_cache": False, "return_dict": True}
     common.pop("logits_to_keep", None)  # Gemma 4 would keep that many of each pass
@@ -457,20 +483,21 @@ def _padded_passes(
 ) -> tuple[torch.Tensor, Any]:
     """Completions behind the prompts, each pass as wide as its longest: hidden states, and the outputs of one pass."""
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    index = torch.tensor(split.groups, device=ids.device)  # (N,)
+    index = on_device(split.groups, ids.device)  # (N,)
     passes = cut_by_length(lengths, _PASS_COST.get(ids.device.type, _PASS_COST_ON_GPU))
     parts = []
     for rows in passes:
-        behind = prefix_to_read(prefix, index if len(passes) == 1 else index[rows])
+        at = slice(None) if len(passes) == 1 else on_device(rows, ids.device)
+        behind = prefix_to_read(prefix, index[at])
         behind.rows = None if len(passes) == 1 else rows
         stop = split.start + max(lengths[row] for row in rows)
         of_rows = positions
         if of_rows is not None:
-            of_rows = of_rows[..., rows, :] if of_rows.size(-2) == len(ids) else of_rows
+            of_rows = of_rows[..., at, :] if of_rows.size(-2) == len(ids) else of_rows
             of_rows = of_rows[..., : stop - split.start]
         part = plain(
-            input_ids=ids[rows, split.start : stop],
-            attention_mask=None if mask is None else mask[rows, :stop],
+            input_ids=ids[at, split.start : stop],
+            attention_mask=None if mask is None else mask[at, :stop],
             position_ids=of_rows,
             past_key_values=behind,
         )
@@ -479,7 +506,7 @@ def _padded_passes(
     if len(passes) == 1:
         return parts[0], part
     order = [row for rows in passes for row in rows]
-    return torch.cat(parts)[sorted(range(len(order)), key=order.__getitem__)], part
+    return torch.cat(parts)[on_device(sorted(range(len(order)), key=order.__getitem__), ids.device)], part
 
 
 def _hidden(outputs: Any) -> torch.Tensor:

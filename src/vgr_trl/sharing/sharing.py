@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.generation import GenerationMixin, GenerationMode
 
-from vgr_trl.batch import IMAGE_INPUTS, owned
+from vgr_trl.batch import IMAGE_INPUTS, on_device, owned
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
@@ -201,7 +201,9 @@ def shuffle_by_group(
     def reordered(value: Any) -> Any:
         if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
             return value
-        return value[order] if isinstance(value, torch.Tensor) else [value[row] for row in order]
+        return (
+            value[on_device(order, value.device)] if isinstance(value, torch.Tensor) else [value[row] for row in order]
+        )
 
     return {key: reordered(value) for key, value in batch.items()}
 
@@ -366,7 +368,7 @@ class SharedGeneration:
             self.plain(**prompts, **others, past_key_values=cache, generation_config=step)
         whole = cache.get_seq_length() == split.start
         require(whole, "the model did not keep the whole prompt in its cache")
-        index = torch.tensor(split.groups, device=inputs["input_ids"].device).repeat_interleave(copies)  # (N * copies,)
+        index = on_device(split.groups, inputs["input_ids"].device).repeat_interleave(copies)  # (N * copies,)
         grow_in_place(cache, index)
         base = self.forward.base
         if getattr(base, "rope_deltas", None) is not None:

@@ -19,6 +19,7 @@ from torch.nn.functional import normalize
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
+from vgr_trl.batch import on_device
 from vgr_trl.sharing.model_support import (
     attention_modules,
     attention_wrapped,
@@ -140,7 +141,8 @@ class AttentionProbe:
         Raises:
             ConfigError: fewer rows have passed through the model than `masks` has.
         """
-        sides = self._by_layer(self._masses)[:, :, self.plan.picks]  # (L, N, T, 2)
+        sides = self._by_layer(self._masses)  # (L, N, T', 2)
+        sides = sides[:, :, on_device(self.plan.picks, sides.device)]  # (L, N, T, 2)
         return self._as_mass(sides, torch.ones(sides.shape[1:3], dtype=torch.bool, device=sides.device))
 
     @property
@@ -218,13 +220,13 @@ class AttentionProbe:
         assert current is not None
         current.done.add(layer)
         *queries, num_keys, device = shape
-        sets = current.sets_of_keys(self.sets, tuple(queries), num_keys).to(device)  # (B, K, 2)
+        sets = current.sets_of_keys(self.sets, tuple(queries), num_keys, device)  # (B, K, 2)
+        numbers, groups = on_device(current.numbers, device), on_device(current.groups, device)
         if layer not in self._masses:
             self._masses[layer] = torch.zeros(len(self.sets), len(self.plan.positions), sets.size(-1), device=device)
             self._prompts[layer] = torch.zeros(len(self.sets), sets.size(-1), device=device)
         if current.emitting is not None:
-            mass = mass_on_keys(sets, current.emitting)[current.groups]
-            self._masses[layer][current.numbers, current.columns] = mass
+            self._masses[layer][numbers, current.columns] = mass_on_keys(sets, current.emitting)[groups]
             for row in self.keep_rows if layer in self._kept_layers else ():
                 if (index := current.index_of(row)) is not None:
                     keys = sets[index, :, 0].nonzero().flatten()  # (V',)
@@ -238,10 +240,10 @@ class AttentionProbe:
         if current.instruction is not None:
             mass = mass_on_keys(sets, current.instruction)  # (B, P', 2)
             positions = current.instruction.index.to(self.sets.device) + current.seen
-            own = self.sets[current.owners][:, positions, 1].to(device)  # (B, P')
-            sums = (mass * own.unsqueeze(-1)).sum(1)[current.groups]
-            before = self._prompts[layer][current.numbers] if current.seen else 0
-            self._prompts[layer][current.numbers] = before + sums
+            own = self.sets[on_device(current.owners, self.sets.device)][:, positions, 1].to(device)  # (B, P')
+            sums = (mass * own.unsqueeze(-1)).sum(1)[groups]
+            before = self._prompts[layer][numbers] if current.seen else 0
+            self._prompts[layer][numbers] = before + sums
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,7 @@ class Pass:
     columns: slice
     instruction: Queries | None
     done: set[int] = field(default_factory=set)
+    _found: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)  # sets of so many keys
 
     @property
     def owners(self) -> list[int]:
@@ -286,13 +289,16 @@ class Pass:
         """Which of the B rows stands for a row of the batch, None if none does."""
         return self.groups[self.numbers.index(row)] if row in self.numbers else None
 
-    def sets_of_keys(self, sets: torch.Tensor, queries: tuple[int, ...], num_keys: int) -> torch.Tensor:
+    def sets_of_keys(
+        self, sets: torch.Tensor, queries: tuple[int, ...], num_keys: int, device: torch.device
+    ) -> torch.Tensor:
         """The part of `sets` (N, P or S, 2) that belongs to the keys of an attention call, (B, K, 2).
 
         Args:
             sets: of the batch.
             queries: rows and queries of the call.
             num_keys: K.
+            device: of the call.
 
         Raises:
             ConfigError: a layer gets other rows or queries than passed into the decoder, or there are more keys than
@@ -309,8 +315,11 @@ class Pass:
                 f"A layer attends to {num_keys} keys after {self.seen + self.shape[1]} positions: cross attention and "
                 "caches of fixed length cannot be measured."
             )
-        found = sets[self.owners][:, first : first + num_keys]
-        return torch.nn.functional.pad(found, (0, 0, 0, num_keys - found.size(1)))
+        if (num_keys, device) not in self._found:
+            found = sets[on_device(self.owners, sets.device)][:, first : first + num_keys]
+            found = torch.nn.functional.pad(found, (0, 0, 0, num_keys - found.size(1)))
+            self._found[num_keys, device] = found.to(device)
+        return self._found[num_keys, device]
 
 
 class PassPlan:
@@ -409,7 +418,7 @@ class PassPlan:
 def _queries(positions: list[int], seen: int, device: torch.device) -> Queries | None:
     if not positions:
         return None
-    index = torch.tensor(positions, device=device) - seen
+    index = on_device(positions, device) - seen
     return Queries(index, positions[0] - seen, positions[-1] + 1 - seen)
 
 

@@ -309,7 +309,7 @@ def columns_needed_by(reward: Any) -> set[str]:
 
 def reward_columns(segments: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
     """Return the `SIGNAL_COLUMNS`: per completion those of the late segment (else of all layers), and all as a dict."""
-    rows = {name: values.tolist() for name, values in segments.items()}
+    rows = dict(zip(segments, torch.stack(list(segments.values())).tolist(), strict=True))
     tables = [
         {name: dict(zip(QUANTITIES, map(_none_for_nan, values[row]), strict=True)) for name, values in rows.items()}
         for row in range(len(rows["all"]))
@@ -338,12 +338,9 @@ def attention_metrics(
     values = gather(torch.stack([every[name] for name in names], dim=1))  # (N of all, segments, 6)
     finite = values.isfinite()
     means = torch.where(finite, values, 0.0).sum(0) / finite.sum(0)  # (segments, 6), NaN where nothing is finite
-    metrics = {
-        intern(f"attention/{segment}/{quantity}"): means[i, j].item()  # the history of logs keeps every name
-        for i, segment in enumerate(names)
-        for j, quantity in enumerate(QUANTITIES)
-    }
     vgr = values[:, names.index("late" if "late" in names else "all"), 0]
-    metrics["vgr/undefined_fraction"] = vgr.isnan().float().mean().item()
-    metrics["vgr/infinite_fraction"] = vgr.isinf().float().mean().item()
-    return metrics
+    shares = torch.stack([vgr.isnan().float().mean(), vgr.isinf().float().mean()])
+    # The history of logs keeps every name.
+    keys = [intern(f"attention/{segment}/{quantity}") for segment in names for quantity in QUANTITIES]
+    keys += ["vgr/undefined_fraction", "vgr/infinite_fraction"]
+    return dict(zip(keys, torch.cat([means.flatten(), shares]).tolist(), strict=True))

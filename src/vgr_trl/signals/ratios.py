@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from vgr_trl.batch import on_device
 from vgr_trl.utils import ConfigError
 
 _ID_NAMES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
@@ -70,7 +71,7 @@ def build_modality_masks(
     """
     present = attention_mask.bool()
     vision, special = (
-        torch.isin(input_ids, torch.tensor(list(ids), device=input_ids.device, dtype=input_ids.dtype))
+        torch.isin(input_ids, on_device(list(ids), input_ids.device).to(input_ids.dtype))
         for ids in (vision_token_ids, special_token_ids)
     )
     vision &= present
@@ -226,7 +227,7 @@ def mdi_balance(vgr: torch.Tensor, ratio: float = 2.0) -> torch.Tensor:
 
 
 def _layer_mean(side: torch.Tensor, layers: Sequence[int] | None) -> torch.Tensor:
-    return (side if layers is None else side[list(layers)]).mean(0)  # (N, T)
+    return (side if layers is None else side[on_device(list(layers), side.device)]).mean(0)  # (N, T)
 
 
 def _ratio(
