@@ -229,13 +229,27 @@ STAGES = ("generation", "reward", "old_logps", "reference", "values", "perturbed
 _OF_TWO = "perturbed"  # whose passes are its own
 
 
+def moment() -> Any:
+    """Return when the device comes to what it is asked for from here on, without waiting for it; on a CPU, now."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Return the seconds between two moments; the device must have come to both."""
+    return float(end - start if isinstance(end, float) else start.elapsed_time(end) / 1000)
+
+
 class StageClock:
-    """Seconds in each stage since the last log; in a stage within another, that one stands still."""
+    """Time in each stage since the last log; in a stage within another, that one stands still."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.spans: list[tuple[str, Any, Any]] = []  # stage, and the moments of its beginning and end
         self._running: list[str] = []
-        self._since = 0.0
+        self._since: Any = None
 
     @contextmanager
     def stage(self, name: str, counts: bool = True) -> Iterator[None]:
@@ -256,24 +270,25 @@ class StageClock:
             self._running.pop()
 
     def _turn(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.perf_counter()
+        now = moment()
         if self._running:
-            self.seconds[self._running[-1]] += now - self._since
+            self.spans.append((self._running[-1], self._since, now))
         self._since = now
 
-    def metrics(self, accelerator: Accelerator, step_times: list[float]) -> dict[str, float]:
+    def metrics(self, accelerator: Accelerator, steps: int) -> dict[str, float]:
         """Return the mean seconds of a step in each stage, of the slowest process, and begin again at 0.
 
         Args:
-            step_times: seconds of the steps since the last log, without the optimizer's.
+            steps: since the last log.
         """
-        seconds, self.seconds = self.seconds, defaultdict(float)
-        in_step = sum(value for name, value in seconds.items() if name != "optimizer")
-        seconds["update"] = max(0.0, sum(step_times) - in_step)
+        spans, self.spans = self.spans, []
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # once per log
+        seconds: dict[str, float] = defaultdict(float)
+        for name, start, end in spans:
+            seconds[name] += seconds_between(start, end)
         own = torch.tensor([seconds[name] for name in STAGES], device=accelerator.device)
-        slowest = accelerator.gather(own).view(-1, len(STAGES)).max(dim=0).values / max(1, len(step_times))
+        slowest = accelerator.gather(own).view(-1, len(STAGES)).max(dim=0).values / max(1, steps)
         return {f"timing/{name}": value for name, value in zip(STAGES, slowest.tolist(), strict=True) if value > 0}
 
 
@@ -282,17 +297,15 @@ class OptimizerClock(TrainerCallback):
 
     def __init__(self, clock: StageClock) -> None:
         self.clock = clock
-        self._started = 0.0
+        self._started: Any = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gradients are there."""
-        self._started = time.perf_counter()
+        self._started = moment()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Parameters are changed."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.clock.seconds["optimizer"] += time.perf_counter() - self._started
+        self.clock.spans.append(("optimizer", self._started, moment()))
 
 
 WINDOW = 8  # steps whose mean is compared with the means of earlier ones
