@@ -2,13 +2,16 @@
 
 import itertools
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.models.compare import checkpointed, gradients, largest_relative, needs_shared, scored, with_head
 from support.models.families import build, make_batch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from vgr_trl.sharing import prefix_forward, share_prompts
+from vgr_trl.sharing.model_support import sdpa_by_key_head
 from vgr_trl.sharing.prefix_forward import cut_by_length
 from vgr_trl.signals.attention import AttentionProbe
 from vgr_trl.signals.ratios import build_modality_masks
@@ -73,6 +76,32 @@ def test_attention_is_that_of_one_pass(many_passes):
     assert (plain.mass.vision - shared.mass.vision)[:, valid].abs().max() < 1e-6
     for row, of_row in plain.kept.items():
         assert (of_row - shared.kept[row])[:, valid[row]].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_keys_of_grouped_queries_are_kept_once(groups):
+    """Of 8 query heads and 8 or 2 key heads; masked, transformers keeps 8 of both for the backward pass."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 8, 5, 16), torch.randn(2, 8 // groups, 32, 16)
+    mask, module = torch.ones(2, 1, 5, 32).tril(27).bool(), SimpleNamespace(num_key_value_groups=groups, is_causal=True)
+    kept, outputs = [], []
+    for attend in (sdpa_attention_forward, sdpa_by_key_head):
+        inputs = [one.clone().requires_grad_() for one in (query, key, key)]
+        sizes = {}
+
+        def keep(one, sizes=sizes):
+            storage = one.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            return one
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+            output, _ = attend(module, *inputs, mask, scaling=0.3)
+        output.square().sum().backward()
+        outputs.append([output, *(one.grad for one in inputs)])
+        kept.append(sum(sizes.values()))
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*outputs, strict=True))
+    repeated = 2 * query.size(0) * (8 - 8 // groups) * 32 * 16 * 4  # bytes: keys and values
+    assert kept[0] - kept[1] == repeated
 
 
 def last_layer(model):

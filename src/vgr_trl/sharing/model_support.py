@@ -10,9 +10,11 @@ import torch
 from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
@@ -155,6 +157,54 @@ def attention_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
 
     with patched_attribute(AttentionInterface, "get_interface", get_interface):
         yield
+
+
+def sdpa_by_key_head(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return what transformers' `sdpa` does, without a copy of keys and values for every query head where it masks.
+
+    With a mask, which completions behind a shared prompt always have, transformers repeats them, and the backward pass
+    keeps the copies: 219 MB a layer for Qwen2.5-VL-7B, P 1400, T 512, G 8. Here the queries of a key head see a view.
+
+    Args:
+        query: (B, H, Q, D).
+        key, value: (B, number of key heads, K, D).
+        attention_mask: (B, 1, Q, K).
+    """
+    groups = getattr(module, "num_key_value_groups", 1)
+    masked = attention_mask is not None and attention_mask.size(1) == 1 and query.size(2) > 1
+    plain = dropout == 0 and not any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
+    if groups == 1 or not masked or not plain:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    assert attention_mask is not None
+    if attention_mask.dtype == torch.bool:  # kernels would keep one of their own for each key head
+        attention_mask = query.new_zeros(attention_mask.shape).masked_fill(~attention_mask, -torch.inf)
+    heads = zip(query.split(groups, 1), key.split(1, 1), value.split(1, 1), strict=True)
+    seen = [
+        scaled_dot_product_attention(
+            queries,
+            keys.expand(-1, groups, -1, -1),
+            values.expand(-1, groups, -1, -1),
+            attn_mask=attention_mask,
+            scale=scaling,
+        )
+        for queries, keys, values in heads
+    ]
+    return torch.cat(seen, 1).transpose(1, 2).contiguous(), None
+
+
+def keep_keys_unrepeated() -> None:
+    """Let `sdpa` be `sdpa_by_key_head` from here on, also where a checkpoint computes a layer again."""
+    if AttentionInterface._global_mapping.get("sdpa") is sdpa_attention_forward:
+        AttentionInterface.register("sdpa", sdpa_by_key_head)
 
 
 _SHAREABLE = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)

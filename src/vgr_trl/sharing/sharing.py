@@ -18,6 +18,7 @@ from vgr_trl.sharing.model_support import (
     check_token_types,
     is_checkpointed,
     is_compiled,
+    keep_keys_unrepeated,
     why_adapter_reads_whole_rows,
 )
 from vgr_trl.sharing.prefix_cache import SharingReport, UnsupportedModel, require
@@ -83,6 +84,7 @@ def share_prompts(
         report.plain[reason] += 1
         yield report
         return
+    keep_keys_unrepeated()
     base = base_of(causal)
     forward = SharedForward(base, base.forward, report, completion_length, agree, sharded, packs)
     with ExitStack() as stack:
