@@ -28,6 +28,7 @@ from trl.generation import vllm_client
 from vgr_trl.batch import causal_type
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import images_of
+from vgr_trl.sharing.model_support import prefers_cudnn
 from vgr_trl.utils import ConfigError, VLLMServerError, error_text, patched_attribute, printable, release
 
 # Prompts and completions in the form that tables of completions can hold and show.
@@ -378,6 +379,24 @@ def unlogged(trainer: GRPOTrainer) -> Iterator[None]:
             log.clear()
             log.update(kept)
         trainer.state.num_input_tokens_seen = tokens
+
+
+# Attention by cuDNN, which `sdpa` takes first with torch 2.11 and later on Hopper and Blackwell.
+#
+# Where a mask is passed, as it is behind every shared prompt, and a length is 64 modulo 128, its gradient of queries
+# can be NaN (pytorch#196678, trl#7181); and it builds a plan for every new shape, of which uneven lengths make several
+# a step. Removable when the oldest torch that is taken has the first mended.
+
+
+def without_cudnn_attention() -> str | None:
+    """Switch it off in this process, and return a sentence that says so; None where it would not be taken."""
+    if not prefers_cudnn():
+        return None
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return (
+        f"cuDNN's attention is off: behind shared prompts its gradients can be NaN (pytorch#196678, torch "
+        f"{torch.__version__}); cudnn_attention turns it on."
+    )
 
 
 # Completions without image tokens: TRL before 1.16 lets the policy sample them.

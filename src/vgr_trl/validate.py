@@ -31,7 +31,7 @@ from vgr_trl.forward_passes import DummyImage
 from vgr_trl.loss import coefficient_warning, kl_penalty_reward
 from vgr_trl.measure import named_datasets
 from vgr_trl.options import unused_options
-from vgr_trl.patches import close_group_at_exit, give_timeout, suppress_image_tokens
+from vgr_trl.patches import close_group_at_exit, give_timeout, suppress_image_tokens, without_cudnn_attention
 from vgr_trl.registries import BLIND_ANSWERS, measurements, needs_of
 from vgr_trl.rewards.attention import scaled_by_accuracy
 from vgr_trl.rewards.groups import gather_groups, needed_columns
@@ -136,6 +136,9 @@ def make_ready(trainer: "DAPOTrainer", peft_config: PeftConfig | None) -> None:
     give_timeout(trainer.args.ddp_timeout)
     check_head(trainer.accelerator.device)
     suppress_image_tokens(trainer)
+    notice = None if trainer.args.cudnn_attention else without_cudnn_attention()
+    if notice and trainer.accelerator.is_main_process:
+        logger.warning(notice)
     if peft_config is not None:
         refuse_targets_without_module(trainer.accelerator.unwrap_model(trainer.model))
     make_data_ready(trainer)

@@ -4,6 +4,7 @@ from collections import defaultdict, deque
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vgr_trl.patches import (
     as_text,
@@ -15,6 +16,7 @@ from vgr_trl.patches import (
     merge_rounds,
     remove_oldest_tables,
     suppress_image_tokens,
+    without_cudnn_attention,
 )
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\u202e\u2066b\x00\x08\r\x0b</td><script>alert(1)</script>[link=x]"
@@ -125,3 +127,19 @@ def test_image_tokens_are_suppressed_where_trl_does_not(vision_trainer):
     trainer.generation_kwargs = {**own, "suppress_tokens": [3]}
     suppress_image_tokens(trainer, installed="1.15.0")
     assert trainer.generation_config.suppress_tokens == [3], "what the user says comes first"
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "capability", "off"),
+    [("2.11.0", 9, True), ("2.13.0+cu130", 10, True), ("2.10.0", 9, False), ("2.13.0", 8, False)],
+)
+def test_cudnn_is_off_where_torch_would_take_it_first(torch_version, capability, off, monkeypatch):
+    switched = []
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: not switched)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
+    assert (without_cudnn_attention() is not None) is off
+    assert switched == [False] * off
+    assert without_cudnn_attention() is None

@@ -7,6 +7,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from packaging.version import Version
 from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -205,6 +206,13 @@ def keep_keys_unrepeated() -> None:
     """Let `sdpa` be `sdpa_by_key_head` from here on, also where a checkpoint computes a layer again."""
     if AttentionInterface._global_mapping.get("sdpa") is sdpa_attention_forward:
         AttentionInterface.register("sdpa", sdpa_by_key_head)
+
+
+def prefers_cudnn() -> bool:
+    """Whether `sdpa` takes cuDNN's kernel first: torch from 2.11 on, on Hopper and later."""
+    if not torch.cuda.is_available() or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    return Version(torch.__version__) >= Version("2.11") and torch.cuda.get_device_capability()[0] >= 9
 
 
 _SHAREABLE = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
