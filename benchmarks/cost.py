@@ -20,23 +20,25 @@ from sharing_operations import (
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU and its connection; `efficiency`, `reach` and `launch` are assumptions until they are measured.
+    """One H200 and its connection; all but `operations`, `bandwidth` and `network` is assumed until it is measured.
 
     Attributes:
         operations: dense bfloat16 operations per second.
-        bandwidth: bytes of its memory per second.
+        bandwidth: bytes of its memory per second, as reading weights reaches them.
         network: bytes per second to the other GPUs, in and out at once.
+        host: bytes per second from the host's memory, which is not pinned.
         efficiency: share of `operations` that passes reach.
-        reach: share of `bandwidth` that reading weights reaches.
-        launch: seconds per layer and new token that no computation hides while generating with transformers.
+        launch: seconds per layer and new token in which the host starts kernels, generating with transformers.
+        plan: seconds in which cuDNN plans the attention of a shape that it has not seen; 0 while it is off.
     """
 
     operations: float = 989e12
-    bandwidth: float = 3.35e12
+    bandwidth: float = 4.3e12
     network: float = 450e9
+    host: float = 12e9
     efficiency: float = 0.40
-    reach: float = 0.7
     launch: float = 1e-3
+    plan: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def operations(load: Load) -> dict[str, float]:
     """Of every stage of a step, on one GPU."""
     shape, size = load.shape, load.size
     forward = forward_of(shape, size, shared=load.shared)
-    probe = 2 * shape.layers * shape.heads * (shape.head_width + 2) * size.generations * size.completion * size.prompt
+    keys = size.prompt + size.completion  # values are as wide as heads
+    probe = 4 * shape.layers * shape.heads * shape.head_width * size.generations * size.completion * keys
     return {
         "generation": load.prompts * (forward.total),
         "scoring": load.prompts * (forward.total + probe) if load.scored else 0,
@@ -93,19 +96,32 @@ def seconds(load: Load, machine: Machine) -> dict[str, float]:
     """Of every stage of a step: operations at the assumed share of the peak, and what reads memory or the network."""
     found = {stage: count / machine.operations / machine.efficiency for stage, count in operations(load).items()}
     found["generation"] = _generation(load, machine)
-    found["optimizer"] = 2 * optimizer_bytes(load) / machine.bandwidth / machine.reach
+    found["optimizer"] = 2 * optimizer_bytes(load) / machine.bandwidth
     found["communication"] = communicated(load) / machine.network
+    found["pixels"] = TRANSFERS * load.prompts * load.size.generations * pixel_bytes(load) / machine.host
+    found["plans"] = NEW_SHAPES[load.shared] * machine.plan
     return found
 
 
+TRANSFERS = 3  # of a rollout's pixels to the device, a copy for each completion: generation, scoring, training
+NEW_SHAPES = {True: 6, False: 2}  # of attention in a step with uneven lengths
+
+
+def pixel_bytes(load: Load) -> int:
+    """Of the image of a prompt, in float32."""
+    return 4 * MERGE**2 * load.size.vision * 3 * 2 * load.shape.patch**2
+
+
 def _generation(load: Load, machine: Machine) -> float:
-    """The prompts at once; then every new token reads all weights and the keys and values of all rows."""
+    """The prompts at once; then every new token reads the weights but for the embedding, and the keys and values of
+    all rows, while the host starts the next kernels: what takes longer counts."""
     shape, size = load.shape, load.size
     prompts = Size(size.prompt, size.vision, 1, size.generations)
     first = load.prompts * forward_of(shape, prompts, shared=load.shared).total
     rows = load.prompts * size.generations
-    read = 2 * language_parameters(shape) + rows * (size.prompt + size.completion / 2) * kept_bytes(shape)
-    later = size.completion * (read / machine.bandwidth / machine.reach + shape.layers * machine.launch)
+    weights = shape.layers * layer_weights(shape) + shape.hidden * shape.vocabulary
+    read = 2 * weights + rows * (size.prompt + size.completion / 2) * kept_bytes(shape)
+    later = size.completion * max(read / machine.bandwidth, shape.layers * machine.launch)
     return first / machine.operations / machine.efficiency + later
 
 
@@ -185,8 +201,7 @@ def activations(shape: ModelShape, size: Size, update: Update, *, shared: bool, 
 
 def buffer_bytes(shape: ModelShape, size: Size, groups: int) -> int:
     """Of a replay buffer in the memory of the host: images once per group in float32, 60 bytes per token of a row."""
-    pixels = 4 * MERGE**2 * size.vision * 3 * 2 * shape.patch**2
-    return groups * (pixels + 60 * size.generations * (size.prompt + size.completion))
+    return groups * (pixel_bytes(Load(shape, size)) + 60 * size.generations * (size.prompt + size.completion))
 
 
 def gpu_hours(
