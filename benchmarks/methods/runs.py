@@ -3,18 +3,17 @@
 import copy
 import tempfile
 import time
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from looks import looks
 from transformers import PrinterCallback, TrainerCallback
 
 from methods.contenders import Method
 from methods.tasks import Task
 from methods.thoughts import in_thoughts
-from vgr_trl.data.prompts import build_prompt
 from vgr_trl.demo import Options
 from vgr_trl.demo.demo import (
     Questions,
@@ -28,10 +27,8 @@ from vgr_trl.demo.demo import (
     words_of,
 )
 from vgr_trl.demo.tiny_model import build_tiny_vlm
-from vgr_trl.evaluation import Evaluation, Writer, evaluate
+from vgr_trl.evaluation import Evaluation, evaluate
 from vgr_trl.rewards import load_rewards
-from vgr_trl.signals import RolloutScorer, blacken_patches, split_layers, vision_gain_ratio, visual_dependency
-from vgr_trl.signals.ratios import special_token_ids
 from vgr_trl.trainer import DAPOTrainer
 
 
@@ -157,34 +154,11 @@ class Start:
         if not closely:
             return answered
         blanked = self.answers(rows, samples=4, blank_images=True)
-        vgr, dependency = self.looks()
+        vgr, dependency = looks(
+            self.model, self.processor, rows[: self.settings.questions], self.task.completion_length
+        )
         looked = {"blanked": blanked.mean_at_k or 0.0, "late VGR": vgr, "dependency": dependency}
         return answered | {name: round(value, 4) for name, value in looked.items()}
-
-    def looks(self) -> tuple[float, float]:
-        """Return the mean late VGR, and the mean dependency per token on the image, of sampled answers."""
-        self.model.eval()
-        torch.manual_seed(1)
-        writer = Writer(self.model, self.processor, self.task.completion_length)
-        scorer = RolloutScorer(self.model, special_token_ids=special_token_ids(self.processor))
-        rows = self.questions.test[: self.settings.questions]
-        seen, blackened = (writer.prompt(conversations(rows, perturbed)) for perturbed in (False, True))
-        ids, mask = tokenised([text for (text,) in writer.sample(seen, 1, 1.0)], self.processor)
-        clean, changed = (
-            scorer.score(
-                seen["input_ids"],
-                seen["attention_mask"],
-                ids,
-                mask,
-                pixel_values=inputs["pixel_values"],
-                image_grid_thw=inputs["image_grid_thw"],
-            )
-            for inputs in (seen, blackened)
-        )
-        assert clean.attention is not None
-        late = vision_gain_ratio(clean.attention, split_layers(len(clean.attention.vision))["late"])
-        dependency = visual_dependency(clean.logps, changed.logps)[mask.bool()]
-        return float(late.nanmean()), float(dependency.mean())
 
 
 class Course(TrainerCallback):
@@ -211,25 +185,3 @@ class Course(TrainerCallback):
         self.tokens += round(logs["completions/mean_length"] * settings.prompts * settings.generations)
         if state.global_step % settings.measure_every == 0:
             self.measure(state.global_step)
-
-
-def conversations(rows: list[dict[str, Any]], perturb: bool) -> list[Any]:
-    """Prompts with their images, blackened in patches if asked for."""
-    prompts = []
-    for row in rows:
-        seed = zlib.crc32(row["id"].encode())  # the same image for all samples of a question
-        image = blacken_patches(row["image"], seed=seed) if perturb else row["image"]
-        (message,) = build_prompt(row["problem"], None, system_prompt=None)
-        content = [{"type": "image", "image": image}, {"type": "text", "text": message["content"]}]
-        prompts.append([{"role": "user", "content": content}])
-    return prompts
-
-
-def tokenised(texts: list[str], processor: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Completions and their mask, (N, T), padded on the right, each with its end."""
-    tokenizer = processor.tokenizer
-    rows = [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
-    length = max(map(len, rows))
-    ids = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
-    return ids, mask
