@@ -3,9 +3,9 @@
     PYTHONPATH=src:benchmarks python -m compare experiments/ablations.yaml --output_dir runs/ablations
 
 A grid file names `flags` of every run, `evaluate`'s, `seeds`, and `runs`: a name, and the flags that make it. A run is
-`vgr-trl train` with these flags, or the script that its `script` names. A run that `results.jsonl` in the output folder
-holds with the same flags is not repeated, so that an interrupted comparison continues where it ended. `{model}` in a
-value is a folder with the model of the demo after its warm start under the run's seed, and its questions.
+`vgr-trl train` with these flags, or the script that its `script` names. What has run with the same flags, by the lines
+of JSON in the output folder, is not repeated, so that an interrupted comparison continues where it ended. `{model}` in
+a value is a folder with the model of the demo after its warm start under the run's seed, and its questions.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LOOKED_AT = 160  # questions
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what is missing, then write `results.md` and `results.png`."""
+    """Run what is missing, then write the table and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("grid", type=Path, help="YAML file")
     parser.add_argument("--output_dir", type=Path, help="of models and results (default: runs/ and the grid's name)")
@@ -48,14 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     grid = yaml.safe_load(chosen.grid.read_text("utf-8"))
     folder: Path = chosen.output_dir or Path("runs") / chosen.grid.stem
     folder.mkdir(parents=True, exist_ok=True)
+    results = folder / f"{chosen.grid.stem}.jsonl"
     for seed in [] if chosen.write else chosen.seeds or grid["seeds"]:
         for name, flags in cells(grid, chosen.runs):
-            if (name, seed) not in finished(grid, folder):
+            if (name, seed) not in finished(grid, results):
                 found = run(name, seed, flags, grid, folder)
-                with (folder / "results.jsonl").open("a") as lines:
+                with results.open("a") as lines:
                     lines.write(json.dumps({"run": name, "seed": seed, "flags": flags, **found}) + "\n")
                 print(name, seed, found, flush=True)
-    write(grid, finished(grid, folder), folder, chosen.grid)
+    write(grid, finished(grid, results), results, chosen.grid)
 
 
 def cells(grid: Mapping[str, Any], names: Sequence[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -66,9 +67,9 @@ def cells(grid: Mapping[str, Any], names: Sequence[str] | None = None) -> Iterat
             yield name, grid["flags"] | (own or {})
 
 
-def finished(grid: Mapping[str, Any], folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
+def finished(grid: Mapping[str, Any], file: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """Return what the runs of a grid came to, by name and seed; runs with other flags are left out."""
-    file, wanted = folder / "results.jsonl", dict(cells(grid))
+    wanted = dict(cells(grid))
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return {(line["run"], line["seed"]): line for line in lines if wanted.get(line["run"]) == line["flags"]}
 
@@ -78,7 +79,7 @@ def run(name: str, seed: int, flags: Mapping[str, Any], grid: Mapping[str, Any],
     warm = folder / f"seed-{seed}" / "embedded"
     if "{model}" in str(grid["flags"]):
         write_warm_folder(warm, Options(seed=seed))
-    given = [str(flag).format(model=warm) for flag in as_flags({"seed": seed} | flags)]
+    given = [str(flag).format(model=warm) for flag in as_flags({"seed": seed, **flags})]
     model, trained = flags["model_name_or_path"].format(model=warm), {}
     if name != START:
         output = folder / f"seed-{seed}" / name.replace(" ", "-")
@@ -125,7 +126,7 @@ def train(script: str | None, flags: Sequence[str], output: Path, tiny: Path) ->
 Finished = Mapping[tuple[str, int], Mapping[str, Any]]
 
 
-def write(grid: Mapping[str, Any], runs: Finished, folder: Path, file: Path) -> None:
+def write(grid: Mapping[str, Any], runs: Finished, results: Path, file: Path) -> None:
     """Write the table and the plot: means over seeds, with 95 % intervals of a bootstrap over them."""
     names = [name for name, _ in cells(grid) if any(run == name for run, _ in runs)]
     machine = ", ".join(f"{key} {value}" for key, value in describe_machine(1).items())
@@ -133,10 +134,10 @@ def write(grid: Mapping[str, Any], runs: Finished, folder: Path, file: Path) -> 
     lines = [f"# {grid['title']}", "", f"Command: `PYTHONPATH=src:benchmarks python -m compare {file}`; {machine}.", ""]
     lines += [grid["about"].strip(), "", f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
     lines += [f"| {' | '.join(row(name, runs, grid['baseline']))} |" for name in names]
-    if (findings := file.with_suffix(".md")).exists():
-        lines += ["", "![accuracy and its interval](results.png)", "", findings.read_text("utf-8").strip()]
-    (folder / "results.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    plot(names, runs, folder / "results.png")
+    lines += ["", f"![accuracy and its interval]({results.stem}.png)"]
+    lines += ["", grid["findings"].strip()] if "findings" in grid else []
+    results.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    plot(names, runs, results.with_suffix(".png"))
 
 
 def row(name: str, runs: Finished, baseline: str) -> list[str]:

@@ -21,13 +21,13 @@ def looks(
     writer = Writer(model, processor, max_completion_length)
     scorer = RolloutScorer(model, special_token_ids=special_token_ids(processor))
     shown = [rows, [blackened(row) for row in rows]]
-    seen, changed = (writer.prompt([conversation_of(row, False, None) for row in each]) for each in shown)
-    ids, mask = tokenised([text for (text,) in writer.sample(seen, 1, 1.0)], processor)
+    prompts: list[Any] = [writer.prompt([conversation_of(row, False, None) for row in each]) for each in shown]
+    ids, mask = tokenised([text for (text,) in writer.sample(prompts[0], 1, 1.0)], processor)
     clean, perturbed = (
         scorer.score(
             inputs.pop("input_ids"), inputs.pop("attention_mask"), ids.to(model.device), mask.to(model.device), **inputs
         )
-        for inputs in (seen, changed)
+        for inputs in prompts
     )
     assert clean.attention is not None
     late = vision_gain_ratio(clean.attention, split_layers(len(clean.attention.vision))["late"])

@@ -12,7 +12,7 @@ from vgr_trl.cli.__main__ import main
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "experiments" / "README.md", *(ROOT / "docs").rglob("*.md")]
 ELSEWHERE = {"--help-all", "--config_file", "--no-deps", "--logdir", "--include_path", "--model_args", "--output_path",
-             "--tasks"}  # fmt: skip
+             "--tasks", "--runs", "--seeds"}  # fmt: skip
 COMMANDS = ("train --help-all", "evaluate -h", "quickstart -h", "init -h", "report -h", "demo -h", "data convert -h",
             "data merge -h", "data inspect -h")  # fmt: skip
 

@@ -1,17 +1,20 @@
 """The users' scripts: the settings that they give to training, and that each trains the embedded model."""
 
+import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments, parse
 from vgr_trl.cli.data import convert_parser, merge_parser
 from vgr_trl.demo.write_folder import write_folder
 from vgr_trl.rewards.loading import hardened
@@ -243,3 +246,38 @@ TRACES = {
     "mdi.sh": {"rewards/mdi_reward/mean"},
     "tprl.sh": {"perception_token_fraction", "entropy_token_fraction", "scaling_factor_mean"},
 }
+
+
+@pytest.fixture
+def compare(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXPERIMENTS.parent / "benchmarks"))
+    return importlib.import_module("compare")
+
+
+@pytest.mark.parametrize("name", ["questions", "ablations"])
+def test_runs_of_a_grid_have_flags_that_hold(name, compare, tmp_path):
+    grid = yaml.safe_load((EXPERIMENTS / f"{name}.yaml").read_text())
+    assert grid["baseline"] in grid["runs"]
+    for run_name, flags in compare.cells(grid):
+        given = [str(flag).format(model=tmp_path) for flag in compare.as_flags(flags)]
+        given += ["--output_dir", str(tmp_path / run_name), "--use_cpu", "true", "--bf16", "false"]
+        parse((RunArguments, DataArguments, RewardArguments, DAPOConfig, ModelConfig), "train", given)
+        assert "script" not in flags or (EXPERIMENTS.parent / flags["script"]).is_file()
+
+
+@pytest.mark.minutes
+def test_a_comparison_goes_on_where_it_ended(compare, model_folder, question_files, tmp_path, capsys):
+    grid = yaml.safe_load((EXPERIMENTS / "ablations.yaml").read_text())
+    grid["flags"] |= {"model_name_or_path": str(model_folder), "data_files": question_files}
+    grid["flags"] |= {"max_steps": 2, "per_device_train_batch_size": 16}
+    grid["evaluate"]["data_files"] = question_files.split(",")[1]
+    grid["runs"] = {"plain": None, "filter": {"enable_perception_filtering": True}}
+    file, folder = tmp_path / "mine.yaml", tmp_path / "out"
+    for runs in (["plain"], ["plain", "filter"]):
+        file.write_text(yaml.safe_dump(grid))
+        compare.main([str(file), "--output_dir", str(folder), "--seeds", "0", "--runs", *runs])
+    done = [json.loads(line)["run"] for line in (folder / "mine.jsonl").read_text().splitlines()]
+    assert done == ["start", "plain", "filter"]
+    table = (folder / "mine.md").read_text()
+    assert re.search(r"^\| filter \| 1 \| \d\.\d{3} \|", table, re.MULTILINE)
+    assert (folder / "mine.png").stat().st_size > 1000
