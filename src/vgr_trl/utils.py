@@ -305,15 +305,22 @@ def _itself(value: Any) -> Any:
     return value
 
 
-_SILENT = ("Timed out waiting", "timed out after", "Application timeout caused pair closure")
-_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+_BACKENDS = ("gloo", "NCCL")
+_SILENT = (
+    *("Timed out waiting", "timed out after", "Application timeout caused pair closure"),
+    *("Watchdog caught collective operation timeout", "before timing out"),  # NCCL's, where it does not end the process
+)
+_GONE = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused"),
+    *("ncclRemoteError", "remote process exiting prematurely"),
+)
 
 
 @contextmanager
 def naming_silent_process(timeout: int, step: Callable[[], int]) -> Iterator[None]:
-    """Turn what gloo raises when another process does not answer into a `ProcessError`.
+    """Turn what gloo and NCCL raise when another process does not answer into a `ProcessError`.
 
-    NCCL ends the process itself, after the same time and with its own words.
+    NCCL's watchdog may end the process itself, after the same time and with its own words.
 
     Args:
         timeout: `ddp_timeout`, in seconds.
@@ -327,7 +334,8 @@ def naming_silent_process(timeout: int, step: Callable[[], int]) -> Iterator[Non
     except RuntimeError as error:
         from torch import distributed  # rewards and processes of the report do without torch
 
-        if not (distributed.is_available() and distributed.is_initialized() and "gloo" in str(error)):
+        known = any(name in str(error) for name in _BACKENDS)
+        if not (distributed.is_available() and distributed.is_initialized() and known):
             raise
         if any(words in str(error) for words in _SILENT):
             why = f"has not answered for ddp_timeout={timeout} seconds"
