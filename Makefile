@@ -73,6 +73,18 @@ trl-tests: $(DEV)
 	PYTHON=$(abspath $(BIN))/python TRAINER_UNDER_TEST=vgr_trl:DAPOTrainer CONFIG_UNDER_TEST=vgr_trl:DAPOConfig \
 	  $(HARNESS)/run.sh --all
 
+# What is released, into dist/, then tried as a user has it: in a clean environment and outside of the checkout. Needs a
+# package index.
+RELEASE := .venv-release
+.PHONY: release
+release: $(DEV)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(PYTHON) -m venv --clear $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	scripts/try_release.sh $(abspath $(RELEASE)/bin)
+
 # Training steps with a real vLLM on a CPU, in an environment of its own; by hand.
 VLLM := .venv-vllm
 .PHONY: vllm-tests

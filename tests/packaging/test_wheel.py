@@ -1,0 +1,88 @@
+"""What a release would be: made of the checkout, unpacked elsewhere and used from there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+from support.made_records import record
+
+from vgr_trl import __version__
+from vgr_trl.reporting.records import encode
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = """
+import vgr_trl
+from vgr_trl.cli.__main__ import main
+print(vgr_trl.__file__)
+for command in ("recipes vppo", "init", "report run"):
+    assert main(command.split()) == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, and the wheel made of it; of a copy, because making them writes beside the sources."""
+    pytest.importorskip("build", reason="build is in the extra dev")
+    copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
+    shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"):
+        shutil.copy(ROOT / name, copy)
+    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", out, copy], check=True)
+    return out
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process that finds the wheel before anything else."""
+    site, (wheel,) = tmp_path_factory.mktemp("site"), built.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--target", site, wheel], check=True)
+    return os.environ | {"PYTHONPATH": str(site)}
+
+
+def run(words: list[str], environment: dict[str, str], folder: Path) -> str:
+    done = subprocess.run([sys.executable, *words], env=environment, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_file_of_the_package_is_in_the_wheel(installed: dict[str, str]) -> None:
+    def files(folder: Path) -> set[Path]:
+        return {path.relative_to(folder) for path in (folder / "vgr_trl").rglob("*.*") if path.suffix != ".pyc"}
+
+    assert files(ROOT / "src") == files(Path(installed["PYTHONPATH"]))
+
+
+def test_commands_run_from_the_wheel(installed: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "run" / "rollouts").mkdir(parents=True)
+    (tmp_path / "run" / "rollouts" / "records-000001.jsonl").write_bytes(encode(record()))
+    printed = run(["-P", "-c", COMMANDS], installed, tmp_path)
+    assert printed.startswith(installed["PYTHONPATH"])
+    assert "method:" in printed
+    assert (tmp_path / "train.yaml").exists()
+    assert (tmp_path / "run" / "report.html").stat().st_size > 100_000
+
+
+def test_one_version_is_told_everywhere(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        assert f"vgr_trl-{__version__}/CITATION.cff" in archive.getnames()
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == __version__
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # what its schema requires
+    assert re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0] == __version__
+
+
+def test_a_users_script_is_typed(installed: dict[str, str], tmp_path: Path) -> None:
+    """Of what this library imports only its own annotations are read: torch's take a minute."""
+    config = tmp_path / "mypy.ini"
+    skipped = ",".join(f"{name}.*" for name in "torch transformers trl accelerate peft numpy PIL jinja2 rich".split())
+    config.write_text(f"[mypy]\nstrict = true\ncache_dir = {tmp_path}\n[mypy-{skipped}]\nfollow_imports = skip\n")
+    script = shutil.copy(Path(__file__).with_name("users_script.py"), tmp_path)
+    run(["-m", "mypy", "--config-file", str(config), script], installed, tmp_path)
