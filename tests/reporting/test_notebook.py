@@ -1,5 +1,7 @@
 """What a notebook shows of a completion: parsed, so that escaping and structure are those a browser sees."""
 
+import json
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,8 +15,9 @@ from PIL import Image
 from vgr_trl.reporting.notebook import colour_at, show_completion
 from vgr_trl.reporting.records import AttentionMap, Completion, RecordedImage
 
-NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebooks" / "look_at_a_rollout.ipynb"
-
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples" / "notebooks").glob("*.ipynb"))
+# In the place of the cell that is tagged `parameters`: a warm start that ends at once, and one step.
+SHORT = "options = Options(steps=1, text_steps=1, caption_loss=9, warm_start_accuracy=0, num_samples=1); seeds = [0]"
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffe\uffff"))  # what XML can hold
 
@@ -84,21 +87,38 @@ def test_no_text_changes_the_structure(run: Path, text: str, token: str) -> None
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # of jupyter's packages
-def test_the_notebook_trains_and_shows_what_was_looked_at(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parameters", [SHORT, pytest.param(None, marks=pytest.mark.minutes)], ids=["short", "whole"])
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(path: Path, parameters: str | None, tmp_path: Path) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     from traitlets.config import Config
 
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(path, as_version=4)
+    (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
+    cell.source = parameters or cell.source
     where = {"metadata": {"path": str(tmp_path)}}
     with TemporaryDirectory() as sockets:  # by TCP it would be told ports that another process may take before it does
         local = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
-        nbclient.NotebookClient(notebook, timeout=900, startup_timeout=900, resources=where, config=local).execute()
+        nbclient.NotebookClient(notebook, timeout=1800, startup_timeout=900, resources=where, config=local).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    views = [Elements(output.data["text/html"]) for output in outputs if "text/html" in output.get("data", {})]
-    assert len(views) == 3
-    for view in views:
-        assert not any("not measured" in (attributes["title"]) for attributes, _ in view.all("span"))
-        assert len(view.all("image")) == 2
-        assert len(view.all("rect")) == 4  # a 56 x 56 image has 2 x 2 vision tokens
-    assert "step 4: 8 completions recorded" in "".join(output.get("text", "") for output in outputs)
+    printed = "".join(output.get("text", "") for output in outputs)
+    if path.stem == "your_own_method":
+        assert re.search(r"^looking .* over plain, by seed: [+-]", printed, re.MULTILINE)
+        return
+    (view,) = [Elements(output.data["text/html"]) for output in outputs if "text/html" in output.get("data", {})]
+    assert not any("not measured" in attributes["title"] for attributes, _ in view.all("span"))
+    assert len(view.all("rect")) == 4  # a 56 x 56 image has 2 x 2 vision tokens
+    before, after = map(float, re.findall(r"([\d.]+) (?:before|after)", printed))
+    assert parameters or after > before + 0.05
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_notebooks_keep_is_small_and_names_no_machine(path: Path) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    kept = [json.dumps(cell["outputs"]) for cell in cells if cell["cell_type"] == "code"]
+    assert any("image/png" in outputs for outputs in kept)
+    assert [
+        found for outputs in kept for found in re.findall(r"""(?:^|["\s(])(?:/|[A-Z]:\\)\w[^"\s]*/""", outputs)
+    ] == []
+    assert path.stat().st_size < 300_000

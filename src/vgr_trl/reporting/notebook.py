@@ -2,7 +2,7 @@
 
 import base64
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -50,7 +50,7 @@ QUANTITIES = {
 class CompletionView:
     """HTML that a notebook shows in the place of the object; self-contained, without scripts."""
 
-    html: str
+    html: str = field(repr=False)  # a saved notebook holds it once
 
     def _repr_html_(self) -> str:
         return self.html
