@@ -1,4 +1,4 @@
-"""Every stage gives the same training for one process as for two that hold half of each group.
+"""Every stage gives the same training for one process as for two, with whole groups or a group on both.
 
 Three SGD steps each, with completions that do not depend on how they are dealt to processes.
 """
@@ -52,8 +52,9 @@ CASES = {
         "hidden_similarity_over": "centre", "hidden_similarity_layer": 1, "max_steps": 2,
     },
     "replay and resample": {
-        "reward_funcs": [uneven_reward], "replay_buffer_size": 16, "dynamic_sampling": "resample",
-        "dynamic_sampling_max_rounds": 1, "max_steps": 11, "compute_attention_metrics": False,
+        "reward_funcs": [sparse_reward], "replay_buffer_size": 16, "dynamic_sampling": "resample",
+        "dynamic_sampling_max_rounds": 1, "max_steps": 9, "compute_attention_metrics": False,
+        "gradient_accumulation_steps": 3,  # six rows on each of two processes: the second of three groups is on both
     },
     "remax": {"reward_funcs": [accuracy_reward, vgr_reward], "advantage_estimator": "remax"},
     "kl among the rewards": {

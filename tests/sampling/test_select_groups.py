@@ -1,11 +1,14 @@
 """Groups chosen by the trainer: replay, resampling, filtering, estimators, and what a checkpoint keeps of them."""
 
+from functools import partial
+
 import pandas
 import pytest
 import torch
 from datasets import concatenate_datasets
 from support.trainers import logged, weights
 
+from vgr_trl.advantages import estimate_advantages
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 from vgr_trl.rollout import Rollout
 from vgr_trl.sampling import find_zero_variance, prompt_key, select_groups
@@ -23,16 +26,7 @@ def constant_reward(completions, **kwargs):
 
 @pytest.fixture
 def make(vision_trainer):
-    def build(rewards=coarse_reward, rows=vision_trainer.rows, **changed):
-        return vision_trainer(rewards, rows, **{"max_steps": 4} | changed)
-
-    build.rows = vision_trainer.rows
-    return build
-
-
-def lively_reward(completions, **kwargs):
-    """Differs within all groups."""
-    return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
+    return partial(vision_trainer, rewards=coarse_reward, max_steps=4)
 
 
 def trained_batches(trainer):
@@ -67,224 +61,204 @@ def on_choice(monkeypatch):
     return watch
 
 
-class TestReplay:
-    def test_zero_variance_groups_are_replaced_by_stored_ones_with_the_ratio_of_their_own_policy(self, make):
-        trainer = make(replay_buffer_size=8, max_steps=6, learning_rate=5e-3)
-        batches = trained_batches(trainer)
-        trainer.train()
-        replaced = logged(trainer, "replay/replaced_fraction")
-        dead = logged(trainer, "frac_reward_zero_std")
-        assert sum(replaced) > 0
-        assert all(now <= fraction for now, fraction in zip(replaced, dead, strict=True))
-        for batch, fraction in zip(batches, replaced, strict=True):
-            if fraction:
-                old = batch["old_per_token_logps"]
-                assert not old.isnan().any(), "fresh rows have got theirs from the training pass"
-                assert batch["advantages"].abs().amax() > 0
-        assert batches[0].get("old_per_token_logps") is None, "nothing was replayed in the first step"
-        ratios = logged(trainer, "approx_kl")
-        assert max(ratio for ratio, fraction in zip(ratios, replaced, strict=True) if fraction) > 1e-7
-        fresh = [ratio for ratio, fraction in zip(ratios, replaced, strict=True) if not fraction]
-        assert all(ratio is None or ratio < 1e-9 for ratio in fresh), "where no group is live there is none"
-
-    def test_replaced_groups_of_another_length_are_counted(self, make, on_choice):
-        """Completions of 2 tokens in even steps and 6 in odd ones; the loss is divided by the tokens trained on."""
-        trainer = make(replay_buffer_size=8, max_steps=8)
-        generate = trainer.model.generate
-
-        def generating(*args, **kwargs):
-            found = generate(*args, **kwargs)
-            return found[:, : found.size(1) - (4 if trainer.state.global_step % 2 else 0)]
-
-        def counted(before, chosen):
-            counts = before["num_items_in_batch"], chosen.batch["num_items_in_batch"], chosen.batch["completion_mask"]
-            return [int(count.sum()) for count in counts]
-
-        trainer.model.generate = generating
-        counts = on_choice(trainer, counted)
-        trainer.train()
-        assert all(corrected == valid for _, corrected, valid in counts)
-        assert any(before != corrected for before, corrected, _ in counts), "a group of another length came in"
-
-    def test_groups_age_while_none_are_added(self, make):
-
-        def at_first_reward(completions, trainer_state, **kwargs):
-            return [0.0 if trainer_state.global_step == 0 and index % 2 else 1.0 for index in range(len(completions))]
-
-        trainer = make(rewards=at_first_reward, replay_buffer_size=8, replay_max_age=3, max_steps=8)
-        trainer.train()
-        assert logged(trainer, "replay/size") == [0, 2, 2, 2, 0, 0, 0, 0], "from the first training pass to an age of 3"
-        assert logged(trainer, "replay/mean_age")[1:4] == [1, 2, 3]
-        assert logged(trainer, "replay/replaced_fraction")[1:5] == [1, 1, 1, 0]
+def test_zero_variance_groups_are_replaced_by_stored_ones_with_the_ratio_of_their_own_policy(make):
+    trainer = make(replay_buffer_size=8, max_steps=6, learning_rate=5e-3)
+    batches = trained_batches(trainer)
+    trainer.train()
+    replaced = logged(trainer, "replay/replaced_fraction")
+    dead = logged(trainer, "frac_reward_zero_std")
+    assert sum(replaced) > 0
+    assert all(now <= fraction for now, fraction in zip(replaced, dead, strict=True))
+    for batch, fraction in zip(batches, replaced, strict=True):
+        if fraction:
+            old = batch["old_per_token_logps"]
+            assert not old.isnan().any(), "fresh rows have got theirs from the training pass"
+            assert batch["advantages"].abs().amax() > 0
+    assert batches[0].get("old_per_token_logps") is None, "nothing was replayed in the first step"
+    ratios = logged(trainer, "approx_kl")
+    assert max(ratio for ratio, fraction in zip(ratios, replaced, strict=True) if fraction) > 1e-7
+    fresh = [ratio for ratio, fraction in zip(ratios, replaced, strict=True) if not fraction]
+    assert all(ratio is None or ratio < 1e-9 for ratio in fresh), "where no group is live there is none"
 
 
-class TestResampling:
-    def test_further_prompts_replace_zero_variance_groups(self, make, tmp_path):
-        trainer = make(dynamic_sampling="resample", dynamic_sampling_max_rounds=4, log_completions=True,
-                       num_completions_to_print=0)  # fmt: skip
-        trainer.train()
-        live = logged(trainer, "sampling/nonzero_variance_fraction")
-        dead = logged(trainer, "frac_reward_zero_std")
-        generated = logged(trainer, "dynamic_sampling/generated_groups")
-        discarded = logged(trainer, "dynamic_sampling/discarded_groups")
-        assert sum(generated) > 0
-        assert all(1 - fraction <= now for fraction, now in zip(dead, live, strict=True))
-        assert all(0 <= lost <= made for lost, made in zip(discarded, generated, strict=True))
-        tables = sorted((tmp_path / "run" / "completions").glob("*.parquet"))
-        assert len(set(generated)) > 1
-        assert [len(pandas.read_parquet(table)) for table in tables] == [8 + 4 * groups for groups in generated]
+def test_replaced_groups_of_another_length_are_counted(make, on_choice):
+    """Completions of 2 tokens in even steps and 6 in odd ones; the loss is divided by the tokens trained on."""
+    trainer = make(replay_buffer_size=8, max_steps=8)
+    generate = trainer.model.generate
+
+    def generating(*args, **kwargs):
+        found = generate(*args, **kwargs)
+        return found[:, : found.size(1) - (4 if trainer.state.global_step % 2 else 0)]
+
+    def counted(before, chosen):
+        counts = before["num_items_in_batch"], chosen.batch["num_items_in_batch"], chosen.batch["completion_mask"]
+        return [int(count.sum()) for count in counts]
+
+    trainer.model.generate = generating
+    counts = on_choice(trainer, counted)
+    trainer.train()
+    assert all(corrected == valid for _, corrected, valid in counts)
+    assert any(before != corrected for before, corrected, _ in counts), "a group of another length came in"
 
 
-ALL_DEAD = {"rewards": constant_reward, "dynamic_sampling": "resample", "dynamic_sampling_max_rounds": 1}
+def test_groups_age_while_none_are_added(make):
+
+    def at_first_reward(completions, trainer_state, **kwargs):
+        return [0.0 if trainer_state.global_step == 0 and index % 2 else 1.0 for index in range(len(completions))]
+
+    trainer = make(rewards=at_first_reward, replay_buffer_size=8, replay_max_age=3, max_steps=8)
+    trainer.train()
+    assert logged(trainer, "replay/size") == [0, 2, 2, 2, 0, 0, 0, 0], "from the first training pass to an age of 3"
+    assert logged(trainer, "replay/mean_age")[1:4] == [1, 2, 3]
+    assert logged(trainer, "replay/replaced_fraction")[1:5] == [1, 1, 1, 0]
 
 
-class TestFurtherPrompts:
-    """16 rows, two prompts per rollout, all groups without a gradient: one round of two further prompts per step."""
-
-    @staticmethod
-    def drawn_by(trainer):
-        """Per rollout, the prompts of the epoch and the further ones."""
-        rollouts, fill, score = [], trainer.generate_and_score, trainer._generate_and_score_completions
-
-        def filling(rollout):
-            (own, further) = rollouts[-1]
-            (further if own else own).extend(prompt_key(row) for row in rollout.rows[::4])
-            return fill(rollout)
-
-        trainer.generate_and_score = filling
-        trainer._generate_and_score_completions = lambda rows: rollouts.append(([], [])) or score(rows)
-        return rollouts
-
-    def test_no_prompt_is_twice_in_a_batch(self, make):
-        rows = concatenate_datasets([make.rows.select(range(5)), make.rows.select(range(5))])
-        trainer = make(rows=rows, max_steps=5, **ALL_DEAD | {"dynamic_sampling_max_rounds": 4})
-        rollouts = self.drawn_by(trainer)
-        trainer.train()
-        for epoch, further in rollouts:
-            assert len(further) == len(set(further)) == 5 - len(set(epoch)), "all that the data have, once"
-            assert not set(epoch).intersection(further)
+def test_further_prompts_replace_zero_variance_groups(make, tmp_path):
+    trainer = make(dynamic_sampling="resample", dynamic_sampling_max_rounds=4, log_completions=True,
+                   num_completions_to_print=0)  # fmt: skip
+    trainer.train()
+    live = logged(trainer, "sampling/nonzero_variance_fraction")
+    dead = logged(trainer, "frac_reward_zero_std")
+    generated = logged(trainer, "dynamic_sampling/generated_groups")
+    discarded = logged(trainer, "dynamic_sampling/discarded_groups")
+    assert sum(generated) > 0
+    assert all(1 - fraction <= now for fraction, now in zip(dead, live, strict=True))
+    assert all(0 <= lost <= made for lost, made in zip(discarded, generated, strict=True))
+    tables = sorted((tmp_path / "run" / "completions").glob("*.parquet"))
+    assert len(set(generated)) > 1
+    assert [len(pandas.read_parquet(table)) for table in tables] == [8 + 4 * groups for groups in generated]
 
 
-class TestFiltering:
-    def test_quantiles_are_those_of_the_first_round(self, make):
-        """Means 0.1 and 0.7: the quantiles 0.4 and 0.99 are 0.34 and 0.694; 0.4 lies between them."""
-        trainer = make(online_filtering=True, filter_key="overall", filter_mode="quantile", filter_low=0.4)
+def test_no_prompt_is_twice_in_a_batch(make, vision_trainer):
+    """Five prompts, each twice in the data, two in a rollout; no group has a gradient, so further ones are drawn."""
+    rows = vision_trainer.rows.select(range(5))
+    trainer = make(
+        rewards=constant_reward, rows=concatenate_datasets([rows, rows]), max_steps=5, dynamic_sampling="resample",
+        dynamic_sampling_max_rounds=4,
+    )  # fmt: skip
+    rollouts, fill, score = [], trainer.generate_and_score, trainer._generate_and_score_completions
 
-        def found(values, bounds=None):
-            zeros = torch.zeros(8)
-            rollout = Rollout(
-                [], rewards=torch.tensor(values)[:, None], batch={"prompt_ids": zeros, "advantages": zeros}
-            )
-            return find_zero_variance(trainer, rollout, bounds)
+    def filling(rollout):
+        (own, further) = rollouts[-1]
+        (further if own else own).extend(prompt_key(row) for row in rollout.rows[::4])
+        return fill(rollout)
 
-        first = found([0.0, 0.0, 0.0, 0.4, 0.0, 0.8, 1.0, 1.0])
-        assert first.filtered == [0, 1]
-        assert found([0.2, 0.2, 0.2, 0.21, 0.4, 0.4, 0.4, 0.41], first.bounds).filtered == [0]
-
-
-class TestEstimators:
-    def test_one_deviation_divides_what_is_trained_on_whichever_round_it_came_from(self, make, on_choice):
-        """Rewards are 0 or 1, so where they differ the largest advantage is 1 / deviation above the smallest."""
-        trainer = make(
-            advantage_estimator="reinforce_plus_plus", dynamic_sampling="resample", dynamic_sampling_max_rounds=4,
-            replay_buffer_size=8, max_steps=6, seed=4,
-        )  # fmt: skip
-        drawn, draw = [], trainer.replay.draw
-        trainer.replay.draw = lambda count: drawn.append(draw(count)) or drawn[-1]
-
-        def see(before, chosen):
-            logged = trainer._logs["advantages"], trainer._logs["rewards"]["coarse_reward"]
-            table = [torch.tensor(list(values)) for values in logged]
-            assert len(table[0]) == len(table[1]) == len(logged[1])
-            return chosen.batch["advantages"].view(2, 4), *table, chosen.replaced, drawn[-1]
-
-        seen = on_choice(trainer, see)
-        trainer.train()
-        mixed = 0
-        for advantages, of_table, rewards, replaced, replayed in seen:
-            spread = advantages.amax(1) - advantages.amin(1)
-            if len(of_table) == 8 or (spread == 0).any() or replayed:  # which keep theirs
-                continue
-            mixed += len(replaced) == 1
-            centred = advantages / spread.unsqueeze(1)
-            assert spread.tolist() == pytest.approx([1 / (centred.std().item() + 1e-8)] * 2, rel=1e-5)
-            rewards = rewards.view(-1, 4)
-            expected = (rewards - rewards.mean(1, keepdim=True)).flatten() / (centred.std() + 1e-8)
-            assert torch.allclose(of_table, expected, atol=1e-5), "the table has all that was generated"
-        assert mixed > 0
-
-    @pytest.mark.parametrize("estimator", ["rloo", "remax", "reinforce_plus_plus", "grpo_passk"])
-    def test_the_advantages_in_the_table_are_those_of_the_rewards_in_it(self, make, estimator):
-        trainer = make(advantage_estimator=estimator, max_steps=3)
-        batches = trained_batches(trainer)
-        trainer.train()
-        rewards = torch.tensor(list(trainer._logs["rewards"]["coarse_reward"])).view(2, 4)
-        advantages = torch.tensor(list(trainer._logs["advantages"])).view(2, 4)
-        if estimator == "rloo":
-            expected = rewards - (rewards.sum(1, keepdim=True) - rewards) / 3
-        elif estimator == "reinforce_plus_plus":
-            centred = rewards - rewards.mean(1, keepdim=True)
-            expected = centred / (centred.std() + 1e-8)
-        elif estimator == "remax":
-            baseline = (rewards - advantages)[:, :1]
-            assert set(baseline.flatten().tolist()) <= {0.0, 1.0}, "the reward of one completion"
-            expected = rewards - baseline
-        else:
-            expected = torch.zeros(2, 4)
-            for group, values in enumerate(rewards):
-                best, second = values.topk(2).values
-                expected[group, values.argmax()] = (best - second) / (values.std() + 1e-6)
-        assert torch.allclose(advantages, expected, atol=1e-5)
-        assert torch.allclose(batches[-1]["advantages"].sort().values, advantages.flatten().sort().values, atol=1e-5)
-
-    @pytest.mark.parametrize(
-        "on", [{"replay_buffer_size": 4}, {"dynamic_sampling": "resample"}, {"online_filtering": True}]
-    )
-    def test_weighted_sums_do_not_show_who_is_dead_where_rewards_are_normalised_one_by_one(self, make, on):
-        with pytest.raises(ConfigError, match="multi_objective_aggregation is normalize_then_sum with replay_buffer_s"):
-            make(multi_objective_aggregation="normalize_then_sum", **on)
-
-    def test_greedy_completions_leave_no_trace(self, make):
-        trainers = []
-        for name in ("grpo", "remax"):
-            trainers.append(make(rewards=[accuracy_reward, vgr_reward], advantage_estimator=name, max_steps=1))
-            trainers[-1].train()
-        plain, remax = trainers
-        for name in ("completions/mean_length", "num_tokens", "attention/late/vgr", "rewards/vgr_reward/mean"):
-            assert logged(plain, name) == logged(remax, name), name
-        assert len(remax._logs["completion"]) == 8
+    trainer.generate_and_score = filling
+    trainer._generate_and_score_completions = lambda rows: rollouts.append(([], [])) or score(rows)
+    trainer.train()
+    for epoch, further in rollouts:
+        assert len(further) == len(set(further)) == 5 - len(set(epoch)), "all that the data have, once"
+        assert not set(epoch).intersection(further)
 
 
-class TestCheckpoints:
-    def test_an_interrupted_run_goes_on_as_if_it_had_not_been(self, make, tmp_path):
-        options = {"replay_buffer_size": 8, "dynamic_sampling": "resample", "dynamic_sampling_max_rounds": 1,
-                   "save_strategy": "steps", "save_steps": 3, "max_steps": 6}  # fmt: skip
-        whole = make(**options)
-        whole.train()
-        resumed = make(**options)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
-        for name in ("replay/size", "replay/mean_age", "sampling/nonzero_variance_fraction", "loss"):
-            assert logged(resumed, name)[-3:] == pytest.approx(logged(whole, name)[-3:], abs=1e-6), name
-        assert torch.allclose(weights(whole), weights(resumed), atol=1e-6)
+def test_quantiles_are_those_of_the_first_round(make):
+    """Means 0.1 and 0.7: the quantiles 0.4 and 0.99 are 0.34 and 0.694; 0.4 lies between them."""
+    trainer = make(online_filtering=True, filter_key="overall", filter_mode="quantile", filter_low=0.4)
 
-    @pytest.mark.parametrize(
-        ("after", "message"),
-        [
-            ({"num_generations": 2}, "num_generations is 2, and its groups have 4 completions."),
-            ({"token_weights": True}, "it was stored without attention and token_weights."),
-        ],
-        ids=str,
-    )
-    def test_a_buffer_that_new_options_cannot_use_starts_empty(self, make, tmp_path, monkeypatch, after, message):
-        common = {"replay_buffer_size": 8, "compute_attention_metrics": False}
-        make(save_strategy="steps", save_steps=4, max_steps=4, **common).train()
-        checkpoint = str(tmp_path / "run" / "checkpoint-4")
-        warnings = []
-        monkeypatch.setattr("vgr_trl.sampling.logger.warning", warnings.append)
-        resumed = make(max_steps=12, **common | after)
-        resumed.train(resume_from_checkpoint=checkpoint)
-        assert resumed.state.global_step == 12
-        assert len(warnings) == 1
-        assert message in warnings[0]
-        assert logged(resumed, "replay/size")[0] <= 2, "what one batch brought"
-        assert sum(logged(resumed, "replay/replaced_fraction")) > 0
+    def found(values, bounds=None):
+        zeros = torch.zeros(8)
+        rollout = Rollout([], rewards=torch.tensor(values)[:, None], batch={"prompt_ids": zeros, "advantages": zeros})
+        return find_zero_variance(trainer, rollout, bounds)
+
+    first = found([0.0, 0.0, 0.0, 0.4, 0.0, 0.8, 1.0, 1.0])
+    assert first.filtered == [0, 1]
+    assert found([0.2, 0.2, 0.2, 0.21, 0.4, 0.4, 0.4, 0.41], first.bounds).filtered == [0]
+
+
+def test_one_deviation_divides_what_is_trained_on_whichever_round_it_came_from(make, on_choice):
+    """Rewards are 0 or 1, so where they differ the largest advantage is 1 / deviation above the smallest."""
+    trainer = make(
+        advantage_estimator="reinforce_plus_plus", dynamic_sampling="resample", dynamic_sampling_max_rounds=4,
+        replay_buffer_size=8, max_steps=6, seed=4,
+    )  # fmt: skip
+    drawn, draw = [], trainer.replay.draw
+    trainer.replay.draw = lambda count: drawn.append(draw(count)) or drawn[-1]
+
+    def see(before, chosen):
+        logged = trainer._logs["advantages"], trainer._logs["rewards"]["coarse_reward"]
+        table = [torch.tensor(list(values)) for values in logged]
+        assert len(table[0]) == len(table[1]) == len(logged[1])
+        return chosen.batch["advantages"].view(2, 4), *table, chosen.replaced, drawn[-1]
+
+    seen = on_choice(trainer, see)
+    trainer.train()
+    mixed = 0
+    for advantages, of_table, rewards, replaced, replayed in seen:
+        spread = advantages.amax(1) - advantages.amin(1)
+        if len(of_table) == 8 or (spread == 0).any() or replayed:  # which keep theirs
+            continue
+        mixed += len(replaced) == 1
+        centred = advantages / spread.unsqueeze(1)
+        assert spread.tolist() == pytest.approx([1 / (centred.std().item() + 1e-8)] * 2, rel=1e-5)
+        rewards = rewards.view(-1, 4)
+        expected = (rewards - rewards.mean(1, keepdim=True)).flatten() / (centred.std() + 1e-8)
+        assert torch.allclose(of_table, expected, atol=1e-5), "the table has all that was generated"
+    assert mixed > 0
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "remax", "reinforce_plus_plus", "grpo_passk"])
+def test_the_advantages_in_the_table_are_those_of_the_rewards_in_it(make, estimator):
+    trainer = make(advantage_estimator=estimator, max_steps=3)
+    batches = trained_batches(trainer)
+    trainer.train()
+    rewards = torch.tensor(list(trainer._logs["rewards"]["coarse_reward"])).view(2, 4)
+    advantages = torch.tensor(list(trainer._logs["advantages"])).view(2, 4)
+    baseline = (rewards - advantages)[:, 0] if estimator == "remax" else None
+    assert baseline is None or set(baseline.tolist()) <= {0.0, 1.0}, "the reward of one completion"
+    expected = estimate_advantages(rewards.flatten(), 4, estimator, baseline).view(2, 4)
+    assert torch.allclose(advantages, expected, atol=1e-5)
+    assert torch.allclose(batches[-1]["advantages"].sort().values, advantages.flatten().sort().values, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "on", [{"replay_buffer_size": 4}, {"dynamic_sampling": "resample"}, {"online_filtering": True}]
+)
+def test_weighted_sums_do_not_show_who_is_dead_where_rewards_are_normalised_one_by_one(make, on):
+    with pytest.raises(ConfigError, match="multi_objective_aggregation is normalize_then_sum with replay_buffer_s"):
+        make(multi_objective_aggregation="normalize_then_sum", **on)
+
+
+def test_greedy_completions_leave_no_trace(make):
+    trainers = []
+    for name in ("grpo", "remax"):
+        trainers.append(make(rewards=[accuracy_reward, vgr_reward], advantage_estimator=name, max_steps=1))
+        trainers[-1].train()
+    plain, remax = trainers
+    for name in ("completions/mean_length", "num_tokens", "attention/late/vgr", "rewards/vgr_reward/mean"):
+        assert logged(plain, name) == logged(remax, name), name
+    assert len(remax._logs["completion"]) == 8
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(make, tmp_path):
+    options = {"replay_buffer_size": 8, "dynamic_sampling": "resample", "dynamic_sampling_max_rounds": 1,
+               "save_strategy": "steps", "save_steps": 3, "max_steps": 6}  # fmt: skip
+    whole = make(**options)
+    whole.train()
+    resumed = make(**options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    for name in ("replay/size", "replay/mean_age", "sampling/nonzero_variance_fraction", "loss"):
+        assert logged(resumed, name)[-3:] == pytest.approx(logged(whole, name)[-3:], abs=1e-6), name
+    assert torch.allclose(weights(whole), weights(resumed), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("after", "message"),
+    [
+        ({"num_generations": 2}, "num_generations is 2, and its groups have 4 completions."),
+        ({"token_weights": True}, "it was stored without attention and token_weights."),
+    ],
+    ids=str,
+)
+def test_a_buffer_that_new_options_cannot_use_starts_empty(make, tmp_path, monkeypatch, after, message):
+    common = {"replay_buffer_size": 8, "compute_attention_metrics": False}
+    make(save_strategy="steps", save_steps=4, max_steps=4, **common).train()
+    checkpoint = str(tmp_path / "run" / "checkpoint-4")
+    warnings = []
+    monkeypatch.setattr("vgr_trl.sampling.logger.warning", warnings.append)
+    resumed = make(max_steps=12, **common | after)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert resumed.state.global_step == 12
+    assert len(warnings) == 1
+    assert message in warnings[0]
+    assert logged(resumed, "replay/size")[0] <= 2, "what one batch brought"
+    assert sum(logged(resumed, "replay/replaced_fraction")) > 0

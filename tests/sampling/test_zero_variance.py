@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from vgr_trl.advantages import ESTIMATORS, estimate_advantages
-from vgr_trl.sampling import (
-    ZeroVarianceStreak,
-    filter_index,
-    filtered_groups,
-    quantile_bounds,
-    zero_variance_groups,
-)
+from vgr_trl.sampling import ZeroVarianceStreak, filter_index, filtered_groups, quantile_bounds, zero_variance_groups
 
 NAN = float("nan")
 NAMES = ["accuracy_reward", "think_format_reward", "soft_overlong_punishment_reward"]
@@ -21,13 +15,11 @@ NAMES = ["accuracy_reward", "think_format_reward", "soft_overlong_punishment_rew
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
-        ("grpo", [1, 3]),
-        ("rloo", [1, 3]),
+        ("grpo", [1, 3]), ("rloo", [1, 3]), ("reinforce_plus_plus", [1, 3]),
         ("remax", []),  # equal rewards below the greedy completion's still say something
-        ("reinforce_plus_plus", [1, 3]),
         ("grpo_passk", [1, 2, 3]),  # two that are equally best say nothing
     ],
-)
+)  # fmt: skip
 def test_which_groups_have_no_gradient_depends_on_the_estimator(estimator, expected):
     rewards = torch.tensor([0.0, 1, 0, 2, 2, 2, 3, 0, 3, 0, 0, 0, 0.0, 0, 1])
     baseline = torch.tensor([0.5, 1.0, 0.5, 1.0, 0.0]) if estimator == "remax" else None
