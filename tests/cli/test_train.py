@@ -1,12 +1,14 @@
 """The folder of a run, what it evaluates on, and `--dry_run`."""
 
+import io
 import json
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 from datasets import Dataset, load_dataset
-from support.launching import launch
+from support.launching import results_of
 
 from vgr_trl.checkpoints import resolve_checkpoint
 from vgr_trl.cli.__main__ import main
@@ -139,17 +141,23 @@ def test_a_dry_run_shows_three_prompts_and_writes_nothing(model_folder, question
     assert list(tmp_path.iterdir()) == []
 
 
+def dry_run(flags):
+    """What this process prints."""
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main(["train", *flags.split()]) == 0
+    return printed.getvalue()
+
+
 @pytest.mark.minutes
 def test_two_processes_show_what_one_run_would_take(model_folder, question_files, tmp_path, monkeypatch):
     """2 completions on each process, groups of 4: three rounds are three prompts, each of which is on both."""
-    printed, work, left = (tmp_path / name for name in ("printed", "work", "temporary"))
-    for folder in (printed, work, left):
-        folder.mkdir()
+    work, left = tmp_path / "work", tmp_path / "temporary"
+    work.mkdir()
+    left.mkdir()
     monkeypatch.chdir(work)
     monkeypatch.setenv("TMPDIR", str(left))
     flags = f"--model_name_or_path {model_folder} --data_files {question_files} {DRY} --per_device_train_batch_size 2"
-    launch(Path(__file__).with_name("dry_run_worker.py"), printed, *flags.split(), processes=2)
-    first, second = ((printed / f"printed_{rank}.txt").read_text() for rank in (0, 1))
+    first, second = results_of(dry_run, flags, processes=2)
     check_dry_run(first)
     assert "prompt" not in second
     assert list(work.iterdir()) == []

@@ -1,11 +1,12 @@
 """Token-level credit: filters, weights and scales by hand, the rules composed, published rules, two processes."""
 
+import dataclasses
 import math
 
 import pytest
-import shaping_worker
 import torch
-from support.launching import results_of
+import torch.distributed as dist
+from support.launching import join_group, results_of
 
 from vgr_trl.credit import (
     OF_REWARD,
@@ -303,14 +304,61 @@ def test_anchor_tokens_by_hand():
     assert kept.tolist() == [[False, True, False, True], [True, True, False, False]]
 
 
+OPTIONS = CreditOptions(
+    token_weights=True, enable_perception_filtering=True, enable_entropy_filtering=True,
+    enable_trajectory_reweighting=True,
+)  # fmt: skip
+WEIGHTINGS = {"filter": None, "soft": None, "vgpo": ["vgpo"], "vepo": ["vepo"]}
+PROMPTS = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])  # of which the second has completions on both of two processes
+
+
+def shaped_part(rank, world, gather):
+    """Advantages and metrics of one of `world` parts of a batch, by the weighting of tokens."""
+    generator, rows, tokens = torch.Generator().manual_seed(7), 8, 12
+    lengths = torch.tensor([12, 1, 0, 7, 3, 12, 5, 9]).unsqueeze(1)
+    draws = [torch.rand(rows, tokens, generator=generator) for _ in range(4)]
+    advantages = torch.randn(rows, generator=generator)
+    live = torch.tensor([True, True, True, True, False, True, True, False])
+    vision = torch.full((3, rows, tokens), 0.2)
+    ones = torch.ones(rows, dtype=torch.long)
+    mask = torch.arange(tokens) < lengths
+    here = slice(rank * rows // world, (rank + 1) * rows // world)
+    attention = AttentionMass(vision[:, here], (vision * (0.3 + draws[0]))[:, here], ones[here], ones[here], mask[here])
+    signals = RolloutSignals(
+        -draws[1][here], draws[2][here], mask[here], attention, dependency=5 * draws[3][here] ** 4,
+        similarity=2 * draws[0][here] - 1, jsd=draws[0][here] / 2, perturbed_entropies=draws[3][here],
+    )  # fmt: skip
+    results = {}
+    for weighting, rules in WEIGHTINGS.items():
+        chosen = dataclasses.replace(OPTIONS, perception_weighting="soft" if weighting == "soft" else "filter")
+        chosen.credit_rules = rules
+        values, metrics = shape_advantages(
+            advantages[here], signals, chosen, shaped=live[here], groups=PROMPTS[here], gather=gather
+        )
+        results[weighting] = {"advantages": values.tolist(), "metrics": metrics}
+    return results
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return torch.cat(parts)
+
+
+def shaped_in_group():
+    """The part of this process."""
+    join_group()
+    return shaped_part(dist.get_rank(), dist.get_world_size(), gathered)
+
+
 @pytest.fixture(scope="module")
 def results():
     """Of one process, then of each of two."""
-    alone = shaping_worker.shaped(0, 1, lambda tensor: tensor)
-    return [alone, *results_of(shaping_worker.shaped_in_group, processes=2)]
+    alone = shaped_part(0, 1, lambda tensor: tensor)
+    return [alone, *results_of(shaped_in_group, processes=2)]
 
 
-@pytest.mark.parametrize("weighting", shaping_worker.WEIGHTINGS)
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_two_processes_shape_what_one_does(results, weighting):
     alone, first, second = (result[weighting] for result in results)
     together = torch.tensor(first["advantages"] + second["advantages"])

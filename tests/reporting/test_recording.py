@@ -6,11 +6,11 @@ import re
 from dataclasses import asdict
 
 import pytest
-import recording_worker
 import torch
 from PIL import Image
+from support.dealt_completions import generate_by_prompt
 from support.launching import results_of
-from support.trainers import letters_reward, logged, train_file
+from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 
 from vgr_trl.reporting.recorder import RecordBefore
 from vgr_trl.reporting.records import read_logs, read_run
@@ -206,6 +206,28 @@ def test_training_continues_where_records_cannot_be_written(make, tmp_path, monk
     assert len((tmp_path / "run" / "rollouts" / "logs.jsonl").read_text().splitlines()) == 3
 
 
+def length_reward(completions, **kwargs):
+    """Different within a group."""
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def run(model_folder, question_file, output, rows_per_process):
+    """Train, evaluate, and leave the records in `output`."""
+    rows = prompts(question_file)
+    options = config(
+        output, max_steps=2, learning_rate=0.0, per_device_train_batch_size=rows_per_process,
+        per_device_eval_batch_size=rows_per_process, max_completion_length=64, token_weights=True,
+        enable_perception_filtering=True, rollout_log_steps=1, rollout_log_samples=6, eval_strategy="steps",
+        eval_steps=9, rollout_log_path=str(output / "rollouts.md"),
+    )  # fmt: skip
+    rewards = [accuracy_reward, vgr_reward, length_reward]
+    trainer = vision_trainer(model_folder, rewards, options, rows, rows.select(range(4)))
+    trainer.model.generate = generate_by_prompt(trainer)
+    trainer.add_callback(RecordBefore(trainer))
+    trainer.train()
+    trainer.evaluate()
+
+
 def flat(value):
     """The numbers and texts in nested lists and dictionaries, in order."""
     items = value.values() if isinstance(value, dict) else value
@@ -215,8 +237,8 @@ def flat(value):
 @pytest.mark.minutes
 def test_one_process_and_two_record_the_same(model_folder, question_files, tmp_path):
     question_file = train_file(question_files)
-    results_of(recording_worker.run, model_folder, question_file, tmp_path / "two", 4, processes=2)
-    recording_worker.run(model_folder, question_file, tmp_path / "one", rows_per_process=8)
+    results_of(run, model_folder, question_file, tmp_path / "two", 4, processes=2)
+    run(model_folder, question_file, tmp_path / "one", rows_per_process=8)
     one, two = read_run(tmp_path / "one"), read_run(tmp_path / "two")
     assert one.steps() == two.steps() == [(0, "eval"), (0, "train"), (1, "train"), (2, "eval")]
     for first, second in zip(one.records(), two.records(), strict=True):

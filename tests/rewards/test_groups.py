@@ -1,10 +1,14 @@
 """Rewards of whole groups, over two real processes too, and every error."""
 
-import group_worker
-import pytest
-from support.launching import results_of
+import time
 
-from vgr_trl.rewards import gather_groups, needs_whole_groups
+import pytest
+import torch.distributed as dist
+from support.launching import join_group, results_of
+
+from vgr_trl.rewards import gather_groups, needs_whole_groups, vgr_reward
+from vgr_trl.rewards.attention import scaled_by_accuracy
+from vgr_trl.rewards.loading import checked
 from vgr_trl.utils import RewardError
 
 
@@ -19,9 +23,57 @@ def alone(reward=best_of_group, **options):
     return gather_groups(reward, lambda objects: objects, 0, **options)
 
 
+GROUP = 4
+
+
+@needs_whole_groups("value")
+def above_mean(completions, value, num_generations, **kwargs):
+    """Distance of each value to the mean of its group."""
+    starts = [i - i % num_generations for i in range(len(value))]
+    return [v - sum(value[s : s + num_generations]) / num_generations for v, s in zip(value, starts, strict=True)]
+
+
+def gather_object(objects):
+    """Concatenate a list of each process, as accelerate's function of this name does."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, objects)
+    return [item for part in parts for item in part]
+
+
+def waited_for(seconds):
+    """Rewards of each process under a limit of so many seconds; the second comes twice as late."""
+    join_group()
+    rank = dist.get_rank()
+    if rank:
+        time.sleep(2 * seconds)
+    reward = checked(gather_groups(above_mean, gather_object, rank, GROUP), "above_mean", print, seconds=seconds)
+    return reward(completions=["a", "b"], value=[[0.0, 1.0], [4.0, 9.0]][rank])
+
+
+def run_in_group():
+    """Rewards and errors of this process, which has three rows or five."""
+    join_group()
+    rank = dist.get_rank()
+    rows = range(3) if rank == 0 else range(3, 8)
+    reward = gather_groups(above_mean, gather_object, rank, num_generations=lambda: GROUP)
+    columns = {"value": [float(i * i) for i in rows], "completions": [f"c{i}" for i in rows]}
+    rewards = reward(**columns)
+    try:
+        reward(**{**columns, "value": None if rank else columns["value"]})
+        error = None
+    except RewardError as raised:
+        error = str(raised)
+    scaled = gather_groups(*scaled_by_accuracy([vgr_reward]), gather_object, rank, num_generations=GROUP)(
+        completions=[f"<answer>{'blue' if i == 2 else 'red'}</answer>" for i in rows],
+        solution=["red"] * len(rows),
+        vgr=[float(1 + i % GROUP) for i in rows],
+    )
+    return {"rewards": rewards, "scaled": scaled, "error": error}
+
+
 @pytest.fixture(scope="module")
 def results():
-    return results_of(group_worker.run_in_group, processes=2)
+    return results_of(run_in_group, processes=2)
 
 
 def test_groups_that_are_spread_over_two_processes(results):
@@ -41,7 +93,7 @@ def test_groups_that_are_spread_over_two_processes(results):
 @pytest.mark.minutes
 def test_a_limit_does_not_count_what_is_waited_for_another_process():
     """`reward_timeout` would end the run by the name of a reward that has done nothing yet; the group mean is 3.5."""
-    assert results_of(group_worker.waited_for, 3, processes=2) == [[-3.5, -2.5], [0.5, 5.5]]
+    assert results_of(waited_for, 3, processes=2) == [[-3.5, -2.5], [0.5, 5.5]]
 
 
 def test_a_marked_function_gets_what_trl_passes_and_no_local_column():

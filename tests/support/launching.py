@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 TESTS = Path(__file__).parents[1]
 SECONDS = 900  # for what hangs; a machine that does much else must not reach it
@@ -90,6 +91,14 @@ def results_of(function: Callable, *arguments: object, processes: int) -> list[A
         (folder / "call").write_bytes(pickle.dumps((inspect.getfile(function), function.__name__, arguments)))
         launch(Path(__file__).with_name("worker.py"), folder, processes=processes)
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(processes)]
+
+
+def join_group() -> None:
+    """Begin the group of the processes of `results_of`, where no trainer does; it is closed when they end."""
+    from vgr_trl.patches import close_group_at_exit  # needs TRL, which most of what is tested so does not
+
+    dist.init_process_group("gloo")
+    close_group_at_exit()
 
 
 def wait_for_line(run: subprocess.Popen, beginning: str) -> None:
