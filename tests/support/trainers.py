@@ -13,6 +13,7 @@ from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.batch import scoring_inputs
 from vgr_trl.data.rows import prepare_rows
 
 OPTIONS = {
@@ -93,6 +94,21 @@ def weights(trainer):
 def logged(trainer, name):
     """The values of a metric in the order in which they were logged."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def begin(trainer, rows=8):
+    """What a rollout of so many completions is made of, four to a prompt, by a trainer that is made ready for it."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    return [trainer.train_dataset[index // 4] for index in range(rows)]
+
+
+def emitted(model, inputs, output="logits"):
+    """What a plain pass over a rollout batch gives where completion tokens are emitted, (N, T, …)."""
+    given = scoring_inputs(inputs)
+    length = given.pop("logits_to_keep")
+    given.pop("num_images")
+    return getattr(model(**given), output)[:, -length - 1 : -1]
 
 
 @contextmanager

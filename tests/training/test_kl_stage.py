@@ -6,53 +6,32 @@ from contextlib import nullcontext
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.trainers import logged
+from support.trainers import begin, emitted, logged, scored_passes
 
-from vgr_trl.batch import scoring_inputs, valid_tokens
+from vgr_trl.batch import valid_tokens
 from vgr_trl.loss import PENALTY, FullKL
 from vgr_trl.utils import ConfigError
 
-OPTIONS = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "max_steps": 1,
-    "learning_rate": 1e-2,
-    "compute_attention_metrics": False,
-}
 
-
-@pytest.fixture
-def make(vision_trainer):
-    return lambda *rewards, **changed: vision_trainer(*rewards, **OPTIONS | changed)
-
-
-def first_micro_batch(trainer):
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-    return trainer._prepare_inputs([trainer.train_dataset[index // 4] for index in range(8)])
+def logps_by_hand(model, inputs):
+    with torch.no_grad():
+        logps = emitted(model, inputs).log_softmax(-1)
+    return logps.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
 
 
 @pytest.mark.parametrize(("kind", "slope"), [("kl", 1), ("abs", 1), ("mse", math.log(2)), ("low_var_kl", 0.5)])
 def test_the_gradient_of_the_loss_is_that_of_the_kind(make, kind, slope):
     """With d = ln 2 on every token the slopes are 1, sign d, d and 1 - exp(-d); a token's share is 1 / all tokens."""
     trainer = make(kl_coef=0.5, kl_penalty=kind)
-    inputs = first_micro_batch(trainer)
+    inputs = trainer._prepare_inputs(begin(trainer))
     trainer.accelerator.gradient_state._set_sync_gradients(True)
     inputs["advantages"] = torch.zeros_like(inputs["advantages"])
-    logps, score = [], trainer._get_per_token_logps_and_entropies
-
-    def keep(*args, **kwargs):
-        scored = score(*args, **kwargs)
-        scored[0].retain_grad()
-        inputs["ref_per_token_logps"] = scored[0].detach() - math.log(2)
-        logps.append(scored[0])
-        return scored
-
-    trainer._get_per_token_logps_and_entropies = keep
-    trainer._compute_loss(trainer.model, inputs).backward()
+    inputs["ref_per_token_logps"] = logps_by_hand(trainer.model, inputs) - math.log(2)
+    with scored_passes(trainer) as scored:
+        trainer._compute_loss(trainer.model, inputs).backward()
     mask = valid_tokens(inputs)
     expected = mask * 0.5 * slope / inputs["num_items_in_batch"].item()
-    assert torch.allclose(logps[0].grad * mask, expected, rtol=1e-4, atol=1e-9)
+    assert torch.allclose(scored[0][0].grad * mask, expected, rtol=1e-4, atol=1e-9)
     value = {"kl": math.log(2), "abs": math.log(2), "mse": math.log(2) ** 2 / 2, "low_var_kl": math.log(2) - 0.5}[kind]
     metrics = trainer._metrics["train"]
     for name in ("kl/mean", "kl/max", "kl/completion"):
@@ -73,16 +52,6 @@ def test_low_var_kl_in_the_loss_trains_as_trls_beta(make, adapter):
     beta, ours = trained
     assert beta[-1].max() > 1e-4
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(beta, ours, strict=True))
-
-
-def logps_by_hand(model, inputs):
-    """From the logits of a plain pass."""
-    given = scoring_inputs(inputs)
-    length = given.pop("logits_to_keep")
-    given.pop("num_images")
-    with torch.no_grad():
-        logits = model(**given).logits[:, -length - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
 
 
 def test_among_the_rewards_it_is_taken_from_each_completion_before_groups_are_compared(make):
@@ -115,16 +84,12 @@ def test_over_all_words_in_the_loss(make, adapter):
     if adapter is None:
         with torch.no_grad():
             trainer.model.lm_head.weight.add_(torch.randn_like(trainer.model.lm_head.weight) * 0.2)
-    inputs = first_micro_batch(trainer)
+    inputs = trainer._prepare_inputs(begin(trainer))
     inputs["advantages"] = torch.zeros_like(inputs["advantages"])
-    reference = trainer.ref_model or trainer.model
-    given = scoring_inputs(inputs)
-    length = given.pop("logits_to_keep")
-    given.pop("num_images")
     with trainer.model.disable_adapter() if adapter is not None else nullcontext(), torch.no_grad():
-        theirs = reference(**given).logits
-    ours = trainer.model(**given).logits
-    logps, reference_logps = ((logits[:, -length - 1 : -1] / 0.7).log_softmax(-1) for logits in (ours, theirs))
+        theirs = emitted(trainer.ref_model or trainer.model, inputs)
+    ours = emitted(trainer.model, inputs)
+    logps, reference_logps = ((logits / 0.7).log_softmax(-1) for logits in (ours, theirs))
     kl = (logps.exp() * (logps - reference_logps)).sum(-1) * valid_tokens(inputs)
     (0.5 * kl.sum() / inputs["num_items_in_batch"]).backward()
     expected = {name: value.grad for name, value in trainer.model.named_parameters() if value.grad is not None}

@@ -2,39 +2,18 @@
 
 import pytest
 import torch
-from support.trainers import scored_passes
+from support.trainers import begin, scored_passes
 
 from vgr_trl.batch import valid_tokens
 from vgr_trl.patches import average_as_loss
 
-OPTIONS = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "max_steps": 1,
-    "learning_rate": 1e-3,
-    "compute_attention_metrics": False,
-}
-
-
-@pytest.fixture
-def make(vision_trainer):
-    return lambda *rewards, **changed: vision_trainer(*rewards, **OPTIONS | changed)
-
 
 def micro_batches(trainer):
     """The rollout batch of a trainer that has not trained, as micro-batches."""
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-    rows = [trainer.train_dataset[index // 4] for index in range(8)]
+    rows = begin(trainer)
     first = trainer._prepare_inputs(rows)
     trainer._step += 1
     return [first, trainer._prepare_inputs(rows)]
-
-
-def test_tokens_of_tools_do_not_count():
-    completion_mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
-    inputs = {"completion_mask": completion_mask, "tool_mask": torch.tensor([[1, 0, 1, 1], [0, 1, 1, 1]])}
-    assert valid_tokens(inputs).tolist() == [[1, 0, 1, 0], [0, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "luspo", "vespo"])

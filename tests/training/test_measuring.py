@@ -1,32 +1,20 @@
 """What a run measures: when, how often, and what it refuses."""
 
 import copy
-import math
+from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig
-from support.trainers import letters_reward, logged
+from support.trainers import letters_reward
 
-from vgr_trl.batch import scoring_inputs
-from vgr_trl.measure import score_completions
-from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_reward
-from vgr_trl.rollout import Rollout
+from vgr_trl.rewards import mdi_reward, vgr_reward
 from vgr_trl.utils import ConfigError
-
-OPTIONS = {
-    "max_steps": 2,
-    "skip_zero_advantage": "off",  # passes are counted by their rows
-}
 
 
 @pytest.fixture
 def make(vision_trainer):
-    def build(rewards=letters_reward, rows=vision_trainer.rows, **changed):
-        return vision_trainer(rewards, rows, **OPTIONS | changed)
-
-    build.rows = vision_trainer.rows
-    return build
+    return partial(vision_trainer, max_steps=2, skip_zero_advantage="off")  # passes are counted by their rows
 
 
 SCORING, TRAINING = (False, 8), (True, 8)
@@ -53,37 +41,12 @@ def test_no_pass_is_made_twice(make, passes, changed, expected):
     assert passes == expected
 
 
-def test_metrics_and_columns_are_logged_for_training_and_evaluation(make):
-    trainer = make(rewards=[accuracy_reward, vgr_reward], max_steps=1)
-    trainer.eval_dataset = make.rows.select(range(4))
-    trainer.train()
-    evaluated = trainer.evaluate()
-    for segment in ("early", "middle", "late", "all"):
-        for quantity in ("vgr", "aei_vision", "aei_instruction", "mdi_balance"):
-            assert math.isfinite(logged(trainer, f"attention/{segment}/{quantity}")[0])
-            assert math.isfinite(evaluated[f"eval_attention/{segment}/{quantity}"])
-    assert logged(trainer, "vgr/undefined_fraction") == [0.0]
-    columns = trainer._logs["extra"]
-    assert len(columns["vgr"]) == len(trainer._logs["completion"])
-    assert all(value > 0 for value in columns["vgr"])
-
-
-def test_rows_without_an_image_have_no_vgr(make):
-    rows = make.rows.map(lambda row, index: {"image": None if index % 2 else row["image"]}, with_indices=True)
-    trainer = make(rewards=[letters_reward, vgr_reward], rows=rows, max_steps=4, token_weights=True,
-                   enable_trajectory_reweighting=True)  # fmt: skip
-    trainer.train()
-    fractions = logged(trainer, "vgr/undefined_fraction")
-    assert set(fractions) <= {0.0, 0.5, 1.0}
-    assert any(fraction > 0 for fraction in fractions)
-    assert all(math.isfinite(entry) for entry in logged(trainer, "loss"))
-
-
 @pytest.mark.parametrize(
     "changed",
     [
         {"share_prompts": "off"},
         {"gradient_checkpointing": True},
+        {"pad_to_multiple_of": 8},
         {"attn_implementation": "eager"},
         {"attention_source": "generate", "share_prompts": "off"},
         {"rollout_log_steps": 0},  # without the head
@@ -115,47 +78,21 @@ def test_the_policy_is_measured_and_not_its_reference(make):
     assert values[0.5] == pytest.approx(values[0.0], rel=1e-4)
 
 
-@pytest.mark.parametrize("changed", [{}, {"pad_to_multiple_of": 8}])
-def test_the_measured_pass_gets_what_trl_would_pass(make, changed):
-    trainer = make(**changed)
-    found = {}
-    original = trainer._calculate_rewards
-
-    def keep(inputs, prompts, completions, completion_ids):
-        found["prompts"], found["ids"] = trainer._rollout.prompts, completion_ids
-        return original(inputs, prompts, completions, completion_ids)
-
-    trainer._calculate_rewards = keep
-    rows = [trainer.train_dataset[index // 4] for index in range(8)]
-    trainer.model.train()
-    batch = trainer._generate_and_score_completions(rows)
-    scored = []
-    score, trainer.score = trainer.score, lambda inputs, **options: scored.append(inputs)
-    rollout = Rollout(rows, prompts=found["prompts"])
-    score_completions(trainer, rollout, found["ids"])
-    trainer.score = score
-    [ours] = scored
-    theirs = scoring_inputs(batch)
-    assert ours.pop("num_tiles") is None
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value, name
+def test_attention_features_on_a_text_model(text_trainer):
+    for reward, changed, name in (
+        (vgr_reward, {}, "the reward vgr_reward"),
+        (letters_reward, {"compute_attention_metrics": True}, "compute_attention_metrics"),
+        (letters_reward, {"perception_loss_weight": 0.1}, "perception_loss_weight"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} cannot be used here: Qwen2ForCausalLM reads text"):
+            text_trainer(reward, **changed)
 
 
-class TestRefusals:
-    def test_attention_features_on_a_text_model(self, text_trainer):
-        for reward, changed, name in (
-            (vgr_reward, {}, "the reward vgr_reward"),
-            (letters_reward, {"compute_attention_metrics": True}, "compute_attention_metrics"),
-            (letters_reward, {"perception_loss_weight": 0.1}, "perception_loss_weight"),
-        ):
-            with pytest.raises(ConfigError, match=f"{name} cannot be used here: Qwen2ForCausalLM reads text"):
-                text_trainer(reward, **changed)
+def test_attention_features_on_data_without_images(make, vision_trainer):
+    with pytest.raises(ConfigError, match="token_weights cannot be used here: the data have no column `image`"):
+        make(rows=vision_trainer.rows.remove_columns("image"), token_weights=True)
 
-    def test_attention_features_on_data_without_images(self, make):
-        with pytest.raises(ConfigError, match="token_weights cannot be used here: the data have no column `image`"):
-            make(rows=make.rows.remove_columns("image"), token_weights=True)
 
-    def test_more_layers_than_there_are(self, make):
-        with pytest.raises(ConfigError, match="last_k_layers is 4, but 3 layers of the model have attention: give a n"):
-            make(token_weights=True, token_weights_last_k_layers=4)
+def test_more_layers_than_there_are(make):
+    with pytest.raises(ConfigError, match="last_k_layers is 4, but 3 layers of the model have attention: give a n"):
+        make(token_weights=True, token_weights_last_k_layers=4)

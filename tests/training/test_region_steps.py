@@ -56,18 +56,6 @@ def test_data_without_boxes(make):
         make([[0.0, 0.0, 1.0, 0.5]], attention_source="generate")
 
 
-GOOD, BEYOND = [0.0, 0.0, 1.0, 0.5], [0.0, 0.0, 2.0, 0.5]
-
-
-def test_a_row_with_a_bad_box_is_left_out(make, caplog):
-    run = make([GOOD, BEYOND], signals=["region_focus"])
-    assert run.train_dataset["bbox"] == [GOOD] * 8
-    (warning,) = [warning for warning in caplog.messages if "Left out" in warning]
-    assert warning.startswith(
-        "Left out 8 rows of the train data; the first: row 1: it has the box (0.0, 0.0, 2.0, 0.5)"
-    )
-
-
 def test_boxes_in_pixels_are_of_the_image_as_it_is_trained_on(vision_trainer, question_files, caplog):
     questions = load_dataset("parquet", data_files=train_file(question_files), split="train")
     wide, high = questions[0]["image"].size

@@ -127,8 +127,7 @@ def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, 
         steps.append(trainer_state.global_step)
         return [float(len(completion[0]["content"]) % 2) for completion in completions]
 
-    sizes = {"per_device_train_batch_size": 4, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 2}
-    build = partial(text_trainer, reward, output_dir=tmp_path, **sizes)
+    build = partial(text_trainer, reward, output_dir=tmp_path, **RESUMED | {"save_steps": 2})
     build(max_steps=4).train()
     (tmp_path / "checkpoint-4" / MANIFEST).unlink()
     steps.clear()

@@ -1,39 +1,26 @@
 """Advantages by a critic in a run: values, what they are learned from, and what a checkpoint keeps of them."""
 
+from functools import partial
+
 import pytest
 import torch
 from peft import LoraConfig
-
-from vgr_trl.batch import scoring_inputs
-
-OPTIONS = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "max_steps": 1,
-    "advantage_estimator": "gae",
-    "learning_rate": 1e-2,
-    "compute_attention_metrics": False,
-}
+from support.trainers import begin, emitted
 
 
 @pytest.fixture
-def make(vision_trainer):
-    return lambda *rewards, **changed: vision_trainer(*rewards, **OPTIONS | changed)
+def make(make):
+    return partial(make, advantage_estimator="gae")
 
 
 def rollout_batch(trainer, rows=8):
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-    return trainer._generate_and_score_completions([trainer.train_dataset[index // 4] for index in range(rows)])
+    return trainer._generate_and_score_completions(begin(trainer, rows))
 
 
 def hidden_by_hand(base, inputs):
     """Last hidden states of the emitting positions, from a plain pass."""
-    given = scoring_inputs(inputs)
-    length = given.pop("logits_to_keep")
-    given.pop("num_images")
     with torch.no_grad():
-        return base(**given).last_hidden_state[:, -length - 1 : -1]
+        return emitted(base, inputs, "last_hidden_state")
 
 
 def set_head(trainer):

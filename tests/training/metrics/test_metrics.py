@@ -24,10 +24,8 @@ def test_approximate_kl_by_hand():
 def step_metrics(names=(), weights=()):
     args = SimpleNamespace(importance_sampling_level="token", has_token_advantages=False)
     accelerator = SimpleNamespace(reduce=lambda local, reduction: local)
-    weights = torch.tensor(weights)
-    return StepMetrics(
-        SimpleNamespace(accelerator=accelerator, args=args, reward_func_names=names, reward_weights=weights)
-    )
+    named = {"reward_func_names": names, "reward_weights": torch.tensor(weights)}
+    return StepMetrics(SimpleNamespace(accelerator=accelerator, args=args, **named))
 
 
 def test_rates_start_a_new_window_after_each_reading():
@@ -161,12 +159,8 @@ def test_trackers_get_the_names_that_are_asked_for(names, written):
         callback_handler=SimpleNamespace(callbacks=[tracker]),
     )
     guard_trackers(trainer)
-    logs = {
-        "reward": 2.0,
-        "kl": 1.0,
-        "perception_token_fraction": 0.2,
-        "ppo_kl": None,
-    }  # which a step without a gradient has no value of
+    logs = {"reward": 2.0, "kl": 1.0, "perception_token_fraction": 0.2}
+    logs["ppo_kl"] = None  # a step without a gradient has none
     tracker.on_log(None, None, None, logs=logs)
     assert tracker.written == [written]
     assert logs["ppo_kl"] is None
