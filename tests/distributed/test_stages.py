@@ -6,6 +6,7 @@ Three SGD steps each, with completions that do not depend on how they are dealt 
 import math
 
 import pytest
+from datasets import Dataset
 from support.dealt_completions import generate_by_prompt
 from support.launching import results_of
 from support.trainers import BIG_STEPS, config, moves, prompts, train_file, vision_trainer
@@ -56,7 +57,10 @@ CASES = {
         "dynamic_sampling_max_rounds": 1, "max_steps": 9, "compute_attention_metrics": False,
         "gradient_accumulation_steps": 3,  # six rows on each of two processes: the second of three groups is on both
     },
-    "remax": {"reward_funcs": [accuracy_reward, vgr_reward], "advantage_estimator": "remax"},
+    "remax, rows without images": {
+        "reward_funcs": [accuracy_reward, vgr_reward], "advantage_estimator": "remax", "shuffle_dataset": False,
+        "log_completions": True, "num_completions_to_print": 0,
+    },
     "kl among the rewards": {
         "reward_funcs": [sparse_reward], "kl_coef": 0.5, "use_kl_loss": False, "kl_type": "adaptive",
         "kl_target": 1e-3, "kl_horizon": 50, "dynamic_sampling": "resample",
@@ -94,6 +98,10 @@ def run(name, model_folder, question_file, output, rows_per_process):
     if name == "regions, similarity and views":
         boxes = [[0.0, 0.0, 1.0, 0.25 * (1 + row % 3)] if row % 4 else None for row in range(len(rows))]
         rows = rows.add_column("bbox", boxes)
+    elif name == "remax, rows without images":  # rows 0 and 1 are dealt to the two processes, then 2 and 3
+        rows = Dataset.from_list(
+            [{**row, "image": None if place in (1, 2) else row["image"]} for place, row in enumerate(rows)]
+        )
     trainer = vision_trainer(model_folder, rewards, options, rows)
     trainer.model.generate = generate_by_prompt(trainer)
     trainer.train()
@@ -101,6 +109,7 @@ def run(name, model_folder, question_file, output, rows_per_process):
         "history": [entry for entry in trainer.state.log_history if "reward" in entry],
         "rewards": {key: list(values) for key, values in trainer._logs["rewards"].items()},
         "advantages": list(trainer._logs["advantages"]),
+        "images": list(map(len, trainer._logs["images"])),
         "extra": {key: list(values) for key, values in trainer._logs["extra"].items()},
     }
 
@@ -127,6 +136,7 @@ def test_one_process_and_two_train_the_same(name, outcomes):
     for reward, values in one[name]["rewards"].items():
         assert values == pytest.approx(two[name]["rewards"][reward], abs=1e-4, nan_ok=True), reward
     assert one[name]["advantages"] == pytest.approx(two[name]["advantages"], abs=1e-3)
+    assert one[name]["images"] == two[name]["images"]
     assert one[name]["extra"].get("blind_answers") == two[name]["extra"].get("blind_answers")
     for first, second in zip(one[name]["history"], two[name]["history"], strict=True):
         assert first.keys() == second.keys()
@@ -159,6 +169,9 @@ def test_the_stages_did_something(outcomes):
     assert any(0 < entry["signals/region_share"] < 1 for entry in seen["history"])
     assert all(0 < entry["signals/stability"] < 1 for entry in seen["history"])
     assert len({round(value, 6) for value in seen["rewards"]["likeness_reward"]}) > 3
+    mixed = one["remax, rows without images"]
+    assert set(mixed["images"]) == {0, 1}
+    assert max(entry["vgr/undefined_fraction"] for entry in mixed["history"]) > 0
     noise = one["noise and blind answers"]
     assert len({entry["noisy/strength"] for entry in noise["history"]}) == 3
     assert set(noise["rewards"]["blind_accuracy_reward"]) == {0.0, 1.0}
