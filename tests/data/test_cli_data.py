@@ -70,14 +70,6 @@ def test_a_copy_of_a_hub_set_is_read_in_its_usual_configuration(tmp_path):
     assert ids(tmp_path / "four", "test") == ["standard (4 options)"]
 
 
-def test_limits_reach_the_images(tmp_path, capsys):
-    file = aokvqa(tmp_path / "a.parquet", 2)  # of 12x8 pixels
-    assert convert(tmp_path, "--data_files", file, "--max_short_side", 4) == 0
-    assert "4 to 7" in capsys.readouterr().out
-    assert convert(tmp_path, "--data_files", file, "--max_image_pixels", 95, out="none") == 1
-    assert "None of the 2 rows can be used; 2 because: image has … pixels" in capsys.readouterr().err
-
-
 def test_merge_splits(tmp_path, capsys):
     for name in "ab":
         assert convert(tmp_path, "--data_files", aokvqa(tmp_path / f"{name}.parquet", 20), out=name) == 0

@@ -12,9 +12,8 @@ from datasets import Dataset, Features, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 from pyarrow import parquet
+from support.made_sets import corners, loaded
 
-from vgr_trl.cli.arguments import DataArguments, load_rows
-from vgr_trl.data.images import images_of
 from vgr_trl.utils import DataError
 
 OWN, SECRET = (250, 10, 10), (10, 10, 250)
@@ -34,8 +33,6 @@ def place(tmp_path):
 
 
 OUTSIDE = ["../private/secret.png", "link.png", "folder/secret.png", "PLACE/private/secret.png", "/etc/passwd"]
-
-
 INSIDE = ["own.png", "inner.png", "../data/own.png", "PLACE/data/own.png"]
 
 
@@ -55,16 +52,8 @@ def stored(place, rows, kind):
     return file
 
 
-def read(**given):
-    """The rows that can be used, and why the others cannot."""
-    heard = []
-    rows, skipped = load_rows(DataArguments(**given), "train", needs_solution=True, limit=None, on_skipped=heard.append)
-    rows = list(rows)
-    return rows, [row.reason for row in [*skipped, *heard]]
-
-
 def colours(rows):
-    return [image.getpixel((0, 0)) for row in rows for image in images_of(row)]
+    return [corner for row in rows for corner in corners(row)]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -74,10 +63,10 @@ def colours(rows):
 def test_training_reads_no_file_outside_of_the_data(place, kind, streaming, source):
     file = stored(place, [*OUTSIDE, *INSIDE, "loop.png", "nul\0.png"], kind)
     given = {source: str(file if source == "data_files" else place / "data")}
-    rows, reasons = read(**given, dataset_streaming=streaming)
+    rows, reasons = loaded(**given, dataset_streaming=streaming)
     assert colours(rows) == [OWN] * 4
     assert len(reasons) == 7
-    assert all(f"lies outside of {place / 'data'}" in reason for reason in reasons[:5])
+    assert all(f"lies outside of {place / 'data'}" in reason for row, reason in reasons.items() if row < 5)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -87,7 +76,7 @@ def test_rows_do_not_say_themselves_where_their_files_lie(place, kind, streaming
     file = stored(place, [{"image": name, "__folder__": str(place)} for name in names], kind)
     folder = [{"dataset_path": str(place / "data")}] if kind == "jsonl" else []  # with Parquet, one of images
     for source in [{"data_files": str(file)}, *folder]:
-        found, _ = read(**source, dataset_streaming=streaming)
+        found, _ = loaded(**source, dataset_streaming=streaming)
         assert colours(found) == [OWN]
 
 
@@ -130,9 +119,9 @@ def test_no_part_of_a_prompt_names_a_file(place, server, name, streaming):
         rows.append({name: [{"role": "user", "content": [part, text]}], "answer": "x", "image": "own.png"})
     file = place / "data/rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found, reasons = read(data_files=str(file), dataset_streaming=streaming)
+    found, reasons = loaded(data_files=str(file), dataset_streaming=streaming)
     assert colours(found) == [OWN]
-    assert [reason for reason in reasons if "which is neither read nor fetched" in reason] == reasons
+    assert all("which is neither read nor fetched" in reason for reason in reasons.values())
     assert len(reasons) == len(PARTS)
     assert asked == []
 
@@ -143,9 +132,9 @@ def test_nothing_is_fetched_from_an_address_in_data(place, server, kind, streami
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     url, asked = server
     file = stored(place, [f"{url}/a.png", "own.png"], kind)
-    rows, (reason,) = read(data_files=str(file), dataset_streaming=streaming)
+    rows, reasons = loaded(data_files=str(file), dataset_streaming=streaming)
     assert colours(rows) == [OWN]
-    assert "which is not fetched" in reason
+    assert "which is not fetched" in reasons[0]
     assert asked == []
 
 
@@ -163,7 +152,7 @@ def test_a_card_leads_to_no_files_elsewhere(place, server, name, named):
         said = said.replace("PLACE", str(place)).replace("URL", url)
         (place / "data" / name).write_text(f"---\n{said}\n---\n# A set\n" if name.endswith("md") else said)
         with pytest.raises(DataError, match="card says that rows are in .*, which is not in"):
-            read(dataset_path=str(place / "data"))
+            loaded(dataset_path=str(place / "data"))
     assert asked == []
 
 
@@ -173,5 +162,5 @@ def test_a_card_may_name_files_of_its_folder(place):
     Dataset.from_list([{"question": "own", "answer": "x"}]).to_parquet(place / "data/rows.parquet")
     card = "configs: [{config_name: default, data_files: [{split: train, path: rows*}]}]"
     (place / "data/README.md").write_text(f"---\nlicense: mit\n{card}\n---\n")
-    rows, _ = read(dataset_path=str(place / "data"))
+    rows, _ = loaded(dataset_path=str(place / "data"))
     assert [row["prompt"][-1]["content"] for row in rows] == ["own"]

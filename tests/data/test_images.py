@@ -19,8 +19,6 @@ from vgr_trl.data.rows import prepare_rows
 from vgr_trl.utils import DataError
 
 HERE, LIMITS = Path(), ImageLimits()
-
-
 ORIENTATION = 0x0112
 
 
@@ -63,8 +61,6 @@ def test_values_without_a_known_range_are_refused(mode, value):
 # Where the corners of an image lie after it is turned as EXIF says; corners are red, green, blue, white from the top
 # left clockwise. From the table of the EXIF standard: 6, for example, has its row 0 at the right-hand side.
 CORNERS = {1: "rgbw", 2: "grwb", 3: "bwrg", 4: "wbgr", 5: "rwbg", 6: "wrgb", 7: "bgrw", 8: "gbwr"}
-
-
 COLOURS = {"r": (255, 0, 0), "g": (0, 255, 0), "b": (0, 0, 255), "w": (255, 255, 255)}
 
 

@@ -1,7 +1,7 @@
 import json
-from collections import Counter
+import re
 from functools import partial
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from PIL import Image
 from trl import GRPOTrainer
 
 from vgr_trl.cli.data import main as data
-from vgr_trl.data.inspect import inspect_rows, prompt_tokens, too_long
+from vgr_trl.data.inspect import inspect_rows, prompt_tokens
 from vgr_trl.data.load import load_path
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, build_prompt
 from vgr_trl.data.rows import RowOptions
@@ -67,42 +67,16 @@ def test_lengths_are_those_of_the_trainer(images, system_prompt):
     assert prompt_tokens(processor, row) == prompt_length(trainer, row)
 
 
-def test_rows_over_the_limit_are_counted():
-    lengths = {100: 2, 200: 1, 400: 1}
-    assert [too_long(lengths, limit)[:37] for limit in (50, 200)] == [
-        "max_prompt_length=50 leaves 4 rows ou",
-        "max_prompt_length=200 leaves 1 rows o",
-    ]
-    assert too_long(lengths, None) == too_long({}, 5) == ""
-
-
-class Tags(HTMLParser):
-    """The tags of a page, their attributes, and its text."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags, self.attributes, self.text = Counter(), [], ""
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs) -> None:
-        self.tags[tag] += 1
-        self.attributes += attrs
-
-    def handle_data(self, data) -> None:
-        self.text += data
-
-
 def test_the_page_shows_text_as_text_and_holds_its_images(folder, capsys):
     assert main(["rows.jsonl", "--tiny", "--max_prompt_length", "700", "--skipped", "bad.jsonl"]) == 0
-    page = Tags((folder / "inspect.html").read_text(encoding="utf-8"))
-    assert not page.tags["script"]
-    assert not [name for name, _ in page.attributes if name.startswith("on")]
-    assert page.tags["img"] == 4
-    sources = [value for name, value in page.attributes if name in ("src", "href")]
+    page = (folder / "inspect.html").read_text(encoding="utf-8")
+    assert not re.search(r"<script|<[^>]*\son\w+ *=", page)
+    assert page.count("<img") == 4
+    sources = re.findall(r"<[^>]*\s(?:src|href)=\W?([^>]*)", page)
     assert all(source.startswith(("data:image/jpeg;base64,", "#")) for source in sources)
-    assert HOSTILE.replace("\u2028\u202e\x1b", r"\u2028\u202e\x1b") in page.text
+    assert HOSTILE.replace("\u2028\u202e\x1b", r"\u2028\u202e\x1b") in unescape(page)
     for shown in ("which 1?", "forty-two", "zebra", "q6", "40 × 30", "max_prompt_length=700 leaves 0 rows out"):
-        assert shown in page.text
+        assert shown in unescape(page)
     assert [json.loads(line)["row"] for line in (folder / "bad.jsonl").read_text().splitlines()] == [2, 3, 4, 6]
     printed = capsys.readouterr().out
     for shown in ("train: 8 rows, of which 4 cannot be used.", "row 3 (id 'q3'): ", "prompt length in tokens"):

@@ -22,13 +22,8 @@ AOKVQA = {"image": picture(), "question_id": "22jb", "question": "What is in the
 AOKVQA |= {"choices": ["toothpick", "food", "popsicle stick", "cigarette"], "direct_answers": "['cigarette', 'cigar']"}
 MMMU = {"id": "test_1", "question": "This cartoon <image 1> supports", "answer": "B", "subject": "History", **NUMBERED}
 MMMU |= {"image_1": PICTURES[0], "options": "['Isolationism', \"America's navy\", 'a third party', 'the union']"}
-VISION = {
-    "id": "val_1",
-    "image": PICTURES[1],
-    "options": str([f"o{n}" for n in range(10)]),
-    "answer": "J",
-    "subject": "Art",
-}
+TEN = str([f"o{n}" for n in range(10)])
+VISION = {"id": "val_1", "image": PICTURES[1], "options": TEN, "answer": "J", "subject": "Art"}
 EASY = {"image_id": 7, "image": picture(), "questions": ["what colour?", "is it red?"], "answers": ["red", "yes"]}
 STATEMENT = "Is this statement about the image true or false? "
 NLVR = {"identifier": "1-0", "image": picture(), "sentence": " There is a box. ", "label": "true", "objects": None}

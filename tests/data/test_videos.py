@@ -11,8 +11,6 @@ from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.utils import ConfigError, DataError
 
 av = pytest.importorskip("av")
-
-
 LEVELS = range(0, 240, 12)  # grey of frame 0, 1, …: 20 frames
 
 

@@ -9,7 +9,10 @@ import pyarrow
 import pyarrow.parquet
 from PIL import Image
 
+from vgr_trl.cli.arguments import DataArguments, load_rows
 from vgr_trl.data.convert import SKIPPED, Counts, Output, convert
+from vgr_trl.data.images import images_of
+from vgr_trl.demo.tiny_model import build_processor
 
 IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
 
@@ -63,6 +66,19 @@ def rows_in(folder: Path, split: str = "train") -> list[dict[str, Any]]:
     """The rows of the Parquet files of a split."""
     files = sorted(folder.glob(f"{split}-*.parquet"))
     return [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
+
+
+def loaded(split: str = "train", **flags: Any) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """The rows that training can use of the data that flags name, and by place why it leaves the others out."""
+    heard: list[Any] = []
+    more = {"on_skipped": heard.append, "processor": lambda: build_processor([])}
+    rows, skipped = load_rows(DataArguments(**flags), split, needs_solution=True, limit=None, **more)
+    rows = list(rows)  # a stream hears of the others meanwhile
+    return rows, {row.row: row.reason for row in [*skipped, *heard]}
+
+
+def corners(row: dict[str, Any]) -> list[Any]:
+    return [image.getpixel((0, 0)) for image in images_of(row)]
 
 
 def skipped_in(folder: Path) -> list[dict[str, Any]]:
