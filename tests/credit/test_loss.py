@@ -9,7 +9,6 @@ from recorded import tensors as recorded_tensors
 
 from vgr_trl.loss import (
     AdaptiveKLController,
-    coefficient_warning,
     collapse_warning,
     entropy_penalty,
     kl_penalty,
@@ -138,8 +137,3 @@ def test_nothing_to_clip_is_no_sign_either_way():
     assert "clip_ratio" not in collapse_warning(steps)
     cispo = [{"cispo_clip_ratio": step.pop("clip_ratio/high_mean"), **step} for step in map(dict, history(COLLAPSING))]
     assert "cispo_clip_ratio rose" in collapse_warning(cispo)
-
-
-def test_coefficient_at_which_runs_collapsed():
-    assert "is 0.04, and runs collapsed at 0.04: use 0.02" in coefficient_warning(0.04, 0.05, 0.05)
-    assert "is 0.02 without both entropy terms, and 7B models" in coefficient_warning(0.02)

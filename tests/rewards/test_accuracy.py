@@ -85,15 +85,9 @@ def test_letters_count_before_texts():
 
 
 STATES_B = [
-    "B",
-    "Option B",
-    "<answer>(B)</answer>",
-    "Answer: B.",
-    "It is (B)",
-    "<answer>B) blue</answer>",
-    "选项 B",
+    "B", "Option B", "<answer>(B)</answer>", "Answer: B.", "It is (B)", "<answer>B) blue</answer>", "选项 B",
     "\\boxed{B}",
-]
+]  # fmt: skip
 NOT_B = [
     "<answer>C</answer>", "(B) or (C)", "<answer>B) blue or C) red</answer>", "Answer: B or C", "<answer>blue</answer>",
     "<answer>1</answer>", "Answer: not B", "<answer>B) blue\nred</answer>", "b",

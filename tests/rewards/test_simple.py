@@ -4,7 +4,6 @@ import pytest
 
 from vgr_trl.rewards import get_soft_overlong_punishment, think_format_reward
 from vgr_trl.rewards.simple import tag_count_reward, think_only_format_reward
-from vgr_trl.utils import ConfigError
 
 WELL_FORMED = [
     "<think>a</think><answer>b</answer>", " \n<think>\na\n</think>\n\n<answer>\nb\n</answer>\n",
@@ -43,12 +42,6 @@ def test_overlong_worked_case():
     ids = [[1] * length for length in (0, 80, 85, 90, 100, 101, 500)]
     assert reward(ids) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0, -1.0]
     assert reward(prompts=None, completions=None, completion_ids=ids[:1], trainer_state=None, log_extra=print) == [0.0]
-
-
-def test_numbers_of_tokens_out_of_range():
-    for given, name in (((0, 0), "max_completion_len"), ((100, 101), "soft_punish_cache")):
-        with pytest.raises(ConfigError, match=name):
-            get_soft_overlong_punishment(*given)
 
 
 def test_a_thought_and_an_answer_without_tags():
