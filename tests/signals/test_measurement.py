@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.models.eager_reference import SPECIAL_IDS, VISION_IDS, difference, reference
+from support.models.eager_reference import SPECIAL_IDS, VISION_IDS, difference
 from support.models.families import CLOSE, EOS, IMAGE, OPEN, VIDEO, build, make_batch
 
 from vgr_trl.measure import Measurement, _rows_that_fit, measure_pass
@@ -33,17 +33,6 @@ def scoring(model, inputs, length):
         return scores, scores, None
 
     return score
-
-
-def test_attention_measured_by_scoring():
-    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
-    expected = reference(model, batch)
-    ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
-    _, measured = measured_by(scoring(model, batch.inputs, 12), model, ids, mask, 12, "attention")
-    mass = measured.signals.attention
-    assert difference(mass.vision, expected.vision, expected.valid) < 1e-5
-    assert torch.equal(mass.mask, expected.valid)
-    assert measured.prompt_mass.vision.shape == (2, 6, 1)
 
 
 @pytest.mark.parametrize("longer", [3, -2])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from support.models.compare import checkpointed, needs_shared
+from support.models.compare import checkpointed, needs_shared, scored, with_head
 from support.models.decoders import DECODERS, case
 from support.models.eager_reference import SPECIAL_IDS, VISION_IDS, difference, masks_of, reference
 from support.models.families import FAMILIES, build, make_batch
@@ -191,3 +191,37 @@ def test_regions_and_similarity(shares, batch_size):
     assert torch.allclose(signals.similarity[valid], near.similarity[valid], atol=1e-5, equal_nan=True)
     assert signals.similarity[3:].isnan().all(), "rows without images"
     assert not signals.similarity[:3][valid[:3]].isnan().any()
+
+
+def later_logps(model, batch, column):
+    """Log-probabilities of the first `column` tokens of the completions, given those tokens alone."""
+    length = batch.completion_length
+    inputs = {
+        name: value if name == "pixel_values" else value[:, : value.size(1) - length + column]
+        for name, value in batch.inputs.items()
+    }
+    with torch.no_grad():
+        logps = model(**inputs).logits[:, -column - 1 : -1].log_softmax(-1)
+    return logps.gather(-1, inputs["input_ids"][:, -column:, None]).squeeze(-1)
+
+
+def test_completions_do_not_see_their_future(paligemma):
+    """What a token is worth does not depend on those behind it."""
+    model, batch = paligemma
+    tensors, options = arguments(batch)  # token types of the prompts
+    found = scorer_of(model).score(*tensors, **options)
+    assert (found.logps[:, :3] - later_logps(model, batch, 3)).abs().max() < 1e-5
+
+
+def test_the_trainer_corrects_what_trl_pads(paligemma, text_trainer):
+    """TRL gives completions the token type 0, under which they see their own future."""
+    trainer = text_trainer()
+    model, batch = paligemma
+    expected, _ = scored(with_head(model), batch)
+    inputs = {"pixel_values": batch.inputs["pixel_values"], "num_images": [1] * 6}
+    ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
+    with torch.no_grad():
+        logps, _, _ = trainer._get_per_token_logps_and_entropies(
+            model, ids, mask, 12, batch_size=3, token_type_ids=torch.zeros_like(ids), **inputs
+        )
+    assert (logps - expected)[mask[:, -12:].bool()].abs().max() < 1e-5
