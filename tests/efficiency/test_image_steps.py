@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from support.models.families import with_frozen_tower
 from support.models.tiny_questions import picture, questions
-from support.steps import DAPO, STOCK, build_trainer, largest_relative_update, options, texts_of, uneven_reward
+from support.steps import DAPO, STOCK, assert_same_steps, build_trainer, options, texts_of, uneven_reward
 from support.trainers import logged
 from text_runs import equal_rewards
 
@@ -62,8 +62,7 @@ def stock_and_ours(model, rows, settings, ours_only=None, **more):
     settings = {"epsilon_high": 0.28, **settings}
     stock = after_steps(STOCK, model, rows, settings, **more)
     ours = after_steps(DAPO, model, rows, settings | (ours_only or {}), **more)
-    assert texts_of(ours) == texts_of(stock)
-    assert largest_relative_update(model[0], ours, stock) < 1e-5
+    assert_same_steps(model[0], ours, stock, 1e-5)
     return stock, ours
 
 

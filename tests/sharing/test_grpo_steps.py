@@ -4,19 +4,12 @@ import pytest
 from peft import LoraConfig
 from support.models.tiny_questions import picture, questions
 from support.old_releases import KEEPS_LESS
-from support.steps import DAPO, LOSSES, STOCK, largest_relative_update, options, texts_of, trained
+from support.steps import DAPO, LOSSES, STOCK, assert_same_steps, options, trained
 from support.trainers import logged
 from support.vllm import in_place_of_vllm
 
-# Of the largest update, in float32: additions in another order, by kernels that differ from CPU to CPU, change it by up
-# to 2e-5; a token or a row too many changes it by 1e-2.
-ROUNDING = 3e-5
-
-
 # TRL 1.16 switches checkpointing off around a rollout by the old name of the method.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning")
-
-
 TWICE = {"num_iterations": 2}  # the second time the policy is not the one that wrote the completions
 STRADDLING = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -33,8 +26,7 @@ def stock_and_ours(vision, rows, settings, lora=None, **ours_only):
 
 
 def assert_equal_steps(vision, stock, ours):
-    assert texts_of(ours) == texts_of(stock)
-    assert largest_relative_update(vision[0], ours, stock) < ROUNDING
+    assert_same_steps(vision[0], ours, stock)
     assert ours.places["generation"].prompts_per_row == 1 / 4
 
 
@@ -100,8 +92,7 @@ def test_passes_are_shared_whatever_wrote_the_completions(vision, image_rows, tm
     """vLLM's log-probabilities are corrected by those of a scoring pass, which shares prompts as any other does."""
     in_place_of_vllm(monkeypatch, lengths=(4, 9))
     stock, ours = stock_and_ours(vision, image_rows, options(tmp_path, use_vllm=True))
-    assert texts_of(ours) == texts_of(stock)
-    assert largest_relative_update(vision[0], ours, stock) < ROUNDING
+    assert_same_steps(vision[0], ours, stock)
     assert str(ours.features["share_generation"]) == "off (vLLM shares prompts itself)"
     assert ours.places["generation"].rows == 0
     assert ours.places["scoring"].prompts_per_row == ours.places["training"].prompts_per_row == 1 / 4

@@ -10,7 +10,6 @@ from support.models.families import FAMILIES, IMAGE, PAD, build, make_batch, ran
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import causal_model, has_active_dropout
-from vgr_trl.utils import ConfigError
 
 LORA = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
 
@@ -171,10 +170,3 @@ def test_processes_decide_together(theirs, reasons):
     assert report.plain == reasons
     assert report.prompts_per_row == 1
     assert next(answers, None) is None
-
-
-def test_wrong_arguments():
-    with pytest.raises(ConfigError, match="Linear"), share_prompts(torch.nn.Linear(2, 2)):
-        pass
-    with pytest.raises(ConfigError, match="completion_length is 0"), share_prompts(build("qwen3"), 0):
-        pass

@@ -12,6 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from vgr_trl.sharing import SharingReport, share_prompts, sharing
 from vgr_trl.utils import patched_attribute
 
+# Of the largest update, in float32: additions in another order, by kernels that differ from CPU to CPU, change it by up
+# to 2e-5; a token or a row too many changes it by 1e-2.
+ROUNDING = 3e-5
 PLACES = ("generation", "scoring", "training")
 DAPO, STOCK = trainers.OURS, trainers.STOCK
 LOSSES = {
@@ -100,6 +103,12 @@ def texts_of(trainer):
 def largest_relative_update(start, ours, theirs):
     """`relative_difference` of two trainers that began with the model `start`."""
     return relative_difference(*(dict(model.named_parameters()) for model in (start, ours.model, theirs.model)))
+
+
+def assert_same_steps(start, ours, theirs, most=ROUNDING):
+    """Two trainers that began with the model `start` have written the same and moved alike."""
+    assert texts_of(ours) == texts_of(theirs)
+    assert largest_relative_update(start, ours, theirs) < most
 
 
 def relative_difference(start, mine, theirs):

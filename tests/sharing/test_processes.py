@@ -1,7 +1,8 @@
-"""One of two processes over gloo: gradients of DDP, FSDP2 and FSDP with shared prompts against those without."""
+"""Gradients of DDP, FSDP2 and FSDP with shared prompts against those without, in two processes over gloo."""
 
 import torch
 import torch.distributed as dist
+from support.launching import join_group, results_of
 from support.models.compare import checkpointed, gradients, largest_relative, scored, with_head
 from support.models.families import build, make_batch, with_frozen_tower
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,7 +11,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from vgr_trl.efficiency.vision_cache import VisionCache
-from vgr_trl.patches import close_group_at_exit
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of, causal_model
 
@@ -49,8 +49,7 @@ def difference_with_images_once(rank, model, batch) -> float:
 
 def run() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    close_group_at_exit()
+    join_group()
     rank = dist.get_rank()
     mine = make_batch("qwen2_5_vl", seed=rank, images=(1, 2 - rank))
     alone = make_batch("qwen2_5_vl", seed=9, generations=1)
@@ -96,5 +95,5 @@ def run() -> None:
     assert (plain - shared).abs().max() < 4e-6
 
 
-if __name__ == "__main__":
-    run()
+def test_gradients_are_the_same():
+    results_of(run, processes=2)
