@@ -25,7 +25,6 @@ VERSION = INFO[-1].name.removeprefix("trl-").removesuffix(".dist-info") if INFO 
 
 TRAINER, UTILS = "trainer/grpo_trainer.py", "trainer/utils.py"
 ROLLOUT, SCORING = "_generate_and_score_completions", "_get_per_token_logps_and_entropies"
-HEADS = "efficiency/loss_mask.py, sharing/sharing.py"
 MISSING = ast.parse("def missing(): pass").body[0]
 
 
@@ -62,38 +61,14 @@ def texts(name, *found):
     return lambda: says(method(name), *found)
 
 
+def in_order(name, *found):
+    """The first places of these texts in a method come one behind the other."""
+    places = [ast.unparse(method(name)).find(text) for text in found]
+    return lambda: places[0] >= 0 and places == sorted(places)
+
+
 def texts_of_head(*found):
     return lambda: says(function("_fused_forward", UTILS), *found)
-
-
-def calls(node, name):
-    """The calls of a function or method of this name, in order."""
-    found = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
-    found = [call for call in found if getattr(call.func, "attr", getattr(call.func, "id", None)) == name]
-    return sorted(found, key=lambda call: (call.lineno, call.col_offset))
-
-
-def lines_reading(node, mapping, key):
-    """The lines in which `mapping[key]` or `mapping.get(key, …)` is read."""
-    found = []
-    for each in ast.walk(node):
-        if isinstance(each, ast.Subscript) and ast.unparse(each.value) == mapping and isinstance(each.ctx, ast.Load):
-            found.append((each.lineno, getattr(each.slice, "value", None)))
-        elif isinstance(each, ast.Call) and ast.unparse(each.func) == f"{mapping}.get" and each.args:
-            found.append((each.lineno, getattr(each.args[0], "value", None)))
-    return sorted(line for line, name in found if name == key)
-
-
-def keys_written(node, mapping):
-    """The keys that a function gives a dictionary, when it makes it and afterwards."""
-    found = set()
-    for each in ast.walk(node):
-        target = each.targets[0] if isinstance(each, ast.Assign) else None
-        if isinstance(target, ast.Subscript) and ast.unparse(target.value) == mapping:
-            found.add(str(getattr(target.slice, "value", "")))
-        elif target is not None and ast.unparse(target) == mapping and isinstance(each.value, ast.Dict):
-            found |= {str(getattr(key, "value", "")) for key in each.value.keys}
-    return found
 
 
 def parameters(node):
@@ -102,17 +77,7 @@ def parameters(node):
     return [name for name in names if name != "self"]
 
 
-def values_returned(node):
-    """How many values its returns have; those of functions within are not counted."""
-    inner = [each for each in ast.walk(node) if isinstance(each, ast.FunctionDef | ast.Lambda) and each is not node]
-    skipped = {id(each) for child in inner for each in ast.walk(child)}
-    found = [each for each in ast.walk(node) if isinstance(each, ast.Return) and id(each) not in skipped]
-    return {len(each.value.elts) if isinstance(each.value, ast.Tuple) else 1 for each in found if each.value}
-
-
 REQUIRED = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch"}
-
-
 OPTIONAL = {
     "old_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps", "ref_per_token_logps", "tool_mask",
     "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "token_type_ids",
@@ -120,19 +85,15 @@ OPTIONAL = {
 }  # fmt: skip
 
 
-def in_this_order() -> bool:
-    stages = ("_generate", "_get_per_token_logps_and_entropies", "_calculate_rewards", "nan_to_num")
-    lines = [[call.lineno for call in calls(method(ROLLOUT), name)] for name in stages]
-    if not all(lines):
-        return False
-    generated, scored, rewarded, advantages = lines
-    return generated[0] < min(scored) and max(scored) < rewarded[0] and rewarded[0] < max(advantages)
+def has_known_columns() -> bool:
+    code = ast.unparse(method(ROLLOUT))
+    made = " ".join(re.findall(r"output = \{.*\}", code))
+    names = {*re.findall(r"'(\w+)':", made), *re.findall(r"output\['(\w+)'\] =", code)}
+    return REQUIRED <= names <= REQUIRED | OPTIONAL
 
 
 def completions_of_generate() -> bool:
-    returned = [node.value for node in ast.walk(method("_generate")) if isinstance(node, ast.Return)]
-    names = [[ast.unparse(each) for each in value.elts] for value in returned if isinstance(value, ast.Tuple)]
-    return bool(names) and all(each[1] == "completion_ids" and each[3] == "completions" for each in names)
+    return re.search(r"return \(\w+, completion_ids, \w+, completions,", ast.unparse(method("_generate"))) is not None
 
 
 def looks_the_backbone_up() -> bool:
@@ -142,27 +103,20 @@ def looks_the_backbone_up() -> bool:
 
 
 def heads_at_the_temperature_of_the_run() -> bool:
-    given = [ast.unparse(call) for call in calls(method("__init__"), "add_fused_lm_head")]
-    at_temperature = [call for call in given if "temperature=self.temperature" in call]
-    return len(given) == len(at_temperature) == 2 and "outputs=('log_probs', 'entropy')" in given[0]
-
-
-def old_logps_after_the_pass() -> bool:
-    loss = method("_compute_loss")
-    reads, passes = lines_reading(loss, "inputs", "old_per_token_logps"), calls(loss, SCORING)
-    return bool(reads and passes) and min(reads) > max(call.end_lineno or 0 for call in passes)
+    heads = re.findall(r"add_fused_lm_head\(.*", ast.unparse(method("__init__")))
+    return ["temperature=self.temperature" in head for head in heads] == [True] * 2 and "'entropy'" in heads[0]
 
 
 # fmt: off
 ASSUMPTIONS = [
-    ("a rollout is generated, scored by the policy, rewarded and given advantages, in this order", in_this_order),
+    ("a rollout is generated, scored by the policy, rewarded and given advantages, in this order",
+     in_order(ROLLOUT, "self._generate(", f"self.{SCORING}(", "self._calculate_rewards(", "nan_to_num(advantages")),
     ("old log-probabilities are scored where the policy changes within a rollout or vLLM's are corrected, and "
      "else left out of the batch",
      texts(ROLLOUT, "if self.args.gradient_accumulation_steps % generate_every != 0 or (self.use_vllm and "
          "self.vllm_importance_sampling_correction):", "if old_per_token_logps is not None:")),
     ("a batch has the columns that rows are made of, and none that are not known",
-     lambda: (keys_written(method(ROLLOUT), "output") >= REQUIRED and keys_written(method(ROLLOUT), "output"
-         ) <= REQUIRED | OPTIONAL)),
+     has_known_columns),
     ("advantages are weighted sums of rewards, less the group's mean, by its deviation + 1e-4, and 0 if unscored",
      texts(ROLLOUT, "rewards = (rewards_per_func * self.reward_weights.to(device).unsqueeze(0)).nansum(dim=1)",
          "advantages = rewards - mean_grouped_rewards", "advantages = advantages / (std_rewards + 0.0001)",
@@ -175,7 +129,8 @@ ASSUMPTIONS = [
      "self._generate_single_turn takes",
      texts("_generate", "prompt_ids, images, multimodal_fields = self._tokenize_prompts(prompts)",
          "self._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations)")),
-    ("prompts become tokens, images and fields", lambda: values_returned(method("_tokenize_prompts")) == {3}),
+    ("prompts become tokens, images and fields",
+     texts("_tokenize_prompts", "return (prompt_ids, images, multimodal_fields)")),
     ("each generation reads self.generation_config and self.generation_kwargs again",
      texts("_generate_single_turn", "generation_config=self.generation_config",
          "generation_kwargs=self.generation_kwargs")),
@@ -207,8 +162,8 @@ ASSUMPTIONS = [
      lambda: (says(function("shuffle_sequence_dict", UTILS), "torch.randperm(batch_size)", "v.ndim == 0") and says(
          function("split_tensor_dict", UTILS), "isinstance(tensor, list) or tensor.ndim > 0"))),
     ("scoring returns three values and takes model, input_ids, attention_mask, logits_to_keep and batch_size",
-     lambda: (values_returned(method(SCORING)) == {3} and parameters(method(SCORING))[:5] == ["model", "input_ids",
-         "attention_mask", "logits_to_keep", "batch_size"])),
+     lambda: (says(method(SCORING), "return (logps, entropies, aux_loss)") and parameters(method(SCORING))[:5] == [
+         "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"])),
     ("labels are -100 in padding and in front of the completion",
      texts(SCORING, ".masked_fill(attention_mask_batch == 0, -100)", "labels[:, :-logits_to_keep] = -100")),
     ("scoring calls the model with labels and fused_lm_head=True by name",
@@ -224,7 +179,8 @@ ASSUMPTIONS = [
      lambda: says(function("add_fused_lm_head", UTILS), "model.forward = types.MethodType(")),
     ("policy and reference get the head with the temperature of the run, the policy also entropies",
      heads_at_the_temperature_of_the_run),
-    ("_compute_loss reads old_per_token_logps only after its pass through the model", old_logps_after_the_pass),
+    ("_compute_loss reads old_per_token_logps only after its pass through the model",
+     in_order("_compute_loss", SCORING, "old_per_token_logps")),
     ("_compute_loss takes the log-probabilities of the pass for old ones that are missing",
      texts("_compute_loss", "per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps")),
     ("advantages may be (N, T): those of one dimension get a second",
