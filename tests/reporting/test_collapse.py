@@ -62,25 +62,5 @@ def test_what_is_no_sign(changed):
     assert signs(**changed) == []
 
 
-def failing_format_reward(completions, trainer_state, **kwargs):
-    """1 for most completions, none from step 16 on; NaN once."""
-    if trainer_state.global_step == 3:
-        return [None] * len(completions)
-    return [float(trainer_state.global_step < 16 and index != 0) for index in range(len(completions))]
-
-
-def test_a_run_warns_once_and_ends_where_it_shall(text_trainer, monkeypatch):
-    warnings = []
-    monkeypatch.setattr("vgr_trl.callbacks.logger.warning", warnings.append)
-    sizes = {"per_device_train_batch_size": 4, "max_completion_length": 3, "max_steps": 30, "logging_steps": 100}
-    trainer = text_trainer(failing_format_reward, stop_on_collapse=True, rollout_log_steps=0, **sizes)
-    trainer.train()
-    # The mean of 8 steps is below half of the highest once 5 of them are 0: steps 17 to 21; without step 4, which has
-    # no value, the 16th value is that of step 17.
-    assert trainer.state.global_step == 21
-    assert warnings == [trainer.collapse_watch.found]
-    assert "at step 21: failing_format_reward fell from 0.75 to 0.281" in warnings[0]  # 0.75 · 3 / 8
-
-
 def test_a_loss_that_is_not_finite_is_a_sign_at_once():
     assert first_signs([(1, {"loss": 0.1}), (2, {"loss": math.nan})]) == [(2, "loss is not finite")]

@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from vgr_trl import DAPOConfig
-from vgr_trl.cli.__main__ import main
 from vgr_trl.reporting.model_card import DAPO, PAPERS, extended_card, method_tags
 
 CARD = (
@@ -55,22 +54,3 @@ def test_the_trainer_writes_the_card(tmp_path: Path, text_trainer: Any) -> None:
     assert body.count("@misc{") == 2
     assert {"trl", "grpo", "dapo", "vgr_trl"} <= set(trainer.model.model_tags)
     assert "None" not in card
-
-
-def test_origin_of_a_vision_language_model(
-    model_folder: Path, question_files: str, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    flags = f"""train --model_name_or_path {model_folder} --data_files {question_files} --output_dir run --use_cpu true
-        --bf16 false --max_steps 1 --num_generations 4 --max_completion_length 4 --per_device_train_batch_size 8
-        --reward_funcs accuracy format --save_steps 1 --report_to none"""
-    assert main(flags.split()) == 0
-    for card in (Path("run/README.md"), Path("run/checkpoint-1/README.md")):
-        text = card.read_text(encoding="utf-8") if card.exists() else ""
-        assert "None" not in text
-    text = Path("run/README.md").read_text(encoding="utf-8")
-    assert text.count("# Model Card for run") == 1
-    assert f"trained from `{model_folder}`" in text
-    assert f"on `{question_files}`" in text
-    assert "pipeline" not in text, "TRL's example is of a text model"
-    capsys.readouterr()

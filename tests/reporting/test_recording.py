@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -22,11 +23,7 @@ OPTIONS = {"max_steps": 3, "per_device_eval_batch_size": 4, "rollout_log_steps":
 
 @pytest.fixture
 def make(vision_trainer):
-    def build(rewards=letters_reward, rows=vision_trainer.rows, **changed):
-        return vision_trainer(rewards, rows, vision_trainer.rows.select(range(2)), **OPTIONS | changed)
-
-    build.rows = vision_trainer.rows
-    return build
+    return partial(vision_trainer, eval_rows=vision_trainer.rows.select(range(2)), **OPTIONS)
 
 
 def test_records_hold_what_was_generated_measured_and_rewarded(make, tmp_path):
@@ -80,8 +77,8 @@ def test_records_hold_what_was_generated_measured_and_rewarded(make, tmp_path):
             assert (run.folder / image.perturbed).is_file()
 
 
-def test_attention_maps_sum_to_the_mass_on_the_image_on_its_grid(make, tmp_path):
-    rows = make.rows.map(lambda row: {"image": row["image"].resize((84, 56))})
+def test_attention_maps_sum_to_the_mass_on_the_image_on_its_grid(make, vision_trainer, tmp_path):
+    rows = vision_trainer.rows.map(lambda row: {"image": row["image"].resize((84, 56))})
     make(rows=rows, max_steps=1).train()
     record = next(read_run(tmp_path / "run").records())
     for completion in record.completions:
