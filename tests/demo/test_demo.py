@@ -1,14 +1,31 @@
-"""The demo: drawn questions, the warm start, and what a short run leaves."""
+"""The demo: drawn questions, the warm start, what a short run leaves, and the embedded model as files."""
 
 import json
 from collections import Counter
 
+import torch
+from datasets import load_dataset
+from support import trainers
 from transformers import AutoProcessor
+from trl import GRPOTrainer
 
+from vgr_trl.cli.evaluate import load_for_inference
 from vgr_trl.data.prompts import LETTERS
 from vgr_trl.demo import Options, demo
-from vgr_trl.demo.demo import FAMILIES, draw_questions, learn_answers, learn_captions, supervised_loss, warm_start
+from vgr_trl.demo.demo import (
+    FAMILIES,
+    draw_questions,
+    learn_answers,
+    learn_captions,
+    supervised_loss,
+    warm_start,
+    words_of,
+)
+from vgr_trl.demo.tiny_model import build_tiny_vlm
+from vgr_trl.demo.write_folder import write_folder
+from vgr_trl.evaluation import evaluate
 from vgr_trl.reporting.records import read_run
+from vgr_trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 
 SPLITS = ("train", "validation", "test")
 
@@ -32,8 +49,9 @@ def test_a_short_run_leaves_model_metrics_and_rollouts(tmp_path, monkeypatch):
     assert asked[0] == asked[1]
 
 
-def test_warm_start_lowers_the_loss_and_stops_at_the_target(tiny, demo_rows):
-    model, processor = tiny
+def test_warm_start_lowers_the_loss_and_stops_at_the_target():
+    demo_rows = draw_questions(64, seed=0, split="train")
+    model, processor = build_tiny_vlm(words_of(demo_rows), seed=0)
     before = supervised_loss(model, processor, demo_rows[:16], images=True)[0].item()
     assert learn_answers(model, processor, demo_rows, max_steps=2, batch_size=8) == 2
     assert learn_captions(model, processor, demo_rows, max_steps=2, batch_size=8) == 2
@@ -64,3 +82,27 @@ def test_solution_is_in_the_thought_and_its_letter_says_nothing_about_it():
     assert len(pairs) == 12 * 4
     # 2000 rows over 48 pairs: 42 on average; five standard deviations of a Poisson count are 32.
     assert all(10 < count < 74 for count in pairs.values())
+
+
+def test_trl_alone_trains_the_saved_model_on_images_with_our_rewards(model_folder, question_files, tmp_path):
+    rows = trainers.prompts(trainers.train_file(question_files))
+    args = trainers.config(tmp_path, trainers.STOCK[1], max_steps=1)
+    rewards = [trainers.letters_reward, accuracy_reward, think_format_reward, get_soft_overlong_punishment(6, 2)]
+    trainer = GRPOTrainer(str(model_folder), rewards, args, rows)
+    before = trainer.model.model.visual.patch_embed.proj.weight.detach().clone()
+    trainer.train()
+    assert not torch.equal(before, trainer.model.model.visual.patch_embed.proj.weight)
+    assert trainer.state.log_history[0]["rewards/accuracy_reward/mean"] == 0.0, "a random model states no answer"
+
+
+def test_the_embedded_model_writes_answers_and_some_are_right(tmp_path):
+    """So that rewards differ within groups from the first step."""
+    folder = tmp_path / "some" / "embedded"
+    write_folder(folder, train=64, test=8)
+    model, processor = load_for_inference(str(folder / "model"))
+    rows = list(load_dataset("parquet", data_files=str(folder / "train.parquet"), split="train"))
+    found = evaluate(
+        model, processor, rows, num_samples=4, system_prompt=None, max_completion_length=16, progress=False
+    )
+    assert found.format_sampled > 0.3
+    assert 0.02 < found.mean_at_k < 0.6

@@ -115,6 +115,9 @@ def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, cap
     metrics = json.loads((output / "metrics.json").read_text())
     assert metrics["eval_reward"] == evaluated[-1]["eval_reward"]
     assert len(list((output / "completions").glob("*.parquet"))) >= 2
+    card = (output / "README.md").read_text(encoding="utf-8")
+    assert f"trained from `{model_folder}`" in card
+    assert not re.search("None|pipeline", card), "TRL's example is of a text model"
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -145,7 +148,8 @@ def test_a_run_that_collapses_ends_with_the_sign_if_it_shall(model_folder, quest
     output = tmp_path / "run"
     more = f"--reward_funcs {rewards}:format_reward --max_steps 30 --stop_on_collapse --compute_attention_metrics false"
     assert main(["train", *flags(model_folder, question_files, output, *more.split())]) == 1
-    message = capsys.readouterr().err
+    said, message = capsys.readouterr()
+    assert re.findall(r"^step (\d+)/30", said, re.M)[-1] == "21"
     assert "at step 21: format_reward fell from 0.5 to 0.188 (means of 8 steps)" in message
     assert message.endswith("Training was stopped there, and no model was saved.\n")
     assert not (output / "model.safetensors").exists()
