@@ -1,18 +1,15 @@
 """How options are read: flags, the file of `--config`, values as YAML reads them, and the help."""
 
-import json
 import os
 from unittest.mock import Mock
 
 import pytest
 from transformers import AutoProcessor
-from transformers.utils import is_torchvision_available
 from trl import ModelConfig
 
 from vgr_trl import DAPOConfig, DAPOTrainer, validate
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, load_processor, parse
-from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.utils import ConfigError
 
 
@@ -25,12 +22,6 @@ def options_of(tmp_path):
         return parse((DataArguments, RewardArguments, DAPOConfig, ModelConfig), "train", flags)
 
     return options_of
-
-
-@pytest.mark.parametrize("name", ["compute_attention_metrics", "greater_is_better", "token_weights", "shuffle_dataset"])
-@pytest.mark.parametrize(("values", "expected"), [([], True), (["false"], False)])
-def test_boolean_options_stand_alone_or_with_a_value(options_of, name, values, expected):
-    assert getattr(options_of("seed: 1", f"--{name}", *values)[2], name) is expected
 
 
 @pytest.mark.parametrize(
@@ -91,71 +82,48 @@ def test_values_of_a_file_as_yaml_reads_them_and_flags_before_them(options_of, m
     assert (rewards.reward_funcs, config.credit_rules) == (["accuracy"], ["token_weights"])
     assert os.environ["MY_PROJECT"] == "mine"
     flags = ["--data_files", "train=b.jsonl", "test=c.jsonl", "--data_files=test=d.jsonl", "--max-prompt-length", "9"]
+    flags += ["--greater_is_better", "--token_weights", "false"]
     data, _, config, _ = options_of(text, *flags)
     assert data.data_files == "train=b.jsonl,test=c.jsonl,test=d.jsonl"
     assert (config.beta, config.max_prompt_length) == (1, 9)
+    assert (config.greater_is_better, config.token_weights) == (True, False)
 
 
-def test_help_lists_every_flag_once_and_ours_by_stage(capsys, monkeypatch):
+def test_help_lists_every_flag_once_and_ours_by_stage(capsys):
     def help_of(*flags):
         with pytest.raises(SystemExit):
             main([*flags])
         return capsys.readouterr().out
 
-    monkeypatch.setenv("COLUMNS", "110")
     listed = [line.split()[0] for line in help_of("train", "--help-all").splitlines() if line.startswith("  --")]
     assert len(listed) == len(set(listed))
     assert {"--push_to_hub", "--learning_rate", "--token_weights", "--dry_run", "--lora_r"} <= set(listed)
-    monkeypatch.setenv("COLUMNS", "100")
-    page = help_of("train", "--help").splitlines()
-    assert len(page) <= 50
-    assert max(map(len, page)) <= 100
-    text = "\n".join(page)
-    assert text.count("vgr-trl train --") >= 3
+    text = help_of("train", "--help")
     assert text.index("\n  data ") < text.index("\n  credit ") < text.index("\n  others ")
     stage = help_of("train", "--help", "kl")
     assert "--kl_horizon " in stage
     assert "--token_weights" not in stage
 
 
-IMAGE_PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor", "patch_size": 14,
-    "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 3136, "max_pixels": 12845056,
-}  # fmt: skip
 MISSING = [
     ImportError("Qwen2VLVideoProcessor requires the Torchvision library"),
     AttributeError("VIDEO_PROCESSOR_MAPPING has no attribute '_extra_content'"),
 ]
 
 
-@pytest.fixture
-def hub_processor(tmp_path):
-    """A folder with the processor of Qwen2.5-VL as the hub has it, and no weights."""
-    folder = tmp_path / "qwen"
-    build_processor([]).tokenizer.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
-    (folder / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
-    return folder
-
-
-@pytest.mark.skipif(not is_torchvision_available(), reason="torchvision is missing")
-def test_the_processor_of_the_hub_is_loaded(hub_processor):
-    assert type(load_processor(str(hub_processor))).__name__ == "Qwen2_5_VLProcessor"
-
-
-@pytest.mark.parametrize("error", MISSING if is_torchvision_available() else [None, *MISSING])
-def test_a_processor_without_torchvision_is_refused_before_the_model_is_loaded(hub_processor, monkeypatch, error):
-    if error is not None:
-        monkeypatch.setattr(AutoProcessor, "from_pretrained", Mock(side_effect=error))
-        monkeypatch.setattr(validate, "is_torchvision_available", lambda: False)
+@pytest.mark.parametrize("error", MISSING)
+def test_a_processor_without_torchvision_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch, error):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", Mock(side_effect=error))
+    monkeypatch.setattr(validate, "is_torchvision_available", lambda: False)
     with pytest.raises(ConfigError, match=r"needs torchvision, .*pip install torch torchvision"):
-        load_processor(str(hub_processor))
-    options = DAPOConfig(str(hub_processor / "run"), use_cpu=True, bf16=False)
+        load_processor(str(tmp_path))
+    options = DAPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False)
     with pytest.raises(ConfigError, match=r"needs torchvision, .*pip install torch torchvision"):
-        DAPOTrainer(str(hub_processor), [], options)
+        DAPOTrainer(str(tmp_path), [], options)
 
 
-def test_other_errors_of_a_processor_stay_what_they_are(hub_processor, monkeypatch):
+def test_other_errors_of_a_processor_stay_what_they_are(tmp_path, monkeypatch):
     monkeypatch.setattr(AutoProcessor, "from_pretrained", Mock(side_effect=ImportError("no sentencepiece")))
     with pytest.raises(ImportError, match="no sentencepiece"):
-        load_processor(str(hub_processor))
+        load_processor(str(tmp_path))

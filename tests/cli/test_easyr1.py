@@ -136,6 +136,23 @@ def test_a_critic_as_the_file_says_in_two_processes(config, capsys):
     assert state["global_step"] == 1
 
 
+@pytest.fixture
+def launcher(monkeypatch):
+    """The commands that are started on a machine of eight GPUs; what is asked behind one, it asks itself."""
+    started = []
+    for name in ("LOCAL_RANK", "RANK", "VGR_TRL_LAUNCHED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+
+    def run(command, env, check):
+        started.append(command)
+        monkeypatch.setenv("VGR_TRL_LAUNCHED", env["VGR_TRL_LAUNCHED"])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return started
+
+
 @pytest.mark.parametrize(
     ("file", "more", "expected", "absent"),
     [
@@ -148,41 +165,24 @@ def test_a_critic_as_the_file_says_in_two_processes(config, capsys):
         ("gae.yaml", ["--critic", "head"], "--use_fsdp", "--multi_gpu"),
     ],
 )  # fmt: skip
-def test_engine_of_the_started_processes(config, monkeypatch, file, more, expected, absent):
-    for name in ("LOCAL_RANK", "RANK", "VGR_TRL_LAUNCHED"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    started = []
-    monkeypatch.setattr(
-        subprocess, "run", lambda words, **_: started.append(words) or subprocess.CompletedProcess(words, 0)
-    )
+def test_engine_of_the_started_processes(config, launcher, file, more, expected, absent):
     arguments = [f"config={config.with_name(file)}", *more, "trainer.n_gpus_per_node=8"]
     assert mtrl.main(arguments) == 0
-    words = " ".join(started[0]).partition("-m vgr_trl.mtrl")[0]
+    words = " ".join(launcher[0]).partition("-m vgr_trl.mtrl")[0]
     assert expected in words
     assert absent not in words
 
 
-def test_processes_are_started_as_the_configuration_asks(config, capsys, monkeypatch):
+def test_processes_are_started_as_the_configuration_asks(config, launcher, capsys, monkeypatch):
     """None by a process that was started itself."""
-    for name in ("LOCAL_RANK", "RANK", "VGR_TRL_LAUNCHED"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    started = []
-
-    def run(command, env, check):
-        started.append(command)
-        monkeypatch.setenv("VGR_TRL_LAUNCHED", env["VGR_TRL_LAUNCHED"])
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(mtrl, "run_command", lambda arguments: started.append(arguments) or 0)
+    monkeypatch.setattr(mtrl, "run_command", lambda arguments: launcher.append(arguments) or 0)
     assert mtrl.main([f"config={config}", "trainer.n_gpus_per_node=8"]) == 1
     assert "this machine has 2 GPUs: give trainer.n_gpus_per_node=2" in capsys.readouterr().err
     given = [f"config={config}", "trainer.n_gpus_per_node=2"]
     assert mtrl.main(given) == 0
-    command = started.pop()
+    command = launcher.pop()
     assert command[command.index("--num_processes") + 1] == "2"
     assert command[-4:] == ["-m", "vgr_trl.mtrl", *given]
     assert mtrl.main(given) == 0
-    assert started.pop() == ["train", f"--config={config}", "trainer.n_gpus_per_node=2"]
+    assert launcher.pop() == ["train", f"--config={config}", "trainer.n_gpus_per_node=2"]

@@ -12,7 +12,7 @@ from support.launching import results_of
 
 from vgr_trl.checkpoints import resolve_checkpoint
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.train import check_output_dir, write_identity
+from vgr_trl.cli.train import check_output_dir
 from vgr_trl.data.load import train_test_split
 from vgr_trl.data.rows import prepare_rows
 from vgr_trl.reporting.records import read_run
@@ -20,18 +20,6 @@ from vgr_trl.utils import ConfigError
 
 HUB = Path("lujunxi57") / "DDM"
 RUN = {"model": "m", "data": "d", "reward_funcs": ["accuracy"]}
-
-
-def test_the_folder_of_another_run_is_refused(tmp_path):
-    check_output_dir(tmp_path, RUN, None)
-    write_identity(tmp_path, RUN)
-    check_output_dir(tmp_path, RUN, None)  # a run that failed before its first checkpoint leaves nothing to lose
-    (tmp_path / "checkpoint-3").mkdir()
-    with pytest.raises(ConfigError, match=re.escape("has a run in it (checkpoint-3): choose another one, or")):
-        check_output_dir(tmp_path, RUN, None)
-    check_output_dir(tmp_path, RUN, "latest")
-    with pytest.raises(ConfigError, match="with model 'm', but 'other' was given"):
-        check_output_dir(tmp_path, {**RUN, "model": "other"}, "latest")
 
 
 def test_a_finished_run_of_trl_and_a_file_are_refused_too(tmp_path):
