@@ -7,19 +7,13 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
-from support.trainers import STOCK, letters_reward, logged, tiny_model
+from support.trainers import STOCK, letters_reward, logged
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from trl import GRPOConfig
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.config import SWITCHES
-from vgr_trl.data.rows import drop_long_prompts
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import ConfigError
 from vgr_trl.validate import prompt_length
-
-
-def length_reward(completion_ids, **kwargs):
-    return [len(ids) / 10 for ids in completion_ids]
 
 
 class ConfigOnCPU(DAPOConfig):
@@ -87,17 +81,6 @@ def test_a_single_reward_and_no_config_are_accepted(text_model, text_tokenizer, 
     assert (trainer.epsilon_high, trainer.loss_type) == (0.28, "dapo")
 
 
-def test_metrics_that_users_read(build):
-    trainer = build(num_iterations=2, max_steps=4)
-    trainer.train()
-    on_policy, second_pass = logged(trainer, "approx_kl")[:2]
-    assert on_policy == pytest.approx(0.0, abs=1e-9)
-    assert second_pass > 1e-6
-    for entry in trainer.state.log_history[:4]:
-        assert entry["perf/samples_per_second"] * entry["step_time"] == pytest.approx(8)
-        assert entry["perf/tokens_per_second"] > entry["perf/samples_per_second"]
-
-
 def test_long_prompts_are_left_out_and_counted(build, text_rows, monkeypatch):
     warnings = []
     monkeypatch.setattr("vgr_trl.data.rows.logger.warning", warnings.append)
@@ -114,67 +97,12 @@ def test_long_prompts_are_left_out_and_counted(build, text_rows, monkeypatch):
     ]
 
 
-def test_rows_whose_images_are_too_large_name_the_options_that_reduce_them(png, monkeypatch):
-    warnings = []
-    monkeypatch.setattr("vgr_trl.data.rows.logger.warning", warnings.append)
-    rows = Dataset.from_dict({"prompt": ["short", "long"], "image": [str(png)] * 2})
-    assert drop_long_prompts(rows, lambda row: len(row["prompt"]), 4)["prompt"] == ["long"]
-    with pytest.raises(DataError, match="has 4 tokens. Raise it; --max_short_side or --max_pixels reduces images"):
-        drop_long_prompts(rows, lambda row: len(row["prompt"]), 3)
-    assert warnings == [
-        "max_prompt_length=4: left out 1 of 2 rows of the train data (the longest prompt has 5 tokens; "
-        "--max_short_side or --max_pixels reduces images)."
-    ]
-
-
 def test_a_stream_leaves_long_prompts_out_as_it_is_read(build, text_rows):
     long = [{"role": "user", "content": "what colour is the shape ? " * 3}]
     rows = Dataset.from_list([{"prompt": long, "solution": "red"}, *text_rows]).to_iterable_dataset()
     trainer = build(rows=rows, max_prompt_length=15, shuffle_dataset=False)
     trainer.train()
     assert logged(trainer, "data/prompts_too_long")[-1] >= 1
-
-
-def test_fewer_rows_than_a_rollout_needs_are_refused(build, text_rows):
-    with pytest.raises(DataError, match=re.escape("The train data has 1 rows, but a rollout takes 2 prompts")):
-        build(rows=text_rows.select([0]))
-
-
-def test_async_rewards_and_evaluation(build, text_rows):
-    async def patient_reward(completions, **kwargs):
-        return letters_reward(completions)
-
-    trainer = build(
-        [patient_reward, letters_reward],
-        eval_rows=text_rows.select(range(4)),
-        eval_num_generations=2,
-        per_device_eval_batch_size=4,
-    )
-    trainer.train()
-    assert logged(trainer, "rewards/patient_reward/mean") == logged(trainer, "rewards/letters_reward/mean")
-    metrics = trainer.evaluate()
-    assert 0 <= metrics["eval_rewards/letters_reward/mean"] <= 1
-    assert "eval_approx_kl" not in metrics
-
-
-def test_a_config_of_trl_is_refused(build):
-    with pytest.raises(ConfigError, match="args is a GRPOConfig: give a DAPOConfig"):
-        build(classes=(DAPOTrainer, GRPOConfig))
-
-
-def test_a_checkpoint_of_a_vision_language_model_is_really_loaded(vision, model_folder, tmp_path):
-    """transformers' own loading keeps the weights of the start; at a learning rate of 0 the checkpoint's must stay."""
-    make, _ = vision
-    first = make(max_steps=1, save_strategy="steps", save_steps=1, learning_rate=0.01, lr_scheduler_type="constant")
-    first.train()
-    trained = {name: value.clone() for name, value in first.model.state_dict().items()}
-    start = tiny_model(model_folder)
-    moved = max((trained[name] - value).abs().max().item() for name, value in start.state_dict().items())
-    assert moved > 1e-3
-    resumed = make(model=start, max_steps=1, learning_rate=0.01)
-    resumed._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
-    for name, value in resumed.model.state_dict().items():
-        assert torch.equal(value, trained[name]), name
 
 
 def test_a_checkpoint_of_another_model_is_refused(vision, tmp_path, text_model):
@@ -212,17 +140,3 @@ def test_images_for_a_text_only_model_are_refused(build, text_rows):
     rows = text_rows.map(lambda row: {"image": Image.new("RGB", (8, 8))})
     with pytest.raises(ConfigError, match=r"column `image`, but Qwen2ForCausalLM .* reads text only"):
         build(rows=rows)
-
-
-def test_weights_follow_the_schedule_and_are_logged(build):
-    options = {"reward_weights": [2.0, 0.5], "early_reward_weights": [1.0, 3.0], "warmup_steps": 2, "max_steps": 4}
-    trainer = build([letters_reward, length_reward], **options)
-    trainer.train()
-    assert logged(trainer, "reward_weights/letters_reward") == [1.0, 1.0, 2.0, 2.0]
-    assert logged(trainer, "reward_weights/length_reward") == [3.0, 3.0, 0.5, 0.5]
-    first, last = (trainer.state.log_history[index] for index in (0, 3))
-    for entry, weights in ((first, (1.0, 3.0)), (last, (2.0, 0.5))):
-        parts = [entry[f"rewards/{name}/mean"] for name in ("letters_reward", "length_reward")]
-        assert entry["reward"] == pytest.approx(sum(w * p for w, p in zip(weights, parts, strict=True)), rel=1e-5)
-    with pytest.raises(ConfigError, match=r"early_reward_weights.* 3 .*letters_reward, length_reward"):
-        build([letters_reward, length_reward], early_reward_weights=[1.0, 2.0, 3.0])

@@ -37,12 +37,16 @@ def run(
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
+def stub(folder: Path, name: str, code: str) -> None:
+    """A command that stands in the place of another."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / name).write_text(f"#!/usr/bin/env bash\n{code}\n")
+    (folder / "bin" / name).chmod(0o755)
+
+
 def launched(script: str, folder: Path, *flags: str, **variables) -> list[str]:
     """What a script gives to `accelerate`, which only writes it down."""
-    (folder / "bin").mkdir(exist_ok=True)
-    stub = folder / "bin" / "accelerate"
-    stub.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" "$@" > {folder}/given\n')
-    stub.chmod(0o755)
+    stub(folder, "accelerate", f'printf "%s\\n" "$@" > {folder}/given')
     (folder / "bin" / "deepspeed.py").touch()
     done = run(script, folder, *flags, **{"PYTHONPATH": str(folder / "bin")} | variables)
     assert done.returncode == 0, done.stderr
@@ -130,10 +134,7 @@ def test_a_script_called_by_its_link_is_the_script(tmp_path):
 
 
 def test_data_are_converted_and_merged_in_one_command(tmp_path):
-    (tmp_path / "bin").mkdir()
-    stub = tmp_path / "bin" / "vgr-trl"
-    stub.write_text(f'#!/usr/bin/env bash\necho "$*" >> {tmp_path}/commands\n')
-    stub.chmod(0o755)
+    stub(tmp_path, "vgr-trl", f'echo "$*" >> {tmp_path}/commands')
     assert run("data.sh", tmp_path, "sets", "--subset_size", "9", folder_of_scripts=EXPERIMENTS.parent).returncode == 0
     commands = [line.split() for line in (tmp_path / "commands").read_text().splitlines()]
     converted = [convert_parser().parse_args(words[2:]) for words in commands[:-1]]
@@ -146,10 +147,7 @@ def test_data_are_converted_and_merged_in_one_command(tmp_path):
 
 
 def test_several_machines_take_the_gpus_of_all(tmp_path):
-    (tmp_path / "bin").mkdir()
-    gpus = tmp_path / "bin" / "nvidia-smi"
-    gpus.write_text("#!/usr/bin/env bash\necho 'GPU 0: one'; echo 'GPU 1: other'\n")
-    gpus.chmod(0o755)
+    stub(tmp_path, "nvidia-smi", "echo 'GPU 0: one'; echo 'GPU 1: other'")
     variables = {"NUM_MACHINES": "2", "MACHINE_RANK": "1", "MAIN_IP": "10.0.0.1"}
     given = launched("experiment1.sh", tmp_path, **variables)
     expected = "--num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port"

@@ -92,11 +92,8 @@ def test_a_rule_reads_a_signal_by_its_name(installed):
 
 def test_a_rule_by_its_name_switches_its_options_on():
     config = DAPOConfig("out", use_cpu=True, credit_rules=["perception_weights", "token_weights"])
-    assert (config.enable_perception_filtering, config.perception_weighting, config.token_weights) == (
-        True,
-        "soft",
-        True,
-    )
+    found = config.enable_perception_filtering, config.perception_weighting, config.token_weights
+    assert found == (True, "soft", True)
 
 
 @pytest.mark.parametrize(

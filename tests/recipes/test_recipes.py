@@ -66,21 +66,6 @@ def test_a_recipe_of_ones_own_with_the_options_of_its_plug_ins(tmp_path):
     assert json.loads(given) == {"mine_share": 0.25}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("lerning_rate: 1\n", "has lerning_rate, which is not an option. Did you mean learning_rate?"),
-        ("- a\n", "holds no options"),
-        ("about: {method: x, paper: y, papers: z}\n", "give method and paper"),
-    ],
-)
-def test_recipes_that_cannot_be_read(text, message, tmp_path, capsys):
-    file = tmp_path / "mine.yaml"
-    file.write_text(text)
-    assert main(["train", "--recipe", str(file)]) == 1
-    assert message in capsys.readouterr().err
-
-
 def test_load_recipe_gives_options_of_python():
     options = load_recipe("vppo")
     assert options.pop("reward_funcs") == ["accuracy"]
@@ -94,9 +79,7 @@ def test_all_are_listed_with_source_signals_and_cost(capsys):
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
     assert len(recipe_names()) >= 8
-    for name in recipe_names():
-        about = read_recipe(name).about
-        assert re.search(rf"^{name} +{re.escape(about.method)}\n +{re.escape(about.paper)}; ", listed, re.MULTILINE)
+    assert re.findall(r"^(\w+) ", listed, re.MULTILINE)[: len(recipe_names())] == recipe_names()
     assert "https://arxiv.org/abs/2510.09285; dependency; 2 + 1 passes" in listed
     assert main(["recipes", "vppo"]) == 0
     assert capsys.readouterr().out.startswith("# VPPO as published")
