@@ -44,12 +44,12 @@ def _index(shown: dict[Path, list[Recipe]]) -> Iterator[str]:
 
 
 def _measured(recipes: Sequence[Recipe]) -> Iterator[str]:
-    """What benchmarks/recipe_runs.py found, once it has run."""
+    """What the runs of experiments/recipe_runs.yaml came to."""
     page = DOCS.parent / "benchmarks" / "results" / "recipe_runs.md"
     text = page.read_text(encoding="utf-8") if page.exists() else ""
-    if rows := [line for recipe in recipes for line in text.splitlines() if line.startswith(f"| `{recipe.name}` |")]:
+    if rows := [line for recipe in recipes for line in text.splitlines() if line.startswith(f"| {recipe.name} |")]:
         yield "\n### From the demo's start, at its sizes and learning rate\n"
-        yield from re.findall(r"^\| recipe .*\n.*", text, re.MULTILINE)
+        yield from re.findall(r"^\| run .*\n.*\n\| start .*", text, re.MULTILINE)
         yield from rows
         yield "\nHow: [recipe_runs](../../benchmarks/results/recipe_runs.md)."
 

@@ -252,7 +252,7 @@ def compare(monkeypatch):
     return importlib.import_module("compare")
 
 
-@pytest.mark.parametrize("name", ["questions", "ablations"])
+@pytest.mark.parametrize("name", ["questions", "ablations", "recipe_runs"])
 def test_runs_of_a_grid_have_flags_that_hold(name, compare, tmp_path):
     grid = yaml.safe_load((EXPERIMENTS / f"{name}.yaml").read_text())
     assert grid["baseline"] in grid["runs"]
