@@ -147,16 +147,18 @@ def row(name: str, runs: Finished, baseline: str) -> list[str]:
     gained = [
         found["accuracy"] - runs[baseline, seed]["accuracy"] for seed, found in own.items() if (baseline, seed) in runs
     ]
-    low, high = interval(accuracy)
-    line = [name, str(len(own)), f"{statistics.mean(accuracy):.3f}", f"{low:.3f} to {high:.3f}"]
-    if gained and name != baseline:
-        line.append(f"{statistics.mean(gained):+.3f} ({interval(gained)[0]:+.3f} to {interval(gained)[1]:+.3f})")
-    else:
-        line.append("")
+    line = [name, str(len(own)), f"{statistics.mean(accuracy):.3f}", between(accuracy, ".3f")]
+    against = f"{statistics.mean(gained):+.3f} ({between(gained, '+.3f')})" if gained and name != baseline else ""
+    line.append(against.replace(" ()", ""))
     for measure in MEASURES[1:]:
         values = [found[measure] for found in own.values() if measure in found]
         line.append(f"{statistics.mean(values):.{0 if measure in ('tokens', 'CPU seconds') else 3}f}" if values else "")
     return line
+
+
+def between(values: Sequence[float], form: str) -> str:
+    """Return a 95 % interval of the mean by bootstrap; nothing for fewer than three values."""
+    return " to ".join(f"{end:{form}}" for end in interval(values)) if len(values) >= 3 else ""
 
 
 def plot(names: Sequence[str], runs: Finished, file: Path) -> None:
