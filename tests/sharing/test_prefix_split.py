@@ -34,6 +34,14 @@ def test_images_at_the_end_of_the_prompt_and_behind(name, value, column):
         find_split(inputs, CONFIG, (3, 5))
 
 
+def test_equal_rows_are_split_before_the_last_column_without_padding():
+    inputs = two_rows()
+    inputs["input_ids"][1] = inputs["input_ids"][0]
+    assert find_split(inputs, CONFIG).start == 5
+    inputs["attention_mask"][:, 5] = 0
+    assert find_split(inputs, CONFIG).start == 4
+
+
 def test_inputs_that_cannot_be_split():
     inputs = two_rows()
     inputs["attention_mask"][:, 3] = 0

@@ -69,7 +69,7 @@ class Prefix(Cache):
 
     layers: list[Any]
     groups: list[int] | None = None  # of a written one: row of the batch -> number of its prompt
-    rows: list[int] | None = None  # of a read one: rows of the batch that read it, if not all do
+    rows: list[int] | None = None  # of a read one: rows of the batch that read it
 
 
 class _Keys(CacheLayerMixin):

@@ -97,21 +97,19 @@ def best_split(
     mask: torch.Tensor,
     pixels: Sequence[Sequence[torch.Tensor]] | None,
     earliest: int,
-    latest: int | None = None,
+    latest: int,
 ) -> int | None:
     """Where to split a batch whose prompt lengths are not known, so that the fewest tokens are computed.
 
     Args:
         pixels: per row, its pixel inputs; rows with different ones share nothing.
         earliest: first column at which the batch may be split, at least 1.
-        latest: last such column, below S. None: S - 1.
+        latest: last such column, below S.
 
     Returns:
         The number of columns p in [earliest, latest] with the largest p * (N - number of different rows in columns
         [0, p)), or None if no two rows agree up to `earliest`.
     """
-    length = ids.size(1)
-    latest = length - 1 if latest is None else latest
     pairs = [(row, earlier) for row in range(1, len(ids)) for earlier in range(row)]
     shared = [0] * (len(ids) - 1)  # per row but the first: columns it has in common with some earlier row
     common = [_columns_in_common(ids[:row], mask[:row], ids[row], mask[row]) for row in range(1, len(ids))]
@@ -493,7 +491,7 @@ def _padded_passes(
     for rows in passes:
         at = slice(None) if len(passes) == 1 else on_device(rows, ids.device)
         behind = prefix_to_read(prefix, index[at])
-        behind.rows = None if len(passes) == 1 else rows
+        behind.rows = rows
         stop = split.start + max(lengths[row] for row in rows)
         of_rows = positions
         if of_rows is not None:
