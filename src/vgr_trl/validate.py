@@ -322,7 +322,7 @@ def refuse_unfit_options(trainer: "DAPOTrainer", sharded: bool, has_images: bool
          "continuous batching, or use rloo."),
         (unknown, f"generation_kwargs has {', '.join(unknown)}, which the generation of transformers does not know and "
          "leaves unread: give names of its GenerationConfig, or drop it."),
-        (sharded and args.kl_coef > 0 and args.kl_penalty == "full",
+        (sharded and args.needs_full_kl,
          "kl_penalty is full with ZeRO-3 or FSDP, which do not gather the heads it runs again: use low_var_kl, or "
          "ZeRO-2."),
         (sharded and shift, f"{shift} compares whole distributions, which ZeRO-3 and FSDP do not gather the head for: "

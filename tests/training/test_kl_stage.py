@@ -11,6 +11,7 @@ from support.trainers import begin, emitted, logged, scored_passes
 from vgr_trl.batch import valid_tokens
 from vgr_trl.loss import PENALTY, FullKL
 from vgr_trl.utils import ConfigError
+from vgr_trl.validate import refuse_unfit_options
 
 
 def logps_by_hand(model, inputs):
@@ -108,6 +109,14 @@ def test_over_all_words_the_reference_cannot_have_the_adapters_head(text_model):
     model = get_peft_model(text_model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
     with pytest.raises(ConfigError, match="kl_penalty is full with an adapter that trains the model's head"):
         FullKL(model, None, 1.0)
+
+
+def test_over_all_words_the_heads_must_be_whole(make):
+    trainer = make(kl_coef=0.5, kl_penalty="full")
+    with pytest.raises(ConfigError, match="kl_penalty is full with ZeRO-3"):
+        refuse_unfit_options(trainer, sharded=True, has_images=True)
+    trainer.args.kl_penalty = "low_var_kl"
+    refuse_unfit_options(trainer, sharded=True, has_images=True)
 
 
 def test_an_adaptive_coefficient_goes_on_from_a_checkpoint(make):
