@@ -246,11 +246,12 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(make, tmp_path):
     [
         ({"num_generations": 2}, "num_generations is 2, and its groups have 4 completions."),
         ({"token_weights": True}, "it was stored without attention and token_weights."),
+        ({"kl_penalty": "full"}, "it was stored without kl_penalty full."),
     ],
     ids=str,
 )
 def test_a_buffer_that_new_options_cannot_use_starts_empty(make, tmp_path, monkeypatch, after, message):
-    common = {"replay_buffer_size": 8, "compute_attention_metrics": False}
+    common = {"replay_buffer_size": 8, "compute_attention_metrics": False, "kl_coef": 0.01}
     make(save_strategy="steps", save_steps=4, max_steps=4, **common).train()
     checkpoint = str(tmp_path / "run" / "checkpoint-4")
     warnings = []
