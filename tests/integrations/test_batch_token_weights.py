@@ -66,6 +66,10 @@ def test_matrices_give_what_a_probe_gives(generated):
     assert torch.allclose((weights * mask).sum(1) / mask.sum(1), torch.ones(4), atol=1e-5)
     assert float(weights[mask].std()) > 1e-3
     assert not torch.allclose(weights[mask], token_vgr_weights(signals.attention, last_k_layers=1)[0][mask])
+    first = build_token_vgr_weights_for_batch(
+        out.attentions[:1], inputs["input_ids"], out.sequences[:, : prompt + 1], processor
+    )
+    assert first[0].tolist() == [[1.0]] * 4, "of one token"
 
 
 def test_lists_and_tensors_are_padded_or_cut_with_a_warning():

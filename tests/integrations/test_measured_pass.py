@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 
 sys.path.append(str(Path(__file__).parents[1] / "with_verl" / "parts"))
 from tiny_rollout import rollout, tiny_model
@@ -20,7 +21,7 @@ def tiny():
     return model.eval(), processor, *rollout(model, processor)
 
 
-def test_packed_and_padded_agree(tiny):
+def test_packed_and_padded_agree(tiny, monkeypatch):
     model, processor, tensors, pixels = tiny
     options = SignalOptions(token_weights=True, token_weights_last_k_layers=1)
     special = special_token_ids(processor)
@@ -28,11 +29,16 @@ def test_packed_and_padded_agree(tiny):
     ids, present = tensors["input_ids"], tensors["attention_mask"].bool()
     prompt = present & (torch.arange(ids.size(1)) < tensors["prompts"].size(1))
     padded = MeasuredPass(model, padded_layout(ids, present, prompt), options, special)
+    queries, attend = [], functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        functional, attend.__name__, lambda query, *a, **k: queries.append(query.size(2)) or attend(query, *a, **k)
+    )
     with torch.no_grad(), padded.active():
         model(
             input_ids=ids, attention_mask=present.long(), position_ids=tensors["position_ids"].transpose(0, 1), **images
         )
 
+    assert tensors["responses"].size(1) in queries, "measured again for the tokens that emit responses, and no others"
     tokens, positions = ids[present], tensors["position_ids"].transpose(0, 1)[:, present]  # (total,), (4, total)
     layout = packed_layout(tokens, present.sum(1).tolist(), prompt.sum(1).tolist(), pad=3)
     packed = MeasuredPass(model, layout, options, special)

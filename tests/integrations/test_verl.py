@@ -14,6 +14,7 @@ from vgr_trl.integrations.verl.credit import (
     named_estimator,
     options_of,
     set_signal_context,
+    token_terms,
     with_terms,
 )
 from vgr_trl.integrations.verl.inside_easyr1 import rewards as easyr1_rewards
@@ -177,6 +178,15 @@ def test_gradients_of_the_published_code(case):
     assert (logps.grad - torch.tensor(case["grad"])).abs().max() <= 1e-6
     assert logps.grad.abs().max() > 1e-3
     assert ("actor/entropy_penalty" in metrics) == context.options.use_entropy_penalty
+
+
+def test_terms_of_the_loss_beside_the_entropy_penalty():
+    logps, mask = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[1, 1, 0]])
+    terms = token_terms(SignalContext(SignalOptions(der_loss_weight1=0.25)), logps, mask)
+    assert {name: term.tolist() for name, term in terms.items()} == {"entropy_loss": [[0.25, 0.5, 0.0]]}
+    assert token_terms(SignalContext(SignalOptions()), logps, mask) == {}
+    with pytest.raises(ConfigError, match="the micro-batch has no perturbed images"):
+        token_terms(SignalContext(SignalOptions(perception_loss_weight=0.1)), logps, mask)
 
 
 def test_the_command_line_of_easyr1_is_split():
