@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 from peft import LoraConfig
+from support.models.compare import checkpointed
 from support.models.families import build as build_model
 from support.steps import DAPO, build_trainer, options
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -37,6 +38,7 @@ def test_a_loss_that_divides_by_the_micro_batch_keeps_its_order_by_default(mode,
         ({"zero": 3}, ("on", "on", "on")),
         ({"fsdp": 2}, ("off (FSDP)", "on", "on")),
         ({"fsdp": 1}, ("off (FSDP)", "on", "off (the first version of FSDP)")),
+        ({"reentrant": True}, ("on", "on", "off (gradient checkpointing with use_reentrant=True)")),
         ({"compile": "INDUCTOR"}, ("on", "off (torch.compile)", "off (torch.compile)")),
         ({"vllm": True}, ("off (vLLM shares prompts itself)", "on", "on")),
         ({"mode": "off"}, ("off (share_prompts=off)",) * 3),
@@ -55,6 +57,8 @@ def test_launches(launch, expected, make, monkeypatch):
     monkeypatch.setattr(trainer, "is_deepspeed_enabled", zero is not None)
     monkeypatch.setattr(trainer.args, "deepspeed_plugin", SimpleNamespace(zero_stage=zero))
     monkeypatch.setattr(trainer, "use_vllm", launch.get("vllm", False))
+    if launch.get("reentrant"):
+        checkpointed(trainer.model.train(), {"use_reentrant": True})
     features = plan_features(trainer)
     assert tuple(str(features[f"share_{stage}"]) for stage in ("generation", "scoring", "training")) == expected
     assert features["regroup"].enabled == (expected[2] == "on")

@@ -109,6 +109,9 @@ def test_grey_gets_darker_and_spreads():
     assert after.mean() == pytest.approx(0.98913 * 128, abs=0.5)
     assert after.std() == pytest.approx(0.14702 * 255, rel=0.02)
     assert np.abs(np.corrcoef(after.reshape(-1, 3).T) - np.eye(3)).max() < 0.03, "each channel has noise of its own"
+    strong = np.asarray(diffusion_noise(grey, steps=999, seed=3))  # 0.285 · 128 and a deviation of 0.9585 · 255
+    shares = [np.mean(strong == edge) for edge in (0, 255)]
+    assert shares == pytest.approx([0.441, 0.186], abs=0.01), "clipped, and not wrapped"
 
 
 def test_squares_change_places_and_the_edge_stays():
