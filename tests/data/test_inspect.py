@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     rows[0]["problem"] = HOSTILE
     rows[2]["image"] = "missing.png"
     rows[3]["solution"], rows[4]["solution"] = "zebra", "giraffe"
-    rows[5] |= {"choices": None, "solution": "forty-two"}
+    rows[5] |= {"choices": None, "solution": "B) forty-two"}
     rows[6]["image"] = "half.png"
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return tmp_path
@@ -51,9 +51,10 @@ def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, 
     by_rows = {tuple(row.row for row in found.examples[kind]): n for kind, n in found.counts["reasons"].items()}
     assert by_rows == {(2,): 1, (3, 4): 2, (6,): 1}  # zebra and giraffe are one kind of mistake
     assert (found.counts["choices"], found.counts["letters"]) == ({"2": 3, "open": 1}, {"B": 3})
+    assert found.counts["answers"] == {"B) forty-two": 1}
     assert (found.counts["images"], found.counts["sources"]) == ({"1": 4}, {"made": 4})
     answers = {one["row"]: one["answer"] for one in found.sample}
-    assert answers == {0: "B. y", 1: "B. y", 5: "forty-two", 7: "B. y"}
+    assert answers == {0: "B. y", 1: "B. y", 5: "B) forty-two", 7: "B. y"}
 
 
 @pytest.mark.parametrize(("images", "system_prompt"), [(0, SYSTEM_PROMPTS["zh"]), (1, None), (3, SYSTEM_PROMPTS["zh"])])

@@ -74,7 +74,7 @@ def test_a_shuffled_stream_waits_with_undecoded_images(pictures):
 
 
 OTHER = {"text": "Which?", "opts": ["red", "blue"], "gold": "B", "img": "red.png", "prompt": "not this", "label_idx": 0}
-FLAGS = {"problem_key": "text", "choices_key": "opts", "solution_key": "gold", "image_key": "img"}
+FLAGS = {"problem_key": "text", "choices_key": "opts", "solution_key": "gold", "image_key": "img", "video_key": "none"}
 
 
 @BOTH

@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 from support.made_records import completion, record
 
-from vgr_trl.reporting.markdown import MarkdownLogs, Summary, print_record, sections, token_shades
+from vgr_trl.reporting.markdown import MarkdownLogs, Summary, duration, print_record, sections, token_shades
 from vgr_trl.utils import printable
 
 PARSER = MarkdownIt("commonmark").enable("table")
@@ -134,3 +134,8 @@ def test_heavier_tokens_are_brighter_and_without_weights_those_with_a_small_vgr(
 def test_no_text_brings_its_own_control_characters_to_the_terminal(text):
     shown = printed(completion(prompt=text, tokens=[text], rewards={text: 1.0}))
     assert not set(shown) & set("\x1b\r\x00\x07\x08\x0b\x0c\x9b\u202e")
+
+
+def test_times_in_one_unit_or_two():
+    times = [duration(seconds) for seconds in (89, 90, 89 * 60 + 29, 89 * 60 + 31, 3 * 3600 + 5 * 60)]
+    assert times == ["89 s", "2 min", "89 min", "1 h 30", "3 h 05"]

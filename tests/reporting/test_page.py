@@ -164,6 +164,7 @@ def test_evaluated_completions_stand_beside_a_run(tmp_path: Path) -> None:
     data = data_in(page)
     assert [each["name"] for each in data["runs"]] == ["trained", "shapes: before", "shapes: after"]
     (shown,) = data["runs"][1]["records"]
+    assert shown["step"] == 0
     assert [(each["drawn"], each["text"], each["correct"]) for each in shown["completions"]] == [
         ("greedy", "red", True), ("sampled", "blue", False), ("sampled", "red", True),
     ]  # fmt: skip
