@@ -84,11 +84,11 @@ def test_values_of_a_file_as_yaml_reads_them_and_flags_before_them(options_of, m
     assert (rewards.reward_funcs, config.credit_rules) == (["accuracy"], ["token_weights"])
     assert os.environ["MY_PROJECT"] == "mine"
     flags = ["--data_files", "train=b.jsonl", "test=c.jsonl", "--data_files=test=d.jsonl", "--max-prompt-length", "9"]
-    flags += ["--greater_is_better", "--token_weights", "false"]
+    flags += ["--greater_is_better", "--compute_attention_metrics", "false"]
     data, _, config, _ = options_of(text, *flags)
     assert data.data_files == "train=b.jsonl,test=c.jsonl,test=d.jsonl"
     assert (config.beta, config.max_prompt_length) == (1, 9)
-    assert (config.greater_is_better, config.token_weights) == (True, False)
+    assert (config.greater_is_better, config.compute_attention_metrics) == (True, False)
 
 
 def test_help_lists_every_flag_once_and_ours_by_stage(capsys):

@@ -98,9 +98,9 @@ def run(name, model_folder, question_file, output, rows_per_process):
     if name == "regions, similarity and views":
         boxes = [[0.0, 0.0, 1.0, 0.25 * (1 + row % 3)] if row % 4 else None for row in range(len(rows))]
         rows = rows.add_column("bbox", boxes)
-    elif name == "remax, rows without images":  # rows 0 and 1 are dealt to the two processes, then 2 and 3
+    elif name == "remax, rows without images":  # two rows a step, one on each process
         rows = Dataset.from_list(
-            [{**row, "image": None if place in (1, 2) else row["image"]} for place, row in enumerate(rows)]
+            [{**row, "image": None if place in (1, 2, 5) else row["image"]} for place, row in enumerate(rows)]
         )
     trainer = vision_trainer(model_folder, rewards, options, rows)
     trainer.model.generate = generate_by_prompt(trainer)

@@ -20,7 +20,7 @@ from vgr_trl.demo.write_folder import write_folder
 from vgr_trl.rewards.loading import hardened
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-NO_RUNS = ("check.sh", "common.sh", "data.sh")
+NO_RUNS = ("check.sh", "common.sh", "data.sh", "ablations.sh")
 SCRIPTS = sorted(path.name for path in EXPERIMENTS.glob("*.sh") if path.name not in NO_RUNS)
 VGR = ["accuracy", "vgr", "format", "length"]
 HARD = ["accuracy", "vgr_hard_negative", "format", "length"]

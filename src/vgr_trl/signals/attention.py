@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import torch
@@ -221,7 +221,7 @@ class AttentionProbe:
         current.done.add(layer)
         *queries, num_keys, device = shape
         sets = current.sets_of_keys(self.sets, tuple(queries), num_keys, device)  # (B, K, 2)
-        numbers, groups = on_device(current.numbers, device), on_device(current.groups, device)
+        numbers, groups = (index.to(device) for index in current.indices)
         if layer not in self._masses:
             self._masses[layer] = torch.zeros(len(self.sets), len(self.plan.positions), sets.size(-1), device=device)
             self._prompts[layer] = torch.zeros(len(self.sets), sets.size(-1), device=device)
@@ -240,7 +240,7 @@ class AttentionProbe:
         if current.instruction is not None:
             mass = mass_on_keys(sets, current.instruction)  # (B, P', 2)
             positions = current.instruction.index.to(self.sets.device) + current.seen
-            own = self.sets[on_device(current.owners, self.sets.device)][:, positions, 1].to(device)  # (B, P')
+            own = self.sets[current.owners_index.to(self.sets.device)][:, positions, 1].to(device)  # (B, P')
             sums = (mass * own.unsqueeze(-1)).sum(1)[groups]
             before = self._prompts[layer][numbers] if current.seen else 0
             self._prompts[layer][numbers] = before + sums
@@ -267,6 +267,7 @@ class Pass:
         emitting: queries whose attention mass is wanted, None if there are none in this pass.
         columns: which of the wanted positions they are.
         instruction: queries of instruction tokens of any row; None if they are not wanted, or not in this pass.
+        device: of the pass.
         done: layers that have been measured; recomputation comes to them again.
     """
 
@@ -277,8 +278,19 @@ class Pass:
     emitting: Queries | None
     columns: slice
     instruction: Queries | None
+    device: torch.device
     done: set[int] = field(default_factory=set)
     _found: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)  # sets of so many keys
+
+    @cached_property
+    def indices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`numbers` and `groups` on the device of the pass."""
+        return on_device(self.numbers, self.device), on_device(self.groups, self.device)
+
+    @cached_property
+    def owners_index(self) -> torch.Tensor:
+        """`owners` there."""
+        return on_device(self.owners, self.device)
 
     @property
     def owners(self) -> list[int]:
@@ -316,7 +328,7 @@ class Pass:
                 "caches of fixed length cannot be measured."
             )
         if (num_keys, device) not in self._found:
-            found = sets[on_device(self.owners, sets.device)][:, first : first + num_keys]
+            found = sets[self.owners_index.to(sets.device)][:, first : first + num_keys]
             found = torch.nn.functional.pad(found, (0, 0, 0, num_keys - found.size(1)))
             self._found[num_keys, device] = found.to(device)
         return self._found[num_keys, device]
@@ -407,6 +419,7 @@ class PassPlan:
             emitting=_queries(self.positions[columns], seen, hidden.device),
             columns=columns,
             instruction=_queries([one for one in self.instruction if seen <= one < seen + length], seen, hidden.device),
+            device=hidden.device,
         )
         if groups is not None:  # the same rows are still to come, behind their prompts
             return

@@ -227,7 +227,7 @@ def mdi_balance(vgr: torch.Tensor, ratio: float = 2.0) -> torch.Tensor:
 
 
 def _layer_mean(side: torch.Tensor, layers: Sequence[int] | None) -> torch.Tensor:
-    return (side if layers is None else side[on_device(list(layers), side.device)]).mean(0)  # (N, T)
+    return (side if layers is None else torch.stack([side[layer] for layer in layers])).mean(0)  # (N, T)
 
 
 def _ratio(
