@@ -38,6 +38,7 @@ def parse_flags(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tuning_seeds", type=int, nargs="+", default=[TUNING])
     parser.add_argument("--learning_rates", type=float, nargs="+", help="instead of the method's")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after that")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--write", action="store_true", help="write the leaderboard of what there is, run nothing")
     for part in fields(Settings):
         parser.add_argument(f"--{part.name}", type=type(part.default), default=part.default)
@@ -54,7 +55,7 @@ def run_missing(flags: argparse.Namespace, settings: Settings) -> None:
                 for method, rate in missing(flags, settings, task, seed, rates):
                     if time.monotonic() > ends:
                         return
-                    start = start or Start(TASKS[task], seed, settings)
+                    start = start or Start(TASKS[task], seed, settings, device=flags.device)
                     found = start.run(METHODS[method], rate, closely=seed < TUNING)
                     keep(Run(task, method, seed, rate, found), settings)
 

@@ -50,30 +50,53 @@ class Settings:
 class Start:
     """A task's questions under a seed, and a model that answers some of them; every method starts from a copy."""
 
-    def __init__(self, task: Task, seed: int, settings: Settings) -> None:
-        """Draw the questions and warm-start a new model."""
+    def __init__(
+        self, task: Task, seed: int, settings: Settings, *, device: str = "cpu", most: int = 1500, **sizes: int
+    ):
+        """Draw the questions and warm-start a new model.
+
+        `most`: steps of each part of the warm start. `sizes`: of the model, as `build_tiny_vlm` takes them; the wider,
+        the lower its learning rates.
+        """
         self.task, self.seed, self.settings = task, seed, settings
         self.options = Options(
             seed=seed,
             steps=settings.steps,
+            text_steps=most,
             prompts_per_step=settings.prompts,
             num_generations=settings.generations,
             warm_start_accuracy=settings.start,
+            device=device,
         )
         set_up_process(self.options)
         self.questions: Questions = task.questions(seed)
-        self.model, self.processor = build_tiny_vlm(words_of(self.questions.train + self.questions.test), seed=seed)
+        words = words_of(self.questions.train + self.questions.test)
+        self.model: Any
+        self.model, self.processor = build_tiny_vlm(words, seed=seed, **sizes)
+        self.model.to(device)
+        self.pace = 64 / self.model.config.get_text_config().hidden_size
         self._warm_up()
         self.weights = copy.deepcopy(self.model.state_dict())
 
+    def measured(self, step: int, tokens: int, accuracy: float) -> None:
+        """Do nothing with a point of a course; for those who want it before the course is over."""
+
     def _warm_up(self) -> None:
-        options, questions = self.options, self.questions
-        learn_captions(self.model, self.processor, questions.shown, seed=self.seed, target_loss=self.task.caption_loss)
+        options, questions, rate = self.options, self.questions, 2e-3 * self.pace
+        learn_captions(
+            self.model,
+            self.processor,
+            questions.shown,
+            learning_rate=rate,
+            target_loss=self.task.caption_loss,
+            max_steps=min(600, options.text_steps),
+            seed=self.seed,
+        )
         learn_answers(
             self.model,
             self.processor,
             questions.text,
-            learning_rate=options.text_learning_rate,
+            learning_rate=options.text_learning_rate * self.pace,
             batch_size=options.text_batch_size,
             max_steps=options.text_steps,
             target_loss=options.text_loss,
@@ -86,7 +109,8 @@ class Start:
             accuracy=self._learned,
             target_accuracy=self.settings.start,
             measure_every=20,
-            max_steps=240,
+            max_steps=min(240, options.text_steps),
+            learning_rate=rate,
             seed=self.seed,
         )
 
@@ -176,6 +200,7 @@ class Course(TrainerCallback):
         seen = self.start.answers(self.start.questions.test[: settings.questions], samples=4)
         self.points.append((step, self.tokens, round(seen.mean_at_k or 0.0, 4)))
         self.seconds += time.process_time() - began if step else 0.0
+        self.start.measured(*self.points[-1])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Count tokens; measure where it is due."""

@@ -39,6 +39,7 @@ def demo(argv: Sequence[str]) -> int:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"), help="run folder (default runs/demo)")
     parser.add_argument("--steps", type=int, default=Options.steps, help=f"of reinforcement (default {Options.steps})")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where it runs (default cpu)")
     flags = parser.parse_args(argv)
     _say_what_loads("demo")
     from vgr_trl.cli.train import check_output_dir, write_identity
@@ -47,7 +48,7 @@ def demo(argv: Sequence[str]) -> int:
     identity = {"command": "demo"}
     check_output_dir(flags.output_dir, identity, None, may_repeat=True)
     write_identity(flags.output_dir, identity)
-    options = Options(seed=flags.seed, steps=flags.steps, threads=flags.threads)
+    options = Options(seed=flags.seed, steps=flags.steps, threads=flags.threads, device=flags.device)
     return 0 if run_demo(options, flags.output_dir) else 1
 
 

@@ -26,3 +26,4 @@ class Options:
     warm_start_accuracy: float = 0.55
     num_samples: int = 8
     threads: int = 1
+    device: str = "cpu"

@@ -225,12 +225,13 @@ def supervised_loss(
     """
     inputs, lengths = encode(processor, rows, images=images)
     longest = int(lengths.max())
-    logits = model(**inputs.to(model.device), logits_to_keep=longest + 1).logits[:, :-1].float()  # (N, T, vocabulary)
+    inputs, lengths = inputs.to(model.device), lengths.to(model.device)
+    logits = model(**inputs, logits_to_keep=longest + 1).logits[:, :-1].float()  # (N, T, vocabulary)
     labels = inputs["input_ids"][:, -longest:]  # (N, T), targets end at the right
     losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none")  # (N, T)
     opening, closing = processor.tokenizer.convert_tokens_to_ids(["<answer>", "</answer>"])
     opened, closed = ((labels == tag).cumsum(1) > 0 for tag in (opening, closing))
-    is_target = torch.arange(longest) >= longest - lengths[:, None]
+    is_target = torch.arange(longest, device=model.device) >= longest - lengths[:, None]
     is_answer = opened & ~closed & (labels != opening) & is_target
     rest = losses[is_target & ~is_answer].mean()
     if not is_answer.any():
@@ -335,6 +336,7 @@ def warm_start(
 
 def warm_up(model: Any, processor: Any, questions: Questions, options: Options) -> None:
     """Bring the model to `warm_start_accuracy` on the validation questions."""
+    model.to(options.device)
     seed, shown = options.seed, questions.shown or questions.train
     size: Any = {"max_steps": options.text_steps, "batch_size": options.text_batch_size}
     rate, text = options.text_learning_rate, questions.text or questions.train
@@ -377,11 +379,12 @@ def reinforce(
 
 
 def trainer_options(options: Options, output_dir: Path, **changed: Any) -> DAPOConfig:
-    """Return the options of `DAPOTrainer` for a model of a million parameters on a CPU, some of them changed."""
+    """Return the options of `DAPOTrainer` for a small model, some of them changed."""
     batch = options.prompts_per_step * options.num_generations
     chosen: dict[str, Any] = {
-        "output_dir": str(output_dir), "seed": options.seed, "max_steps": options.steps, "use_cpu": True, "bf16": False,
-        "per_device_train_batch_size": batch, "num_generations": options.num_generations, "max_completion_length": 16,
+        "output_dir": str(output_dir), "seed": options.seed, "max_steps": options.steps, "bf16": False,
+        "use_cpu": options.device == "cpu", "max_completion_length": 16,
+        "per_device_train_batch_size": batch, "num_generations": options.num_generations,
         "temperature": options.temperature, "learning_rate": options.learning_rate, "warmup_steps": 3,
         "lr_scheduler_type": options.lr_scheduler_type, "reward_weights": [1.0, 0.2], "gradient_checkpointing": False,
         "logging_steps": 1, "log_completions": True, "num_completions_to_print": 0, "report_to": "none",
