@@ -137,41 +137,33 @@ $(EASYR1_VENV)/.installed: pyproject.toml tests/with_verl/requirements-easyr1.tx
 	$(EASYR1_VENV)/bin/python -m pip install --quiet --no-deps --editable $(EASYR1_VENV)/EasyR1
 	@touch $@
 
-# On a GPU: tests, benchmarks, and benchmarks/results/gpu.md of what came out. Each target below takes at most ten minutes
-# and continues where it ended. With the torch and transformers that the machine has; `make gpu-wheels` beforehand, where
-# there is a network, carries the other packages along.
+# On a GPU, with the torch and transformers that the machine has: benchmarks/results/gpu.md says how. All targets of one
+# command together take GPU_SECONDS at most, and go on where they ended.
 GPU_PYTHON ?= python3
 GPU_DEVICE ?= cuda
+GPU_SHAPE ?= qwen2.5-vl-7b
 GPU_FLAGS ?=
+GPU_SECONDS ?= 540
 GPU_WHEELS := .gpu/wheels
 GPU_SITE := .gpu/site
 GPU_RESULTS ?= benchmarks/results/gpu.jsonl
-GPU_RUN = PYTHONPATH=src:benchmarks:$(GPU_SITE) PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 $(GPU_PYTHON)
-GPU_BENCH = $(GPU_RUN) -W ignore -m gpu.bench --device $(GPU_DEVICE) --output $(GPU_RESULTS) $(GPU_FLAGS)
-GPU_3B := qwen2.5-vl-3b
-GPU_7B := qwen2.5-vl-7b
-GPU_4B := qwen3-vl-4b
-GPU_8B := qwen3-vl-8b
+GPU_DEADLINE := $(shell expr $$(date +%s) + $(GPU_SECONDS))
+GPU_RUN = GPU_RESULTS=$(GPU_RESULTS) GPU_DEADLINE=$(GPU_DEADLINE) PYTHONPATH=src:benchmarks:$(GPU_SITE) PYTHONUNBUFFERED=1 \
+  HF_HUB_OFFLINE=1 $(GPU_PYTHON) -W ignore
+GPU_BENCH = $(GPU_RUN) -m gpu.bench --device $(GPU_DEVICE) --shape $(GPU_SHAPE) --output $(GPU_RESULTS)
 
-.PHONY: gpu gpu-tests gpu-kernels gpu-report gpu-wheels
-gpu: gpu-tests gpu-bench-3b gpu-bench-7b gpu-kernels gpu-steps-3b gpu-steps-7b
-gpu: gpu-bench-4b gpu-bench-8b gpu-steps-4b gpu-steps-8b gpu-report
+.PHONY: gpu gpu-tests gpu-passes gpu-steps gpu-kernels gpu-packing gpu-effect gpu-report gpu-wheels
+gpu: gpu-tests gpu-passes gpu-steps gpu-kernels gpu-packing gpu-effect gpu-report
 
 gpu-tests: $(GPU_SITE)
-	-GPU_RESULTS=$(GPU_RESULTS) $(GPU_RUN) -m pytest -q -p no:cacheprovider -W default -n 4 -m gpu tests/gpu
-	$(MAKE) gpu-report
+	-$(GPU_RUN) -m pytest -q -p no:cacheprovider -W default -n 8 -m gpu tests/gpu
+	$(GPU_BENCH) --parts shapes
 
-gpu-bench-%: $(GPU_SITE)
-	$(GPU_BENCH) --shape $(GPU_$(subst b,B,$*)) --parts passes
-	$(MAKE) gpu-report
+gpu-passes gpu-steps gpu-kernels gpu-packing: gpu-%: $(GPU_SITE)
+	$(GPU_BENCH) --parts $*
 
-gpu-steps-%: $(GPU_SITE)
-	$(GPU_BENCH) --shape $(GPU_$(subst b,B,$*)) --parts steps
-	$(MAKE) gpu-report
-
-gpu-kernels: $(GPU_SITE)
-	$(GPU_RUN) -W ignore -m gpu.kernels --device $(GPU_DEVICE) --output $(GPU_RESULTS)
-	$(MAKE) gpu-report
+gpu-effect: $(GPU_SITE)
+	$(GPU_RUN) -m gpu.effect --device $(GPU_DEVICE) --output $(GPU_RESULTS) $(GPU_FLAGS)
 
 gpu-report:
 	$(GPU_RUN) -m gpu.report --lines $(GPU_RESULTS) --output $(GPU_RESULTS:.jsonl=.md)

@@ -8,20 +8,13 @@ import torch
 
 def score(model: Any, batch: dict[str, torch.Tensor], completion: int, *, gradients: bool) -> None:
     """Log-probabilities of the completions, and their gradients if wanted."""
-    labels = batch["input_ids"].clone()
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     labels[:, :-completion] = -100
     model.zero_grad(set_to_none=True)
     with torch.set_grad_enabled(gradients):
         logps = model(**batch, labels=labels, fused_lm_head=True).log_probs
         if gradients:
             logps.sum().backward()
-
-
-def generate(model: Any, batch: dict[str, torch.Tensor], completion: int) -> None:
-    """As many new tokens as the completions have."""
-    per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
-    prompts = {name: value[:, :-completion] if name in per_token else value for name, value in batch.items()}
-    model.generate(**prompts, do_sample=True, min_new_tokens=completion, max_new_tokens=completion)
 
 
 def switch_checkpointing_on(model: Any) -> None:

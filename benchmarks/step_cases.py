@@ -25,6 +25,7 @@ class Case:
         adapters: LoRA on the language model, tower frozen; else all weights are trained.
         shape: of the model.
         variants: name -> options of `DAPOConfig`; `trl` is TRL's own trainer.
+        steps: among which the prompts are dealt out.
         scored_share: of the tokens of a live row, those whose log-probabilities have a gradient.
         goals: name of a figure -> its goal.
     """
@@ -37,6 +38,7 @@ class Case:
     adapters: bool
     shape: ModelShape
     variants: dict[str, dict[str, Any]]
+    steps: int = 1
     scored_share: float = 1.0
     goals: dict[str, float] = field(default_factory=dict)
 
@@ -46,11 +48,16 @@ class Case:
         return self.prompts * self.size.generations
 
     @property
+    def sizes(self) -> list[Size]:
+        """(prompts,)"""
+        return [self.size] * self.prompts
+
+    @property
     def lengths(self) -> list[int]:
         """(rows,) tokens of each completion: quantiles of the distribution in a fixed order, some of them T."""
         if not self.uneven:
             return [self.size.completion] * self.rows
-        lengths = _log_normal(self.rows, self.size.completion)
+        lengths = log_normal(self.rows, self.size.completion)
         random.Random(0).shuffle(lengths)
         return lengths
 
@@ -59,7 +66,8 @@ class Case:
         return prompt < self.dead
 
 
-def _log_normal(count: int, longest: int) -> list[int]:
+def log_normal(count: int, longest: int) -> list[int]:
+    """Quantiles of a log-normal distribution, in ascending order, whose mean is `MEAN` of the longest."""
     quantiles = [NormalDist().inv_cdf((one + 0.5) / count) for one in range(count)]
 
     def cut(scale: float) -> list[int]:

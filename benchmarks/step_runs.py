@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,8 @@ def _questions(case: Case, processor: Any) -> Dataset:
     """A prompt each, with an image of its own, and whether its group is to be dead."""
     features = Features({"prompt": List({"role": Value("string"), "content": Value("string")})})
     features |= {"image": ImageFeature(), "dead": Value("bool")}
-    rows = [make_question(case.size, processor, seed) | {"dead": case.is_dead(seed)} for seed in range(case.prompts)]
+    sizes = enumerate(case.sizes)
+    rows = [make_question(size, processor, seed) | {"dead": case.is_dead(seed)} for seed, size in sizes]
     return Dataset.from_list(rows, features=Features(features))
 
 
@@ -147,15 +149,15 @@ def _reward(completion_ids: list[list[int]], dead: list[bool], **kwargs: Any) ->
 
 
 def _cut_completions(trainer: Any, lengths: list[int]) -> None:
-    """Let completions, which random weights never end, end at given lengths."""
-    plain, end = trainer._generate_single_turn, trainer._tokenizer.eos_token_id
+    """Let completions, which random weights never end, end at given lengths, of one rollout after the other."""
+    plain, end, every = trainer._generate_single_turn, trainer._tokenizer.eos_token_id, cycle(lengths)
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         written, *rest = plain(*args, **kwargs)
         return (
             [
                 row if len(row) == length else [*row[: length - 1], end]
-                for row, length in zip(written, lengths, strict=True)
+                for row, length in zip(written, every, strict=False)
             ],
             *rest,
         )
@@ -172,12 +174,12 @@ def _options(place: Place, case: Case, processor: Any) -> dict[str, Any]:
         "bf16": place.dtype == "bfloat16",
         "gradient_checkpointing": place.checkpointing,
         "per_device_train_batch_size": case.size.generations,
-        "gradient_accumulation_steps": case.prompts,
+        "gradient_accumulation_steps": case.prompts // case.steps,
         "num_generations": case.size.generations,
         "max_completion_length": case.size.completion,
         "generation_kwargs": {"min_new_tokens": case.size.completion, "suppress_tokens": special},
         "epsilon_high": 0.28,
-        "max_steps": 1,
+        "max_steps": case.steps,
         "shuffle_dataset": False,
         "learning_rate": 1e-6,
         "optim": "sgd",

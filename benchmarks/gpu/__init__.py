@@ -1,1 +1,1 @@
-"""What runs on a GPU in one command: `plan` says what is measured, `bench` and `kernels` measure, `report` shows it."""
+"""What runs on a GPU: `plan` says what is measured, `bench`, `steps` and `effect` measure, `report` shows it."""

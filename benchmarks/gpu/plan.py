@@ -1,22 +1,36 @@
-"""What is measured on a GPU, in which order: the report shows a row for each, run or not."""
+"""What is measured on a GPU, in which order, and how long it should take on paper."""
 
 from dataclasses import dataclass
 
-from sharing_models import Size
+from cost import Load, Machine, seconds
+from sharing_models import MODEL_SHAPES, Size
+from sharing_operations import Update, executed_update, forward_of
 
 PROMPT, VISION, GENERATIONS = 1536, 1280, 8
-COMPLETIONS = (384, 1024, 2048)
-SHAPES = ("qwen2.5-vl-3b", "qwen2.5-vl-7b", "qwen3-vl-4b", "qwen3-vl-8b")
+COMPLETIONS = (384, 1024)
+SHAPES = ("qwen2.5-vl-7b", "qwen2.5-vl-3b", "qwen3-vl-4b", "qwen3-vl-8b")
 TINY = ("tiny-qwen2.5-vl", "tiny-qwen3-vl")
-# One trainer per name; AdamW's state of two of them beside the larger models does not fit.
-OPTIMIZERS = {"qwen2.5-vl-7b": "adafactor", "qwen3-vl-8b": "adafactor"}
+PARTS = ("shapes", "passes", "steps", "kernels", "packing")
+REPEATS, BATCHES = 5, 10
+STRATEGIES = ("two stages", "two stages, no mask", "packed", "paths")
+CUDNN = ", cuDNN"  # behind the name of a run: with cuDNN's attention, where others have none
+
+
+def both(*names: str) -> tuple[str, ...]:
+    """Each without cuDNN's attention and with it."""
+    return tuple(f"{name}{cudnn}" for name in names for cudnn in ("", CUDNN))
+
+
 COMPARED = {
-    "update": ("plain", "shared"),
-    "scoring": ("trl", "shared", "shared + probe"),
-    "generation": ("plain", "shared"),
-    "step": ("trl", "ours", "vgr", "perception"),
-    "kernels": ("plain", "shared"),
+    "new shape": both("masked", "masked, seen before", "causal", "causal, seen before"),
+    "update": both("plain", "shared"),
+    "scoring": both("trl", "shared", "shared + probe"),
+    "step": ("trl", "ours"),
+    "attention": (*STRATEGIES, f"two stages{CUDNN}"),
+    "packing": ("padded", "packed"),
 }
+BUILD = 20  # seconds for a model of 7B and what else comes before the first pass, a guess
+GUESSED = {"new shape": 30, "attention": 60}  # seconds: cuDNN's plans, a compilation
 
 
 @dataclass(frozen=True)
@@ -41,34 +55,35 @@ class Measurement:
         return f"{self.shape} {self.kind}{' lora' if self.adapters else ''} {self.size}"
 
     @property
-    def optimizer(self) -> str:
-        """Of whole steps."""
-        return OPTIMIZERS.get(self.shape, "adamw_torch") if not self.adapters else "adamw_torch"
+    def repeats(self) -> int:
+        """Of each run, after one that warms up."""
+        return BATCHES if self.kind == "step" else REPEATS
+
+    @property
+    def seconds(self) -> float:
+        """Of all runs together on a GPU, by benchmarks/cost.py."""
+        once = sum(self._once(name) for name in COMPARED[self.kind])
+        return BUILD * (2 if self.kind == "step" else 1) + (1 + self.repeats) * once
+
+    def _once(self, name: str) -> float:
+        shape, shared, machine = MODEL_SHAPES[self.shape], name.split(",")[0] not in ("plain", "trl"), Machine()
+        if self.kind in GUESSED:
+            return GUESSED[self.kind] / len(COMPARED[self.kind]) / (1 + self.repeats)
+        if self.kind == "step":
+            return sum(seconds(Load(shape, self.size, shared=shared, scored=False), machine).values())
+        scoring = self.kind == "scoring"
+        forward = forward_of(shape, self.size, shared=shared).total
+        count = forward if scoring else executed_update(shape, self.size, Update(self.adapters), shared=shared)
+        return count / machine.operations / machine.efficiency
 
 
-def passes(shape: str) -> list[Measurement]:
-    """Updates, scoring and generation of one model, the short ones first."""
-    return [
-        *(Measurement("update", shape, size) for size in sizes(shape)),
-        *(Measurement("update", shape, size, adapters=True) for size in sizes(shape)),
-        *(Measurement("scoring", shape, size) for size in sizes(shape)),
-        Measurement("kernels", shape, sizes(shape)[0]),
-        Measurement("generation", shape, sizes(shape)[0]),
-    ]
-
-
-def steps(shape: str) -> list[Measurement]:
-    """Whole optimizer steps of one model, and long generations."""
-    return [
-        Measurement("step", shape, sizes(shape)[0]),
-        Measurement("step", shape, sizes(shape)[0], adapters=True),
-        *(Measurement("generation", shape, size) for size in sizes(shape)[1:]),
-        *(Measurement("step", shape, size) for size in sizes(shape)[1:]),
-    ]
-
-
-def sizes(shape: str) -> list[Size]:
-    """One per length of the completions; a few tokens for the tiny models of a dry run."""
-    if shape in TINY:
-        return [Size(48, 16, 8, 2)]
-    return [Size(PROMPT, VISION, completion, GENERATIONS) for completion in COMPLETIONS]
+def plan(part: str, shape: str) -> list[Measurement]:
+    """What a part of `PARTS` measures, the most wanted first."""
+    every = [Size(48, 16, 8, 2)] if shape in TINY else [Size(PROMPT, VISION, one, GENERATIONS) for one in COMPLETIONS]
+    if part == "passes":
+        found = [Measurement(kind, shape, size) for size in every for kind in ("update", "scoring")]
+        return [*found, Measurement("update", shape, every[0], adapters=True)]
+    if part == "kernels":
+        return [Measurement("attention", shape, size) for size in every]
+    size = every[-1] if part == "packing" else every[0]
+    return [Measurement({"shapes": "new shape", "steps": "step"}.get(part, part), shape, size)]

@@ -4,227 +4,210 @@ PYTHONPATH=src:benchmarks python -m gpu.report
 """
 
 import argparse
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from sharing_models import MODEL_SHAPES
 from sharing_operations import Update, executed_update, forward_of, logical_update, utilisation
 
-from gpu.kernel_plan import STRATEGIES, Attention, attentions
+from gpu.effect import CHOSEN, NAME
 from gpu.measure import peak_operations
-from gpu.plan import COMPARED, SHAPES, Measurement, passes, steps
-from gpu.results import FILE, Line, read
+from gpu.plan import COMPARED, PARTS, SHAPES, STRATEGIES, Measurement, plan
+from gpu.results import FILE, Line, read, runs_of
 
 NOT_RUN = "not run"
-TARGETS = (
-    "gpu-tests",
-    "gpu-bench-3b",
-    "gpu-bench-7b",
-    "gpu-kernels",
-    "gpu-steps-3b",
-    "gpu-steps-7b",
-    "gpu-bench-4b",
-    "gpu-bench-8b",
-    "gpu-steps-4b",
-    "gpu-steps-8b",
-)
+SEVEN = "qwen2.5-vl-7b"
 GOALS = (
-    ("update, executed MFU", "qwen2.5-vl-3b update 1536,1280,1024,8", "executed", 0.30),
-    ("update, executed MFU", "qwen2.5-vl-7b update 1536,1280,1024,8", "executed", 0.40),
-    ("update, T 384, against TRL's", "qwen2.5-vl-7b update 1536,1280,384,8", "shared / plain", 0.30),
-    ("update, T 1024, against TRL's", "qwen2.5-vl-7b update 1536,1280,1024,8", "shared / plain", 0.48),
-    ("peak of an update with adapters", "qwen2.5-vl-7b update lora 1536,1280,384,8", "peak", 0.35),
+    ("executed MFU of an update", f"{SEVEN} update 1536,1280,1024,8", "executed", "≥ 0.40"),
+    ("update against TRL's", f"{SEVEN} update 1536,1280,384,8", "shared / plain", "≤ 0.30"),
+    ("update against TRL's", f"{SEVEN} update 1536,1280,1024,8", "shared / plain", "≤ 0.48"),
+    ("its peak memory with adapters", f"{SEVEN} update lora 1536,1280,384,8", "peak", "≤ 0.35"),
     (
         "scoring with the probe, against without",
-        "qwen2.5-vl-7b scoring 1536,1280,384,8",
+        f"{SEVEN} scoring 1536,1280,384,8",
         "shared + probe / shared",
-        1.05,
+        "≤ 1.05",
     ),
-    ("step with perception, against without", "qwen2.5-vl-7b step 1536,1280,384,8", "perception / ours", 1.15),
+    ("share of an update that one row would save", f"{SEVEN} attention 1536,1280,384,8", "saved", "≤ 0.10"),
+    ("share of an update that one row would save", f"{SEVEN} attention 1536,1280,1024,8", "saved", "≤ 0.10"),
 )
+Lines = Sequence[Line]
 
 
-def page(lines: dict[str, Line]) -> str:
+def page(lines: Lines) -> str:
     """The whole page."""
-    parts = [
-        ["# On a GPU", "", INTRODUCTION],
-        _machines(lines),
-        _goals(lines),
-        _measured(lines),
-        _kernel_question(lines),
-        _kernels(lines),
-        _correctness(lines),
-    ]
-    return "\n".join(line for part in parts for line in [*part, ""]).rstrip() + "\n"
+    parts = [["# On a GPU", "", INTRODUCTION], _machines(lines), _goals(lines), _measured(lines), _effect(lines)]
+    return "\n".join(line for part in [*parts, _correctness(lines)] for line in [*part, ""]).rstrip() + "\n"
 
 
 INTRODUCTION = """\
-Made by `make gpu-report` of the lines in `gpu.jsonl`, one per measurement; `make gpu` runs everything, each of these by
-itself stays below 10 minutes and continues where it ended:
-TARGETS.
+Made by `make gpu-report` of the lines in `gpu.jsonl`, one for every repeat. The machine needs torch and transformers;
+`make gpu-wheels`, run where there is a network, puts the other packages into `.gpu/wheels`. The commands, the most
+wanted first, with the minutes that each should take on an H200, computed with `benchmarks/cost.py` or guessed:
 
-Random weights in the published shapes (`benchmarks/sharing_models.py`), bfloat16, sdpa, gradient checkpointing. A size
-is P,V,T,G: prompt tokens, vision tokens among them, completion tokens, completions of the prompt. Medians of at least
-five runs that take turns in one process; peak memory is that above what stays allocated between the runs. *Executed*
-MFU: operations that are run, over time, over the vendor's dense bfloat16 peak; *logical* MFU: operations that they
-stand for (plain passes, nothing computed twice).""".replace("TARGETS", ", ".join(f"`make {one}`" for one in TARGETS))
+| command | minutes | what |
+|---|---:|---|
+| `make gpu-tests` | 3 | `tests/gpu`; attention of shapes that are new |
+| `make gpu-passes` | 5 | updates and scoring, with cuDNN's attention and without |
+| `make gpu-steps` | 7 | steps on ten batches of different lengths, prompts and images |
+| `make gpu-kernels` | 2 | attention of a layer by other strategies |
+| `make gpu-packing` | 1 | completions behind shared prompts without padding |
+| `make gpu-effect` | 8 | a model of 100 M parameters from nothing: plain, VGR and VPPO, three seeds side by side |
+
+One call of `make`, with one target or several, ends within `GPU_SECONDS` (540). What does not fit into what is left of
+them is left out, and a line says so; the same call goes on with it. `make gpu` is all of them. If files come back from
+one folder only, results are written there, behind those that there are:
+
+    cp benchmarks/results/gpu.jsonl $OUT/ || true
+    make gpu-tests gpu-passes GPU_RESULTS=$OUT/gpu.jsonl
+
+then `gpu-steps gpu-kernels`, then `gpu-packing gpu-effect`. `GPU_SHAPE=qwen3-vl-8b` measures another shape;
+`GPU_DEVICE=cpu GPU_SHAPE=tiny-qwen2.5-vl` tries passes, steps and packing's padded half without a GPU."""
+
+MEASURED = """\
+Medians of repeats that take turns in one process; *peak*: memory above what stays allocated between them. Random
+weights in the published shapes, bfloat16, sdpa, gradient checkpointing. A size is P,V,T,G: prompt tokens, vision tokens
+among them, completion tokens, completions of the prompt. *Executed* MFU: operations that are run, over time, over the
+vendor's dense bfloat16 peak; *logical* MFU: operations that they stand for (plain passes, nothing computed twice).
+*cuDNN*: sdpa takes its kernels first, as torch does from 2.11 on; the other runs have them switched off.
+
+- new shape: attention of one row, forward and backward; of a length that is new in every repeat, or seen before.
+- step: mean over ten batches of one prompt each, all different, after one that warms up. Sides of images, words of
+  prompts and lengths of completions are log-normal; generation computes T tokens. All weights, by SGD. TRL's trainer
+  as it comes, with cuDNN; ours as it comes, without. Memory: the most that was allocated and reserved in any step.
+- attention: of one layer, forward and backward. Our two stages; the same where the kernel knows the mask instead of
+  reading it; one packed row per group with FlexAttention's block masks; keys and values gathered per path for
+  variable-length flash attention. All else in a layer works on the same tokens, so one row would save the difference,
+  times the layers.
+- packing: an update with completions of log-normal lengths; flash attention is the copy that torch has."""
 
 
-KERNEL_QUESTION = """\
-`make gpu-kernels`: attention of one layer, forward and backward. Our two stages; the same where the kernel knows the
-mask instead of reading it; one packed row per group with FlexAttention's block masks (compiled once, `dynamic=True`);
-keys and values gathered per path for variable-length flash attention. All else in a layer works on the same tokens, so
-the share of an update that the best of the others would save is their difference, times the layers, over the time of
-the shared update. Packing is built if that is more than 0.10 anywhere that matters."""
-
-
-def _machines(lines: dict[str, Line]) -> list[str]:
+def _machines(lines: Lines) -> list[str]:
     """Hardware and releases; what the device reached in a matrix product and a copy."""
     found = ["## Hardware and versions", ""]
-    kinds = dict.fromkeys(", ".join(f"{key} {value}" for key, value in one.machine.items()) for one in lines.values())
+    kinds = dict.fromkeys(", ".join(f"{key} {value}" for key, value in one.machine.items()) for one in lines)
     found += [f"- {kind}" for kind in kinds] or [f"- {NOT_RUN}"]
-    rates = lines["device"].found if "device" in lines else {}
-    if "operations" in rates:
-        found += [
-            "",
-            f"Matrix product: {rates['operations'] / 1e12:,.0f} TFLOP/s; copy: {rates['bytes'] / 1e12:.2f} TB/s.",
-        ]
+    for rates in runs_of(lines, "device", "operations").get("", [])[-1:]:
+        product, copy = rates["operations"] / 1e12, rates["bytes"] / 1e12
+        found += ["", f"Matrix product: {product:,.0f} TFLOP/s; copy: {copy:.2f} TB/s."]
     return found
 
 
-def _goals(lines: dict[str, Line]) -> list[str]:
+def _goals(lines: Lines) -> list[str]:
     found = ["## Goals", "", "| what | measurement | goal | found |", "|---|---|---:|---:|"]
     for what, name, column, goal in GOALS:
         value = _value(lines, name, column)
-        sign = "≥" if column == "executed" else "≤"
-        found.append(f"| {what} | {name} | {sign} {goal:.2f} | {NOT_RUN if value is None else f'**{value:.3f}**'} |")
+        found.append(f"| {what} | {name} | {goal} | {NOT_RUN if value is None else f'**{value:.3f}**'} |")
     return found
 
 
-def _value(lines: dict[str, Line], name: str, column: str) -> float | None:
-    """Executed MFU of the shared pass, a ratio of times, or the ratio of peaks."""
-    runs = _found(lines, name)
-    if "error" in runs:
-        return None
-    if column == "peak":
-        return runs["shared"]["peak"] / runs["plain"]["peak"] if "peak" in runs["shared"] else None
+def _value(lines: Lines, name: str, column: str) -> float | None:
+    """Executed MFU of the shared pass, a ratio of times or of peaks, or what other strategies of attention save."""
     if column == "executed":
-        one = next(one for shape in SHAPES for one in [*passes(shape), *steps(shape)] if one.name == name)
-        return _utilisations(one, "shared", lines)[0]
-    some, other = column.split(" / ")
-    return median(runs[some]["seconds"]) / median(runs[other]["seconds"])
+        one = next(one for one in plan("passes", SHAPES[0]) if one.name == name)
+        return next(iter(_utilisations(one, "shared", lines)), None)
+    if column == "saved":
+        update = _median(lines, name.replace("attention", "update"), "shared")
+        ours, *others = (_median(lines, name, strategy) for strategy in STRATEGIES)
+        fastest = min((other for other in others if other), default=None)
+        return MODEL_SHAPES[SHAPES[0]].layers * (ours - fastest) / update if update and ours and fastest else None
+    some, other = ("shared", "plain") if column == "peak" else column.split(" / ")
+    key = "peak" if column == "peak" else "seconds"
+    above, below = _median(lines, name, some, key), _median(lines, name, other, key)
+    return above / below if above and below else None
 
 
-def _found(lines: dict[str, Line], name: str) -> dict[str, Any]:
-    return lines[name].found if name in lines else {"error": NOT_RUN}
+def _median(lines: Lines, name: str, run: str, key: str = "seconds") -> float | None:
+    """Over the repeats of a run, and the mean over steps; the most of all memory. None if there is none."""
+    found = [one[key] for one in runs_of(lines, name, key).get(run, ())]
+    middle = max if key != "seconds" else mean if " step " in name else median
+    return middle(found) if found else None
 
 
-def _measured(lines: dict[str, Line]) -> list[str]:
-    columns = ["kind", "P,V,T,G", "run", "seconds", "ratio", "peak GB", "ratio", "executed MFU", "logical MFU"]
-    found = ["## Times and memory"]
+def _measured(lines: Lines) -> list[str]:
+    columns = ["repeats", "seconds", "ratio", "peak GB", "ratio", "reserved GB", "executed MFU", "logical MFU"]
+    found = ["## Times and memory", "", MEASURED]
     for shape in SHAPES:
-        found += ["", f"### {shape}", "", f"| {' | '.join(columns)} |", "|---|---|---|" + "---:|" * (len(columns) - 3)]
-        for one in [*passes(shape), *steps(shape)]:
-            if one.kind != "kernels":
+        if shape == SHAPES[0] or any(line.name.startswith(shape) for line in lines):
+            head = f"| kind | P,V,T,G | run | {' | '.join(columns)} |"
+            found += ["", f"### {shape}", "", head, "|---|---|---|" + "---:|" * len(columns)]
+            for one in [one for part in PARTS for one in plan(part, shape)]:
                 found += [f"| {' | '.join(cells)} |" for cells in _rows(one, lines)]
     return found
 
 
-def _rows(one: Measurement, lines: dict[str, Line]) -> Iterable[list[str]]:
-    first = COMPARED[one.kind][0]
-    runs = _found(lines, one.name)
-    kind = one.kind + (", LoRA" if one.adapters else f", {one.optimizer}" if one.kind == "step" else "")
+def _rows(one: Measurement, lines: Lines) -> Iterable[list[str]]:
+    errors, first = runs_of(lines, one.name, "error"), COMPARED[one.kind][0]
     for name in COMPARED[one.kind]:
-        cells = [kind, str(one.size), name]
-        if "error" in runs:
-            yield [*cells, runs["error"].replace("|", "/"), *[""] * 5]
+        cells = [one.kind + (", LoRA" if one.adapters else ""), str(one.size), name]
+        repeats = len(runs_of(lines, one.name).get(name, ()))
+        if not repeats:
+            why = errors.get(name, errors.get("", [{"error": NOT_RUN}]))[-1]["error"]
+            yield [*cells, why.replace("|", "/"), *[""] * 7]
             continue
-        seconds, base = median(runs[name]["seconds"]), median(runs[first]["seconds"])
-        cells += [f"{seconds:.3f}", "" if name == first else f"**{seconds / base:.3f}**"]
-        peak, base = runs[name].get("peak"), runs[first].get("peak")
-        cells += [f"{peak / 1e9:.1f}", "" if name == first else f"**{peak / base:.3f}**"] if peak and base else ["", ""]
-        yield cells + [f"{share:.3f}" for share in _utilisations(one, name, lines)] + [""] * (2 * (one.kind == "step"))
+        cells.append(str(repeats))
+        for key, unit, form in (("seconds", 1, ".4g"), ("peak", 1e9, ".1f"), ("reserved", 1e9, ".1f")):
+            value, base = (_median(lines, one.name, run, key) for run in (name, first))
+            cells.append(f"{value / unit:{form}}" if value else "")
+            if key != "reserved":
+                cells.append(f"**{value / base:.3f}**" if value and base and name != first else "")
+        yield cells + ([f"{share:.3f}" for share in _utilisations(one, name, lines)] or ["", ""])
 
 
-def _utilisations(one: Measurement, name: str, lines: dict[str, Line]) -> list[float]:
-    """Executed and logical, of passes; a step waits for much beside operations."""
-    if one.kind == "step":
+def _utilisations(one: Measurement, name: str, lines: Lines) -> list[float]:
+    """Executed and logical, of updates and scoring."""
+    seconds = _median(lines, one.name, name)
+    if one.kind not in ("update", "scoring") or seconds is None:
         return []
-    shape, shared = MODEL_SHAPES[one.shape], name not in ("plain", "trl")
-    if one.kind == "update":
-        update = Update(one.adapters)
-        operations = executed_update(shape, one.size, update, shared=shared), logical_update(shape, one.size, update)
-    else:
-        operations = (
-            forward_of(shape, one.size, shared=shared).total,
-            forward_of(shape, one.size, shared=False).total,
-        )
-    measured = lines["device"].found.get("operations", 1.0) if "device" in lines else 1.0
-    peak = peak_operations(lines[one.name].machine["device"], measured)
-    seconds = median(lines[one.name].found[name]["seconds"])
-    return [utilisation(count, seconds, peak) for count in operations]
+    shape, shared, update = MODEL_SHAPES[one.shape], name.startswith("shared"), Update(one.adapters)
+    executed, logical = executed_update(shape, one.size, update, shared=shared), logical_update(shape, one.size, update)
+    if one.kind == "scoring":
+        executed, logical = (forward_of(shape, one.size, shared=each).total for each in (shared, False))
+    rates = runs_of(lines, "device", "operations").get("", [{"operations": 1.0}])
+    device = next(line.machine["device"] for line in lines if line.name == one.name)
+    peak = peak_operations(device, rates[-1]["operations"])
+    return [utilisation(count, seconds, peak) for count in (executed, logical)]
 
 
-def _kernel_question(lines: dict[str, Line]) -> list[str]:
+EFFECT = """\
+`make gpu-effect`: a Qwen2.5-VL of 101 M parameters (12 layers of 768, a tower of 3), from random weights, on the demo's
+drawn questions. One warm start per seed, from which every method goes on. Accuracy of sampled answers to held-out
+questions in the course of it; of a run that was cut, the last that was measured. float32 with TF32."""
+
+
+def _effect(lines: Lines) -> list[str]:
     found = [
-        "## One row per group, or two stages",
+        "## Effect",
         "",
-        KERNEL_QUESTION,
+        EFFECT,
         "",
-        "| shape | P,V,T,G | " + " | ".join(f"{name}, ms" for name in STRATEGIES) + " | first packed call, s | saves |",
-        "|---|---|" + "---:|" * (len(STRATEGIES) + 2),
+        "| method | seed | steps | start | last | change |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
-    for one in attentions(SHAPES):
-        runs = lines[one.name].found if one.name in lines else {}
-        cells = [
-            f"{1e3 * median(runs[name]['seconds']):.2f}" if name in runs and "seconds" in runs[name]
-            else runs.get(name, {}).get("error", runs.get("error", NOT_RUN)).replace("|", "/")
-            for name in STRATEGIES
-        ]  # fmt: skip
-        compiled = runs.get("packed", {}).get("first")
-        cells.append(NOT_RUN if compiled is None else f"{compiled:.1f}")
-        saved = _saved(one, runs, lines)
-        cells.append(NOT_RUN if saved is None else f"**{saved:.3f}**")
-        found.append(f"| {one.shape} | {one.size} | {' | '.join(cells)} |")
-    return found
+    names = sorted({line.name for line in lines if line.name.startswith(NAME.format(""))})
+    for method, name in ((method, name) for method in CHOSEN for name in names):
+        course = runs_of(lines, name, "step").get(method, [])
+        for first in [point for point in course if point["step"] == 0][-1:]:
+            start, last = first["accuracy"], course[-1]["accuracy"]
+            cells = [method, name.split()[-1], str(course[-1]["step"]), f"{start:.3f}", f"{last:.3f}"]
+            found.append(f"| {' | '.join(cells)} | **{last - start:+.3f}** |")
+    return found if names else [*found[:3], "", NOT_RUN]
 
 
-def _saved(one: Attention, runs: dict[str, Any], lines: dict[str, Line]) -> float | None:
-    """The share of a shared update that the fastest other strategy would save; computing layers again not counted."""
-    update = lines.get(Measurement("update", one.shape, one.size).name)
-    times = {name: median(found["seconds"]) for name, found in runs.items() if found and "seconds" in found}
-    if update is None or "shared" not in update.found or "two stages" not in times or len(times) < 2:
-        return None
-    whole = median(update.found["shared"]["seconds"])
-    others = min(seconds for name, seconds in times.items() if name != "two stages")
-    return one.model_shape.layers * (times["two stages"] - others) / whole
-
-
-def _kernels(lines: dict[str, Line]) -> list[str]:
-    found = ["## Kernels of an update", ""]
-    for name, line in lines.items():
-        if " kernels " in f" {name} " and "error" not in line.found and not name.startswith("tiny"):
-            for run, shares in line.found.items():
-                found += [f"{name}, {run}:", "", "| kernel | share |", "|---|---:|"]
-                found += [f"| `{kernel.replace('|', '/')}` | {share:.3f} |" for kernel, share in shares.items()] + [""]
-    return found if len(found) > 2 else [*found, NOT_RUN]
-
-
-def _correctness(lines: dict[str, Line]) -> list[str]:
+def _correctness(lines: Lines) -> list[str]:
     found = ["## Correctness", "", "`make gpu-tests`; measured differences beside the outcome.", ""]
-    tests = [line for name, line in lines.items() if name.startswith("tests/")]
+    tests = {line.name: line.found for line in lines if line.name.startswith("tests/")}
     if not tests:
         return [*found, NOT_RUN]
-    counts: dict[str, int] = {}
-    for line in tests:
-        counts[line.found["outcome"]] = counts.get(line.found["outcome"], 0) + 1
+    counts = Counter(one["outcome"] for one in tests.values())
     found += [", ".join(f"{count} {outcome}" for outcome, count in counts.items()) + ".", ""]
     found += ["| test | outcome | found |", "|---|---|---|"]
-    for line in tests:
-        measured = ", ".join(f"{key} {_short(value)}" for key, value in line.found.items() if key != "outcome")
-        found.append(f"| `{line.name.removeprefix('tests/gpu/')}` | {line.found['outcome']} | {measured} |")
+    for name, one in tests.items():
+        measured = ", ".join(f"{key} {_short(value)}" for key, value in one.items() if key != "outcome")
+        found.append(f"| `{name.removeprefix('tests/gpu/')}` | {one['outcome']} | {measured} |")
     return found
 
 

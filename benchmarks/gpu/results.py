@@ -1,9 +1,11 @@
-"""Measurements as JSON lines: one line is written when one measurement is done, failures included."""
+"""Measurements as JSON lines: one line is written after every repeat, failures included."""
 
 import json
 import platform
 import subprocess
-from dataclasses import asdict, dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,23 +15,26 @@ import torch
 
 FILE = Path(__file__).parents[1] / "results" / "gpu.jsonl"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "triton", "flash-attn", "flash-attn-3", "kernels")
+Found = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Line:
-    """One measurement.
+    """One repeat of one run.
 
     Attributes:
         name: of what was measured, as in the plan or a test's id.
+        run: of what is compared; empty where nothing is.
         machine: where, and with which releases.
-        command: that measures it again.
+        command: that continues it.
         found: what came out; `{"error": ...}` if it failed.
     """
 
     name: str
+    run: str
     machine: dict[str, str]
     command: str
-    found: dict[str, Any] = field(default_factory=dict)
+    found: Found
 
 
 def append(path: Path, line: Line) -> None:
@@ -39,12 +44,18 @@ def append(path: Path, line: Line) -> None:
         file.write(json.dumps(asdict(line)) + "\n")
 
 
-def read(path: Path) -> dict[str, Line]:
-    """The newest line of every name; none if there is no file."""
-    if not path.exists():
-        return {}
-    lines = (Line(**json.loads(text)) for text in path.read_text().splitlines() if text)
-    return {line.name: line for line in lines}
+def read(path: Path) -> list[Line]:
+    """All lines; none if there is no file."""
+    return [Line(**json.loads(text)) for text in path.read_text().splitlines()] if path.exists() else []
+
+
+def runs_of(lines: Iterable[Line], name: str, key: str = "seconds") -> dict[str, list[Found]]:
+    """What was found in every repeat of a measurement, by run; only what has `key`."""
+    found = defaultdict(list)
+    for line in lines:
+        if line.name == name and key in line.found:
+            found[line.run].append(line.found)
+    return dict(found)
 
 
 @cache

@@ -5,13 +5,16 @@ All take and give rows of one sequence [prompt, c1, ..., cG], (H, P + G * T, D),
 
 from collections.abc import Callable
 from functools import cache
-from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+
+from gpu import flash
+from vgr_trl.sharing.model_support import sdpa_by_key_head
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Strategy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -49,8 +52,12 @@ def two_stages(query: Any, key: Any, value: Any, prompt: int, completion: int, m
         torch.cat([one[None, :, :prompt].index_select(0, index), new], dim=2)
         for one, new in ((key, keys), (value, values))
     )
-    keys, values = repeated(query, keys, values, heads=1)  # as transformers does where there is a mask
-    second = scaled_dot_product_attention(queries, keys, values, attn_mask=mask)  # (G, H, T, D)
+    if isinstance(mask, CausalBias):
+        keys, values = repeated(query, keys, values, heads=1)
+        second = scaled_dot_product_attention(queries, keys, values, attn_mask=mask)  # (G, H, T, D)
+    else:
+        module = SimpleNamespace(num_key_value_groups=len(query) // len(key))
+        second = sdpa_by_key_head(module, queries, keys, values, mask)[0].transpose(1, 2)
     return torch.cat([first[0], second.transpose(0, 1).flatten(1, 2)], dim=1)
 
 
@@ -127,39 +134,5 @@ def paths(
     index = torch.cat([before, *(torch.cat([before, own[one]]) for one in range(generations))])
     query, key, value = (one.transpose(0, 1) for one in (query, key, value))  # (S, H, D)
     key, value = key.index_select(0, index), value.index_select(0, index)
-    if query.is_cuda:
-        return _variable_length(query, key, value, ends, prompt, completion).transpose(0, 1)
-    return _one_by_one(query, key, value, ends).transpose(0, 1)
-
-
-def _variable_length(query: Any, key: Any, value: Any, ends: Any, prompt: int, completion: int) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    attend: Any = varlen_attn
-    longest, options = (max(prompt, completion), prompt + completion), _causal(attend)
-    if "enable_gqa" in signature(attend).parameters:
-        options["enable_gqa"] = True
-    else:
-        groups = query.size(1) // key.size(1)
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return attend(query, key, value, *ends, *longest, **options)
-
-
-def _causal(attend: Any) -> dict[str, Any]:
-    """Torch 2.10 had a flag for what is a window since."""
-    return {"window_size": (-1, 0)} if "window_size" in signature(attend).parameters else {"is_causal": True}
-
-
-def _one_by_one(query: Any, key: Any, value: Any, ends: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Where there is no such kernel: the same numbers, for a dry run."""
-    outputs = []
-    pairs = zip(*(one.tolist() for one in ends), strict=True)
-    before = next(pairs)
-    for end in pairs:
-        rows, columns = slice(before[0], end[0]), slice(before[1], end[1])
-        parts = (query[rows], key[columns], value[columns])
-        q, k, v = (one.transpose(0, 1)[None] for one in parts)
-        mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril(k.size(2) - q.size(2))
-        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1))
-        before = end
-    return torch.cat(outputs)
+    longest = (max(prompt, completion), prompt + completion)
+    return flash.variable(query, key, value, *ends, *longest, causal=True).transpose(0, 1)
