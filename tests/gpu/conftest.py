@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,23 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    passed = set()
+    if torch.cuda.is_available() and (path := os.environ.get("GPU_RESULTS")):
+        from gpu.results import read
+
+        passed = {line.name for line in read(Path(path)) if line.found.get("outcome") == "passed"}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+    items[:] = [item for item in items if item.nodeid not in passed]
     without = pytest.mark.skip(reason="needs a GPU: `make gpu-tests` on a machine that has one")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(without)
+
+
+def pytest_runtest_setup(item):
+    if time.time() > float(os.environ.get("GPU_DEADLINE", "inf")) - 30:
+        pytest.skip("left out, the time is over")
 
 
 @pytest.fixture
@@ -46,7 +59,7 @@ def write(path, item, call, report):
     if not report.passed:
         found["why"] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(call.excinfo.value)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    append(path, Line(item.nodeid, machine(device), "make gpu-tests", found))
+    append(path, Line(item.nodeid, "", machine(device), "make gpu-tests", found))
 
 
 @pytest.fixture(autouse=True)
