@@ -231,7 +231,7 @@ _OF_TWO = "perturbed"  # whose passes are its own
 
 def moment() -> Any:
     """Return when the device comes to what it is asked for from here on, without waiting for it; on a CPU, now."""
-    if not torch.cuda.is_available():
+    if not (torch.cuda.is_available() and torch.backends.cuda.is_built()):
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()

@@ -68,6 +68,7 @@ def now(request, monkeypatch):
 
     monkeypatch.setattr(clocks.time, "perf_counter", lambda: hands.at)
     monkeypatch.setattr(clocks.torch.cuda, "is_available", lambda: request.param == "cuda")
+    monkeypatch.setattr(clocks.torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(clocks.torch.cuda, "Event", Event)
     monkeypatch.setattr(clocks.torch.cuda, "synchronize", lambda: setattr(hands, "waited", hands.waited + 1))
     return hands
