@@ -9,14 +9,14 @@ COMPARED = ("replay/size", "replay/mean_age", "replay/replaced_fraction", "dynam
 
 
 def sparse_reward(completions, **kwargs):
-    """Equal within many groups."""
-    return [float(len(completion[0]["content"]) % 3 == 0) for completion in completions]
+    """Equal within most groups."""
+    return [float(len(completion[0]["content"]) % 5 == 0) for completion in completions]
 
 
 def run(model_folder, question_file, output, rows_per_process, checkpoint=None):
     """How far weights moved, and what was logged, in the eight steps of a run or of one that is continued."""
     options = config(
-        output, per_device_train_batch_size=rows_per_process, gradient_accumulation_steps=2, max_steps=8,
+        output, per_device_train_batch_size=rows_per_process, gradient_accumulation_steps=3, max_steps=8,
         save_strategy="steps", save_steps=4, compute_attention_metrics=False, replay_buffer_size=4,
         dynamic_sampling="resample", dynamic_sampling_max_rounds=1, **BIG_STEPS,
     )  # fmt: skip
