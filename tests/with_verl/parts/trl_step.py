@@ -52,7 +52,8 @@ def run(folder: Path, options: dict) -> None:
         save_strategy="no", disable_tqdm=True, shuffle_dataset=False, per_device_train_batch_size=len(SCORES),
         num_generations=GROUP, num_iterations=2, max_steps=2, max_completion_length=LENGTH, optim="sgd",
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", max_grad_norm=1e9,
-        logging_steps=1, epsilon=CLIP[0], epsilon_high=CLIP[1], reward_weights=[1.0, weight], **options,
+        logging_steps=1, epsilon=CLIP[0], epsilon_high=CLIP[1], reward_weights=[1.0, weight],
+        attention_reward_scale="none", **options,
     )  # fmt: skip
     rows = [
         {"prompt": chat, "images": [picture(number)], "scores": SCORES[GROUP * number :][:GROUP]}
