@@ -103,7 +103,7 @@ def seconds(load: Load, machine: Machine) -> dict[str, float]:
     return found
 
 
-TRANSFERS = 3  # of a rollout's pixels to the device, a copy for each completion: generation, scoring, training
+TRANSFERS = 2  # of a rollout's pixels to the device, a copy for each completion: generation, training
 NEW_SHAPES = {True: 6, False: 2}  # of attention in a step with uneven lengths
 
 

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig
 
-from vgr_trl.batch import Prompts, joined, pixels_of_rows, scoring_inputs
+from vgr_trl.batch import Prompts, image_tensors, joined, pixels_of_rows, scoring_inputs
 from vgr_trl.data.prompts import format_question, texts_of
 from vgr_trl.forward_passes import forward_context
 from vgr_trl.patches import readable_logprobs
@@ -43,6 +44,10 @@ def generate(
     model, measurement = trainer.model, trainer.measurement
     first_turn = rollout is not None and rollout.prompts is None
     if rollout is not None and first_turn:
+        if measurement.scoring and not trainer.use_vllm:  # scoring reads the pixels of generation where they are
+            pixels = image_tensors(prompts.fields).get("pixel_values")
+            fields = {} if pixels is None else {"pixel_values": trainer._prepare_input(pixels)}
+            prompts = replace(prompts, fields={**prompts.fields, **fields})
         rollout.prompts = prompts
         prompts = with_noise(trainer, rollout)
         if rollout.noise is not None or rollout.blind:  # what is asked differs within a group
