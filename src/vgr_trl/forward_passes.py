@@ -89,16 +89,22 @@ def model_role(trainer: "DAPOTrainer", model: nn.Module) -> str:
 
 
 class DummyImage:
-    """Lets every process call the vision tower of a pass if one of them does.
+    """Lets every process call the vision tower of a pass if one of them does, or leaves its images out.
 
     Engines expect all processes to use the same parameters: under ZeRO-3 and FSDP2 their parts are gathered by all,
     under ZeRO-2 and DDP with checkpointing the gradients are. A process that left the tower out would wait for the
     others, or mix its gradients up with theirs. The features of the dummy image are added to the embeddings of the
     pass, times 0: where those of images are inserted, so that parts of parameters and gradients come in the same order.
+    With gradients of 0 an optimizer moves a tower that trains as it would for images without a loss.
 
     Args:
         sharded: whether passes without gradients need the tower, too.
+
+    Attributes:
+        stands_in: whether the latest training pass of this process leaves its images out.
     """
+
+    stands_in = False
 
     def __init__(self, processor: Any, accelerator: Accelerator, sharded: bool) -> None:
         self._accelerator, self._sharded = accelerator, sharded
@@ -147,10 +153,12 @@ class DummyImage:
             return not mine  # ZeRO-3 adds to what an earlier step has left where the first micro-batch has no gradient
         if not (learns or self._sharded):
             return False
-        return self._with_images(mine) > 0 and not mine
+        return self._with_images(mine or self.stands_in) > 0 and not mine
 
     def _with_images(self, mine: bool) -> int:
         """How many processes have images."""
+        if self._accelerator.num_processes == 1:
+            return mine
         return int(self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).sum())
 
     def _features(self, base: Any) -> Any:
@@ -165,7 +173,10 @@ def nothing_added(base: Any, features: Callable[[Any], Any]) -> Iterator[None]:
 
     def add(module: nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
         hook.remove()
-        found = [value for value in tree_leaves(features(base)) if torch.is_tensor(value) and value.is_floating_point()]
+        outputs = features(base)
+        if (pooled := getattr(outputs, "pooler_output", None)) is not None:  # all that decoders read, but for deepstack
+            outputs = pooled, getattr(outputs, "deepstack_features", None)
+        found = [value for value in tree_leaves(outputs) if torch.is_tensor(value) and value.is_floating_point()]
         nothing = sum((tensor.float() * 0).sum() for tensor in found)
         return embedded + torch.as_tensor(nothing, device=embedded.device).to(embedded.dtype)
 
@@ -290,6 +301,8 @@ def training_pass(
     causal = causal_model(model)
     head = only_tokens(causal, base_of(causal), loss_mask[window.rows, : window.completion])
     packs = features["pack_completions"].enabled
+    if trainer.dummy_image is not None:
+        trainer.dummy_image.stands_in = has_images(inputs) and not has_images(part)
     with (
         head if features["skip_head"].enabled else nullcontext(),
         forward_context(trainer, model, window.completion, packs),

@@ -143,9 +143,9 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         has_images = data_has_images(self)
         sharded = is_sharded(self)
         refuse_unfit_options(self, sharded, has_images)
+        self.dummy_image = plan_dummy_image(self, has_images)
         self.features = plan_features(self)
         self.vision_cache = plan_vision(self, has_images)
-        self.dummy_image = plan_dummy_image(self, has_images)
         self.shared_passes = SharedPasses(
             self._all_agree,
             sharded=sharded,

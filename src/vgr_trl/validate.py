@@ -431,7 +431,7 @@ def plan_features(trainer: "DAPOTrainer") -> dict[str, Feature]:
     images = {
         "sharded parameters": is_sharded(trainer),
         "a model without a vision tower": not parts_of_tower(base),
-        "the vision tower trains": tower_trains(base),
+        "the vision tower trains, and cannot be called alone": tower_trains(base) and trainer.dummy_image is None,
     }
     reasons = {
         "share_generation": unshared or _first(generation) or why_not_share(model, gradients=False),
@@ -518,11 +518,13 @@ def _why_old_logps_are_scored(trainer: "DAPOTrainer", spread: str | None) -> str
 
 
 def plan_dummy_image(trainer: "DAPOTrainer", has_images: bool) -> DummyImage | None:
-    """Return what takes part in the vision tower where only other processes have images; None: nothing need."""
+    """Return what takes part in the vision tower where no image of a process does; None: nothing need, or can."""
     base = base_of(causal_model(trainer.model))
     processor = getattr(trainer.processing_class, "image_processor", None)
-    alone = trainer.accelerator.num_processes == 1 or not (has_images and trainer._is_vlm)
-    if alone or processor is None or not hasattr(base, "get_image_features") or _compiles(trainer):
+    alone = trainer.accelerator.num_processes == 1 and not tower_trains(base)
+    if alone or not (has_images and trainer._is_vlm) or processor is None or _compiles(trainer):
+        return None
+    if not hasattr(base, "get_image_features"):
         return None
     return DummyImage(processor, trainer.accelerator, is_sharded(trainer))
 

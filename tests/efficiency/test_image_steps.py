@@ -10,6 +10,7 @@ from support.models.tiny_questions import picture, questions
 from support.steps import DAPO, STOCK, assert_same_steps, build_trainer, options, texts_of, uneven_reward
 from support.trainers import logged
 from text_runs import equal_rewards
+from transformers import Trainer
 
 from vgr_trl.efficiency.vision_cache import parameters_of_tower, parts_of_tower
 from vgr_trl.sharing.model_support import base_of, causal_model
@@ -17,6 +18,7 @@ from vgr_trl.sharing.model_support import base_of, causal_model
 LORA = {"target_modules": ["q_proj", "v_proj"]}  # no module of the tower is called so
 SIZES = (56, 84, 112)
 STEPS = 3
+SMALLEST = 16  # patches of an image of 56 by 56
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +40,18 @@ def reward_of_every_other_group(prompts, completion_ids, **kwargs):
     return [0.3 if len(prompt[0]["content"]) % 2 else values[row % 4] for row, prompt in enumerate(prompts)]
 
 
+def reward_of_text(prompts, completion_ids, **kwargs):
+    """Equal for all completions of a question with images."""
+    rewards = uneven_reward(prompts=prompts, completion_ids=completion_ids)
+    return [0.3 if len(prompt[0]["content"]) > 1 else one for prompt, one in zip(prompts, rewards, strict=True)]
+
+
 def after_steps(classes, model, rows, settings, *, reward=uneven_reward, lora=None, change_reference=None):
     """The trainer after its steps; `tokens` of passes with gradients, and for each call of the tower whether it had."""
     peft = lora and LoraConfig(r=4, **lora)
     trainer = build_trainer(classes, *model, rows, settings, peft_config=peft)
     trainer.reward_funcs = [reward]
-    trainer.tokens, trainer.calls = [], []
+    trainer.tokens, trainer.calls, trainer.patches = [], [], []
     base = base_of(causal_model(trainer.model))
 
     def count_tokens(module, args, kwargs):
@@ -51,7 +59,13 @@ def after_steps(classes, model, rows, settings, *, reward=uneven_reward, lora=No
             trainer.tokens.append(kwargs["input_ids"].numel())
 
     base.register_forward_pre_hook(count_tokens, with_kwargs=True)
-    parts_of_tower(base)[0].register_forward_hook(lambda *call: trainer.calls.append(torch.is_grad_enabled()))
+
+    def count_patches(module, args, output):
+        trainer.calls.append(torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            trainer.patches.append(len(args[0]))
+
+    parts_of_tower(base)[0].register_forward_hook(count_patches)
     if change_reference is not None:
         change_reference(base_of(causal_model(trainer.ref_model)))
     trainer.train()
@@ -79,15 +93,44 @@ def test_half_of_the_groups_have_no_variance(lora, changed, vision, uneven_rows,
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_no_group_has_variance(trains, vision, frozen, uneven_rows, tmp_path):
-    """Three tokens run and no image, unless the tower trains; weight decay moves the weights as it does TRL's."""
+    """Three tokens run, no image but a small one if the tower trains; weight decay moves weights as it does TRL's."""
     settings = options(tmp_path, optim="adamw_torch_fused", weight_decay=0.1)
-    stock, ours = stock_and_ours(vision if trains else frozen, uneven_rows, settings, reward=equal_rewards)
+    _, ours = stock_and_ours(vision if trains else frozen, uneven_rows, settings, reward=equal_rewards)
     assert logged(ours, "skipped/rows") == [6, 6, 6]  # of each micro-batch of four rows one runs
-    if trains:
-        assert ours.calls.count(True) == stock.calls.count(True)
-    else:
-        assert ours.tokens == [3] * 6
-        assert True not in ours.calls
+    assert ours.tokens == [3] * 6
+    assert ours.patches == ([SMALLEST] * 6 if trains else [])
+
+
+def test_only_rows_of_text_have_variance(vision, tmp_path):
+    """Those with images are left out of their micro-batch, and the tower that trains gets gradients of zero."""
+    rows = questions(lambda number: [picture(number, 112)] * (number % 2))
+    settings = options(tmp_path, per_device_train_batch_size=8, gradient_accumulation_steps=1, epsilon_high=0.28)
+    whole, ours = (
+        after_steps(DAPO, vision, rows, settings | {"skip_zero_advantage": skip}, reward=reward_of_text)
+        for skip in ("off", "auto")
+    )
+    assert_same_steps(vision[0], ours, whole, 1e-5)
+    assert SMALLEST in ours.patches
+    assert sum(ours.patches) < sum(whole.patches)
+
+
+def test_pixels_go_to_the_device_for_generation_and_for_trls_batch(vision, image_rows, tmp_path, monkeypatch):
+    """Scoring reads those of generation."""
+    plain, moved, there = Trainer._prepare_input, [], {}
+
+    def move(self, data):
+        if not isinstance(data, torch.Tensor) or not data.is_floating_point() or id(data) in there:
+            return plain(self, data)
+        moved.append(data.clone())
+        there[id(moved[-1])] = moved[-1]
+        return moved[-1]
+
+    monkeypatch.setattr(Trainer, "_prepare_input", move)
+    settings = options(tmp_path, max_steps=2, num_iterations=1, compute_attention_metrics=True)
+    trainer = build_trainer(DAPO, *vision, image_rows, settings)
+    trainer.train()
+    assert logged(trainer, "attention/all/vgr")
+    assert len(moved) == 2 * 2  # two rollouts
 
 
 @pytest.mark.parametrize(

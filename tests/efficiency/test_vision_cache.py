@@ -1,7 +1,9 @@
 """Images processed once per rollout, image features computed once, and why not elsewhere."""
 
 import random
+from contextlib import nullcontext
 from importlib import import_module
+from inspect import signature
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,7 @@ from support.models.other_families import OTHERS
 
 from vgr_trl.efficiency.vision_cache import FAMILIES as TYPES
 from vgr_trl.efficiency.vision_cache import VisionCache, images_processed_once, parts_of_tower
+from vgr_trl.forward_passes import nothing_added
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of
 from vgr_trl.validate import plan_vision
@@ -167,6 +170,24 @@ def test_features_are_computed_once_for_generation_scoring_and_training(name):
     plain = name == "paligemma" or why_plain(model) is not None
     wanted = (2 + 2 + (2 if plain else 1)) * images  # by two completions of each, or once where shared
     assert cache.metrics() == {"vision/computed_per_image": images / wanted}
+
+
+@pytest.mark.parametrize("name", sorted(name for name, family in KNOWN.items() if family.picture and name != "llama4"))
+def test_image_features_added_as_nothing_reach_all_weights_that_images_do(name):
+    """So an optimizer moves a tower by a micro-batch whose images are left out as by one whose images have no loss."""
+    model = build(KNOWN[name])
+    base, batch = base_of(model), make_batch(KNOWN[name], generations=1)
+    inputs = {key: value for key, value in batch.inputs.items() if key in signature(base.get_image_features).parameters}
+
+    def reached(batch, around):
+        model.zero_grad(set_to_none=True)
+        with around:
+            model(**batch.inputs).logits.sum().backward()
+        return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    text = make_batch(KNOWN[name], images=(0, 0), generations=1)
+    added = nothing_added(base, lambda base: base.get_image_features(**inputs))
+    assert reached(text, added) == reached(batch, nullcontext()) > reached(text, nullcontext())
 
 
 ZERO = [{"deepspeed_plugin": SimpleNamespace(zero_stage=stage)} for stage in range(4)]
