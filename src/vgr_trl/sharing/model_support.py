@@ -11,7 +11,6 @@ from packaging.version import Version
 from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
@@ -190,7 +189,7 @@ def sdpa_by_key_head(
         attention_mask = query.new_zeros(attention_mask.shape).masked_fill(~attention_mask, -torch.inf)
     heads = zip(query.split(groups, 1), key.split(1, 1), value.split(1, 1), strict=True)
     seen = [
-        scaled_dot_product_attention(
+        nn.functional.scaled_dot_product_attention(
             queries,
             keys.expand(-1, groups, -1, -1),
             values.expand(-1, groups, -1, -1),
