@@ -211,7 +211,7 @@ def prefers_cudnn() -> bool:
     """Whether `sdpa` takes cuDNN's kernel first: torch from 2.11 on, on Hopper and later."""
     if not torch.cuda.is_available() or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
-    return Version(torch.__version__) >= Version("2.11") and torch.cuda.get_device_capability()[0] >= 9
+    return Version(torch.__version__).release >= (2, 11) and torch.cuda.get_device_capability()[0] >= 9
 
 
 _SHAREABLE = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
