@@ -2,14 +2,15 @@
 
     PYTHONPATH=src:benchmarks python -m gpu.effect
 
-The drawn questions of the demo, by `benchmarks/methods`: a start is warm-started in a process of its own and kept in
-`--starts`; then every method trains it, each in a process, all at the same time. A line is written at every point of a
-course; what has not come to its end is run again by the same command.
+The drawn questions of the demo and, where `--easy_vqa` has them, those of easy-VQA, by `benchmarks/methods`: a start is
+warm-started in a process of its own and kept in `--starts`; then every method trains it, each in a process, all at the
+same time. A line is written at every point of a course; what has not come to its end is run again by the same command.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Iterable
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from typing import Any
 import torch
 from methods.contenders import METHODS
 from methods.runs import Settings, Start
-from methods.tasks import TASKS
+from methods.tasks import TASKS, easy_vqa
 
 from gpu.measure import Budget
 from gpu.results import FILE, Line, append, machine, read, runs_of
 
 CHOSEN = ("plain", "VGR reward, scaled", "VPPO")
-NAME = "effect, seed {}"
+DRAWN, EASY = "drawn", "easy-VQA"
+NAME = "effect, {}, seed {}"
 SIZES = ("hidden_size", "num_layers", "num_heads", "vision_depth")
 RATE = 3e-4  # of a model 64 wide
 
@@ -31,15 +33,16 @@ RATE = 3e-4  # of a model 64 wide
 class Kept(Start):
     """A start whose warm-started weights are in a file, or come there; its course is written as it goes."""
 
-    def __init__(self, flags: argparse.Namespace, seed: int, method: str = "") -> None:
-        self.flags, self.method = flags, method
+    def __init__(self, flags: argparse.Namespace, task: str, seed: int, method: str = "") -> None:
+        self.flags, self.method, self.name = flags, method, NAME.format(task, seed)
         torch.set_float32_matmul_precision("high")
         settings = Settings(steps=flags.steps, measure_every=max(flags.steps // 4, 1), questions=flags.questions)
         sizes = dict(zip(SIZES, flags.model, strict=True))
-        super().__init__(TASKS["style-0"], seed, settings, device=flags.device, most=flags.most, **sizes)
+        asked = TASKS["style-0"] if task == DRAWN else easy_vqa(flags.easy_vqa)
+        super().__init__(asked, seed, settings, device=flags.device, most=flags.most, **sizes)
 
     def _warm_up(self) -> None:
-        file = self.flags.starts / f"{self.seed}-{'-'.join(map(str, self.flags.model))}.pt"
+        file = self.flags.starts / f"{self.name}, {'-'.join(map(str, self.flags.model))}.pt"
         if file.exists():
             self.model.load_state_dict(torch.load(file))
             return
@@ -56,13 +59,13 @@ class Kept(Start):
     def note(self, found: dict[str, Any]) -> None:
         """Write a line."""
         where = machine(self.flags.device)
-        append(self.flags.output, Line(NAME.format(self.seed), self.method, where, "python -m gpu.effect", found))
-        print(NAME.format(self.seed), self.method, found, flush=True)
+        append(self.flags.output, Line(self.name, self.method, where, "python -m gpu.effect", found))
+        print(self.name, self.method, found, flush=True)
 
 
-def run(flags: argparse.Namespace, seed: int, method: str) -> None:
+def run(flags: argparse.Namespace, task: str, seed: int, method: str) -> None:
     """Train a start by a method, to the end."""
-    began, start = time.monotonic(), Kept(flags, seed, method)
+    began, start = time.monotonic(), Kept(flags, task, seed, method)
     found = start.run(METHODS[method], RATE * start.pace, closely=False)
     start.note({"end": found["accuracy"], "thoughts": found["thoughts"], "seconds": round(time.monotonic() - began)})
 
@@ -89,14 +92,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--most", type=int, default=400, help="steps of each part of the warm start")
     parser.add_argument("--questions", type=int, default=160, help="of which accuracy is measured in a course")
     parser.add_argument("--seconds", type=float, default=420, help="that all of it should take")
+    parser.add_argument("--easy_vqa", type=Path, default=Path(".gpu/easy_vqa"), help="train.parquet and test.parquet")
     parser.add_argument("--starts", type=Path, default=Path(".gpu/starts"))
     parser.add_argument("--output", type=Path, default=FILE)
     flags, budget = parser.parse_args(arguments), Budget()
-    lines = read(flags.output)
-    done = {(seed, method) for seed in flags.seeds for method in runs_of(lines, NAME.format(seed), "end")}
-    missing = [(seed, method) for method in CHOSEN for seed in flags.seeds if (seed, method) not in done]
+    lines, tasks = read(flags.output), [DRAWN, *([EASY] if flags.easy_vqa.is_dir() else [])]
+    missing = [
+        (task, seed, method)
+        for task, seed, method in product(tasks, flags.seeds, CHOSEN)
+        if method not in runs_of(lines, NAME.format(task, seed), "end")
+    ]
     if missing and budget.fits("effect", flags.seconds):
-        side_by_side(Kept, [(flags, seed) for seed in dict.fromkeys(seed for seed, _ in missing)], budget.ends)
+        starts = dict.fromkeys((task, seed) for task, seed, _ in missing)
+        side_by_side(Kept, [(flags, *start) for start in starts], budget.ends)
         side_by_side(run, [(flags, *one) for one in missing], budget.ends)
 
 

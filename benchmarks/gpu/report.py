@@ -6,6 +6,7 @@ PYTHONPATH=src:benchmarks python -m gpu.report
 import argparse
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from sharing_models import MODEL_SHAPES
 from sharing_operations import Update, executed_update, forward_of, logical_update, utilisation
 
-from gpu.effect import CHOSEN, NAME
+from gpu.effect import CHOSEN
 from gpu.measure import peak_operations
 from gpu.plan import COMPARED, PARTS, SHAPES, STRATEGIES, Measurement, plan
 from gpu.results import FILE, Line, read, runs_of
@@ -55,7 +56,7 @@ wanted first, with the minutes that each should take on an H200, computed with `
 | `make gpu-steps` | 7 | steps on ten batches of different lengths, prompts and images |
 | `make gpu-kernels` | 2 | attention of a layer by other strategies |
 | `make gpu-packing` | 1 | completions behind shared prompts without padding |
-| `make gpu-effect` | 8 | a model of 100 M parameters from nothing: plain, VGR and VPPO, three seeds side by side |
+| `make gpu-effect` | 8 | a model of 100 M parameters from nothing: plain, VGR, VPPO, three seeds side by side |
 
 One call of `make`, with one target or several, ends within `GPU_SECONDS` (540). What does not fit into what is left of
 them is left out, and a line says so; the same call goes on with it. `make gpu` is all of them. If files come back from
@@ -174,8 +175,9 @@ def _utilisations(one: Measurement, name: str, lines: Lines) -> list[float]:
 
 EFFECT = """\
 `make gpu-effect`: a Qwen2.5-VL of 101 M parameters (12 layers of 768, a tower of 3), from random weights, on the demo's
-drawn questions. One warm start per seed, from which every method goes on. Accuracy of sampled answers to held-out
-questions in the course of it; of a run that was cut, the last that was measured. float32 with TF32."""
+drawn questions and, where `.gpu/easy_vqa` has `train.parquet` and `test.parquet`, on those of easy-VQA for a colour or
+a shape. One warm start per seed, from which every method goes on. Accuracy of sampled answers to held-out questions in
+the course of it; of a run that was cut, the last that was measured. float32 with TF32."""
 
 
 def _effect(lines: Lines) -> list[str]:
@@ -184,15 +186,22 @@ def _effect(lines: Lines) -> list[str]:
         "",
         EFFECT,
         "",
-        "| method | seed | steps | start | last | change |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| questions | method | seed | steps | start | last | change |",
+        "|---|---|---:|---:|---:|---:|---:|",
     ]
-    names = sorted({line.name for line in lines if line.name.startswith(NAME.format(""))})
-    for method, name in ((method, name) for method in CHOSEN for name in names):
+    names = sorted({line.name for line in lines if line.name.startswith("effect, ")})
+    for name, method in product(names, CHOSEN):
         course = runs_of(lines, name, "step").get(method, [])
         for first in [point for point in course if point["step"] == 0][-1:]:
             start, last = first["accuracy"], course[-1]["accuracy"]
-            cells = [method, name.split()[-1], str(course[-1]["step"]), f"{start:.3f}", f"{last:.3f}"]
+            cells = [
+                name.split(", ")[1],
+                method,
+                name.split()[-1],
+                str(course[-1]["step"]),
+                f"{start:.3f}",
+                f"{last:.3f}",
+            ]
             found.append(f"| {' | '.join(cells)} | **{last - start:+.3f}** |")
     return found if names else [*found[:3], "", NOT_RUN]
 
