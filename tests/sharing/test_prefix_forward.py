@@ -87,21 +87,43 @@ def test_keys_of_grouped_queries_are_kept_once(groups):
     kept, outputs = [], []
     for attend in (sdpa_attention_forward, sdpa_by_key_head):
         inputs = [one.clone().requires_grad_() for one in (query, key, key)]
-        sizes = {}
-
-        def keep(one, sizes=sizes):
-            storage = one.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-            return one
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
-            output, _ = attend(module, *inputs, mask, scaling=0.3)
+        output, bytes_kept = kept_bytes(attend, module, *inputs, mask, scaling=0.3)
         output.square().sum().backward()
         outputs.append([output, *(one.grad for one in inputs)])
-        kept.append(sum(sizes.values()))
+        kept.append(bytes_kept)
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*outputs, strict=True))
     repeated = 2 * query.size(0) * (8 - 8 // groups) * 32 * 16 * 4  # bytes: keys and values
     assert kept[0] - kept[1] == repeated
+    with torch.autocast("cpu", torch.bfloat16):  # keys are cast once, and not for each query head
+        assert kept_bytes(sdpa_by_key_head, module, *inputs, mask)[1] <= kept[1]
+
+
+def kept_bytes(attend, *args, **options):
+    """The outputs, and the bytes that are kept for the backward pass."""
+    sizes = {}
+
+    def keep(one):
+        sizes[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        output, _ = attend(*args, **options)
+    return output, sum(sizes.values())
+
+
+def test_rows_of_masks_are_aligned(monkeypatch):
+    """CUDA's kernels would copy the mask for each key head, and keep the copies."""
+    strides, plain = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args, attn_mask, **kwargs):
+        strides.append(attn_mask.stride(-2))
+        return plain(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    query, key = torch.randn(2, 8, 5, 16), torch.randn(2, 4, 29, 16)
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    sdpa_by_key_head(module, query, key, key, torch.ones(2, 1, 5, 29).tril(24).bool())
+    assert strides == [32] * 4
 
 
 def last_layer(model):

@@ -185,8 +185,13 @@ def sdpa_by_key_head(
     if groups == 1 or not masked or not plain:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     assert attention_mask is not None
-    if attention_mask.dtype == torch.bool:  # kernels would keep one of their own for each key head
-        attention_mask = query.new_zeros(attention_mask.shape).masked_fill(~attention_mask, -torch.inf)
+    if torch.is_autocast_enabled(query.device.type):  # it would cast keys and values again for every query head
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if attention_mask.dtype == torch.bool:  # kernels would keep one of their own for each key head, with aligned rows
+        *rows, columns = attention_mask.shape
+        aligned = query.new_zeros(*rows, columns + -columns % 8)[..., :columns]
+        attention_mask = aligned.masked_fill_(~attention_mask, -torch.inf)
     heads = zip(query.split(groups, 1), key.split(1, 1), value.split(1, 1), strict=True)
     seen = [
         nn.functional.scaled_dot_product_attention(
