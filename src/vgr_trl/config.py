@@ -546,7 +546,7 @@ class EfficiencyOptions:
     group_by_length: AutoOrOff = option("auto", "Give rows of like length to one micro-batch.")
     reuse_first_pass: AutoOrOff = option("auto", "Take old log-probabilities from the first training pass.")
     cudnn_attention: bool = option(False, "Let sdpa take cuDNN's kernel first, as torch does from 2.11 on with Hopper "
-        "and Blackwell; give pad_to_multiple_of 64 with it.")
+        "and Blackwell; give pad_to_multiple_of 128 with it.")
     max_tokens_per_micro_batch: int | None = option(None, "Split micro-batches so that no pass computes more tokens "
         "than this, as far as single rows allow; the update is the same. None: do not.", ge=1)
     # fmt: on

@@ -86,6 +86,13 @@ def compiled():
     return model, batch
 
 
+def spread():
+    """As transformers' `device_map="auto"` leaves it where one process sees two GPUs."""
+    model, batch = case("qwen2_5_vl")
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    return model, batch
+
+
 def open_types():
     """In PaliGemma all tokens of type 0 see each other, so the last token of a prompt changes the others."""
     model, batch = case("paligemma")
@@ -106,6 +113,7 @@ GUARDS = [  # model and batch, length of completions, reason, what switches the 
     (lambda: hole("qwen3_5"), None, "holes in the mask of a completion", None),
     (row_of_padding, None, "a row without a token behind its padding and images", None),
     (compiled, 12, "torch.compile", None),
+    (spread, 12, "a model spread over several devices", None),
     (open_types, 12, "bidirectional attention over text", None),
 ]  # fmt: skip
 

@@ -239,13 +239,22 @@ def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
     Args:
         gradients: whether for passes with gradients.
     """
-    if (reason := "torch.compile" if is_compiled(model) else why_adapter_reads_whole_rows(model)) is not None:
+    if (reason := why_no_pass_shares(model)) is not None:
         return reason
     try:
         check_model(base_of(causal_model(model)), gradients)
     except UnsupportedModel as error:
         return str(error)
     return None
+
+
+def why_no_pass_shares(model: nn.Module) -> str | None:
+    """Why every pass and `generate` run as they are; None if it depends on them."""
+    if is_compiled(model):
+        return "torch.compile"
+    if len(set(getattr(causal_model(model), "hf_device_map", {}).values())) > 1:
+        return "a model spread over several devices"
+    return why_adapter_reads_whole_rows(model)
 
 
 def why_adapter_reads_whole_rows(model: nn.Module) -> str | None:

@@ -19,7 +19,7 @@ from vgr_trl.sharing.model_support import (
     is_checkpointed,
     is_compiled,
     keep_keys_unrepeated,
-    why_adapter_reads_whole_rows,
+    why_no_pass_shares,
 )
 from vgr_trl.sharing.prefix_cache import SharingReport, UnsupportedModel, require
 from vgr_trl.sharing.prefix_forward import (
@@ -79,8 +79,7 @@ def share_prompts(
         raise ConfigError(f"completion_length is {completion_length}: give an integer of at least 1, or None.")
     causal = causal_model(model)
     report = SharingReport()
-    reason = "torch.compile" if is_compiled(model) else why_adapter_reads_whole_rows(model)
-    if reason is not None:
+    if (reason := why_no_pass_shares(model)) is not None:
         report.plain[reason] += 1
         yield report
         return
