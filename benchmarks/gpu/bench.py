@@ -48,8 +48,10 @@ def main(arguments: list[str] | None = None) -> None:
         note("device", "", device_rates(flags.device, side=8192 if flags.device.startswith("cuda") else 512))
     for one in [one for part in flags.parts for one in plan(part, flags.shape)]:
         had = {run: len(found) for run, found in runs_of(read(flags.output), one.name).items()}
-        missing = any(had.get(run, 0) < one.repeats for run in COMPARED[one.kind])
-        if missing and budget.fits(one.name, one.seconds):
+        missing = sum(max(one.repeats - had.get(run, 0), 0) for run in COMPARED[one.kind])
+        if not missing:
+            print(f"{one.name}: there already", flush=True)
+        elif budget.fits(one.name, one.seconds * missing / one.repeats / len(COMPARED[one.kind])):
             try:
                 measure(one, flags, partial(note, one.name), budget, had)
             except Exception as error:
@@ -195,9 +197,8 @@ def attentions(one: Measurement, device: str, dtype: str, attention: str) -> Run
                 raise ValueError(f"{name} is wrong by {error:.3g}")
         compared.add(name)
 
-    runs = {name: partial(run, name) for name in STRATEGIES}
-    with_cudnn = without_and_with({"two stages": runs["two stages"]})
-    return runs | with_cudnn
+    ways = without_and_with({name: partial(run, name) for name in STRATEGIES})
+    return {name: ways[name] for name in COMPARED["attention"]}
 
 
 def _outputs(strategy: Any, inputs: Any, weights: torch.Tensor, *, gradients: bool = True) -> list[torch.Tensor]:

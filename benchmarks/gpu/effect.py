@@ -9,7 +9,7 @@ same time. A line is written at every point of a course; what has not come to it
 
 import argparse
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,7 +20,7 @@ from methods.contenders import METHODS
 from methods.runs import Settings, Start
 from methods.tasks import TASKS, easy_vqa
 
-from gpu.measure import Budget
+from gpu.measure import Budget, error_of
 from gpu.results import FILE, Line, append, machine, read, runs_of
 
 CHOSEN = ("plain", "VGR reward, scaled", "VPPO")
@@ -58,22 +58,33 @@ class Kept(Start):
 
     def note(self, found: dict[str, Any]) -> None:
         """Write a line."""
-        where = machine(self.flags.device)
-        append(self.flags.output, Line(self.name, self.method, where, "python -m gpu.effect", found))
-        print(self.name, self.method, found, flush=True)
+        note(self.flags, self.name, self.method, found)
 
 
-def run(flags: argparse.Namespace, task: str, seed: int, method: str) -> None:
-    """Train a start by a method, to the end."""
-    began, start = time.monotonic(), Kept(flags, task, seed, method)
-    found = start.run(METHODS[method], RATE * start.pace, closely=False)
-    start.note({"end": found["accuracy"], "thoughts": found["thoughts"], "seconds": round(time.monotonic() - began)})
+def run(flags: argparse.Namespace, task: str, seed: int, method: str = "") -> None:
+    """Train a start by a method, to the end; without a method, make the start. What fails leaves a line."""
+    began = time.monotonic()
+    try:
+        start = Kept(flags, task, seed, method)
+        if method:
+            end = start.run(METHODS[method], RATE * start.pace, closely=False)
+            seconds = round(time.monotonic() - began)
+            start.note({"end": end["accuracy"], "thoughts": end["thoughts"], "seconds": seconds})
+    except Exception as error:
+        note(flags, NAME.format(task, seed), method, error_of(error))
+        raise
 
 
-def side_by_side(target: Callable[..., Any], tasks: Iterable[tuple[Any, ...]], ends: float) -> None:
-    """A process for each, until the time is over."""
+def note(flags: argparse.Namespace, name: str, method: str, found: dict[str, Any]) -> None:
+    """Write a line."""
+    append(flags.output, Line(name, method, machine(flags.device), "python -m gpu.effect", found))
+    print(name, method, found, flush=True)
+
+
+def side_by_side(tasks: Iterable[tuple[Any, ...]], ends: float) -> None:
+    """A process that runs each, until the time is over."""
     context = get_context("spawn")
-    processes = [context.Process(target=target, args=task) for task in tasks]
+    processes = [context.Process(target=run, args=task) for task in tasks]
     for process in processes:
         process.start()
     for process in processes:
@@ -91,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=40, help="of reinforcement")
     parser.add_argument("--most", type=int, default=400, help="steps of each part of the warm start")
     parser.add_argument("--questions", type=int, default=160, help="of which accuracy is measured in a course")
-    parser.add_argument("--seconds", type=float, default=420, help="that all of it should take")
+    parser.add_argument("--seconds", type=float, default=240, help="without which nothing of it begins")
     parser.add_argument("--easy_vqa", type=Path, default=Path(".gpu/easy_vqa"), help="train.parquet and test.parquet")
     parser.add_argument("--starts", type=Path, default=Path(".gpu/starts"))
     parser.add_argument("--output", type=Path, default=FILE)
@@ -104,8 +115,8 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     if missing and budget.fits("effect", flags.seconds):
         starts = dict.fromkeys((task, seed) for task, seed, _ in missing)
-        side_by_side(Kept, [(flags, *start) for start in starts], budget.ends)
-        side_by_side(run, [(flags, *one) for one in missing], budget.ends)
+        side_by_side([(flags, *start) for start in starts], budget.ends - budget.left / 2)
+        side_by_side([(flags, *one) for one in missing], budget.ends)
 
 
 if __name__ == "__main__":

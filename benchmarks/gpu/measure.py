@@ -46,8 +46,10 @@ def take_turns(
         had: repeats that are there already, by run.
     """
     missing = {name: repeats - had.get(name, 0) for name in runs if had.get(name, 0) < repeats}
-    warm = {}
+    warm: dict[str, float] = {}
     for name in missing:
+        if not budget.fits(f"{name}, to warm up", max(warm.values(), default=0.0)):
+            break
         try:
             warm[name] = timed(runs[name], device)["seconds"]
             note(name, {"first": warm[name]})

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cost import Load, Machine, seconds
-from sharing_models import MODEL_SHAPES, Size
+from sharing_models import MERGE, MODEL_SHAPES, Size
 from sharing_operations import Update, executed_update, forward_of
 
 PROMPT, VISION, GENERATIONS = 1536, 1280, 8
@@ -30,6 +30,7 @@ COMPARED = {
     "packing": ("padded", "packed"),
 }
 BUILD = 20  # seconds for a model of 7B and what else comes before the first pass, a guess
+WINDOW = 50e-6  # seconds of the attention of a window of the tower, each a call of its own, a guess
 GUESSED = {"new shape": 30, "attention": 60}  # seconds: cuDNN's plans, a compilation
 
 
@@ -57,7 +58,7 @@ class Measurement:
     @property
     def repeats(self) -> int:
         """Of each run, after one that warms up."""
-        return BATCHES if self.kind == "step" else REPEATS
+        return {"step": BATCHES, "update": 3, "scoring": 3}.get(self.kind, REPEATS)
 
     @property
     def seconds(self) -> float:
@@ -69,20 +70,22 @@ class Measurement:
         shape, shared, machine = MODEL_SHAPES[self.shape], name.split(",")[0] not in ("plain", "trl"), Machine()
         if self.kind in GUESSED:
             return GUESSED[self.kind] / len(COMPARED[self.kind]) / (1 + self.repeats)
+        windowed = 0 if shape.deepstack else shape.vision_layers - len(shape.whole_image_layers)
+        windows = WINDOW * windowed * self.size.vision * MERGE**2 / 64 * (1 if shared else self.size.generations)
         if self.kind == "step":
-            return sum(seconds(Load(shape, self.size, shared=shared, scored=False), machine).values())
+            return 5 * windows + sum(seconds(Load(shape, self.size, shared=shared, scored=False), machine).values())
         scoring = self.kind == "scoring"
         forward = forward_of(shape, self.size, shared=shared).total
         count = forward if scoring else executed_update(shape, self.size, Update(self.adapters), shared=shared)
-        return count / machine.operations / machine.efficiency
+        return count / machine.operations / machine.efficiency + (1 if scoring else 4) * windows
 
 
 def plan(part: str, shape: str) -> list[Measurement]:
     """What a part of `PARTS` measures, the most wanted first."""
     every = [Size(48, 16, 8, 2)] if shape in TINY else [Size(PROMPT, VISION, one, GENERATIONS) for one in COMPLETIONS]
     if part == "passes":
-        found = [Measurement(kind, shape, size) for size in every for kind in ("update", "scoring")]
-        return [*found, Measurement("update", shape, every[0], adapters=True)]
+        first, *others = [Measurement(kind, shape, size) for size in every for kind in ("update", "scoring")]
+        return [first, Measurement("update", shape, every[0], adapters=True), *others]
     if part == "kernels":
         return [Measurement("attention", shape, size) for size in every]
     size = every[-1] if part == "packing" else every[0]

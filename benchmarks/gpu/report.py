@@ -53,20 +53,22 @@ wanted first, with the minutes that each should take on an H200, computed with `
 |---|---:|---|
 | `make gpu-tests` | 3 | `tests/gpu`; attention of shapes that are new |
 | `make gpu-passes` | 5 | updates and scoring, with cuDNN's attention and without |
-| `make gpu-steps` | 7 | steps on ten batches of different lengths, prompts and images |
-| `make gpu-kernels` | 2 | attention of a layer by other strategies |
+| `make gpu-steps` | 6 | steps on ten batches of different lengths, prompts and images |
+| `make gpu-kernels` | 3 | attention of a layer by other strategies |
 | `make gpu-packing` | 1 | completions behind shared prompts without padding |
-| `make gpu-effect` | 8 | a model of 100 M parameters from nothing: plain, VGR, VPPO, three seeds side by side |
+| `make gpu-effect` | 4 to 8 | a model of 100 M parameters from nothing: plain, VGR, VPPO, three seeds side by side |
 
 One call of `make`, with one target or several, ends within `GPU_SECONDS` (540). What does not fit into what is left of
-them is left out, and a line says so; the same call goes on with it. `make gpu` is all of them. If files come back from
-one folder only, results are written there, behind those that there are:
+them is left out, and a line says so; the same call goes on with it. What the file has is not run again: after a change
+to what is measured, give another `GPU_RESULTS`. `make gpu` is all of them. If files come back from one folder only,
+results are written there, behind those that there are:
 
     cp benchmarks/results/gpu.jsonl $OUT/ || true
     make gpu-tests gpu-passes GPU_RESULTS=$OUT/gpu.jsonl
 
-then `gpu-steps gpu-kernels`, then `gpu-packing gpu-effect`. `GPU_SHAPE=qwen3-vl-8b` measures another shape;
-`GPU_DEVICE=cpu GPU_SHAPE=tiny-qwen2.5-vl` tries passes, steps and packing's padded half without a GPU."""
+then `gpu-passes gpu-steps gpu-kernels`, then `gpu-kernels gpu-packing gpu-effect`: what is there is passed over.
+`GPU_SHAPE=qwen3-vl-8b` measures another shape; `GPU_DEVICE=cpu GPU_SHAPE=tiny-qwen2.5-vl` tries
+passes, steps and packing's padded half without a GPU."""
 
 MEASURED = """\
 Medians of repeats that take turns in one process; *peak*: memory above what stays allocated between them. Random
@@ -190,19 +192,15 @@ def _effect(lines: Lines) -> list[str]:
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     names = sorted({line.name for line in lines if line.name.startswith("effect, ")})
-    for name, method in product(names, CHOSEN):
+    for name, method in product(names, ("", *CHOSEN)):
         course = runs_of(lines, name, "step").get(method, [])
+        cells = [name.split(", ")[1], method or "warm start", name.split()[-1]]
         for first in [point for point in course if point["step"] == 0][-1:]:
             start, last = first["accuracy"], course[-1]["accuracy"]
-            cells = [
-                name.split(", ")[1],
-                method,
-                name.split()[-1],
-                str(course[-1]["step"]),
-                f"{start:.3f}",
-                f"{last:.3f}",
-            ]
-            found.append(f"| {' | '.join(cells)} | **{last - start:+.3f}** |")
+            more = [str(course[-1]["step"]), f"{start:.3f}", f"{last:.3f}", f"**{last - start:+.3f}**"]
+            found.append(f"| {' | '.join([*cells, *more])} |")
+        for error in [] if course else runs_of(lines, name, "error").get(method, [])[-1:]:
+            found.append(f"| {' | '.join([*cells, error['error'].replace('|', '/'), '', '', ''])} |")
     return found if names else [*found[:3], "", NOT_RUN]
 
 
