@@ -1,6 +1,6 @@
 """What is measured on a GPU, in which order, and how long it should take on paper."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cost import Load, Machine, seconds
 from sharing_models import MERGE, MODEL_SHAPES, Size
@@ -8,6 +8,7 @@ from sharing_operations import Update, executed_update, forward_of
 
 PROMPT, VISION, GENERATIONS = 1536, 1280, 8
 COMPLETIONS = (384, 1024)
+OF_STEPS = 256  # tokens of a completion; nearly all of a step is their generation
 SHAPES = ("qwen2.5-vl-7b", "qwen2.5-vl-3b", "qwen3-vl-4b", "qwen3-vl-8b")
 TINY = ("tiny-qwen2.5-vl", "tiny-qwen3-vl")
 PARTS = ("shapes", "passes", "steps", "kernels", "packing")
@@ -25,7 +26,7 @@ COMPARED = {
     "new shape": both("masked", "masked, seen before", "causal", "causal, seen before"),
     "update": both("plain", "shared"),
     "scoring": both("trl", "shared", "shared + probe"),
-    "step": ("trl", "ours"),
+    "step": ("trl", "ours", f"ours{CUDNN}"),
     "attention": (*STRATEGIES, f"two stages{CUDNN}"),
     "packing": ("padded", "packed"),
 }
@@ -64,7 +65,7 @@ class Measurement:
     def seconds(self) -> float:
         """Of all runs together on a GPU, by benchmarks/cost.py."""
         once = sum(self._once(name) for name in COMPARED[self.kind])
-        return BUILD * (2 if self.kind == "step" else 1) + (1 + self.repeats) * once
+        return BUILD * (len(COMPARED["step"]) if self.kind == "step" else 1) + (1 + self.repeats) * once
 
     def _once(self, name: str) -> float:
         shape, shared, machine = MODEL_SHAPES[self.shape], name.split(",")[0] not in ("plain", "trl"), Machine()
@@ -88,5 +89,7 @@ def plan(part: str, shape: str) -> list[Measurement]:
         return [first, Measurement("update", shape, every[0], adapters=True), *others]
     if part == "kernels":
         return [Measurement("attention", shape, size) for size in every]
+    if part == "steps":
+        return [Measurement("step", shape, replace(every[0], completion=min(every[0].completion, OF_STEPS)))]
     size = every[-1] if part == "packing" else every[0]
-    return [Measurement({"shapes": "new shape", "steps": "step"}.get(part, part), shape, size)]
+    return [Measurement({"shapes": "new shape"}.get(part, part), shape, size)]

@@ -53,7 +53,7 @@ wanted first, with the minutes that each should take on an H200, computed with `
 |---|---:|---|
 | `make gpu-tests` | 3 | `tests/gpu`; attention of shapes that are new |
 | `make gpu-passes` | 5 | updates and scoring, with cuDNN's attention and without |
-| `make gpu-steps` | 6 | steps on ten batches of different lengths, prompts and images |
+| `make gpu-steps` | 7 | steps on ten batches of different lengths, prompts and images |
 | `make gpu-kernels` | 3 | attention of a layer by other strategies |
 | `make gpu-packing` | 1 | completions behind shared prompts without padding |
 | `make gpu-effect` | 4 to 8 | a model of 100 M parameters from nothing: plain, VGR, VPPO, three seeds side by side |
@@ -80,7 +80,8 @@ vendor's dense bfloat16 peak; *logical* MFU: operations that they stand for (pla
 - new shape: attention of one row, forward and backward; of a length that is new in every repeat, or seen before.
 - step: mean over ten batches of one prompt each, all different, after one that warms up. Sides of images, words of
   prompts and lengths of completions are log-normal; generation computes T tokens. All weights, by SGD. TRL's trainer
-  as it comes, with cuDNN; ours as it comes, without. Memory: the most that was allocated and reserved in any step.
+  as it comes, with cuDNN; ours as it comes, without, and with `cudnn_attention`. Memory: the most that was allocated
+  and reserved in any step.
 - attention: of one layer, forward and backward. Our two stages; the same where the kernel knows the mask instead of
   reading it; one packed row per group with FlexAttention's block masks; keys and values gathered per path for
   variable-length flash attention. All else in a layer works on the same tokens, so one row would save the difference,

@@ -12,8 +12,8 @@ from step_cases import NONE, Case, log_normal
 from step_runs import Amounts, Place, StepRun
 from transformers import TrainerCallback
 
-from gpu.measure import Budget, Note, release
-from gpu.plan import BATCHES, COMPARED, TINY, Measurement
+from gpu.measure import Budget, Note, cudnn, release
+from gpu.plan import BATCHES, COMPARED, CUDNN, TINY, Measurement
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,13 @@ class _EachStep(TrainerCallback):
 def steps(
     one: Measurement, place: tuple[str, str, str], note: Note, budget: Budget, had: Mapping[str, list[dict[str, Any]]]
 ) -> None:
-    """Steps on the batches that are missing; TRL's first, before our trainer switches cuDNN's attention off."""
+    """Steps on the batches that are missing, by TRL's trainer, with cuDNN, and by ours without and with it."""
     device, dtype, attention = place
     for variant in COMPARED["step"]:
         there = {found["batch"] for found in had.get(variant, ())}
         numbers = (0, *(batch for batch in range(1, 1 + BATCHES) if batch not in there))
-        if len(numbers) == 1 or not budget.fits(
-            f"{one.name} {variant}", one.seconds / 2 * len(numbers) / (1 + BATCHES)
-        ):
+        share = len(numbers) / (1 + BATCHES) / len(COMPARED["step"])
+        if len(numbers) == 1 or not budget.fits(f"{one.name} {variant}", one.seconds * share):
             continue
         case = Batches(
             title=one.name,
@@ -83,13 +82,14 @@ def steps(
             uneven=True,
             adapters=False,
             shape=MODEL_SHAPES[one.shape],
-            variants={"trl": {}, "ours": NONE},
+            variants={"trl": {}, "ours": NONE, f"ours{CUDNN}": {**NONE, "cudnn_attention": True}},
             steps=len(numbers),
             numbers=numbers,
         )
         where = Place(device, dtype, attention, torch.get_num_threads(), checkpointing=one.shape not in TINY)
-        run = StepRun(where, case, variant, lambda: Amounts({"seconds": now(device)}))
-        run.trainer.add_callback(_EachStep(run, numbers, lambda found, name=variant: note(name, found), budget))
-        run()
+        with cudnn(True):  # our trainer switches it off
+            run = StepRun(where, case, variant, lambda: Amounts({"seconds": now(device)}))
+            run.trainer.add_callback(_EachStep(run, numbers, lambda found, name=variant: note(name, found), budget))
+            run()
         del run
         release()
