@@ -70,9 +70,5 @@ def test_a_reward_sees_whole_groups_however_they_are_spread(processes, text_mode
     for entry, weight in zip(result["history"], [1.0, 2.0, 2.0], strict=True):
         assert (entry["reward/rows"], entry["reward_weights/rank_reward"]) == (4.0, weight)
         assert entry["reward"] == pytest.approx(entry["rewards/rank_reward/mean"] * weight, abs=1e-6)
-        stages = {name: value for name, value in entry.items() if name.startswith("timing/")}
-        assert {"timing/generation", "timing/reward", "timing/update", "timing/optimizer"} <= set(stages)
-        in_step = sum(stages.values()) - stages["timing/optimizer"]
-        assert in_step == pytest.approx(entry["step_time"], rel=1e-3) or processes > 1, "the stages make up the step"
-        assert in_step > 0.9 * entry["step_time"]
+        assert {"timing/generation", "timing/reward", "timing/update", "timing/optimizer"} <= set(entry)
         assert entry["perf/samples_per_second"] * entry["step_time"] == pytest.approx(4)
