@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.models.compare import checkpointed, gradients, largest_relative, needs_shared, scored, with_head
-from support.models.families import build, make_batch
+from support.models.compare import checkpointed, gradients, largest_relative, loss_of, needs_shared, scored, with_head
+from support.models.families import Family, build, make_batch, text_model
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from vgr_trl.sharing import prefix_forward, share_prompts
 from vgr_trl.sharing.model_support import sdpa_by_key_head
+from vgr_trl.sharing.prefix_cache import marked
 from vgr_trl.sharing.prefix_forward import cut_by_length
 from vgr_trl.signals.attention import AttentionProbe
 from vgr_trl.signals.ratios import build_modality_masks
@@ -86,7 +87,7 @@ def test_keys_of_grouped_queries_are_kept_once(groups):
     mask, module = torch.ones(2, 1, 5, 32).tril(27).bool(), SimpleNamespace(num_key_value_groups=groups, is_causal=True)
     kept, outputs = [], []
     for attend in (sdpa_attention_forward, sdpa_by_key_head):
-        inputs = [one.clone().requires_grad_() for one in (query, key, key)]
+        inputs = [query.clone().requires_grad_(), *(marked(key.clone().requires_grad_()) for _ in range(2))]
         output, bytes_kept = kept_bytes(attend, module, *inputs, mask, scaling=0.3)
         output.square().sum().backward()
         outputs.append([output, *(one.grad for one in inputs)])
@@ -122,8 +123,32 @@ def test_rows_of_masks_are_aligned(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     query, key = torch.randn(2, 8, 5, 16), torch.randn(2, 4, 29, 16)
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-    sdpa_by_key_head(module, query, key, key, torch.ones(2, 1, 5, 29).tril(24).bool())
+    sdpa_by_key_head(module, query, marked(key), key, torch.ones(2, 1, 5, 29).tril(24).bool())
     assert strides == [32] * 4
+
+
+def test_other_passes_keep_the_attention_of_transformers(monkeypatch):
+    """Of stock TRL in the same process, say; checkpointed layers run after the block as they ran in it."""
+    calls, plain = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, key, *args, **kwargs):
+        calls.append(query.size(1))  # query heads, 2, or those of one key head
+        return plain(query, key, *args, **kwargs)
+
+    def heads_seen(run):
+        calls.clear()
+        run()
+        return set(calls)
+
+    four_heads = text_model("Llama", num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    model, batch, losses = with_head(build(Family("llama", four_heads))), make_batch("llama"), []
+    needs_shared(model, checkpointing=True)
+    checkpointed(model.train())
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    with share_prompts(model, batch.completion_length):
+        assert heads_seen(lambda: losses.append(loss_of(model, batch))) == {2}
+    assert heads_seen(losses[0].backward) == {2}
+    assert heads_seen(lambda: scored(model, batch)) == {4}
 
 
 def last_layer(model):

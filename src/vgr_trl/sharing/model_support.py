@@ -173,16 +173,17 @@ def sdpa_by_key_head(
 
     With a mask, which completions behind a shared prompt always have, transformers repeats them, and the backward pass
     keeps the copies: 219 MB a layer for Qwen2.5-VL-7B, P 1400, T 512, G 8. Here the queries of a key head see a view.
+    Passes that share no prompts, of any model in the process, get what transformers does.
 
     Args:
         query: (B, H, Q, D).
-        key, value: (B, number of key heads, K, D).
+        key, value: (B, number of key heads, K, D); the keys `marked` where prompts are shared.
         attention_mask: (B, 1, Q, K).
     """
     groups = getattr(module, "num_key_value_groups", 1)
     masked = attention_mask is not None and attention_mask.size(1) == 1 and query.size(2) > 1
     plain = dropout == 0 and not any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
-    if groups == 1 or not masked or not plain:
+    if groups == 1 or not masked or not plain or not hasattr(key, "of_shared_prompts"):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     assert attention_mask is not None
     if torch.is_autocast_enabled(query.device.type):  # it would cast keys and values again for every query head
@@ -207,7 +208,7 @@ def sdpa_by_key_head(
 
 
 def keep_keys_unrepeated() -> None:
-    """Let `sdpa` be `sdpa_by_key_head` from here on, also where a checkpoint computes a layer again."""
+    """Let `sdpa` be `sdpa_by_key_head` from here on: a checkpoint computes layers again behind the block."""
     if AttentionInterface._global_mapping.get("sdpa") is sdpa_attention_forward:
         AttentionInterface.register("sdpa", sdpa_by_key_head)
 

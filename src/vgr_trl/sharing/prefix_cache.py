@@ -72,7 +72,18 @@ class Prefix(Cache):
     rows: list[int] | None = None  # of a read one: rows of the batch that read it
 
 
+def marked(keys: Any) -> torch.Tensor:
+    """Mark keys, (B, H, K, D), as those of a pass with shared prompts."""
+    keys.of_shared_prompts = True
+    return keys  # type: ignore[no-any-return]
+
+
 class _Keys(CacheLayerMixin):
+    """Marks the keys that it gives to attention, so that `sdpa_by_key_head` leaves those of other passes alone.
+
+    A mark lasts where a flag of the block would not: a checkpoint computes a layer again in the backward pass.
+    """
+
     def get_max_length(self) -> int:
         return -1
 
@@ -103,7 +114,7 @@ class StoredKeys(_Keys):
             self.lazy_initialization(key_states, value_states)
         if self.ends_pass:
             raise PromptsStored
-        return key_states, value_states
+        return marked(key_states), value_states
 
     def length(self) -> int:
         return 0 if self.keys is None else self.keys.shape[-2]
@@ -135,7 +146,7 @@ class ExpandedKeys(_Keys):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.was_read = True
-        return self._behind(self.stored.keys, key_states), self._behind(self.stored.values, value_states)
+        return marked(self._behind(self.stored.keys, key_states)), self._behind(self.stored.values, value_states)
 
     def _behind(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return torch.cat([stored.index_select(0, self.index), new], dim=-2)
