@@ -7,10 +7,14 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
+from support.models.compare import scored, with_head
+from support.models.families import build as build_model
+from support.models.families import make_batch
 from support.trainers import STOCK, letters_reward, logged
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.batch import scoring_inputs
 from vgr_trl.config import SWITCHES
 from vgr_trl.utils import ConfigError
 from vgr_trl.validate import prompt_length
@@ -70,6 +74,28 @@ def test_with_its_options_off_it_trains_exactly_as_trl(build, text_model, change
         assert torch.equal(mine, other), name
         moved += (mine - before[name]).abs().sum().item()
     assert moved > 0
+
+
+def test_rows_keep_their_pixels_where_a_rollout_has_as_many_images_as_rows(text_trainer, tmp_path, monkeypatch):
+    """Two images in each row of a prompt, none in those of the other: TRL cut the pixels of Idefics by images."""
+    sizes = {"num_generations": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    trainer = text_trainer(model=with_head(build_model("idefics3")), output_dir=tmp_path, **sizes)
+    made = make_batch("idefics3", images=(2, 0))
+    inputs, length = made.inputs, made.completion_length
+    images = {name: inputs[name] for name in ("pixel_values", "pixel_attention_mask")}
+    batch = {"advantages": torch.ones(6), "num_images": [2, 2, 2, 0, 0, 0], **images}
+    for name, key in (("ids", "input_ids"), ("mask", "attention_mask")):
+        batch |= {f"prompt_{name}": inputs[key][:, :-length], f"completion_{name}": inputs[key][:, -length:]}
+    expected, _ = scored(trainer.model, made)
+    monkeypatch.setattr(trainer, "_generate_and_score_completions", lambda rows: batch)
+    trainer.model.train()
+    micro_batches = [trainer._prepare_inputs(None)] and trainer._buffered_inputs
+    for part in [batch, *micro_batches]:
+        rows = [inputs["input_ids"][:, -length:].tolist().index(ids) for ids in part["completion_ids"].tolist()]
+        for chunk in (1, 6):
+            score = partial(trainer._get_per_token_logps_and_entropies, trainer.model, batch_size=chunk)
+            found, valid = score(**scoring_inputs(part))[0], part["completion_mask"].bool()
+            assert (found - expected[rows])[valid].abs().max() < 1e-5
 
 
 def test_a_single_reward_and_no_config_are_accepted(text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):

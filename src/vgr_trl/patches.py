@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, ProcessorMixin, Trainer
 from trl import GRPOTrainer
 from trl.generation import vllm_client
+from trl.trainer import grpo_trainer
 
 from vgr_trl.batch import causal_type
 from vgr_trl.dapo_config import DAPOConfig
@@ -419,6 +420,38 @@ def suppress_image_tokens(trainer: GRPOTrainer, installed: str | None = None) ->
         options = {"suppress_tokens": [token], **trainer.generation_kwargs}
         trainer.generation_kwargs = options
         trainer.generation_config = GenerationConfig(**options, disable_compile=True)
+
+
+# Pixels of Idefics and SmolVLM, which lie by rows, padded to the most images of a row.
+#
+# TRL 1.16 cuts them by images where a batch has as many images as rows, though rows differ (2, 1, 1, 0): rows then get
+# pixels of their neighbours, and nothing fails. Removable with a TRL that tells the two apart.
+
+
+def lie_by_rows(inputs: Mapping[str, Any]) -> bool:
+    """Whether the pixel inputs of a batch or a pass have one entry per row, as TRL too has it of their mask."""
+    return inputs.get("pixel_attention_mask") is not None and inputs.get("spatial_shapes") is None
+
+
+@contextmanager
+def rows_kept_whole() -> Iterator[None]:
+    """In this block TRL shuffles pixels that lie by rows with their rows."""
+    split = grpo_trainer.split_pixel_values_by_grid
+    with patched_attribute(
+        grpo_trainer, "split_pixel_values_by_grid", lambda batch: batch if lie_by_rows(batch) else split(batch)
+    ):
+        yield
+
+
+def scored_by_rows(score: Callable[..., Any]) -> Callable[..., Any]:
+    """Return TRL's scoring, such that it cuts pixels that lie by rows into chunks of rows."""
+
+    def scored(model: Any, **inputs: Any) -> Any:
+        if lie_by_rows(inputs):
+            inputs["num_images"] = [1] * len(inputs["input_ids"])
+        return score(model, **inputs)
+
+    return scored
 
 
 # Token types of completions, where prompts have some: they must not let a completion see what comes after it.

@@ -39,6 +39,8 @@ from vgr_trl.patches import (
     let_tables_hold,
     plan_vllm_images,
     remove_oldest_tables,
+    rows_kept_whole,
+    scored_by_rows,
     unlogged,
     with_causal_completions,
 )
@@ -218,6 +220,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         with self.clock.stage("update"):
             return super().training_step(*args, **kwargs)
 
+    @rows_kept_whole()
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Add to TRL's: keep completions of a prompt, and rows of one length, together where that changes nothing.
 
@@ -340,7 +343,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     ) -> Any:
         """Add to TRL's: compute each prompt once; measure the policy's pass over a rollout; train tokens with loss."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep, **kwargs}
-        plain = super()._get_per_token_logps_and_entropies
+        plain = scored_by_rows(super()._get_per_token_logps_and_entropies)
         if kwargs.get("token_type_ids") is not None:
             inputs = with_causal_completions(inputs, causal_model(model).config, logits_to_keep)
         if torch.is_grad_enabled():
