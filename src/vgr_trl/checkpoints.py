@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from datasets import Dataset, IterableDataset
 from torch import distributed, nn
 from torch.utils.data import Sampler
@@ -495,8 +496,4 @@ def _continue_generation(trainer: ConstructedTrainer, folder: Path, micro_batch:
         raise ConfigError(
             f"{folder} was saved in the middle of a generation batch whose groups waited for the replay buffer: {cure}."
         )
-    device = trainer.accelerator.device
-    trainer._buffered_inputs = [
-        {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
-        for inputs in share["inputs"]
-    ]
+    trainer._buffered_inputs = send_to_device(share["inputs"], trainer.accelerator.device)

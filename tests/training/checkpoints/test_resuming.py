@@ -10,10 +10,13 @@ import pytest
 import torch
 from datasets import IterableDataset
 from support.checkpoints import complete_checkpoints
+from torch.utils._pytree import tree_leaves
 
 from vgr_trl.checkpoints import (
+    GENERATION,
     MANIFEST,
     _behind,
+    _continue_generation,
     resolve_checkpoint,
     resume_mode,
     save_share,
@@ -152,3 +155,16 @@ def test_a_stream_that_begins_anew_is_not_resumed():
         _behind(trainer, "checkpoint-3")
     trainer.state.epoch = 0.99
     assert _behind(trainer, "checkpoint-3") == (0, 3)
+
+
+def test_all_tensors_of_a_rollout_go_back_to_the_device(tmp_path):
+    """Those of the perception loss are cut by row, in a list."""
+    args = SimpleNamespace(steps_per_generation=2, gradient_accumulation_steps=1)
+    accelerator = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("meta"))
+    trainer = SimpleNamespace(args=args, accelerator=accelerator, num_iterations=1)
+    inputs = [{"prompt_ids": torch.ones(2, 3), "perturbed_pixel_values": [torch.ones(4)] * 2, "num_images": [1, 1]}]
+    save_share({"micro_batch": 1, "of": 2, "inputs": inputs, "waiting": False}, tmp_path, 0, 1, GENERATION)
+    _continue_generation(trainer, tmp_path, 1)
+    (found,) = trainer._buffered_inputs
+    assert {value.device.type for value in tree_leaves(found) if torch.is_tensor(value)} == {"meta"}
+    assert found["num_images"] == [1, 1]
