@@ -401,7 +401,7 @@ def plan_features(trainer: "DAPOTrainer") -> dict[str, Feature]:
     causal = causal_model(model)
     base = base_of(causal)
     off = {name: f"{name}=off" if getattr(args, name) == "off" else None for name in ("share_prompts", *SWITCHES)}
-    neftune = "the scale of NEFTune's noise depends on the columns" if args.neftune_noise_alpha else None
+    neftune = "NEFTune's noise depends on the rows and columns of a pass" if args.neftune_noise_alpha else None
     columns = neftune or why_adapter_reads_whole_rows(model)
     compiles = "torch.compile" if _compiles(trainer) else None
     compiled = compiles or ("torch.compile" if is_compiled(model) else None)
@@ -438,14 +438,14 @@ def plan_features(trainer: "DAPOTrainer") -> dict[str, Feature]:
         "share_scoring": unshared or compiles or why_not_share(model, gradients=False),
         "share_training": training,
         "regroup": alone or (None if args.share_prompts == "on" else rows or spread),
-        "skip_zero_advantage": off["skip_zero_advantage"] or read,
+        "skip_zero_advantage": off["skip_zero_advantage"] or neftune or read,
         "skip_zero_advantage_tokens": tokens or read or headless or _first(whole_completions),
         "skip_padding": off["skip_padding"] or compiled or router or columns or padding,
         "skip_head": tokens or compiled or headless,
         "skip_images": _first(images),
         "pack_completions": off["pack_completions"] or alone or why_not_pack(base)
             or ("FSDP" if trainer.is_fsdp_enabled else padding),
-        "group_by_length": off["group_by_length"] or cut or rows,
+        "group_by_length": off["group_by_length"] or neftune or cut or rows,
         "reuse_first_pass": off["reuse_first_pass"] or _why_old_logps_are_scored(trainer, spread),
     }  # fmt: skip
     return {name: Feature(reason) for name, reason in reasons.items()}
