@@ -93,9 +93,9 @@ class DAPOConfig(
     soft_punish_cache: int | None = option(None, "Tokens before max_completion_length over which the length reward "
         "falls to -1; None: a fifth of it.", ge=0, needs="length_reward")
     stop_on_collapse: bool = option(False, "End at the first sign of collapse instead of a warning.")
-    reward_timeout: float | None = option(None, "Seconds that a reward function may take for a batch, then it ends the "
-        "run, by name; not covered: asynchronous rewards, reward models, one call of C code (a regular expression). "
-        "None: any number.", gt=0)
+    reward_timeout: float | None = option(None, "Seconds after which a reward function that has not returned is named "
+        "in the log, with its rows and its stack, again and again; it is not ended. Not covered: asynchronous rewards, "
+        "reward models, one call of C code (a regular expression). None: never.", gt=0)
     # fmt: on
 
     def __post_init__(self) -> None:

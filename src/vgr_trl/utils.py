@@ -345,7 +345,7 @@ def naming_silent_process(timeout: int, step: Callable[[], int]) -> Iterator[Non
             raise
         raise ProcessError(
             f"Another of the {distributed.get_world_size()} processes {why} at step {step()}: see what it logged last, "
-            "or whether it hangs (in a reward, which reward_timeout would end), end them all, and continue with "
+            "or whether it hangs (in a reward, which reward_timeout names), end them all, and continue with "
             "resume_from_checkpoint latest."
         ) from error
 

@@ -1,14 +1,11 @@
 """Rewards of whole groups, over two real processes too, and every error."""
 
-import time
-
 import pytest
 import torch.distributed as dist
 from support.launching import join_group, results_of
 
 from vgr_trl.rewards import gather_groups, needs_whole_groups, vgr_reward
 from vgr_trl.rewards.attention import scaled_by_accuracy
-from vgr_trl.rewards.loading import checked
 from vgr_trl.utils import RewardError
 
 
@@ -38,16 +35,6 @@ def gather_object(objects):
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, objects)
     return [item for part in parts for item in part]
-
-
-def waited_for(seconds):
-    """Rewards of each process under a limit of so many seconds; the second comes twice as late."""
-    join_group()
-    rank = dist.get_rank()
-    if rank:
-        time.sleep(2 * seconds)
-    reward = checked(gather_groups(above_mean, gather_object, rank, GROUP), "above_mean", print, seconds=seconds)
-    return reward(completions=["a", "b"], value=[[0.0, 1.0], [4.0, 9.0]][rank])
 
 
 def run_in_group():
@@ -88,12 +75,6 @@ def test_groups_that_are_spread_over_two_processes(results):
     half = 3**0.5 / 2
     expected = [0.5 + half / 2, 0.5 + half / 3, 0.5 - half / 3, 0.5 - half / 2, 0.5, 0.5, 0.5, 0.5]
     assert first["scaled"] + second["scaled"] == pytest.approx(expected)
-
-
-@pytest.mark.minutes
-def test_a_limit_does_not_count_what_is_waited_for_another_process():
-    """`reward_timeout` would end the run by the name of a reward that has done nothing yet; the group mean is 3.5."""
-    assert results_of(waited_for, 3, processes=2) == [[-3.5, -2.5], [0.5, 5.5]]
 
 
 def test_a_marked_function_gets_what_trl_passes_and_no_local_column():

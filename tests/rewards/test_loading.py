@@ -1,20 +1,18 @@
 """How rewards come to a trainer, by hand from `Reward weights` in definitions.md, and what they may return."""
 
 import asyncio
-import contextlib
 import copy
 import functools
 import math
-import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from math_verify import parse, verify
 
 from vgr_trl.rewards import (
     RewardSchedule,
@@ -28,7 +26,7 @@ from vgr_trl.rewards import (
     vgr_hard_negative_reward,
     vgr_reward,
 )
-from vgr_trl.rewards.loading import check_callable, checked
+from vgr_trl.rewards.loading import ADVICE, check_callable, checked, logger
 from vgr_trl.utils import ConfigError, RewardError
 
 
@@ -158,24 +156,27 @@ def test_asynchronous_rewards_stay_so():
         asyncio.run(checked(functools.partial(later, value="no"), "mine", print)(completions=["x"]))
 
 
-def catching_everything(completions, **kwargs):
-    verify(parse("$1$"), parse("$2$"))
-    for _ in completions:
-        with contextlib.suppress(BaseException):
-            threading.Event().wait(900)
-    return [1.0] * len(completions)
+def test_a_reward_that_takes_long_is_reported_and_goes_on(monkeypatch):
+    """In a pool of threads, as judges behind a network are asked; it waits until the cure has been named."""
+    advised = threading.Event()
+    monkeypatch.setattr(logger, "warning", lambda text: (reports.append(text), ADVICE in text and advised.set()))
+    reports = []
 
+    def asks_judges(completions, **kwargs):
+        with ThreadPoolExecutor(2) as judges:
+            return list(judges.map(lambda _: float(advised.wait(60)), completions))
 
-def test_a_limit_holds_whatever_the_reward_does():
-    parse("$1$")  # the first time it takes longer than the limit
-    alarm, urgent = signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGURG)
-    limited = checked(catching_everything, "mine", print, seconds=0.2)
-    try:
-        with pytest.raises(RewardError, match="The reward mine has not returned within reward_timeout=0.2 seconds"):
-            limited(completions=["x"] * 3, prompts=[])
-    finally:
-        signal.signal(signal.SIGALRM, alarm)
-    assert signal.getsignal(signal.SIGURG) is urgent
+    limited = checked(asks_judges, "judge", print, seconds=0.05)
+    assert limited(completions=["x", "y"], prompts=["p", "q"], id=["row-1", "row-2"]) == [1.0, 1.0]
+    first, last = reports[0], reports[-1]
+    assert "The reward judge has not returned" in first
+    assert "2 completions, of the rows 'row-1' to 'row-2'" in first
+    assert "in asks_judges" in first
+    assert ADVICE not in first
+    assert ADVICE in last
+    count = len(reports)
+    assert checked(asks_judges, "judge", print, seconds=60)(completions=["x"]) == [1.0]
+    assert len(reports) == count
 
 
 def test_what_a_reward_does_to_its_arguments_is_undone():

@@ -1,12 +1,6 @@
-"""Rewards that compare the completions of a prompt, also if its group is spread over processes; limits of time."""
+"""Rewards that compare the completions of a prompt, also if its group is spread over processes."""
 
-import math
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from vgr_trl.utils import RewardError
@@ -80,8 +74,7 @@ class WholeGroups:
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float | None]:
         """Return the rewards of the local completions; gathers once, on every process, whatever the rows are."""
         own = {name: list(kwargs[name]) for name in (*self.required, *self.optional) if kwargs.get(name) is not None}
-        with without_limit():
-            parts = self.gather([(list(completions), own)])
+        parts = self.gather([(list(completions), own)])
         for process, (_, columns) in enumerate(parts):
             if missing := [name for name in self.required if name not in columns]:
                 raise RewardError(
@@ -133,73 +126,3 @@ def group_size(count: int, num_generations: Any) -> int:
             "number of completions per prompt, which divides them."
         )
     return size
-
-
-_INTERVAL = 0.1  # seconds between two looks at the clock, and between two interruptions
-_deadline = math.inf  # of the reward that runs in the main thread, on the monotonic clock
-
-
-class _TimeUp(BaseException):
-    """No `Exception`, which a reward may catch."""
-
-
-@contextmanager
-def at_most(seconds: float | None, name: str) -> Iterator[None]:
-    """Interrupt what this block waits for or computes in Python, again and again: a reward may catch everything.
-
-    The signal is one that nothing else uses; SIGALRM is that of math-verify, and of a reward's own `signal.alarm`. Not
-    interrupted is a single call of C code that keeps the interpreter to itself: a regular expression, say.
-
-    Args:
-        seconds: the limit, above 0; None: there is none, nor outside of the main thread, where Python takes no
-            signals.
-        name: of the reward.
-
-    Raises:
-        RewardError: the limit is reached, whatever the block has made of the interruption.
-    """
-    global _deadline
-    if seconds is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    expired, done, thread = threading.Event(), threading.Event(), threading.get_ident()
-
-    def watch() -> None:
-        while not done.wait(_INTERVAL):
-            if time.monotonic() >= _deadline:
-                expired.set()
-                signal.pthread_kill(thread, signal.SIGURG)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if expired.is_set() and not done.is_set():
-            raise _TimeUp
-
-    before, _deadline = signal.signal(signal.SIGURG, interrupt), time.monotonic() + seconds
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        try:
-            yield
-        finally:
-            done.set()
-    except BaseException:
-        if not expired.is_set():
-            raise
-    finally:
-        done.set()  # the first time may have been interrupted
-        signal.signal(signal.SIGURG, before)
-        _deadline = math.inf
-    if expired.is_set():
-        raise RewardError(
-            f"The reward {name} has not returned within reward_timeout={seconds:g} seconds: correct it, or allow more."
-        )
-
-
-@contextmanager
-def without_limit() -> Iterator[None]:
-    """Let the limit stand still: while other processes are waited for, which have their own, or for cleaning up."""
-    global _deadline
-    began, before, _deadline = time.monotonic(), _deadline, math.inf
-    try:
-        yield
-    finally:
-        _deadline = before + time.monotonic() - began

@@ -1,19 +1,24 @@
 """How rewards come to a trainer: loaded by name or path, weighted by step, their results checked."""
 
 import inspect
+import logging
 import math
 import re
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial, wraps
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from vgr_trl import registries
 from vgr_trl.rewards.answers import excerpt
 from vgr_trl.rewards.attention import mdi_reward, region_reward, vgr_hard_negative_reward, vgr_reward
-from vgr_trl.rewards.groups import WholeGroups, at_most, innermost
+from vgr_trl.rewards.groups import WholeGroups, innermost
 from vgr_trl.rewards.reward_files import OVERALL, FileOptions, ScoredFile, is_scored
 from vgr_trl.rewards.simple import (
     accuracy_reward,
@@ -24,6 +29,8 @@ from vgr_trl.rewards.simple import (
     think_only_format_reward,
 )
 from vgr_trl.utils import ConfigError, RewardError
+
+logger = logging.getLogger(__name__)
 
 for _names, _reward in (
     (("accuracy", "accuracy_reward", "mc_idx_reward"), accuracy_reward),
@@ -226,6 +233,10 @@ class RewardSchedule:
         return list(self.early if self.early is not None and step < early_steps else self.regular)
 
 
+ADVICE = (
+    "Nothing ends this call: end the run (Ctrl-C, or SIGKILL), give what the reward waits for a limit of its own, and "
+    "continue with resume_from_checkpoint latest."
+)
 ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -268,7 +279,8 @@ def checked(
         reward: called with keywords only, `completions` among them.
         on_nan: called with the name and the number of NaN that the reward returned, if there are any.
         trainer: passed as `trainer` to a reward that takes it, by name or among `**kwargs`; None: to none.
-        seconds: that one call may take; None: any number. Asynchronous rewards, which limit themselves, may take any.
+        seconds: after which a call that has not returned is reported, as `_watched` does; None: never. Asynchronous
+            rewards are not watched.
     """
     given = {"trainer": trainer} if trainer is not None and _takes(reward, "trainer") else {}
     function = innermost(reward)
@@ -280,10 +292,40 @@ def checked(
         return call_async
 
     def call(**kwargs: Any) -> list[float | None]:
-        with at_most(seconds, name), _restored(kwargs):
+        with _watched(seconds, name, kwargs), _restored(kwargs):
             return _read(reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)  # a generator runs here
 
     return call
+
+
+@contextmanager
+def _watched(seconds: float | None, name: str, columns: Mapping[str, Any]) -> Iterator[None]:
+    """Log every `seconds` until this block ends which reward has not returned, for which rows, and its stack.
+
+    Nothing is interrupted: an exception raised from outside can leave a lock held or a file half written. The stack is
+    read while this thread holds the interpreter lock, for faulthandler, which does not wait for the lock, crashes a
+    process that computes in Python meanwhile. A call of C code that keeps the lock is reported once it returns.
+    """
+    done, thread = threading.Event(), threading.get_ident()
+
+    def report() -> None:
+        rows = [str(row)[-80:] for row in columns.get("id") or columns.get("prompts") or columns["completions"]]
+        for times in count(1):
+            if done.wait(seconds) or (frame := sys._current_frames().get(thread)) is None:
+                return
+            stack = "".join(traceback.format_stack(frame, limit=20))
+            logger.warning(
+                f"The reward {name} has not returned for {times} x reward_timeout={seconds:g} seconds. It was given "
+                f"{len(rows)} completions, of the rows {rows[0]!r} to {rows[-1]!r}, and is here:\n"
+                f"{stack}{ADVICE * (times >= 10)}"
+            )
+
+    if seconds is not None:
+        threading.Thread(target=report, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 @contextmanager

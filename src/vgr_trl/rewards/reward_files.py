@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from vgr_trl.registries import import_file
 from vgr_trl.rewards.answers import completion_text, excerpt
-from vgr_trl.rewards.groups import without_limit
 from vgr_trl.utils import RewardError, kill_workers, pool
 
 OVERALL = "overall"
@@ -96,8 +95,7 @@ class ScoredFile:
         from accelerate import PartialState  # with torch, which processes of a sequential function do without
         from accelerate.utils import gather_object
 
-        with without_limit():
-            everything, lengths = gather_object(rows), gather_object([len(rows)])
+        everything, lengths = gather_object(rows), gather_object([len(rows)])
         scores = self._read_all(self.function(everything, **self.file_options.arguments), len(everything))
         start = sum(lengths[: PartialState().process_index])
         return scores[start : start + len(rows)]
@@ -110,10 +108,9 @@ class ScoredFile:
         workers = _pool(self.file_options.processes)
         try:
             return list(workers.map(_score_elsewhere, [where] * len(rows), rows, chunksize=4))
-        except BaseException as error:  # the limit of reward_timeout among them
-            with without_limit():
-                kill_workers(workers)
-                _pool.cache_clear()
+        except BaseException as error:  # Ctrl-C among them
+            kill_workers(workers)
+            _pool.cache_clear()
             if not isinstance(error, BrokenProcessPool):
                 raise
             raise RewardError(
