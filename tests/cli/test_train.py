@@ -3,11 +3,15 @@
 import io
 import json
 import re
+import socket
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import datasets
 import pytest
 from datasets import Dataset, load_dataset
+from huggingface_hub import constants
+from huggingface_hub.utils import _telemetry
 from support.launching import results_of
 
 from vgr_trl.checkpoints import resolve_checkpoint
@@ -71,6 +75,27 @@ def test_a_hub_data_set_without_test_is_split(train, rows, tmp_path):
     assert "The data have no split test: 1 of 10 rows are not trained on but evaluated" in printed
     assert "9 rows to train on, 1 rows to evaluate on" in printed
     assert is_evaluated
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_run_from_local_files_looks_up_no_host(train, question_files, is_local, monkeypatch):
+    """The download counter of datasets asks s3.amazonaws.com, TRL's telemetry asks huggingface.co."""
+    hosts = []
+
+    def look_up(host, *_, **__):
+        hosts.append(str(host))
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.delenv("CI", raising=False)
+    for owner, name in ((datasets.config, "HF_HUB_OFFLINE"), (constants, "HF_HUB_OFFLINE")):
+        monkeypatch.setattr(owner, name, False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    test = question_files.split("test=")[1] if is_local else str(HUB)
+    train("--data_files", question_files, "--test_dataset", test)
+    _telemetry._TELEMETRY_QUEUE.join()
+    assert set(hosts) == (set() if is_local else {"s3.amazonaws.com", "huggingface.co"})
 
 
 def test_a_folder_with_test_is_evaluated_where_it_is_asked_for(train, rows, tmp_path):

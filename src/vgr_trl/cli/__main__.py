@@ -42,12 +42,14 @@ def demo(argv: Sequence[str]) -> int:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where it runs (default cpu)")
     flags = parser.parse_args(argv)
     _say_what_loads("demo")
+    from vgr_trl.cli.arguments import keep_offline
     from vgr_trl.cli.train import check_output_dir, write_identity
     from vgr_trl.demo.demo import run_demo
 
     identity = {"command": "demo"}
     check_output_dir(flags.output_dir, identity, None, may_repeat=True)
     write_identity(flags.output_dir, identity)
+    keep_offline()
     options = Options(seed=flags.seed, steps=flags.steps, threads=flags.threads, device=flags.device)
     return 0 if run_demo(options, flags.output_dir) else 1
 

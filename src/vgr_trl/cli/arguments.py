@@ -15,7 +15,9 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, NoReturn, get_type_hints
 
+import datasets
 import yaml
+from huggingface_hub import constants
 from peft import PeftConfig
 from pyarrow.lib import ArrowException
 from safetensors import SafetensorError
@@ -465,6 +467,15 @@ def option_of_source(name: str) -> str:
     path = Path(name)
     is_file = path.is_file() or path.suffix.lower() in BUILDERS
     return "dataset_path" if path.is_dir() else "data_files" if is_file else "dataset_name"
+
+
+def keep_offline(*names: str | None) -> None:
+    """Switch off the download counter of `datasets` and TRL's telemetry if every name is a local path or None.
+
+    Both call a server for a run from local files too (`HF_UPDATE_DOWNLOAD_COUNTS`, `HF_HUB_DISABLE_TELEMETRY`).
+    """
+    if all(name is None or Path(name).exists() for name in names):
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS, constants.HF_HUB_DISABLE_TELEMETRY = False, True
 
 
 def source_of(data: DataArguments) -> str:

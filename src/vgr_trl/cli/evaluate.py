@@ -18,6 +18,7 @@ from vgr_trl.cli.arguments import (
     EvaluationArguments,
     adapter_of,
     evaluation_source,
+    keep_offline,
     load_processor,
     load_rows,
     naming_model,
@@ -60,6 +61,7 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
     measured = {name: getattr(options, name) for name in MEASURED}
     loading: dict[str, Any] = {"revision": options.model_revision, "trust_remote_code": options.trust_remote_code}
     source, split, limit = evaluation_source(data), data.dataset_test_split, data.max_test_rows
+    keep_offline(source.dataset_name, *options.model_name_or_path)
     questions: dict[str, tuple[Any, list[SkippedRow]]] = {}
     results: dict[str, Evaluation] = {}
     for name in dict.fromkeys(options.model_name_or_path):  # a missing one is named before the first answers

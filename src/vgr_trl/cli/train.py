@@ -39,6 +39,7 @@ from vgr_trl.cli.arguments import (
     default_rewards,
     evaluation_source,
     image_root,
+    keep_offline,
     load_processor,
     load_rows,
     one_sentence,
@@ -93,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     close_group_at_exit()
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
+    sources = data.dataset_name, evaluation_source(data).dataset_name
+    keep_offline(model.model_name_or_path, rewards.reward_model_name_or_path, *sources)
     separate_lora_modules(model)
     config.disable_tqdm = True  # lines of steps, and no bar
     build = partial(build_trainer, data, rewards, config, model)
