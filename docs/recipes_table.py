@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from vgr_trl.cli.arguments import DEFAULTS, DataArguments, RewardArguments, default_rewards
+from vgr_trl.cli.arguments import DEFAULT_REWARDS, DEFAULTS, DataArguments, RewardArguments
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.recipes import FOLDER, About, Recipe, read_recipe
 from vgr_trl.registries import credit_rules
@@ -123,7 +123,7 @@ def _defaults(recipes: Sequence[Recipe]) -> dict[str, Any]:
     groups = [DataArguments, RewardArguments, DAPOConfig, *(rule.options for rule in rules)]
     options = [option for group in groups for option in fields(group)]
     found = {each.name: each.default_factory() if each.default is MISSING else each.default for each in options}
-    return found | DEFAULTS["train"] | {"reward_funcs": default_rewards(None)}
+    return found | DEFAULTS["train"] | {"reward_funcs": list(DEFAULT_REWARDS)}
 
 
 def _text(value: Any) -> str:

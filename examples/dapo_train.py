@@ -8,10 +8,12 @@ accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml examples
 import sys
 
 from vgr_trl.cli.__main__ import main
+from vgr_trl.cli.arguments import earlier_rewards
 
-DAPO = ["--use_peft", "--vgr_hard_negative", "--max_short_side", "1024", "--attention_reward_scale", "none"]
+DAPO = ["--use_peft", "--vgr_hard_negative", "--max_short_side", "1024"]
 DAPO += ["--reward_weights", "2.5", "1", "0.5", "1", "--early_reward_weights", "1", "1", "2", "1"]
 
 if __name__ == "__main__":
     own = [] if any(flag.split("=")[0] == "--recipe" for flag in sys.argv) else DAPO
-    sys.exit(main(["train", *own, *sys.argv[1:]]))
+    flags = [*own, *sys.argv[1:]]
+    sys.exit(main(["train", *earlier_rewards(flags), *flags]))

@@ -1,6 +1,7 @@
 """Train a vision-language model with DAPO; the script of `accelerate launch`, the same as `vgr-trl train`.
 
 Without a data flag the questions are lujunxi57/DDM from the hub, their images with a short side of at most 1024 pixels.
+Four or five `--reward_weights` without `--reward_funcs` stand for the rewards of the scripts before this library.
 
 accelerate launch --config_file accelerate_configs/zero2.yaml examples/train_grpo_vlm.py \
     --model_name_or_path Qwen/Qwen3-VL-4B-Instruct --data_files train=train.parquet,test=test.parquet \
@@ -11,6 +12,7 @@ accelerate launch --config_file accelerate_configs/zero2.yaml examples/train_grp
 import sys
 
 from vgr_trl.cli.__main__ import main
+from vgr_trl.cli.arguments import earlier_rewards
 
 SOURCES = ("--dataset_name", "--dataset_path", "--data_files", "--config", "-h", "--help", "--help-all")
 
@@ -22,4 +24,4 @@ def with_data(flags: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *with_data(sys.argv[1:])]))
+    sys.exit(main(["train", *earlier_rewards(sys.argv[1:]), *with_data(sys.argv[1:])]))

@@ -18,7 +18,7 @@ from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, default_rewards, parse
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, earlier_rewards, parse
 from vgr_trl.config import PerturbationOptions
 from vgr_trl.config_converters import convert, flat
 from vgr_trl.credit import CreditOptions
@@ -131,6 +131,8 @@ def test_every_line_trains_a_small_model(name, model_folder, question_files, tmp
         names = ["accuracy_reward", attention, "think_format_reward", *tags, "soft_overlong_punishment_reward"]
         at = flags.index("--early_reward_weights") + 1
         assert weights == dict(zip(names, map(float, flags[at : at + len(names)]), strict=True))
+        options = json.loads((output / "rollouts" / "run.json").read_text(encoding="utf-8"))["options"]
+        assert options["attention_reward_scale"] == "none"
         assert "## Training, step 0" in Path("training_logs/1/rollout_results.md").read_text(encoding="utf-8")
         assert "## Evaluation, step 1" in Path("training_logs/1/eval_results.md").read_text(encoding="utf-8")
     if "lora" in LINES[name]:
@@ -148,15 +150,24 @@ def test_weights_of_the_beginning_and_of_the_rest_under_their_earlier_names():
 
 
 @pytest.mark.parametrize(
-    ("weights", "names"),
+    ("flags", "names"),
     [
-        (None, "accuracy format length"), ([1.0, 0.5, 0.5], "accuracy format length"),
-        ([2.5, 1.0, 0.5, 1.0], "accuracy vgr format length"),
-        ([2.5, 1.0, 0.5, 0.5, 1.0], "accuracy vgr format tag_count length"),
+        ("--reward_weights 2.5 1.0 0.5 1.0", "accuracy vgr format length"),
+        ("--early_reward_weights=1,1,2,1 --seed 3", "accuracy vgr format length"),
+        ("--reward_weights 1 1 1 --reward_weights (2.5,1,0.5,0.5,1)", "accuracy vgr format tag_count length"),
+        ("--reward_weights 1 1 1", ""), ("--reward_funcs a b c d --reward_weights 1 1 1 1", ""), ("--recipe vppo", ""),
     ],
 )  # fmt: skip
-def test_the_number_of_weights_tells_which_rewards_are_meant(weights, names):
-    assert default_rewards(weights) == names.split()
+def test_weights_without_names_of_the_earlier_scripts(flags, names):
+    expected = ["--reward_funcs", *names.split(), "--attention_reward_scale", "none"] if names else []
+    assert earlier_rewards(flags.split()) == expected
+
+
+def test_the_command_wants_a_weight_for_each_reward(model_folder, question_files, tmp_path, capsys):
+    flags = f"""train --model_name_or_path {model_folder} --data_files {question_files} --output_dir {tmp_path / "run"}
+        --reward_weights 1 1 1 1 --use_cpu true --bf16 false --report_to none"""
+    assert main(flags.split()) != 0
+    assert "accuracy_reward, think_format_reward, soft_overlong" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["(0.5,2.0)", "(0.5, 2.0)", "0.5,2.0", "0.5 2.0", "[0.5,2.0]"])

@@ -116,11 +116,31 @@ class DataArguments:
         return ImageRule(limits, self.filter_big_images)
 
 
-def default_rewards(weights: Sequence[float] | None) -> list[str]:
-    """Return the rewards of a run that names none: those that the users' scripts mean by four and by five weights."""
-    count = len(weights or ())
-    attention, tags = ["vgr"] * (count in (4, 5)), ["tag_count"] * (count == 5)
-    return ["accuracy", *attention, "format", *tags, "length"]
+DEFAULT_REWARDS = ("accuracy", "format", "length")
+
+
+def earlier_rewards(flags: Sequence[str]) -> list[str]:
+    """Return the flags that four or five reward weights without names stood for in the scripts before this library.
+
+    These scripts counted attention rewards in full. The list is empty if the flags name rewards, a recipe or a file, or
+    give another number of weights. The main process prints what is added.
+    """
+    names = {word.partition("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
+    numbers: dict[str, list[str]] = {}
+    for word in flags:
+        if word.startswith("--"):
+            name, _, word = word.partition("=")
+            numbers[name] = given = []
+        if numbers:
+            given += re.findall(r"[^\s,()\[\]]+", word)
+    count = len(numbers.get("--reward_weights") or numbers.get("--early_reward_weights") or ())
+    if count not in (4, 5) or names & {"__reward_funcs", "__recipe", "__config"}:
+        return []
+    rewards = ["accuracy", "vgr", "format", *["tag_count"] * (count == 5), "length"]
+    added = ["--reward_funcs", *rewards, "--attention_reward_scale", "none"]
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{count} reward weights without names, read as by the earlier scripts: {' '.join(added)}", flush=True)
+    return added
 
 
 @dataclass

@@ -33,10 +33,10 @@ from vgr_trl.checkpoints import (
     resume_mode,
 )
 from vgr_trl.cli.arguments import (
+    DEFAULT_REWARDS,
     DataArguments,
     RewardArguments,
     RunArguments,
-    default_rewards,
     evaluation_source,
     image_root,
     keep_offline,
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = RunArguments, DataArguments, RewardArguments, DAPOConfig, ModelConfig
     how, data, rewards, config, model = parse(groups, "train", argv)
     if rewards.reward_funcs is None:
-        rewards.reward_funcs = default_rewards(config.reward_weights or config.early_reward_weights)
+        rewards.reward_funcs = list(DEFAULT_REWARDS)
     close_group_at_exit()
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
