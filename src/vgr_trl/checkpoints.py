@@ -1,13 +1,14 @@
 """Checkpoints: complete or not there, which one a run is continued from, and where it goes on in its data.
 
-The manifest names every file of a checkpoint with its size. It is written last, under a temporary name, and removed
-first. TRL draws the order of each epoch from one generator, and begins a generation batch whenever a count of
+The manifest names every file of a checkpoint with its size and checksum. It is written last, under a temporary name,
+and removed first. TRL draws the order of each epoch from one generator, and begins a generation batch whenever a count of
 micro-batches says so. Neither is in its checkpoints: a continued run would take the order of the first epoch again, and
 would generate again in the middle of a batch. `ResumableTrainer` saves and restores both.
 """
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -16,6 +17,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from datasets import Dataset, IterableDataset
@@ -44,10 +46,11 @@ else:
 logger = logging.get_logger(__name__)
 
 MANIFEST = "manifest.json"
+READ_WHOLE, READ_PART = 64 * 2**20, 2**20  # bytes of a file up to which its checksum reads all, and of each end beyond
 
 
 def write_manifest(folder: str | Path, num_processes: int = 1) -> None:
-    """Name every file of a checkpoint with its size, which makes the checkpoint complete.
+    """Name every file of a checkpoint with its size and checksum, which makes the checkpoint complete.
 
     Call it by hand on a checkpoint of TRL that is known to be complete.
 
@@ -56,16 +59,32 @@ def write_manifest(folder: str | Path, num_processes: int = 1) -> None:
     """
     folder = Path(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and MANIFEST not in path.name)
-    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
-    manifest = {"num_processes": num_processes, "files": sizes}
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    manifest = {
+        "num_processes": num_processes,
+        "files": {name: path.stat().st_size for name, path in names.items()},
+        "checksums": {name: checksum(path) for name, path in names.items()},
+    }
     write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+
+
+def checksum(path: Path) -> str:
+    """Return the checksum of a file, or of its first and last megabyte if it is larger than 64 MB."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        digest = xxhash.xxh3_64(file.read(size if size <= READ_WHOLE else READ_PART))
+        if size > READ_WHOLE:
+            file.seek(-READ_PART, os.SEEK_END)
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of a checkpoint, None if it has none that can be read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return {"num_processes": int(manifest["num_processes"]), "files": dict(manifest["files"])}
+        parts = {"files": manifest["files"], "checksums": manifest.get("checksums", {})}  # older ones have no checksums
+        return {"num_processes": int(manifest["num_processes"])} | {name: dict(part) for name, part in parts.items()}
     except (OSError, ValueError, OverflowError, TypeError, KeyError):
         return None
 
@@ -241,6 +260,8 @@ def what_is_wrong(checkpoint: Path) -> str | None:
             return f"{name} is missing"
         if (checkpoint / name).stat().st_size != size:
             return f"{name} has {(checkpoint / name).stat().st_size} bytes instead of {size}"
+        if (written := manifest["checksums"].get(name)) is not None and checksum(checkpoint / name) != written:
+            return f"{name} is damaged, its checksum differs from the saved one"
     processes = manifest["num_processes"]
     needed = ["trainer_state.json"]
     if not any((checkpoint / name).exists() for name in SHARDED):

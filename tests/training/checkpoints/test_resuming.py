@@ -17,6 +17,7 @@ from vgr_trl.checkpoints import (
     MANIFEST,
     _behind,
     _continue_generation,
+    checksum,
     resolve_checkpoint,
     resume_mode,
     save_share,
@@ -75,6 +76,7 @@ def test_a_named_checkpoint_must_exist_and_be_complete(tmp_path):
     [
         (lambda path: (path / "replay_0_of_2.pt").unlink(), "replay_0_of_2.pt is missing"),
         (lambda path: (path / "optimizer.pt").write_bytes(b"PK"), "optimizer.pt has 2 bytes instead of 24"),
+        (lambda path: (path / "optimizer.pt").write_bytes(b"\0" * 24), "optimizer.pt is damaged"),
         (lambda path: (path / MANIFEST).write_text("{"), "no readable manifest.json"),
     ],
 )
@@ -85,6 +87,27 @@ def test_every_file_of_a_checkpoint_must_be_what_was_written(tmp_path, break_it,
     assert complete_checkpoints(tmp_path) == [older]
     with pytest.raises(ConfigError, match=f"is not complete \\({reason}"):
         resolve_checkpoint(str(newer), tmp_path)
+
+
+def test_a_manifest_without_checksums_is_accepted(tmp_path):
+    """Earlier versions wrote the sizes only."""
+    saved = checkpoint(tmp_path, 1)
+    manifest = json.loads((saved / MANIFEST).read_text())
+    del manifest["checksums"]
+    (saved / MANIFEST).write_text(json.dumps(manifest))
+    assert resolve_checkpoint("latest", tmp_path) == str(saved)
+
+
+@pytest.mark.parametrize(("size", "seen"), [(64, [0, 31, 63]), (65, [0, 7, 57, 64])])
+def test_which_bytes_of_a_file_its_checksum_reads(size, seen, tmp_path, monkeypatch):
+    """A file of up to 64 bytes is read whole here, a larger one for 8 bytes at each end."""
+    monkeypatch.setattr("vgr_trl.checkpoints.READ_WHOLE", 64)
+    monkeypatch.setattr("vgr_trl.checkpoints.READ_PART", 8)
+    (file := tmp_path / "file").write_bytes(bytes(size))
+    before = checksum(file)
+    for place in seen:
+        file.write_bytes(bytes(place) + b"\1" + bytes(size - place - 1))
+        assert checksum(file) != before, place
 
 
 RESUMED = {"per_device_train_batch_size": 4, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 1}
