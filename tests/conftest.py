@@ -155,6 +155,16 @@ def question_files(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Devices whose random state is read; reading it on a GPU initialises that GPU."""
+    read: list = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", read.append)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
+    return read
+
+
+@pytest.fixture
 def vision_trainer(model_folder: Path, question_files: str, tmp_path: Path):
     """Builds trainers of the tiny vision-language model; options, defaults of a file among them, are given by name."""
     from support import trainers  # takes seconds, which tests of pure functions need not wait for

@@ -358,7 +358,7 @@ def _inference(model: Any, seed: int) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng([model.device] * (model.device.type != "cpu")):
             torch.manual_seed(seed)
             yield
     finally:

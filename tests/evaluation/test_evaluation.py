@@ -57,7 +57,7 @@ def tokenizer(text_tokenizer):
     return own
 
 
-def test_rates_by_hand(tokenizer):
+def test_rates_by_hand(tokenizer, eight_gpus):
     """Greedy right: 1 of 3. Sampled right: 1/2, 2/2, 0/2, mean 1/2. At least one right: 2 of 3."""
     model = Scripted(tokenizer, SCRIPT).train()
     result = evaluate(model, tokenizer, ROWS, num_samples=2, batch_size=2, group_by="family", progress=False)
@@ -70,6 +70,7 @@ def test_rates_by_hand(tokenizer):
     assert (result.groups["y"].accuracy, result.groups["y"].mean_at_k, result.groups["y"].questions) == (0.0, 0.5, 2)
     assert [record["greedy"] for record in result.records] == ["Answer : red", "Answer : red", "Answer : teal"]
     assert model.training, "the mode of the model is restored"
+    assert eight_gpus == [], "a model on a CPU"
 
 
 def test_interval_unparsable_and_majority_by_hand(tokenizer):

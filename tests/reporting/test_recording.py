@@ -92,11 +92,12 @@ def test_attention_maps_sum_to_the_mass_on_the_image_on_its_grid(make, vision_tr
             assert thumbnail.size == (84, 56)
 
 
-def test_evaluations_ask_the_same_questions_as_before_the_first_step(make, tmp_path):
+def test_evaluations_ask_the_same_questions_as_before_the_first_step(make, tmp_path, eight_gpus):
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
     trainer = make(**evaluated)
     trainer.add_callback(RecordBefore(trainer))
     trainer.train()
+    assert eight_gpus == [], "a run on a CPU"
     run = read_run(tmp_path / "run")
     evaluations = list(run.records("eval"))
     assert [record.step for record in evaluations] == [0, 1, 2]

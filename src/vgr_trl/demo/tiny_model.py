@@ -100,7 +100,7 @@ def build_tiny_vlm(
                             ("vision_end", "vision_end"))
     }  # fmt: skip
     config = Qwen2_5_VLConfig(text_config=both | text, vision_config=both | vision, tie_word_embeddings=True, **tokens)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         model = Qwen2_5_VLForConditionalGeneration(config)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = ids(EOS), ids(PAD)

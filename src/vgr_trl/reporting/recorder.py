@@ -453,10 +453,10 @@ class RecordBefore(TrainerCallback):
         rows = [data[row] for row in islice(cycle(trainer._get_eval_sampler(data)), first, first + size)]
         metrics, logs = copy.deepcopy(trainer._metrics["eval"]), copy.deepcopy(trainer._logs)
         python, numpy = random.getstate(), np.random.get_state()
-        model = trainer.model_wrapped
+        model, device = trainer.model_wrapped, trainer.accelerator.device
         model.eval()
         try:
-            with torch.random.fork_rng(), torch.no_grad():
+            with torch.random.fork_rng([device] * (device.type != "cpu")), torch.no_grad():
                 trainer._prepare_inputs(rows)
         finally:
             model.train()
