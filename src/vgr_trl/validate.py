@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 from packaging.version import Version
 from peft import PeftConfig, PeftModel
 from transformers import AutoProcessor, GenerationConfig, PreTrainedModel
+from transformers.integrations import get_available_reporting_integrations as trackers
 from transformers.utils import is_torchvision_available, logging
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer import utils
@@ -85,6 +86,11 @@ def checked_config(args: DAPOConfig | None, model: str | PreTrainedModel, option
         return DAPOConfig(f"{name.rstrip('/').split('/')[-1]}-DAPO")
     if not isinstance(args, DAPOConfig):
         raise ConfigError(f"args is a {type(args).__name__}: give a DAPOConfig, which takes the same options.")
+    if missing := {"mlflow", "swanlab", "tensorboard", "trackio", "wandb"} & {*(args.report_to or ())} - {*trackers()}:
+        raise ConfigError(
+            f"report_to names {', '.join(sorted(missing))}, which is not installed, or switched off: install it with "
+            "pip, or give report_to none."
+        )
     if args.max_prompt_length is not None and options.get("environment_factory") is not None:
         raise ConfigError(
             "max_prompt_length needs prompts from the data, but environment_factory makes them: drop one."

@@ -1,7 +1,7 @@
 """A tracker that cannot be reached ends a run at its start; one that fails later does not."""
 
 import pytest
-from transformers.integrations import TensorBoardCallback
+from transformers.integrations import TensorBoardCallback, integration_utils
 
 from vgr_trl.utils import ConfigError
 
@@ -23,6 +23,13 @@ def test_a_tracker_that_fails_later_is_said_once_and_outlived(text_trainer, fail
     assert trainer.state.global_step == 3
     (said,) = [record.getMessage() for record in caplog.records if " failed (" in record.getMessage()]
     assert said.startswith("Tracker TensorBoard failed (OSError: no route to host); training continues")
+
+
+def test_a_tracker_that_is_missing_is_named_and_its_callback_is_not_made(text_trainer, monkeypatch):
+    """MLflow's raises in its constructor, and again in its destructor."""
+    monkeypatch.setattr(integration_utils, "is_mlflow_available", lambda: False)
+    with pytest.raises(ConfigError, match="report_to names mlflow, which is not installed, or switched off"):
+        text_trainer(report_to="mlflow")
 
 
 def test_a_tracker_that_fails_at_the_start_is_named(text_trainer, failing):
