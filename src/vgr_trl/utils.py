@@ -15,6 +15,7 @@ from importlib.metadata import version
 from io import FileIO
 from pathlib import Path
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import yaml
@@ -401,6 +402,29 @@ def _belong_to_parent() -> None:
             os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def at_most(seconds: float, error: type[BaseException]) -> Iterator[None]:
+    """Raise `error` when the process has computed for `seconds` in this block, and again should it be caught.
+
+    The limit is of computing time, so that it does not depend on what else runs. Python handles signals in its main
+    thread alone: in other threads there is no limit. A single call of C code is not interrupted.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 class StrictLoader(yaml.SafeLoader):

@@ -1,8 +1,10 @@
 import re
+import signal
 
 import pytest
 
 from vgr_trl.cli.arguments import DataArguments, system_prompt_of
+from vgr_trl.data import prompts
 from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, build_prompt, placed
 from vgr_trl.data.rows import RowOptions, understand
 from vgr_trl.utils import ConfigError, DataError
@@ -82,6 +84,25 @@ def test_a_question_template_is_what_the_user_says(tmp_path):
         understand(dialogue, RowOptions(system_prompt=template))
     with pytest.raises(ConfigError, match="names answer, but knows content, problem only"):
         QuestionTemplate("{{ answer }}")
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}PART{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (LOOPS.replace("PART", ""), ConfigError), (LOOPS.replace("PART", "more"), DataError),
+        ("{% macro again(n) %}{{ again(n + 1) if n < 99 }}{{ again(n + 1) if n < 99 }}{% endmacro %}{{ again(0) }}",
+         ConfigError),
+    ],
+)  # fmt: skip
+def test_a_template_without_end_is_ended(text, error, monkeypatch):
+    monkeypatch.setattr(prompts, "SECONDS", 0.2)
+    before = signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(error, match="computes for more than 0.2 seconds|more than 1,000,000 characters"):
+        SystemTemplate(text).render("q")
+    assert signal.getsignal(signal.SIGVTALRM) is before
 
 
 IMAGE = {"type": "image"}

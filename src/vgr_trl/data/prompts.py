@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from vgr_trl.utils import ConfigError, DataError, error_text
+from vgr_trl.utils import ConfigError, DataError, at_most, error_text
 
 LETTERS = "ABCDEFGHIJ"
 VIDEO_PLACEHOLDER = re.compile(r"[ \t]*<video>[ \t]*\n?")
@@ -27,6 +27,7 @@ SYSTEM_PROMPTS = {
 }
 
 Part = dict[str, Any]
+SECONDS, CHARACTERS = 5.0, 1_000_000  # in which a template is filled in, and of what it makes
 
 
 def require_placeholders(prompt: str | Sequence[Part], images: int, has_videos: bool = False) -> None:
@@ -130,14 +131,24 @@ class SystemTemplate:
         """Return the system prompt of a question, None where it comes out empty.
 
         Raises:
-            DataError: the template fails on this question.
+            DataError: the template fails on this question, or makes more than a million characters of it.
+            ConfigError: it computes for more than five seconds.
         """
         options = list(choices or ())
         return self._filled(problem=problem, choices=options, letters=[*LETTERS[: len(options)]], source=source or "")
 
     def _filled(self, **values: Any) -> str | None:
+        text = ""
         try:
-            text = self._template.render(**values)
+            with at_most(SECONDS, TimeoutError):
+                for part in self._template.generate(**values):
+                    text += part
+                    if len(text) > CHARACTERS:
+                        raise OverflowError(f"it makes more than {CHARACTERS:,} characters")
+        except TimeoutError as error:
+            raise ConfigError(
+                f"{self.name} computes for more than {SECONDS:g} seconds for one question: take its loops out."
+            ) from error
         except Exception as error:  # expressions of a template raise whatever Python's do
             raise DataError(f"{self.name} cannot be filled in for it ({error_text(error)})") from error
         return text.strip() or None

@@ -7,21 +7,17 @@ then open answers: units, numbers, and formulas, which math-verify compares.
 import logging
 import math
 import re
-import signal
-import threading
 import unicodedata
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 from numbers import Real
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from vgr_trl.utils import RewardError
+from vgr_trl.utils import RewardError, at_most
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20}
 _FINAL_MARKS = ".,;:。"
@@ -614,7 +610,7 @@ def same_formula(gold: str, answer: str) -> bool:
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        with _at_most(_SECONDS, TimeoutException):
+        with at_most(_SECONDS, TimeoutException):
             parsed = [
                 parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
                 for text in (gold, answer)
@@ -622,29 +618,6 @@ def same_formula(gold: str, answer: str) -> bool:
             return bool(verify(*parsed, timeout_seconds=None))
     except (Exception, TimeoutException):
         return False
-
-
-@contextmanager
-def _at_most(seconds: float, error: type[BaseException]) -> Iterator[None]:
-    """Raise `error` when the process has computed for `seconds` in this block, and again should it be caught.
-
-    The limit is of computing time, unlike math-verify's own: a reward does not depend on what else runs. Python takes
-    signals in its main thread alone; elsewhere only what formulas are allowed to contain (`_is_formula`) limits them.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise error
-
-    before = signal.signal(signal.SIGVTALRM, interrupt)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 def states_answer(text: str, solution: Solution) -> bool:
