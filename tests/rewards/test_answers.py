@@ -25,6 +25,7 @@ def same(gold, answer):
         (" PEAR. ", FRUIT, 1), ("<answer> B </answer>", FRUIT, 1), ("B", np.array(FRUIT), 1), ("A", ["A", "B"], 0),
         (1, ["B", "A"], 1), ("2", ["1", "2", "3"], 1), ("3", [1, 3], 1), ("F", ["F", "G"], 0),
         (2.5, ["2.5", "3.5"], 0), ("Option B", ["Option B", "Option A"], 0), ("cat", ["cat.", "cat"], 1),
+        ("pe\u200bar", FRUIT, 1),
     ],
 )  # fmt: skip
 def test_right_option(solution, choices, index):
@@ -51,6 +52,8 @@ def test_right_answer_without_choices(solution, label_idx, expected):
         ("B. apple", FRUIT, "none of"), ("D", FRUIT, "none of"), (3, FRUIT, "3 of 3 choices"), (-1, FRUIT, "-1 of 3"),
         (True, FRUIT, "True"), ("A", ["B", "A"], r"A \('B'\) or B"), ("B", ["x"], "choices"), ("B", "apple", "choices"),
         ("B", ["x", None], "option B"), ("B", ["red", "blue", " RED\n"], "A and C"),
+        ("B", ["café", "cafe\u0301"], "A and B"), ("B", ["red", "re\u200bd"], "A and B"), ("B", ["3", "３"], "A and B"),
+        ("B", ["x", "\u200b"], "option B"),
     ],
 )  # fmt: skip
 def test_rows_that_do_not_say_what_is_right(solution, choices, match):
@@ -67,6 +70,7 @@ SAME = {
         ("(0,\\infty)", "(0, +\\infty)"), ("y=2x+1", "y-2x=1"),
     ],
     "texts": [("Blue Dog", " blue\n dog. "), ("on", "ON!"), ("5!", "5!"), ("ＡＢ", "**ab**"), ("café", "cafe\u0301")],
+    "what nobody sees": [("dog", "do\u200bg"), ("\ufeffdog", "dog")],
     "units": [
         ("12 cm", "12"), ("$5", "5"), ("37.5 °C", r"37.5^\circ\text{C}"), ("60 km/h", "60 kilometres per hour"),
         ("3 m²", "3 square meters"), ("3.0×10^8 m/s", "300000000 m/s"), ("-$5", "$-5"), ("50%", "50 percent"),

@@ -20,6 +20,7 @@ from typing import Any
 from vgr_trl.utils import RewardError, at_most
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20}
+_ZERO_WIDTH = dict.fromkeys((0x200B, 0x2060, 0xFEFF))  # spaces and joiners of words that no reader sees
 _FINAL_MARKS = ".,;:。"
 _EXCLAMATION_AFTER_WORD = re.compile(r"(?<=[^\W\d_]{2})[!?]+$")
 
@@ -62,12 +63,18 @@ def half_width(text: str) -> str:
     return text.translate(_FULL_WIDTH)
 
 
+def _fold(text: str) -> str:
+    """Return `text` without differences of case, width, white space, zero-width spaces and composed accents."""
+    composed = unicodedata.normalize("NFC", text.translate(_ZERO_WIDTH))
+    return " ".join(half_width(composed).casefold().split())
+
+
 def normalise(text: str) -> str:
-    """Return `text` without differences of case, width, white space and final punctuation.
+    """Return `text` without the differences that `_fold` leaves out, and without final punctuation.
 
     An exclamation or question mark goes only after a word, so that 5! stays 5!; a text of punctuation alone stays.
     """
-    collapsed = " ".join(half_width(unicodedata.normalize("NFC", text)).casefold().split())
+    collapsed = _fold(text)
     stripped = collapsed.rstrip(_FINAL_MARKS).rstrip()
     while match := _EXCLAMATION_AFTER_WORD.search(stripped):
         stripped = stripped[: match.start()].rstrip(_FINAL_MARKS).rstrip()
@@ -325,14 +332,14 @@ def _options(choices: Any) -> tuple[str, ...]:
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= len(LETTERS):
         raise RewardError(f"choices is {excerpt(choices)}: give a list of 2 to 10 texts, or None for an open question")
     texts = [_text(choice) if isinstance(choice, str) or _is_number(choice) else "" for choice in choices]
-    folded = [" ".join(text.casefold().split()) for text in texts]
+    folded = list(map(_fold, texts))
     for letter, text, choice in zip(LETTERS, folded, choices, strict=False):
         if not text:
             raise RewardError(f"option {letter} of choices is {choice!r}: give every option a text")
         if (first := LETTERS[folded.index(text)]) != letter:
             raise RewardError(
-                f"options {first} and {letter} of choices are both {excerpt(choice)} (case and white space aside): "
-                "give options that differ"
+                f"options {first} and {letter} of choices are both {excerpt(choice)} (apart from case, width, white "
+                "space and how accents are encoded): give options that differ"
             )
     return tuple(texts)
 
