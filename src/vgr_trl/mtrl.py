@@ -5,13 +5,13 @@ It starts as many processes as the configuration asks for, as EasyR1 does, unles
 
 import os
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from vgr_trl.cli.__main__ import main as run_command
-from vgr_trl.config_converters import KEYS, in_easyr1, read_configuration
+from vgr_trl.config_converters import Conversion, convert, read_configuration
 from vgr_trl.utils import ConfigError
 
 _LAUNCHED = "VGR_TRL_LAUNCHED"  # set for the processes that are started here
@@ -19,6 +19,7 @@ _SHARDED = (
     "--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
     "--fsdp_state_dict_type", "FULL_STATE_DICT",
 )  # fmt: skip
+_NODES, _GPUS = "trainer.nnodes", "trainer.n_gpus_per_node"
 _STRATEGY = "worker.actor.fsdp.enable_full_shard"  # a switch of EasyR1, the name of a strategy in MTRL
 _RESHARDS = {"TRUE": "true", "FULL_SHARD": "true", "HYBRID_SHARD": "true", "FALSE": "false", "SHARD_GRAD_OP": "false"}
 _OFFLOADS = ("fsdp.enable_cpu_offload", "offload.offload_params", "offload.offload_optimizer")
@@ -31,61 +32,91 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_launched = any(name in os.environ for name in (_LAUNCHED, "LOCAL_RANK", "RANK", "OMPI_COMM_WORLD_RANK"))
     try:
         stated, _ = read_configuration(arguments)
-        values = None if stated is None else in_easyr1(stated)[0]
-    except ConfigError:
-        values = None
-    if values is None or is_launched:  # what is wrong with a file is reported where it is converted
+        found = None if stated is None or is_launched else convert(stated)
+    except ConfigError:  # what is wrong with a file is reported where it is converted
+        found = None
+    try:
+        command = None if found is None else _launch_command(found, given)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if command is None:
         return run_command(["train", *arguments])
-    if (nodes := values.get("trainer.nnodes", 1)) != 1:
-        return _fail(
-            f"trainer.nnodes is {nodes}: start this with accelerate launch --num_machines {nodes} -m vgr_trl.mtrl on "
-            "each machine."
-        )
-    processes = values.get("trainer.n_gpus_per_node")
-    if processes is None:
-        processes = max(1, min(_gpus(), int(KEYS["trainer.n_gpus_per_node"].default)))
-    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
-        return _fail(f"trainer.n_gpus_per_node is {processes!r}: give a whole number of at least 1.")
-    if processes == 1 or values.get("trainer.val_only"):
-        return run_command(["train", *arguments])
-    if "--use_cpu" in given:
-        launch = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    elif (gpus := _gpus()) < processes:
-        return _fail(
-            f"trainer.n_gpus_per_node is {processes}, but this machine has {gpus} GPUs: give "
-            f"trainer.n_gpus_per_node={max(gpus, 1)}, which changes no batch, or --use_cpu."
-        )
-    elif (strategy := str(values.get(_STRATEGY, True)).upper()) not in (*_RESHARDS, "NO_SHARD"):
-        return _fail(f"{_STRATEGY} is {values[_STRATEGY]!r}: give {', '.join(_RESHARDS)} or NO_SHARD.")
-    else:
-        launch = ["accelerate.commands.launch", "--num_processes", str(processes), "--num_machines", "1"]
-        launch += _engine(values, strategy, given)
     environment = {**os.environ, _LAUNCHED: "1", **({"ACCELERATE_USE_CPU": "true"} if "--use_cpu" in given else {})}
-    command = [sys.executable, "-m", *launch, "-m", "vgr_trl.mtrl", *given]
     return subprocess.run(command, env=environment, check=False).returncode
 
 
-def _engine(values: Mapping[str, Any], strategy: str, given: Sequence[str]) -> list[str]:
+def _launch_command(found: Conversion, given: Sequence[str]) -> list[str] | None:
+    """The command that starts the processes; None for one process, which is this one.
+
+    Raises:
+        ConfigError: this machine cannot start them, or a GPU cannot hold what each would.
+    """
+    nodes, processes = found.whole(_NODES), found.whole(_GPUS)
+    if _GPUS not in found.stated:
+        processes = max(1, min(_gpus(), processes))
+    if nodes * processes == 1 or found["trainer.val_only"]:
+        return None
+    if "--use_cpu" in given and nodes == 1:
+        launch = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    elif (gpus := _gpus()) < processes:
+        name = found.names.get(_GPUS, _GPUS)
+        raise ConfigError(
+            f"{name} is {processes}, but this machine has {gpus} GPUs: give {name}={max(gpus, 1)}, which changes no "
+            "batch, or --use_cpu."
+        )
+    else:
+        launch = ["accelerate.commands.launch", "--num_processes", str(nodes * processes), "--num_machines", str(nodes)]
+        launch += _engine(found, given)
+    own = ["-m", "vgr_trl.mtrl", *given]
+    if nodes > 1:
+        raise ConfigError(
+            f"{found.names.get(_NODES, _NODES)} is {nodes}: start this on each machine, with the address of the first "
+            f"for ADDRESS and 0 to {nodes - 1} for RANK: accelerate launch --main_process_ip ADDRESS "
+            f"--main_process_port 29500 --machine_rank RANK {shlex.join([*launch[1:], *own])}"
+        )
+    return [sys.executable, "-m", *launch, *own]
+
+
+def _engine(found: Conversion, given: Sequence[str]) -> list[str]:
     """Flags of accelerate: sharded as theirs are, but by DDP where each process needs whole parameters."""
-    has_critic = values.get("algorithm.adv_estimator") == "gae" and not re.search("--critic[= ]head", " ".join(given))
+    strategy = str(found[_STRATEGY]).upper()
+    if strategy not in (*_RESHARDS, "NO_SHARD"):
+        name = found.names.get(_STRATEGY, _STRATEGY)
+        raise ConfigError(f"{name} is {found[_STRATEGY]!r}: give {', '.join(_RESHARDS)} or NO_SHARD.")
+    has_critic = found["algorithm.adv_estimator"] == "gae" and not re.search("--critic[= ]head", " ".join(given))
     if has_critic or strategy == "NO_SHARD":
+        if has_critic:
+            _refuse_large_critic(found)
         why = "A critic model is trained whole (--critic head is sharded)" if has_critic else "NO_SHARD"
         print(f"{why}: each process holds all parameters, by DDP, and nothing is offloaded.", file=sys.stderr)
         return ["--multi_gpu"]
-    offloads = any(values.get(f"worker.actor.{key}") for key in _OFFLOADS)
+    offloads = any(found[f"worker.actor.{key}"] for key in _OFFLOADS)
     own = ["--fsdp_reshard_after_forward", _RESHARDS[strategy], "--fsdp_offload_params", str(offloads).lower()]
     return [*_SHARDED, *own]
+
+
+def _refuse_large_critic(found: Conversion) -> None:
+    """Raise `ConfigError` if weights, gradients and moments of policy and critic are more than a GPU has."""
+    import torch
+
+    from vgr_trl.cli.evaluate import count_parameters
+
+    name, held = str(found.options["model_name_or_path"]), 4 if found.options["dtype"] == "float32" else 2
+    parameters, memory = count_parameters(name), torch.cuda.get_device_properties(0).total_memory
+    each = held if "use_peft" in found.options else 4 * held
+    if 2 * each * parameters > memory:
+        raise ConfigError(
+            f"Each GPU would hold policy and critic, 2 x {each} bytes x {parameters / 1e9:.1f} billion parameters "
+            f"= {2 * each * parameters / 1e9:.0f} GB, but it has {memory / 1e9:.0f} GB: give --critic head, with which "
+            "the policy is sharded."
+        )
 
 
 def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _fail(sentence: str) -> int:
-    print(sentence, file=sys.stderr)
-    return 1
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from support.commands import finish
@@ -110,6 +111,10 @@ def test_their_entry_point_evaluates_only(config, capsys):
     [
         (["worker.actor.ulysses_size=2"], "worker.actor.ulysses_size is 2: sequence parallelism is refused"),
         (["trainer.raytime=1"], "trainer.raytime is unknown"),
+        (["worker.rollout.n=1"], "Rollouts and updates are 8 times as large then"),
+        (["worker.reward.reward_type=model"], "give --reward_model_name_or_path MODEL"),
+        (["worker.actor.model.peft_type=lora"], "give worker.actor.model.lora_rank=64, for example"),
+        (["data.answer_key=right"], "give --solution_key none (or data.answer_key=none"),
         (["trainer.max_steps=1", *CPU], "returned token_weights, but token_weights is off"),
         (["algorithm.adv_estimator=reinforce_plus_plus", "--ignore_unknown_keys"], "something else would be trained"),
     ],
@@ -143,6 +148,7 @@ def launcher(monkeypatch):
     for name in ("LOCAL_RANK", "RANK", "VGR_TRL_LAUNCHED"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=80e9))
 
     def run(command, env, check):
         started.append(command)
@@ -171,6 +177,26 @@ def test_engine_of_the_started_processes(config, launcher, file, more, expected,
     words = " ".join(launcher[0]).partition("-m vgr_trl.mtrl")[0]
     assert expected in words
     assert absent not in words
+
+
+@pytest.mark.parametrize(
+    ("file", "more", "parameters", "said"),
+    [
+        ("gae.yaml", ["training.n_gpus_per_node=9"], 1e9, "machine has 8 GPUs: give training.n_gpus_per_node=8,"),
+        ("config.yaml", ["trainer.nnodes=2", "trainer.n_gpus_per_node=4"], 1e9,
+         "--main_process_ip ADDRESS --main_process_port 29500 --machine_rank RANK --num_processes 8 --num_machines 2 "
+         "--use_fsdp"),
+        ("gae.yaml", [], 8.3e9, "2 x 16 bytes x 8.3 billion parameters = 266 GB, but it has 80 GB: give --critic head"),
+        ("gae.yaml", ["worker.actor.fsdp.torch_dtype=bf16"], 8.3e9, "2 x 8 bytes x 8.3 billion parameters = 133 GB"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_started_is_said_with_the_keys_of_the_file(
+    config, launcher, file, more, parameters, said, capsys, monkeypatch
+):
+    monkeypatch.setattr("vgr_trl.cli.evaluate.count_parameters", lambda name: parameters)
+    assert mtrl.main([f"config={config.with_name(file)}", *more]) == 1
+    assert said in capsys.readouterr().err
+    assert launcher == []
 
 
 def test_processes_are_started_as_the_configuration_asks(config, launcher, capsys, monkeypatch):

@@ -193,7 +193,7 @@ class Conversion:
         """Return a whole number, or raise `ConfigError`."""
         value = self[key]
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{key} is {value!r}: give a whole number of at least {least}.")
+            raise ConfigError(f"{self.names.get(key, key)} is {value!r}: give a whole number of at least {least}.")
         return value
 
     def one_of(self, key: str, *known: Any) -> Any:
@@ -393,7 +393,8 @@ def _adapter(c: Conversion, key: str, lora: str) -> None:
     kind = c.one_of(f"{key}.peft_type", None, "lora", "qlora")
     rank, excluded, frozen = c.whole(f"{lora}.rank", 0), c[f"{lora}.exclude_modules"], f"{key}.freeze_vision_tower"
     if kind is not None and rank == 0:
-        raise ConfigError(f"{key}.peft_type is {kind}, but no rank is given: give {key}.lora_rank.")
+        name = c.names.get(f"{lora}.rank", f"{key}.lora_rank")
+        raise ConfigError(f"{key}.peft_type is {kind}, but no rank is given: give {name}=64, for example.")
     if c[frozen] and not (rank and excluded):
         c.stop(frozen, "give lora.exclude_modules: only adapters that leave the tower out freeze it")
     if rank == 0:
@@ -457,7 +458,11 @@ def _source(given: Any, key: str) -> tuple[Any, str]:
 def reward(c: Conversion) -> None:
     """The function of the file, and the score that groups are filtered by as a reward of weight 0."""
     key, filter_key = "worker.reward.reward_function", "algorithm.filter_key"
-    kind = c.one_of("worker.reward.reward_type", None, "function", "batch", "sequential")
+    if (kind := c["worker.reward.reward_type"]) == "model":
+        why = "remove it, and give --reward_model_name_or_path MODEL, with --reward_funcs for the functions beside it"
+        c.refuse("worker.reward.reward_type", why)
+    else:
+        kind = c.one_of("worker.reward.reward_type", None, "function", "batch", "sequential")
     if c[key] is None:
         c.stop(key, "give FILE.py:FUNCTION, or --reward_funcs")
         return
@@ -481,6 +486,7 @@ def batches(c: Conversion) -> None:
         samples, estimator = (c.names.get(key, key) for key in ("worker.rollout.n", "algorithm.adv_estimator"))
         critic = f", and {estimator}=grpo to do without the critic" if c["algorithm.adv_estimator"] == "gae" else ""
         why = f"TRL takes at least 2 completions of a prompt, with a critic too: give {samples}=8, for example{critic}"
+        why += f". Rollouts and updates are 8 times as large then, as {_ROLLOUT_SIZE} and {_UPDATE_SIZE} count prompts"
         c.refuse("worker.rollout.n", why)
         return
     rollout, update = c.whole(_ROLLOUT_SIZE) * n, c.whole(_UPDATE_SIZE) * n
