@@ -82,6 +82,7 @@ def logs(tmp_path, **paths):
     options = dict.fromkeys(
         ("rollout_log_path", "eval_log_path", "attention_diag_log_path", "token_weights_log_path"), None
     )
+    options["token_weights"] = "rollout_log_path" in paths
     lengths = {"prompt_preview_length": None, "completion_preview_length": None, "rollout_log_max_megabytes": 0.002}
     options |= {"output_dir": str(tmp_path), "markdown_logs": False, **lengths, **paths}
     return MarkdownLogs(SimpleNamespace(**options), "20260101", attention=False)
@@ -99,6 +100,7 @@ def test_a_file_that_is_full_says_so_once_and_stays(tmp_path):
     assert written.count("vgr-trl report") == 1
     assert "## Training, step 0\n" in written
     assert "## Training, step 9\n" not in written
+    assert "## Training, step 0\n" in (tmp_path / "token_weights.md").read_text()
 
 
 @pytest.mark.parametrize(

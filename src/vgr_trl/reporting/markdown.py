@@ -85,6 +85,8 @@ class MarkdownLogs:
             self.paths[title] = getattr(options, option)
             if self.paths[title] is None and options.markdown_logs and default:
                 self.paths[title] = Path(options.output_dir, FOLDER, f"{default}_{started}.md")
+        if options.token_weights and options.rollout_log_path and options.token_weights_log_path is None:
+            self.paths["Token weights"] = Path(options.rollout_log_path).with_name("token_weights.md")
 
     def add(self, record: Record, summary: Summary) -> None:
         """Append a section to each file that is wanted."""
