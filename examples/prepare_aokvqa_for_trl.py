@@ -23,7 +23,7 @@ def prepare(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out_dir", "--output_dir", required=True, help="folder for the converted set")
     parser.add_argument("--question_id_file", help="keep only the ids in this file, one per line")
     parser.add_argument("--subset_size", type=int, default=0, help="stop each split after so many rows; 0: all")
-    parser.add_argument("--filter_big_images", action="store_true", help="leave out images above 1024 x 1024 pixels")
+    parser.add_argument("--filter_big_images", action="store_true", help="leave out images wider or higher than 1024")
     parser.add_argument("--use_chat_template", action="store_true", help="no effect: training builds conversations")
     flags, others = parser.parse_known_args(argv)
     folder = Path(flags.dataset_path)
@@ -35,7 +35,7 @@ def prepare(argv: Sequence[str] | None = None) -> int:
     if flags.subset_size:
         given += ["--subset_size", str(flags.subset_size)]
     if flags.filter_big_images:
-        given += ["--max_image_pixels", str(1024 * 1024)]
+        given.append("--filter_big_images")
     named = folder.name if folder.is_file() else splits_in(folder) if folder.is_dir() else SPLITS
     for split in [name for name in SPLITS if name in named] or ["train"]:
         if status := main(["data", "convert", "aokvqa", "--split", split, *given]):

@@ -14,7 +14,7 @@ from PIL import Image
 from support.made_sets import encoded
 
 from vgr_trl.data.convert import encode_image
-from vgr_trl.data.images import ImageLimits, ImageRule, open_image, read_image, reads_alike, to_rgb
+from vgr_trl.data.images import ImageLimits, open_image, read_image, reads_alike, to_rgb
 from vgr_trl.data.rows import prepare_rows
 from vgr_trl.utils import DataError
 
@@ -222,7 +222,7 @@ def test_rows_of_a_transform_that_may_draw_lots_are_read_each_time(png):
 
 
 def test_rows_with_big_images_are_left_out():
-    rule = ImageRule(leaves_out_big=True)
+    rule = ImageLimits(max_short_side=None, filter_big_images=True)
     assert rule.fitted(Image.new("RGB", (1024, 8))).size == (1024, 8)
     for size in ((1025, 8), (8, 1025)):
         with pytest.raises(DataError, match="filter_big_images leaves out: at most 1024 on each side"):

@@ -227,7 +227,7 @@ def test_the_set_is_prepared_by_their_script_and_read(tmp_path, monkeypatch):
         same = {"question": "What colour is it?", "choices": ["red", "blue"], "correct_choice_idx": 1}
         images = [Image.new("RGB", (32, 32), (40 * number, 0, 0)) for number in range(count)]
         rows = [{**same, "image": image, "question_id": f"{split}{n}"} for n, image in enumerate(images)]
-        rows[0]["image"] = rows[0]["image"].resize((1025, 1024))
+        rows[0]["image"] = rows[0]["image"].resize((1025, 8))
         Dataset.from_list(rows).to_parquet(raw / f"{split}-00000-of-00001.parquet")
     monkeypatch.chdir(tmp_path)
     ids = tmp_path / "A-OKVQA_question_id.txt"

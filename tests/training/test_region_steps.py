@@ -6,7 +6,7 @@ from datasets import load_dataset
 from support.trainers import train_file
 
 from vgr_trl import measure as score
-from vgr_trl.data.images import ImageLimits, ImageRule
+from vgr_trl.data.images import ImageLimits
 from vgr_trl.data.rows import prepare_rows
 from vgr_trl.reporting.recorder import images_of_row
 from vgr_trl.rewards import load_reward
@@ -62,7 +62,7 @@ def test_boxes_in_pixels_are_of_the_image_as_it_is_trained_on(vision_trainer, qu
     half = [0.0, 0.0, wide // 2 + 0.0, high // 2 + 0.0]
     boxes = [[half], [[0.0, 0.0, wide // 2 + 1.0, 2.0]], [[0.0, 0.0, 1.0, 0.5]], [[0.0, 0.0, wide + 1.0, 2.0]]]
     questions = questions.add_column("regions", boxes * 4)
-    smaller = ImageRule(ImageLimits(max_pixels=(wide // 2) * (high // 2), max_short_side=None))
+    smaller = ImageLimits(max_pixels=(wide // 2) * (high // 2), max_short_side=None)
     for rows in (
         prepare_rows(questions, images=smaller, boxes=True)[0],
         vision_trainer(load_reward("region"), prepare_rows(questions, images=smaller)[0]).train_dataset,

@@ -31,7 +31,6 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import keys_of
 from vgr_trl.data.images import (
     ImageLimits,
-    ImageRule,
     VideoOptions,
     downloaded,
     refuse_single_image_models,
@@ -103,17 +102,17 @@ class DataArguments:
             self.data_files = ",".join(map(str, self.data_files))
         check_options(self)
         keys_of(**vars(self))
-        self.image_rule()
+        self.image_limits()
         if self.image_dir is not None and not Path(self.image_dir).is_dir():
             raise ConfigError(f"image_dir is {self.image_dir}, which is not a folder.")
         prompts = self.prompt_language, self.system_prompt_file, self.question_template_file
         if sum(prompt is not None for prompt in prompts) > 1:
             raise ConfigError("prompt_language, system_prompt_file and question_template_file: give only one of them.")
 
-    def image_rule(self) -> ImageRule:
+    def image_limits(self) -> ImageLimits:
         """Return what becomes of images that are too large or too small."""
-        limits = ImageLimits(self.min_pixels, self.max_pixels, self.max_short_side or None)
-        return ImageRule(limits, self.filter_big_images)
+        short = self.max_short_side or None
+        return ImageLimits(self.min_pixels, self.max_pixels, short, filter_big_images=self.filter_big_images or None)
 
 
 DEFAULT_REWARDS = ("accuracy", "format", "length")
@@ -532,7 +531,7 @@ def load_rows(
             system_prompt=system_prompt_of(arguments),
             videos=VideoOptions(arguments.video_fps, arguments.max_video_frames),
             special=None if processor is None else special_tokens(processor()),
-            images=arguments.image_rule(),
+            images=arguments.image_limits(),
             **rules,
         )
 

@@ -100,6 +100,7 @@ def _add_output_flags(made: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of split and order of options (default 0)")
     add("--workers", type=int, default=2, help="processes that decode images; 0: none (default 2)")
     add("--max_image_pixels", type=int, help="leave out rows with larger images")
+    add("--filter_big_images", action="store_const", const=True, help="leave out rows with a side above 1024 pixels")
     add("--page", type=Path, help="also inspect the result, and write a page with some of its questions there")
     _add_options(made, DataArguments, IMAGE_FLAGS, "images")
     made.set_defaults(max_short_side=MAX_SHORT_SIDE)
@@ -110,7 +111,8 @@ def _output(flags: argparse.Namespace, sources: Sequence[Source], **options: Any
     for folder in (Path(source.dataset_path) for source in sources if source.dataset_path):
         if flags.output_dir.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"output_dir {flags.output_dir} is in {folder}, which is read: choose another folder.")
-    limits = ImageLimits(flags.min_pixels, flags.max_pixels, flags.max_short_side or None, flags.max_image_pixels)
+    short, most, leaves_out = flags.max_short_side or None, flags.max_image_pixels, flags.filter_big_images
+    limits = ImageLimits(flags.min_pixels, flags.max_pixels, short, most, leaves_out)
     return Output(flags.output_dir, limits=limits, rows_per_file=flags.rows_per_file, workers=flags.workers, **options)
 
 
@@ -231,7 +233,7 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
         system_prompt=system_prompt_of(data),
         videos=VideoOptions(data.video_fps, data.max_video_frames),
         special=special_tokens(processor) if processor else None,
-        images=data.image_rule(),
+        images=data.image_limits(),
     )
     split, dataset = load_path(flags.path, flags.split, config=flags.dataset_config, streaming=flags.dataset_streaming)
     if flags.max_rows is not None:

@@ -255,6 +255,7 @@ class ImageLimits:
         max_pixels: a larger image is reduced to this area, after `max_short_side`; None: not.
         max_short_side: an image whose shorter side is longer is reduced to this; None: not.
         max_image_pixels: a larger image is left out before it is decoded; None: Pillow's own limit.
+        filter_big_images: True: an image of a side above 1024 pixels is left out.
 
     Raises:
         ConfigError: a bound is below 1, or `min_pixels` is above `max_pixels`.
@@ -264,6 +265,7 @@ class ImageLimits:
     max_pixels: int | None = None
     max_short_side: int | None = MAX_SHORT_SIDE
     max_image_pixels: int | None = None
+    filter_big_images: bool | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -273,7 +275,10 @@ class ImageLimits:
             raise ConfigError(f"min_pixels is {self.min_pixels}, above max_pixels {self.max_pixels}: lower it.")
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
-        """Return the size that an image of `width` x `height` pixels is brought to."""
+        """Return the size that an image of `width` x `height` pixels is brought to, or raise `DataError`."""
+        if self.filter_big_images and max(width, height) > MAX_SHORT_SIDE:
+            excess = f"image has size {width}x{height}, which filter_big_images leaves out"
+            raise DataError(f"{excess}: at most {MAX_SHORT_SIDE} on each side")
         scale = 1.0
         if self.max_short_side is not None:
             scale = min(scale, self.max_short_side / min(width, height))
@@ -287,29 +292,13 @@ class ImageLimits:
         # Rounded down, so that no limit is exceeded; the tolerance undoes the rounding of the scale itself.
         return max(1, math.floor(width * scale + 1e-9)), max(1, math.floor(height * scale + 1e-9))
 
-
-@dataclass(frozen=True)
-class ImageRule:
-    """What becomes of images that are too large or too small when rows are read for training.
-
-    Attributes:
-        limits: of the size; an image beyond them is brought within.
-        leaves_out_big: whether a row with an image of a side above 1024 pixels is left out.
-    """
-
-    limits: ImageLimits = ImageLimits(max_short_side=None)
-    leaves_out_big: bool = False
-
     def fitted(self, image: Image.Image) -> Image.Image:
         """Return `image` within the limits, or raise `DataError` if its row is to be left out."""
-        if self.leaves_out_big and max(image.size) > MAX_SHORT_SIDE:
-            excess = f"image has size {image.width}x{image.height}, which filter_big_images leaves out"
-            raise DataError(f"{excess}: at most {MAX_SHORT_SIDE} on each side")
-        size = self.limits.size_of(*image.size)
+        size = self.size_of(*image.size)
         return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
 
 
-ANY_SIZE = ImageRule()
+ANY_SIZE = ImageLimits(max_short_side=None)
 
 
 @dataclass(frozen=True)
@@ -435,7 +424,7 @@ def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row")
     return boxes
 
 
-def box_problem(row: Mapping[str, Any], fitted: ImageRule = ANY_SIZE) -> str | None:
+def box_problem(row: Mapping[str, Any], fitted: ImageLimits = ANY_SIZE) -> str | None:
     """Return why the boxes of a row with one image cannot be read, None if they can.
 
     Args:
@@ -448,7 +437,7 @@ def box_problem(row: Mapping[str, Any], fitted: ImageRule = ANY_SIZE) -> str | N
     try:
         if in_pixels_of_its_image(row, "it"):
             try:
-                size = fitted.limits.size_of(*open_image(images[0]).size)
+                size = fitted.size_of(*open_image(images[0]).size)
             except DataError:
                 return None
         boxes_of(row, size, "it")
@@ -484,7 +473,7 @@ def as_shares(boxes: Sequence[Box]) -> list[list[float]]:
     return [[left, top, right - left, bottom - top] for left, top, right, bottom in boxes]
 
 
-def show_rows(batch: dict[str, list[Any]], *, root: Path, column: str, images: ImageRule) -> dict[str, list[Any]]:
+def show_rows(batch: dict[str, list[Any]], *, root: Path, column: str, images: ImageLimits) -> dict[str, list[Any]]:
     """Rows as TRL gets them: placeholders replaced by parts, images decoded."""
     ready = {name: values for name, values in batch.items() if name not in (*IMAGE_COLUMNS, FOLDER, PLACE)}
     if "prompt" in batch:
@@ -531,7 +520,7 @@ def reads_alike(dataset: object) -> bool:
     return dataset.format["format_kwargs"].get("transform") is None or _shown(dataset) is not None
 
 
-def fitted_by(dataset: Dataset) -> ImageRule:
+def fitted_by(dataset: Dataset) -> ImageLimits:
     """Return what brings the images of `dataset` to the size in which a run reads them."""
     shown = _shown(dataset)
     return ANY_SIZE if shown is None else shown.keywords["images"]

@@ -43,7 +43,7 @@ from vgr_trl.data.images import (
     NUMBERED_IMAGES,
     PLACE,
     VIDEO_COLUMNS,
-    ImageRule,
+    ImageLimits,
     VideoOptions,
     boxes_of,
     folder_of,
@@ -95,7 +95,7 @@ class RowOptions:
     system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT
     videos: VideoOptions = DEFAULT_VIDEO_OPTIONS
     special: re.Pattern[str] | None = None
-    images: ImageRule = ANY_SIZE
+    images: ImageLimits = ANY_SIZE
     boxes: bool = False
 
 
