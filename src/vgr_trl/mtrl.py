@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from vgr_trl.cli.__main__ import main as run_command
 from vgr_trl.config_converters import Conversion, convert, read_configuration
 from vgr_trl.utils import ConfigError
@@ -32,11 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_launched = any(name in os.environ for name in (_LAUNCHED, "LOCAL_RANK", "RANK", "OMPI_COMM_WORLD_RANK"))
     try:
         stated, _ = read_configuration(arguments)
-        found = None if stated is None or is_launched else convert(stated)
-    except ConfigError:  # what is wrong with a file is reported where it is converted
-        found = None
-    try:
-        command = None if found is None else _launch_command(found, given)
+        command = None if stated is None or is_launched else _launch_command(convert(stated), given)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
@@ -54,12 +52,12 @@ def _launch_command(found: Conversion, given: Sequence[str]) -> list[str] | None
     """
     nodes, processes = found.whole(_NODES), found.whole(_GPUS)
     if _GPUS not in found.stated:
-        processes = max(1, min(_gpus(), processes))
+        processes = max(1, min(torch.cuda.device_count(), processes))
     if nodes * processes == 1 or found["trainer.val_only"]:
         return None
     if "--use_cpu" in given and nodes == 1:
         launch = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    elif (gpus := _gpus()) < processes:
+    elif (gpus := torch.cuda.device_count()) < processes:
         name = found.names.get(_GPUS, _GPUS)
         raise ConfigError(
             f"{name} is {processes}, but this machine has {gpus} GPUs: give {name}={max(gpus, 1)}, which changes no "
@@ -98,9 +96,7 @@ def _engine(found: Conversion, given: Sequence[str]) -> list[str]:
 
 def _refuse_large_critic(found: Conversion) -> None:
     """Raise `ConfigError` if weights, gradients and moments of policy and critic are more than a GPU has."""
-    import torch
-
-    from vgr_trl.cli.evaluate import count_parameters
+    from vgr_trl.cli.evaluate import count_parameters  # with transformers, which other files do without
 
     name, held = str(found.options["model_name_or_path"]), 4 if found.options["dtype"] == "float32" else 2
     parameters, memory = count_parameters(name), torch.cuda.get_device_properties(0).total_memory
@@ -111,12 +107,6 @@ def _refuse_large_critic(found: Conversion) -> None:
             f"= {2 * each * parameters / 1e9:.0f} GB, but it has {memory / 1e9:.0f} GB: give --critic head, with which "
             "the policy is sharded."
         )
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 if __name__ == "__main__":

@@ -87,10 +87,7 @@ def checked_config(args: DAPOConfig | None, model: str | PreTrainedModel, option
     if not isinstance(args, DAPOConfig):
         raise ConfigError(f"args is a {type(args).__name__}: give a DAPOConfig, which takes the same options.")
     if missing := {"mlflow", "swanlab", "tensorboard", "trackio", "wandb"} & {*(args.report_to or ())} - {*trackers()}:
-        raise ConfigError(
-            f"report_to names {', '.join(sorted(missing))}, which is not installed, or switched off: install it with "
-            "pip, or give report_to none."
-        )
+        raise ConfigError(f"report_to names {min(missing)}, which is missing or off: pip install it, or give none.")
     if args.max_prompt_length is not None and options.get("environment_factory") is not None:
         raise ConfigError(
             "max_prompt_length needs prompts from the data, but environment_factory makes them: drop one."

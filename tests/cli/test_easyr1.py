@@ -114,7 +114,7 @@ def test_their_entry_point_evaluates_only(config, capsys):
         (["worker.rollout.n=1"], "Rollouts and updates are 8 times as large then"),
         (["worker.reward.reward_type=model"], "give --reward_model_name_or_path MODEL"),
         (["worker.actor.model.peft_type=lora"], "give worker.actor.model.lora_rank=64, for example"),
-        (["data.answer_key=right"], "give --solution_key none (or data.answer_key=none"),
+        (["data.answer_key=right"], "Give --solution_key none (data.answer_key=none or"),
         (["trainer.max_steps=1", *CPU], "returned token_weights, but token_weights is off"),
         (["algorithm.adv_estimator=reinforce_plus_plus", "--ignore_unknown_keys"], "something else would be trained"),
     ],

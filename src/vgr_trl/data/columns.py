@@ -367,8 +367,9 @@ def require_columns(
     if missing is not None:
         problem = f"{missing}, which is none of them."
         if missing.startswith("solution_key"):
-            problem += " Where no reward needs answers, give --solution_key none (or data.answer_key=none, "
-            problem += "dataset.answer_key=none, as the configuration calls its data)."
+            problem += (
+                " No reward needs it? Give --solution_key none (data.answer_key=none or dataset.answer_key=none)."
+            )
     elif not has(*keys.prompt) and not is_vision_only(row):
         problem = "it needs `prompt`, or `problem` with `solution`; say which one holds the question by --problem_key."
     elif needs_solution and not is_dialogue and not has(*answers):
