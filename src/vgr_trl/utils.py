@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -91,7 +91,11 @@ class DataError(VGRError, ValueError):
 
 
 class MissingSplitError(DataError):
-    """A data set has not the split that is asked for."""
+    """A data set has not the split that is asked for, but `splits`."""
+
+    def __init__(self, message: str, splits: Sequence[str]) -> None:
+        super().__init__(message)
+        self.splits = splits
 
 
 class RewardError(VGRError, ValueError):

@@ -26,6 +26,15 @@ def test_folders_of_files_and_saved_data_sets(tmp_path):
         load_split("test", dataset_path=str(tmp_path / "saved"))
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_file_is_of_the_last_split_that_its_name_says(tmp_path, suffix):
+    for split, rows in (("train", ROWS), ("val", ROWS.select([0]))):
+        write = rows.to_json if suffix == "jsonl" else rows.to_parquet
+        write(tmp_path / f"train_val_split_{split}.{suffix}")
+    numbers = [len(load_split(split, dataset_path=str(tmp_path))) for split in ("train", "validation")]
+    assert numbers == [2, 1]
+
+
 def test_malformed_data_files_are_refused():
     for text in ("train=", "=a.parquet", "", "train=a.jsonl,", "train=a.jsonl+"):
         with pytest.raises(ConfigError, match=re.escape(f"data_files is {text!r}: give train=a.jsonl+b.jsonl,test=c")):

@@ -50,7 +50,7 @@ from vgr_trl.cli.arguments import (
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import FLAGS
 from vgr_trl.data.load import train_test_split
-from vgr_trl.data.read import parse_data_files, readable
+from vgr_trl.data.read import MEANT, parse_data_files, readable
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.options import changed_options
 from vgr_trl.patches import close_group_at_exit, let_gloo_finish
@@ -201,7 +201,7 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
     rows, skipped = load(data, data.dataset_train_split, limit=data.max_train_rows, shuffle_seed=order)
     if data.dataset_streaming:
         config.shuffle_dataset = False  # TRL's buffer would hold a thousand rows with decoded images
-    load_test = partial(load, evaluation_source(data), data.dataset_test_split, limit=data.max_test_rows)
+    load_test = partial(load, evaluation_source(data), limit=data.max_test_rows)
     rows, test_rows, skipped_tests, note = rows_to_evaluate(data, config, rows, load_test)
     notes = [note, unscaled_attention(reward_funcs, config), _unused_adapter_options(model)]
     if is_main:
@@ -223,29 +223,36 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
 
 
 def rows_to_evaluate(
-    data: DataArguments, config: DAPOConfig, train_rows: Any, load: Callable[[], tuple[Any, list[SkippedRow]]]
+    data: DataArguments, config: DAPOConfig, train_rows: Any, load: Callable[[str], tuple[Any, list[SkippedRow]]]
 ) -> tuple[Any, Any, list[SkippedRow], str | None]:
     """Return rows to train and to evaluate on, those left out of the latter, and a sentence about it for the start.
 
     Args:
-        load: gives the rows of the split to evaluate on; where there is no such split, some of `train_rows` are.
+        load: gives the rows of a split. Where there is no `test`, that of validation is evaluated on, and where there
+            is none either, some of `train_rows`.
 
     Raises:
         DataError: evaluation is asked for, and there are no rows for it.
     """
+    wanted = data.dataset_test_split
     if config.eval_strategy == "no":
         return train_rows, None, [], None
     try:
-        return train_rows, *load(), None
-    except MissingSplitError:
+        return train_rows, *load(wanted), None
+    except MissingSplitError as missing:
+        others = [split for split in missing.splits if MEANT.get(split) == "validation"]
+        if wanted == "test" and others and data.dataset_train_split not in others:
+            note = f"The data have no split test: {others[0]} is evaluated on. --dataset_test_split names another."
+            return train_rows, *load(others[0]), note
         if data.test_dataset is not None or data.dataset_streaming:
             raise
-    kept, test_rows = train_test_split(train_rows, config.seed, image_root(data, data.dataset_train_split))
+    root = image_root(data, data.dataset_train_split)
+    kept, test_rows = train_test_split(train_rows, config.seed, root, data.max_test_rows)
     note = (
-        f"The data have no split {data.dataset_test_split}: {len(test_rows)} of {len(train_rows)} rows are not trained "
-        f"on but evaluated, chosen by image and seed {config.seed}."
+        f"The data have no split {wanted}: {len(test_rows)} of {len(train_rows)} rows are not trained on but "
+        f"evaluated, chosen by image and seed {config.seed}."
     )
-    return kept, test_rows.select(range(min(len(test_rows), data.max_test_rows or len(test_rows)))), [], note
+    return kept, test_rows, [], note
 
 
 def unscaled_attention(functions: list[Any], config: DAPOConfig) -> str | None:

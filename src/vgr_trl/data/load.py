@@ -22,6 +22,7 @@ from vgr_trl.data.merge import Row, split
 from vgr_trl.data.prompts import texts_of
 from vgr_trl.data.read import (
     HUB_NAME,
+    MEANT,
     has_card_with_files,
     is_saved,
     one_source,
@@ -30,6 +31,7 @@ from vgr_trl.data.read import (
     require_file,
     row_files,
     split_of,
+    split_words,
     splits_of,
     stream_of,
     table_of,
@@ -146,11 +148,18 @@ def _from_folder(path: Path, streaming: bool) -> Mapping[Any, Any]:
         read = stream_of if streaming else table_of
         return {split: read(paths) for split, paths in splits_of(files, path).items()}
     # Of files of several kinds `datasets` would read one; a JSON file may be about the others.
-    kinds = {BUILDERS[file.suffix.lower()] for file in files if file.suffix.lower() != ".json"}
-    if not has_card_with_files(path) and len(kinds) > 1 and not has_metadata:
-        found = " and ".join(map(str, files))
-        raise DataError(f"Files of different kinds, {found[:500]}, are no one set: name those to read by data_files.")
-    return cast("Mapping[Any, Any]", _keeping_types(load_dataset(str(path), streaming=streaming), path))
+    tables = [file for file in files if file.suffix.lower() != ".json"]
+    kinds = {BUILDERS[file.suffix.lower()] for file in tables}
+    given: dict[str, Any] = {"path": str(path)}
+    if not has_card_with_files(path) and not has_metadata:
+        if len(kinds) > 1:
+            found = " and ".join(map(str, files))[:500]
+            raise DataError(f"Files of different kinds, {found}, are no one set: name those to read by data_files.")
+        # `datasets` would put a file whose path names two splits into both.
+        if any(len({MEANT[word] for word in split_words(file, path)}) > 1 for file in tables):
+            by_split = {split: list(map(str, paths)) for split, paths in splits_of(tables, path).items()}
+            given = {"path": kinds.pop(), "data_files": by_split}
+    return cast("Mapping[Any, Any]", _keeping_types(load_dataset(**given, streaming=streaming), path))
 
 
 def _keeping_types(loaded: Any, source: Any) -> Any:
@@ -169,12 +178,15 @@ def _without_folder(rows: Any) -> Any:
     return rows.remove_columns([FOLDER]) if FOLDER in (rows.column_names or ()) else rows
 
 
-def train_test_split(dataset: Dataset, seed: int, root: Path = Path()) -> tuple[Dataset, Dataset]:
+def train_test_split(
+    dataset: Dataset, seed: int, root: Path = Path(), most: int | None = None
+) -> tuple[Dataset, Dataset]:
     """Return the rows to train on, and a tenth to evaluate on; rows that share an image (or a question) stay together.
 
     Args:
         dataset: as `prepare_rows` gives it.
         seed: of the choice, which depends on nothing else but the images.
+        most: rows to evaluate on, where a tenth would be more.
 
     Raises:
         DataError: all rows share images.
@@ -183,8 +195,8 @@ def train_test_split(dataset: Dataset, seed: int, root: Path = Path()) -> tuple[
     stored = undecoded(dataset.with_format(None))
     stored = stored.select_columns([name for name in wanted if name in stored.column_names])
     rows = [Row(0, place, _digests(row, root), "", "") for place, row in enumerate(stored)]
-    train, test = split(rows, TEST_SHARE, seed)
-    return dataset.select([row.position for row in train]), dataset.select([row.position for row in test])
+    train, test = split(rows, min(TEST_SHARE, (most or len(rows)) / len(rows)), seed)
+    return dataset.select([row.position for row in train]), dataset.select([row.position for row in test[:most]])
 
 
 def _digests(row: Mapping[str, Any], root: Path) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ BATCH_ROWS = 16
 SAVED = ("dataset_dict.json", "dataset_info.json")  # what `save_to_disk` leaves in a folder
 MEANT = dict.fromkeys(("train", "training"), "train")  # word of a name → split, as `datasets` calls it
 MEANT |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
-MEANT |= dict.fromkeys(("test", "testing"), "test")
+MEANT |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
 
 Rows = Iterator[tuple[int, Any]]
 """Places in a file and what is there: a row, or a text that says why there is none."""
@@ -318,7 +318,8 @@ def one_source(**given: Any) -> str:
 def split_of(loaded: Any, split: str, source: str) -> Any:
     """Return the rows of `split`; raise `MissingSplitError` if there is none."""
     if split not in loaded:
-        raise MissingSplitError(f"{source} has the splits {sorted(loaded)}, but not {split!r}: name one of them.")
+        splits = sorted(loaded)
+        raise MissingSplitError(f"{source} has the splits {splits}, but not {split!r}: name one of them.", splits)
     return loaded[split]
 
 
@@ -346,15 +347,15 @@ def files_in(folder: Path, config: str | None, split: str) -> list[Path]:
 def splits_in(folder: Path, files: Sequence[Path] | None = None) -> list[str]:
     """Return the splits that the names of the files in `folder` say, none where they say nothing."""
     found = row_files(folder) if files is None else files
-    return sorted({word for file in found for word in _words_of(file.relative_to(folder)) & set(MEANT)})
+    return sorted({word for file in found for word in split_words(file, folder)[-1:]})
 
 
 def splits_of(files: Sequence[Path], folder: Path) -> dict[str, list[Path]]:
     """Return split → files, as `datasets` names the splits; all are `train` where the names say nothing."""
     found: dict[str, list[Path]] = {}
     for file in files:
-        for split in sorted({MEANT[word] for word in _words_of(file.relative_to(folder)) & set(MEANT)}):
-            found.setdefault(split, []).append(file)
+        for word in split_words(file, folder)[-1:]:
+            found.setdefault(MEANT[word], []).append(file)
     return found or {"train": list(files)}
 
 
@@ -380,8 +381,9 @@ def _is_of(path: Path, config: str) -> bool:
     return config in path.parts[:-1] or re.match(re.escape(config) + r"(?![a-zA-Z])", path.name) is not None
 
 
-def _words_of(path: Path) -> set[str]:
-    return {word for part in path.with_suffix("").parts for word in re.split(r"[^a-z]+", part.lower())}
+def split_words(path: Path, folder: Path) -> list[str]:
+    """Return the words of a path within `folder` that name splits; the last decides (`train_val_split_train.jsonl`)."""
+    return [word for word in re.split(r"[^a-z]+", str(path.relative_to(folder)).lower()) if word in MEANT]
 
 
 def table_of(paths: Sequence[Path], with_folders: bool = False) -> Dataset:
