@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse flags (or `--config x.yaml`, also that of a training), evaluate `--dataset_test_split`, print a table."""
     data, options = parse((DataArguments, EvaluationArguments), "evaluate", argv, OF_TRAINING)
     output = Path(options.output_file) if options.output_file else None
+    if options.save_completions and output is None:
+        raise ConfigError("save_completions is on, but there is no file to save them in: give --output_file FILE.")
     if output is not None:
         with one_sentence():  # before the work whose numbers it is for
             output.parent.mkdir(parents=True, exist_ok=True)
