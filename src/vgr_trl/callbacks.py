@@ -1,5 +1,6 @@
 """Callbacks of a run: the line of a step, SIGTERM, updates that are not finite, signs of collapse, failing trackers."""
 
+import math
 import re
 import signal
 import time
@@ -7,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,6 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers.integrations import integration_utils
 from transformers.utils import logging
 
-from vgr_trl.loss import collapse_warning
 from vgr_trl.metrics import MetricHistory, StepMetrics, collapse_sentence, find_collapse
 from vgr_trl.reporting.markdown import evaluation_line, step_line
 from vgr_trl.utils import ConfigError, NotFiniteError, error_text, patched_attribute
@@ -175,9 +176,6 @@ def are_finite(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
     return nn.utils.get_total_norm(here).isfinite()
 
 
-PERCEPTION_HISTORY = 40  # steps in which signs of a perception loss that is won by breaking the policy are looked for
-
-
 class CollapseWatch(TrainerCallback):
     """Warns once of the signs of collapse, and ends the training if `stop_on_collapse` is on.
 
@@ -189,23 +187,24 @@ class CollapseWatch(TrainerCallback):
         self.found: str | None = None
         self._trainer = trainer
         self._histories: dict[str, MetricHistory] = {}
-        self._perception: deque[dict[str, float]] = deque(maxlen=PERCEPTION_HISTORY)
+        self._read: dict[str, int] = {}
+
+    def start_window(self) -> None:
+        """Read the metrics of the trainer from their beginning again, since they were logged and cleared."""
+        self._read.clear()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the newest value of every metric, which TRL keeps until it is logged; all processes have the same."""
+        """Read the mean of every metric over the micro-batches of this step; all processes have the same values."""
         if self.found is not None:
             return
-        found = self._trainer.newest_metrics()
-        newest = {name: value for name, value in found.items() if value == value}  # NaN: nothing to average
-        for name, value in newest.items():
-            self._histories.setdefault(name, MetricHistory()).add(value)
+        for name, values in self._trainer._metrics["train"].items():
+            new = [value for value in values[self._read.get(name, 0) :] if not math.isnan(value)]
+            self._read[name] = len(values)
+            if new:  # a micro-batch without a gradient has none
+                self._histories.setdefault(name, MetricHistory()).add(fmean(new))
         weights = dict(zip(self._trainer.reward_func_names, self._trainer.reward_weights.tolist(), strict=True))
         if signs := find_collapse(self._histories, weights):
             self.found = collapse_sentence(signs, state.global_step)
-        elif args.perception_loss_weight > 0:
-            self._perception.append(newest)
-            self.found = collapse_warning(self._perception)
-        if self.found is not None:
             if state.is_world_process_zero:
                 logger.warning(self.found)
             control.should_training_stop |= args.stop_on_collapse

@@ -5,10 +5,8 @@ Terms are per token, (N, T), and 0 on invalid tokens: the caller sums and divide
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -406,11 +404,7 @@ def _perception_term(
     )
 
 
-# What PAPO (https://huggingface.co/papers/2507.06448) calls early signs of KL hacking: the perception loss is won by
-# breaking the policy.
-_CLIPPED = ("clip_ratio/high_mean", "cispo_clip_ratio")
-
-_SHORTEST_HISTORY = 8
+# Where PAPO (https://huggingface.co/papers/2507.06448) saw the perception loss won by breaking the policy.
 _COLLAPSES = 0.04
 _COLLAPSES_WITHOUT_ENTROPY_TERMS = 0.02  # 7B models did, 3B models did not
 
@@ -437,35 +431,3 @@ def coefficient_warning(
             "0.03."
         )
     return None
-
-
-def collapse_warning(history: Sequence[Mapping[str, float]]) -> str | None:
-    """Return one sentence naming the signs of collapse in the newest quarter of the history, or None.
-
-    All signs must be there: the mean perception loss of the newest quarter has fallen below twice the lowest value
-    before (it is the negative divergence), and the means of both entropies and of the clipped fraction have risen
-    above the highest values before. A clipped fraction that is missing, or 0 throughout (one optimizer step per
-    rollout has no ratio to clip), is no sign either way.
-
-    Args:
-        history: metrics of consecutive steps, oldest first; at least 8, better 20 to 50. Read are `perception_loss`
-            (negative mean divergence, without its coefficient), `entropy`, `perturbed_entropy` and
-            `clip_ratio/high_mean` (or `cispo_clip_ratio`). Steps that lack a value or have NaN do not count for it.
-    """
-    signs = []
-    for name in ("perception_loss", "entropy", "perturbed_entropy", *_CLIPPED):
-        values = [step[name] for step in history if not math.isnan(step.get(name, math.nan))]
-        if name in _CLIPPED and (len(values) < _SHORTEST_HISTORY or not any(values)):
-            continue
-        if len(values) < _SHORTEST_HISTORY:
-            return None
-        newest = len(values) // 4
-        before, now = values[:-newest], mean(values[-newest:])
-        fell = name == "perception_loss"
-        if not (now < 2 * min(*before, 0.0) if fell else now > max(before)):
-            return None
-        signs.append(f"{name} {'fell' if fell else 'rose'} from {mean(before):.3g} to {now:.3g}")
-    return (
-        f"The policy shows the signs of a collapse caused by the perception loss: {', '.join(signs)}; go back to an "
-        "earlier checkpoint with a lower coefficient, or with higher weights of both entropy terms."
-    )

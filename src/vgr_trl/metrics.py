@@ -310,7 +310,10 @@ class OptimizerClock(TrainerCallback):
 
 WINDOW = 8  # steps whose mean is compared with the means of earlier ones
 SMALLEST_RATE = 0.1  # of correct or well-formed answers; a fall from below it is noise
-WATCHED = ("rewards/", "completions/mean_length", "completions/clipped_ratio", "entropy", "frac_reward_zero_std")
+WATCHED = (
+    "rewards/", "completions/mean_length", "completions/clipped_ratio", "entropy", "frac_reward_zero_std",
+    "perception_loss", "perturbed_entropy", "clip_ratio/high_mean", "cispo_clip_ratio",
+)  # fmt: skip
 
 
 class CollapseSign(NamedTuple):
@@ -379,6 +382,14 @@ def find_collapse(histories: Mapping[str, MetricHistory], reward_weights: Mappin
         elif entropy.now > max(4 * entropy.lowest, 2 * entropy.first, 0.05):
             seen = f"entropy rose from {entropy.lowest:.3g} to {entropy.now:.3g}"
             signs.append(CollapseSign("entropy rose", seen, (slower, "use_entropy_penalty")))
+    divergence, perturbed = known.get("perception_loss"), known.get("perturbed_entropy")
+    if entropy and divergence and perturbed and divergence.now < 2 * min(divergence.lowest, 0.0):
+        ratio = known.get("clip_ratio/high_mean") or known.get("cispo_clip_ratio")
+        rising = [entropy, perturbed, *([ratio] if ratio and ratio.highest + ratio.now > 0 else [])]
+        if all(each.now > each.highest for each in rising):  # as in PAPO (https://huggingface.co/papers/2507.06448)
+            seen = f"the perception loss fell from {divergence.lowest:.3g} to {divergence.now:.3g} while entropies rose"
+            remedies = ("a lower perception_loss_weight", "higher weights of both entropy terms")
+            signs.append(CollapseSign("perception", seen, remedies))
     if (equal := known.get("frac_reward_zero_std")) and equal.now >= 0.95 and equal.lowest < 0.8:
         seen = f"{equal.now:.0%} of the groups have equal rewards (at the lowest {equal.lowest:.0%})"
         signs.append(CollapseSign("equal rewards", seen, ("other questions", "a reward that differs within a group")))

@@ -384,6 +384,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         evaluated = not training and self.is_world_process_zero()
         with in_texts(self._logs), beside_training(self.args.output_dir, self.state.global_step, evaluated):
             super().log(logs, start_time)
+        if training:
+            self.collapse_watch.start_window()
         if self.args.log_completions and self.is_world_process_zero():
             remove_oldest_tables(self.args.output_dir, self.args.rollout_log_max_megabytes * 1e6)
         self.recorder.log(logs, self.mode)

@@ -2,9 +2,12 @@
 
 import math
 from itertools import repeat
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from vgr_trl.callbacks import CollapseWatch
 from vgr_trl.metrics import MetricHistory, find_collapse, first_signs
 
 WEIGHTS = {"accuracy_reward": 2.5, "vgr_reward": 1.0, "think_format_reward": 0.5}
@@ -15,11 +18,16 @@ HEALTHY = {
 }  # fmt: skip
 
 
+PERCEPTION = HEALTHY | {"perception_loss": -0.1, "perturbed_entropy": 0.8, "clip_ratio/high_mean": 0.01}
+HACKED = {"perception_loss": -1.5, "healthy": PERCEPTION, "perturbed": 2.5, "clip_ratio_high": 0.2}
+
+
 def signs(weights=WEIGHTS, steps=8, healthy=HEALTHY, **changed):
     """Signs after 16 healthy steps and `steps` changed ones; metrics are named by a part of their name."""
     histories = {name: MetricHistory() for name in healthy}
     for name, history in histories.items():
-        [now] = [value for part, value in changed.items() if part in name.replace("/", "_")] or [healthy[name]]
+        plain = "^" + name.replace("/", "_")
+        [now] = [value for part, value in changed.items() if part in plain] or [healthy[name]]
         for value in [*repeat(healthy[name], 16), *repeat(now, steps)]:
             history.add(value)
     return find_collapse(histories, weights)
@@ -36,6 +44,11 @@ def signs(weights=WEIGHTS, steps=8, healthy=HEALTHY, **changed):
         (
             {"vgr_reward_mean": 0.1, "accuracy_reward_std": 0.04, "format_reward_std": 0.0},
             "vgr_reward fell from 0.5 to 0.1 while it is 75% of the rewards' deviation",
+        ),
+        (HACKED | {"^entropy": 0.5}, "the perception loss fell from -0.1 to -1.5 while entropies rose"),
+        (
+            HACKED | {"^entropy": 0.5, "healthy": PERCEPTION | {"clip_ratio/high_mean": 0.0}, "clip_ratio_high": 0.0},
+            "the perception loss fell from -0.1 to -1.5 while entropies rose",  # nothing to clip: no sign either way
         ),
     ],
     ids=str,
@@ -55,6 +68,9 @@ def test_each_sign(changed, seen):
         {"vgr_reward_mean": 0.1},  # the other rewards rule the advantages
         {"format_reward_mean": 0.0, "steps": 3},  # a few bad steps
         {"format_reward_mean": 0.0, "weights": WEIGHTS | {"think_format_reward": 0.0}},
+        HACKED,  # the entropy did not rise
+        HACKED | {"^entropy": 0.5, "perception_loss": -0.15},
+        HACKED | {"^entropy": 0.5, "clip_ratio_high": 0.01},
     ],
     ids=str,
 )
@@ -64,3 +80,23 @@ def test_what_is_no_sign(changed):
 
 def test_a_loss_that_is_not_finite_is_a_sign_at_once():
     assert first_signs([(1, {"loss": 0.1}), (2, {"loss": math.nan})]) == [(2, "loss is not finite")]
+
+
+@pytest.mark.parametrize(("micro_batches", "logged_every"), [(1, 1), (4, 1), (4, 3)])
+def test_a_collapse_is_seen_whatever_the_accumulation(micro_batches, logged_every):
+    """The last micro-batches have groups of equal rewards only, and so no entropy."""
+    metrics = {"train": {"entropy": []}}
+    trainer = SimpleNamespace(_metrics=metrics, reward_func_names=[], reward_weights=torch.zeros(0))
+    watch, args, control = CollapseWatch(trainer), SimpleNamespace(stop_on_collapse=True), SimpleNamespace()
+    control.should_training_stop = False
+    for step in range(1, 20):
+        of_step = [0.5 if step <= 8 else 0.001] * max(1, micro_batches - 1) + [math.nan] * (micro_batches - 1)
+        metrics["train"]["entropy"] += of_step[:micro_batches]
+        watch.on_step_end(args, SimpleNamespace(global_step=step, is_world_process_zero=False), control)
+        if control.should_training_stop:
+            break
+        if step % logged_every == 0:
+            metrics["train"]["entropy"].clear()
+            watch.start_window()
+    assert step == 16
+    assert "entropy fell from 0.5 to 0.001" in watch.found
