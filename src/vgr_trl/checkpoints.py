@@ -1,9 +1,9 @@
 """Checkpoints: complete or not there, which one a run is continued from, and where it goes on in its data.
 
 The manifest names every file of a checkpoint with its size and checksum. It is written last, under a temporary name,
-and removed first. TRL draws the order of each epoch from one generator, and begins a generation batch whenever a count of
-micro-batches says so. Neither is in its checkpoints: a continued run would take the order of the first epoch again, and
-would generate again in the middle of a batch. `ResumableTrainer` saves and restores both.
+and removed first. TRL draws the order of each epoch from one generator, and begins a generation batch whenever a count
+of micro-batches says so. Neither is in its checkpoints: a continued run would take the order of the first epoch again,
+and would generate again in the middle of a batch. `ResumableTrainer` saves and restores both.
 """
 
 import hashlib
