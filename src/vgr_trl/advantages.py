@@ -26,7 +26,7 @@ def estimate_advantages(
     With mean and standard deviation (n - 1) over the group, A[i] is
 
     - `grpo`: (r - mean) / (std + 1e-4), as TRL has it for `scale_rewards="group"`
-      (https://huggingface.co/papers/2402.03300);
+      (https://huggingface.co/papers/2402.03300), or with the std of all `trained` rewards, as for `"batch"`;
     - `rloo`: r - mean of the others of the group (https://huggingface.co/papers/2402.14740);
     - `remax`: r - reward of the prompt's greedy completion (https://huggingface.co/papers/2310.10505);
     - `reinforce_plus_plus`: c / (std of all c that are trained on + 1e-8) with c = r - mean
@@ -40,7 +40,7 @@ def estimate_advantages(
         estimator: one of the names above.
         baseline: for `remax`, the reward of each prompt's greedy completion, (num_groups,); else None.
         trained: for `reinforce_plus_plus`, the rewards of the groups that are trained on, where those are not
-            these, (any number of groups * G,).
+            these, (any number of groups * G,); for `grpo`, these if one deviation of them all divides.
 
     Returns:
         (num_groups * G,), finite for finite or NaN rewards.
@@ -54,7 +54,7 @@ def estimate_advantages(
     groups = rewards.double().view(-1, num_generations)  # (num_groups, G)
     centred, count = _centred(groups), _count(groups)
     if estimator == "grpo":
-        advantages = centred / (_std(groups) + 1e-4)
+        advantages = centred / (_std(groups if trained is None else trained.double().view(1, -1)) + 1e-4)
     elif estimator == "rloo":
         # The mean of the others differs from the reward by n / (n - 1) times what the mean of all does.
         advantages = torch.where(count > 1, centred * count / (count - 1), torch.nan)

@@ -46,6 +46,7 @@ class GroupSelection:
     Attributes:
         placement: of the batch.
         rewards: weighted sums, (N of all,), NaN where no function applied.
+        task_rewards: likewise, without what the KL adds; they decide which groups have zero variance.
         advantages: (N of all,).
         dropped: numbers of the zero-variance groups, and of those that online filtering leaves out.
         filtered: the latter without the former.
@@ -54,6 +55,7 @@ class GroupSelection:
 
     placement: Placement
     rewards: torch.Tensor
+    task_rewards: torch.Tensor
     advantages: torch.Tensor
     dropped: list[int] = field(default_factory=list)
     filtered: list[int] = field(default_factory=list)

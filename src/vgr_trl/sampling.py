@@ -5,7 +5,7 @@ All tensors about groups are of all processes, prompt-major, so that every proce
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -45,20 +45,24 @@ def select_groups(trainer: "DAPOTrainer", rollout: Rollout) -> dict[str, float]:
     """Replace zero-variance groups of a rollout by further or replayed ones, where that is on; return metrics."""
     args, replay, metrics = trainer.args, trainer.replay, dict[str, float]()
     selection = find_zero_variance(trainer, rollout)
-    rounds, fresh = [rollout], dict[int, Group]()
+    rounds, chosen = [rollout], dict[int, tuple[Rollout, int]]()
     if args.dynamic_sampling == "resample":
-        fresh, metrics = resample(trainer, rounds)
-    trained = len(selection.kept) + len(fresh)
+        chosen, metrics = resample(trainer, rounds)
+    trained = len(selection.kept) + len(chosen)
     sentence = trainer.zero_variance_streak.end_rollout(trainer.state.global_step, trained)
     if sentence is not None and trainer.accelerator.is_main_process:
         logger.warning(sentence)
     if not trainer.selects_groups:
         rollout.with_gradient = selection.rows_with_gradient()
         return {}
-    missing = [group for group in selection.dropped if group not in fresh]
+    missing = [group for group in selection.dropped if group not in chosen]
     replayed = {} if replay is None else dict(zip(missing, replay.draw(len(missing)), strict=False))
-    if args.advantage_estimator == "reinforce_plus_plus":
-        fresh = _with_one_deviation(trainer, rounds, fresh, replayed)
+    is_of_batch = args.advantage_estimator == "grpo" and trainer.scale_rewards == "batch"
+    if args.advantage_estimator == "reinforce_plus_plus" or (
+        is_of_batch and (chosen or replayed or selection.filtered)
+    ):
+        replayed = divide_by_one_deviation(trainer, rounds, chosen, replayed)
+    fresh = {place: _groups(trainer, source, [number])[0] for place, (source, number) in chosen.items()}
     replacements = fresh | replayed
     if replay is not None:
         replay.keep(trainer, rollout, fresh)
@@ -97,24 +101,29 @@ def find_zero_variance(
     placement = Placement(rows, size, accelerator.process_index, accelerator.num_processes)
     assert rollout.rewards is not None
     rewards = weighted_sums(rollout.rewards, trainer.reward_weights)
-    selection = GroupSelection(placement, rewards, accelerator.gather(rollout.batch["advantages"]))
-    zero_variance: list[int] = []
+    tasks = rollout.rewards[:, :-1] if args.penalises_kl else rollout.rewards
+    task_rewards = weighted_sums(tasks, trainer.reward_weights[: tasks.size(1)])
+    selection = GroupSelection(placement, rewards, task_rewards, accelerator.gather(rollout.batch["advantages"]))
+    zero_variance, baseline = list[int](), None
     if trainer.critic is not None:
         of_tokens = rollout.batch["token_advantages"].nan_to_num()  # (N, T)
         selection.advantages = accelerator.gather(masked_mean(of_tokens, valid_tokens(rollout.batch)).squeeze(1))
     elif args.advantage_estimator != "grpo":
-        baseline = greedy_baseline(trainer, rollout, placement) if args.advantage_estimator == "remax" else None
+        if args.advantage_estimator == "remax":
+            baseline = greedy_baseline(trainer, rollout, placement)
         selection.advantages = estimate_advantages(rewards, size, args.advantage_estimator, baseline)
     if args.advantage_estimator != "grpo":
         rollout.batch = {**rollout.batch, "advantages": selection.local_advantages}
         replace_newest(trainer._logs["advantages"], selection.advantages.tolist())
     if trainer.critic is None:
-        estimator, epsilon = args.advantage_estimator, args.replay_var_epsilon
-        zero_variance = zero_variance_groups(selection.advantages, rewards, size, estimator=estimator, epsilon=epsilon)
+        estimator, epsilon, advantages = args.advantage_estimator, args.replay_var_epsilon, selection.advantages
+        if args.penalises_kl:  # its differences within a group say nothing about the task
+            advantages = estimate_advantages(task_rewards, size, estimator, baseline)
+        zero_variance = zero_variance_groups(advantages, task_rewards, size, estimator=estimator, epsilon=epsilon)
     filtered: list[int] = []
     if args.online_filtering:
         index = filter_index(args.filter_key, trainer.reward_func_names)
-        compared = rewards if index is None else rollout.rewards[:, index]
+        compared = task_rewards if index is None else rollout.rewards[:, index]
         selection.bounds = bounds or (args.filter_low, args.filter_high)
         if args.filter_mode == "quantile" and bounds is None:
             selection.bounds = quantile_bounds(compared, size, low=args.filter_low, high=args.filter_high)
@@ -128,15 +137,17 @@ def find_zero_variance(
     return selection
 
 
-def resample(trainer: "DAPOTrainer", rounds: list[Rollout]) -> tuple[dict[int, "Group"], dict[str, float]]:
-    """Return groups of further prompts by the number of the group whose place they take, and metrics; add to `rounds`.
+def resample(trainer: "DAPOTrainer", rounds: list[Rollout]) -> tuple[dict[int, tuple[Rollout, int]], dict[str, float]]:
+    """Generate for further prompts; return rollout and number of the group that takes each place, and metrics.
+
+    The rollouts are added to `rounds`.
 
     DAPO (https://huggingface.co/papers/2503.14476) generates until the batch is full of groups with a gradient; here
     the number of rounds is limited.
     """
     prompts, first = trainer.further_prompts, _selection(rounds[0])
     assert prompts is not None
-    missing, replacements, generated = list(first.dropped), dict[int, Group](), 0
+    missing, chosen, generated = list(first.dropped), dict[int, tuple[Rollout, int]](), 0
     if missing:
         prompts.begin(rounds[0].rows, first.placement)
     with as_one_batch(trainer, first.placement.rows) as completions:
@@ -149,40 +160,50 @@ def resample(trainer: "DAPOTrainer", rounds: list[Rollout]) -> tuple[dict[int, "
                 trainer.generate_and_score(further)
                 found = find_zero_variance(trainer, further, first.bounds)
             rounds.append(further)
-            places = dict(zip(missing, found.kept, strict=False))
-            groups = _groups(trainer, further, list(places.values()))
-            replacements |= dict(zip(places, groups, strict=True))
-            missing, generated = missing[len(places) :], generated + count
-    return replacements, {
+            chosen |= {place: (further, number) for place, number in zip(missing, found.kept, strict=False)}
+            missing, generated = missing[len(found.kept) :], generated + count
+    return chosen, {
         "dynamic_sampling/rounds": len(rounds) - 1,
         "dynamic_sampling/generated_groups": generated,
-        "dynamic_sampling/discarded_groups": generated - len(replacements),
+        "dynamic_sampling/discarded_groups": generated - len(chosen),
     }
 
 
-def _with_one_deviation(
-    trainer: "DAPOTrainer", rounds: list[Rollout], fresh: dict[int, "Group"], replayed: Iterable[int]
+def divide_by_one_deviation(
+    trainer: "DAPOTrainer",
+    rounds: list[Rollout],
+    chosen: Mapping[int, tuple[Rollout, int]],
+    replayed: Mapping[int, "Group"],
 ) -> dict[int, "Group"]:
-    """Divide all advantages by the deviation over what is trained on; return the fresh groups with theirs.
+    """Divide the advantages of all rounds by the deviation over the groups that are trained on.
 
-    Replayed groups keep theirs, and a filtered group that nothing replaces is not trained on.
+    Used for `reinforce_plus_plus`, and for `scale_rewards batch`, which counts and divides replayed groups too. A
+    filtered group that nothing replaces is not trained on, and does not count.
+
+    Returns:
+        the replayed groups.
     """
-    selections = [_selection(rollout) for rollout in rounds]
+    estimator, selections = trainer.args.advantage_estimator, [_selection(rollout) for rollout in rounds]
     first, size = selections[0], selections[0].placement.num_generations
     own = torch.ones(first.placement.num_groups, dtype=torch.bool, device=first.rewards.device)
-    own[[*first.filtered, *fresh, *replayed]] = False
-    of_fresh = [group.rewards.to(first.rewards) for group in fresh.values()]
-    trained = torch.cat([first.rewards.view(-1, size)[own].flatten(), *of_fresh])
+    own[[*first.filtered, *chosen, *replayed]] = False
+    rewards = [first.rewards.view(-1, size)[own].flatten()]
+    rewards += [_selection(source).rewards.view(-1, size)[number] for source, number in chosen.values()]
+    if estimator == "grpo":
+        rewards += [group.rewards.to(first.rewards) for group in replayed.values()]
+    trained = torch.cat(rewards)
 
     def divided(rewards: torch.Tensor) -> torch.Tensor:
-        return estimate_advantages(rewards, size, "reinforce_plus_plus", trained=trained.to(rewards.device))
+        return estimate_advantages(rewards, size, estimator, trained=trained.to(rewards.device))
 
     for selection in selections:
         selection.advantages = divided(selection.rewards)
     rounds[0].batch = {**rounds[0].batch, "advantages": first.local_advantages}
     every = [value for selection in selections for value in selection.advantages.tolist()]
     replace_newest(trainer._logs["advantages"], every)
-    return {place: replace(group, advantages=divided(group.rewards)) for place, group in fresh.items()}
+    if estimator != "grpo":
+        return dict(replayed)
+    return {place: replace(group, advantages=divided(group.rewards)) for place, group in replayed.items()}
 
 
 def _selection(rollout: Rollout) -> GroupSelection:
@@ -197,7 +218,7 @@ def _groups(trainer: "DAPOTrainer", rollout: Rollout, wanted: list[int]) -> list
         wanted,
         selection.placement,
         advantages=selection.advantages,
-        rewards=selection.rewards,
+        rewards=selection.task_rewards,
         pad_token_id=trainer._tokenizer.pad_token_id,
         step=trainer.state.global_step,
         signals=rollout.signals,
@@ -365,8 +386,21 @@ class ZeroVarianceStreak:
             f"completions of a prompt differ{', or wider bounds' * self._args.online_filtering}."
         )
 
+    def save(self, folder: Path) -> None:
+        """Write a streak into a checkpoint."""
+        process = PartialState()
+        if self._first is not None:
+            state = {name: value for name, value in vars(self).items() if name not in _FIXED}
+            save_share(state, folder, process.process_index, process.num_processes, "streak")
+
+    def load(self, folder: Path) -> None:
+        """Continue the streak of a checkpoint, which any number of processes may have written."""
+        if shares := load_shares(folder, "streak"):
+            vars(self).update({name: shares[0][name] for name in vars(self) if name not in _FIXED})
+
 
 LONGEST_STREAK = 5  # steps
+_FIXED = ("_args", "_steps_per_rollout")  # by the options
 
 
 # Groups: the completions of one prompt, taken out of a rollout batch, and put into one
@@ -380,7 +414,7 @@ class Group:
 
     Attributes:
         advantages: (G,) float32, on the CPU.
-        rewards: (G,) float32, weighted sums; NaN for a completion without any. On the CPU.
+        rewards: (G,) float32, weighted sums without what the KL adds; NaN for a completion without any. On the CPU.
         step: global step at which it was generated.
         holder: process that has the rows.
         rows: on the CPU, no longer than the group's own longest prompt and completion; None on other processes.
@@ -859,7 +893,8 @@ class Replay:
         """
         selection = _selection(rollout)
         size = selection.placement.num_generations
-        admitted = self.buffer.admits(selection.advantages.cpu().view(-1, size), selection.rewards.cpu().view(-1, size))
+        values = (each.cpu().view(-1, size) for each in (selection.advantages, selection.task_rewards))
+        admitted = self.buffer.admits(*values)
         wanted = [group for group in selection.kept if admitted[group]]
         groups = dict(zip(wanted, _groups(trainer, rollout, wanted), strict=True)) | fresh
         if OLD_LOGPS in rollout.batch or (rollout.signals is not None and trainer.measurement.head):

@@ -175,7 +175,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self.hidden_hook = HiddenStateHook()
         self.critic = Critic(self) if args.uses_critic else None
         self.value_hook = None if self.critic is None else self.critic.hook
-        parts = (self.replay, self.further_prompts, self.kl, self.critic)
+        parts = (self.replay, self.further_prompts, self.kl, self.critic, self.zero_variance_streak)
         self.resumed = [part for part in parts if part is not None]
 
     def _add_callbacks(self) -> None:

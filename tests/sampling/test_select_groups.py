@@ -165,6 +165,35 @@ def test_quantiles_are_those_of_the_first_round(make):
     assert found([0.2, 0.2, 0.2, 0.21, 0.4, 0.4, 0.4, 0.41], first.bounds).filtered == [0]
 
 
+@pytest.mark.parametrize("replays", [0, 8])
+def test_the_deviation_of_a_batch_is_over_all_that_is_trained_on(make, on_choice, replays):
+    """Rewards are 0 or 1, so the largest advantage of each group is 1 / (deviation + 1e-4) above its smallest."""
+    trainer = make(
+        scale_rewards="batch", dynamic_sampling="resample", dynamic_sampling_max_rounds=1 if replays else 4,
+        replay_buffer_size=replays, max_steps=8, seed=4,
+    )  # fmt: skip
+    seen = on_choice(trainer, lambda before, chosen: (chosen.batch["advantages"].view(2, 4), chosen.replaced))
+    trainer.train()
+    replaced = [advantages for advantages, places in seen if places and advantages.abs().amax(1).min() > 0]
+    assert len(replaced) > 1
+    for advantages in replaced:
+        rewards = (advantages > 0).float()
+        spread = advantages.amax(1) - advantages.amin(1)
+        assert spread.tolist() == pytest.approx([1 / (rewards.std().item() + 1e-4)] * 2, rel=1e-5)
+
+
+def test_the_kl_in_the_rewards_hides_no_zero_variance_group(make, on_choice):
+    trainer = make(kl_coef=1e-4, use_kl_loss=False, dynamic_sampling="resample", learning_rate=5e-3, max_steps=5)
+    seen = on_choice(trainer, lambda before, chosen: (before["advantages"], chosen.rewards, chosen.selection.dropped))
+    trainer.train()
+    hidden = 0
+    for advantages, rewards, dropped in seen:
+        equal = rewards[:, 0].view(2, 4).std(1) == 0
+        assert dropped == equal.nonzero().flatten().tolist()
+        hidden += bool((advantages.view(2, 4)[equal].abs() > 0.1).any())
+    assert hidden > 0, "where the KL of completions differs"
+
+
 def test_one_deviation_divides_what_is_trained_on_whichever_round_it_came_from(make, on_choice):
     """Rewards are 0 or 1, so where they differ the largest advantage is 1 / deviation above the smallest."""
     trainer = make(

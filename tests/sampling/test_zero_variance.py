@@ -87,6 +87,14 @@ def test_a_streak_of_five_is_warned_of_once():
     assert warned(streak(), [0] * 4 + [1] + [0] * 7 + [2] + [0] * 5) == [9, 17]
 
 
+def test_a_streak_goes_on_after_a_resume(tmp_path):
+    before, after = streak(), streak()
+    assert warned(before, [1, 0, 0]) == []
+    before.save(tmp_path)
+    after.load(tmp_path)
+    assert [step for step in range(3, 8) if after.end_rollout(step, 0)] == [5]
+
+
 @pytest.mark.parametrize(("served", "expected"), [({"steps_per_generation": 2}, 4), ({"num_iterations": 5}, 0)])
 def test_a_streak_counts_steps_and_not_rollouts(served, expected):
     counter, per = streak(**served), served.get("steps_per_generation", 5)
