@@ -1,7 +1,7 @@
 """`DAPOTrainer`: TRL's `GRPOTrainer` with DAPO's defaults, signals of what the model looked at, and credit by them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -297,7 +297,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Add to TRL's: when training, measure what depends on the image, select groups, apply token credit."""
-        with self.new_rollout(inputs, recorded=self.recorder.rows_due(len(inputs))) as rollout:
+        recorded_rows = self.recorder.rows_due(len(inputs))
+        with self.new_rollout(inputs, recorded=recorded_rows) as rollout, self._weights_of_mode():
             self.generate_and_score(rollout)
             recorded = self.recorder.snapshot(rollout)
             if self.model.training:
@@ -462,12 +463,19 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         for name, values in columns.items():
             self._log_completion_extra(name, values)
 
-    def _set_reward_weights(self) -> None:
-        if self.reward_schedule.changes:
-            state = self.state
-            early = self.reward_schedule.early_steps(self.args.get_warmup_steps(state.max_steps), state.max_steps)
-            weights = self.reward_schedule.weights_at(state.global_step, early)
-            self.reward_weights[: len(weights)] = torch.tensor(weights)
+    def _weights_of_mode(self) -> AbstractContextManager[Any]:
+        """Set the reward weights of this step; an evaluation has the late ones, so that all its scores compare."""
+        if not self.reward_schedule.changes:
+            return nullcontext()
+        weights, late = self.reward_weights.clone(), self.reward_schedule.regular
+        if not self.model.training:
+            weights[: len(late)] = torch.tensor(late)
+            return patched_attribute(self, "reward_weights", weights)
+        state = self.state
+        early = self.reward_schedule.early_steps(self.args.get_warmup_steps(state.max_steps), state.max_steps)
+        weights[: len(late)] = torch.tensor(self.reward_schedule.weights_at(state.global_step, early))
+        self.reward_weights = weights
+        return nullcontext()
 
     def _checked_rewards(self, rollout: Rollout | None) -> list[Any]:
         """The reward functions, such that they return one number or None per completion, or fail by name.
