@@ -13,7 +13,7 @@ from support.models.families import make_batch
 from support.trainers import STOCK, letters_reward, logged
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl import DAPOConfig, DAPOTrainer, forward_passes
 from vgr_trl.batch import scoring_inputs
 from vgr_trl.config import SWITCHES
 from vgr_trl.utils import ConfigError
@@ -166,3 +166,35 @@ def test_images_for_a_text_only_model_are_refused(build, text_rows):
     rows = text_rows.map(lambda row: {"image": Image.new("RGB", (8, 8))})
     with pytest.raises(ConfigError, match=r"column `image`, but Qwen2ForCausalLM .* reads text only"):
         build(rows=rows)
+
+
+def half_reward(completions, **kwargs):
+    return [0.5] * len(completions)
+
+
+def place_reward(completions, **kwargs):
+    return [index % 4 / 4 for index in range(len(completions))]
+
+
+def test_an_evaluation_has_the_late_reward_weights_and_counts_in_no_metric_of_training(text_trainer, text_rows):
+    def trained(**evaluates):
+        trainer = text_trainer(
+            [place_reward, half_reward], eval_rows=text_rows.select(range(4)), max_steps=3, warmup_steps=3,
+            early_reward_weights=[1.0, 0.0], reward_weights=[0.0, 1.0], num_generations_eval=2, **evaluates,
+        )  # fmt: skip
+        trainer.train()
+        return trainer
+
+    alone, evaluated = trained(), trained(eval_strategy="steps", eval_steps=1)
+    assert logged(evaluated, "eval_reward") == [0.5] * 3
+    assert logged(evaluated, "reward_weights/place_reward") == [1.0] * 3
+    assert logged(evaluated, "sharing/prompts_per_row") == logged(alone, "sharing/prompts_per_row") != []
+
+
+def test_chunks_of_scoring_have_whole_groups_where_only_training_shares_no_prompts(text_trainer):
+    """14 columns, 6 of them of the completion: a group of 4 is 14 + 3 * 6 = 32 tokens."""
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    trainer = text_trainer(max_tokens_per_micro_batch=40, **options)
+    assert not trainer.features["share_training"].enabled
+    inputs = {"input_ids": torch.zeros(8, 14), "logits_to_keep": 6}
+    assert forward_passes._rows_of_chunk(trainer, inputs, 8) == 4

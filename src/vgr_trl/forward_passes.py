@@ -60,10 +60,11 @@ def forward_context(
     stage = "generation" if completion_length is None else "training" if torch.is_grad_enabled() else "scoring"
     feature = trainer.features[f"share_{stage}"]
     with ExitStack() as stack:
-        stack.enter_context(trainer.vision_cache.around(model))
+        counts = trainer.model.training  # metrics of training leave out the passes of an evaluation
+        stack.enter_context(trainer.vision_cache.around(model, counts=counts))
         if completion_length is not None and not torch.is_grad_enabled():
             stack.enter_context(_head_without_padding(model))
-        stack.enter_context(trainer.shared_passes.around(feature, model, completion_length, packs=packs))
+        stack.enter_context(trainer.shared_passes.around(feature, model, completion_length, packs=packs, counts=counts))
         for hook in (trainer.value_hook, trainer.hidden_hook):
             if hook is not None and completion_length is not None:
                 stack.enter_context(hook.around(model, completion_length))
@@ -243,7 +244,7 @@ def _rows_of_chunk(trainer: "DAPOTrainer", inputs: dict[str, Any], batch_size: i
     accelerator = trainer.accelerator
     longest = torch.tensor([inputs["input_ids"].size(1), inputs["logits_to_keep"]], device=accelerator.device)
     columns, completion = map(int, accelerator.gather(longest).view(-1, 2).amax(0).tolist())
-    if not trainer.features["share_training"].enabled:
+    if not trainer.features["share_scoring"].enabled:
         return min(batch_size, max(most // columns, 1))
     if (groups := most // (columns + (size - 1) * completion)) > 0:
         return min(batch_size, groups * size)

@@ -256,7 +256,6 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         """Add to TRL's: measure completions, give rewards the signals, set this step's weights, check rewards."""
         rollout = self._rollout
         with self.clock.stage("reward", self.model.training):
-            self._set_reward_weights()
             columns = {} if rollout is None else self._columns_for_rewards(rollout, completion_ids_list)
             # Read by rewards of our users' scripts, through the argument `trainer`.
             self._mdi_balance_scores_current_batch = columns.get("mdi_balance")

@@ -173,12 +173,16 @@ class VisionCache:
         self._bytes = 0
 
     @contextmanager
-    def around(self, model: Any) -> Iterator[None]:
-        """Compute features of images once in passes of this block; `model` may be wrapped."""
+    def around(self, model: Any, *, counts: bool = True) -> Iterator[None]:
+        """Compute features of images once in passes of this block; `model` may be wrapped.
+
+        Args:
+            counts: whether `metrics` counts these passes.
+        """
         if self.reason is not None or base_of(causal_model(model)) is not self.base or tower_trains(self.base):
             yield
             return
-        plain = self.base.get_image_features
+        plain, before = self.base.get_image_features, (self._wanted, self._computed)
         names = list(signature(plain).parameters)
 
         def features(*args: Any, **kwargs: Any) -> Any:
@@ -186,6 +190,8 @@ class VisionCache:
 
         with patched_method(self.base, "get_image_features", features):
             yield
+        if not counts:
+            self._wanted, self._computed = before
 
     def metrics(self) -> dict[str, float]:
         """Return what was computed since the last call."""

@@ -139,7 +139,13 @@ class SharedPasses:
 
     @contextmanager
     def around(
-        self, feature: Feature, model: nn.Module, completion_length: int | None = None, *, packs: bool = False
+        self,
+        feature: Feature,
+        model: nn.Module,
+        completion_length: int | None = None,
+        *,
+        packs: bool = False,
+        counts: bool = True,
     ) -> Iterator[None]:
         """Share prompts in passes of this block, if the feature is on.
 
@@ -147,6 +153,7 @@ class SharedPasses:
             model: as `share_prompts` takes it.
             completion_length: T of a scored batch; None where the model generates.
             packs: as `share_prompts` takes it.
+            counts: whether `metrics` counts these passes.
         """
         refuses = self._refuses_uneven
         if not feature.enabled:
@@ -158,7 +165,8 @@ class SharedPasses:
         agree = self._agree if alike else None
         with share_prompts(model, completion_length, agree=agree, sharded=refuses, packs=packs) as report:
             yield
-        self._report.add(report)
+        if counts:
+            self._report.add(report)
 
     def metrics(self) -> dict[str, float]:
         """Return what was shared since the last call."""
