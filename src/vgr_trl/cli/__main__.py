@@ -201,7 +201,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "report": ("make one page of HTML of a run, or of several: curves, completions, what they looked at", report),
     "data": ("convert public question sets to one schema, merge and inspect them", _imported("data")),
     "demo": ("train the embedded vision-language model and show accuracy before and after", demo),
-    "recipes": ("list the published methods that `train --recipe NAME` starts from, or show one", recipes),
+    "recipes": ("list the methods that `train --recipe NAME` starts from, or show one", recipes),
     "init": ("write a commented YAML file for `vgr-trl train --config`", init),
     "env": ("print versions and devices, for bug reports", env),
 }

@@ -53,7 +53,7 @@ SOURCES = ("dataset_name", "dataset_config", "dataset_path", "data_files")
 class RunArguments:
     """This command"""
 
-    recipe: str | None = option(None, "Start from the options of a published method (vgr-trl recipes lists them; or a "
+    recipe: str | None = option(None, "Start from the options of a method (vgr-trl recipes lists them; or a "
         "file of your own, my.yaml). --config overrides them, and flags override both.")
     dry_run: bool = option(False, "Load everything, put a few prompts through one step, show them and what the whole "
         "run would take, and write nothing.")
