@@ -1,7 +1,8 @@
 # Settings that all experiments share. Every script sources this file; flags given to a script override all of them.
 #
 #   DATA               train=a.parquet,test=b.parquet; or give --dataset_name, --dataset_path or --data_files
-#                      (default: lujunxi57/DDM from the hub; without a split test, a tenth of its rows is held out)
+#                      (default: lujunxi57/DDM from the hub; without the splits test and validation, a tenth of its
+#                      rows is held out)
 #   ACCELERATE_CONFIG  one of accelerate_configs/ (default zero2)
 #   NUM_PROCESSES      GPUs, of all machines together (default: those there are)
 #   NUM_MACHINES       with MACHINE_RANK (0, 1, …) and MAIN_IP (of the machine with rank 0): start the script on each machine

@@ -93,8 +93,8 @@ class DataError(VGRError, ValueError):
 class MissingSplitError(DataError):
     """A data set has not the split that is asked for, but `splits`."""
 
-    def __init__(self, message: str, splits: Sequence[str]) -> None:
-        super().__init__(message)
+    def __init__(self, source: str, splits: Sequence[str], wanted: str) -> None:
+        super().__init__(f"{source} has the splits {splits}, but not {wanted!r}: name one of them.")
         self.splits = splits
 
 

@@ -234,23 +234,21 @@ def rows_to_evaluate(
     Raises:
         DataError: evaluation is asked for, and there are no rows for it.
     """
-    wanted = data.dataset_test_split
     if config.eval_strategy == "no":
         return train_rows, None, [], None
     try:
-        return train_rows, *load(wanted), None
+        return train_rows, *load(data.dataset_test_split), None
     except MissingSplitError as missing:
         others = [split for split in missing.splits if MEANT.get(split) == "validation"]
-        if wanted == "test" and others and data.dataset_train_split not in others:
-            note = f"The data have no split test: {others[0]} is evaluated on. --dataset_test_split names another."
-            return train_rows, *load(others[0]), note
+        if data.dataset_test_split == "test" and others and data.dataset_train_split not in others:
+            return train_rows, *load(others[0]), f"The data have no split test: {others[0]} is evaluated on."
         if data.test_dataset is not None or data.dataset_streaming:
             raise
     root = image_root(data, data.dataset_train_split)
     kept, test_rows = train_test_split(train_rows, config.seed, root, data.max_test_rows)
     note = (
-        f"The data have no split {wanted}: {len(test_rows)} of {len(train_rows)} rows are not trained on but "
-        f"evaluated, chosen by image and seed {config.seed}."
+        f"The data have no split {data.dataset_test_split}: {len(test_rows)} of {len(train_rows)} rows are not trained "
+        f"on but evaluated, chosen by image and seed {config.seed}."
     )
     return kept, test_rows, [], note
 

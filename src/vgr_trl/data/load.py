@@ -150,7 +150,7 @@ def _from_folder(path: Path, streaming: bool) -> Mapping[Any, Any]:
     # Of files of several kinds `datasets` would read one; a JSON file may be about the others.
     tables = [file for file in files if file.suffix.lower() != ".json"]
     kinds = {BUILDERS[file.suffix.lower()] for file in tables}
-    given: dict[str, Any] = {"path": str(path)}
+    by_split = None
     if not has_card_with_files(path) and not has_metadata:
         if len(kinds) > 1:
             found = " and ".join(map(str, files))[:500]
@@ -158,8 +158,8 @@ def _from_folder(path: Path, streaming: bool) -> Mapping[Any, Any]:
         # `datasets` would put a file whose path names two splits into both.
         if any(len({MEANT[word] for word in split_words(file, path)}) > 1 for file in tables):
             by_split = {split: list(map(str, paths)) for split, paths in splits_of(tables, path).items()}
-            given = {"path": kinds.pop(), "data_files": by_split}
-    return cast("Mapping[Any, Any]", _keeping_types(load_dataset(**given, streaming=streaming), path))
+    loaded = load_dataset(str(path), data_files=by_split, streaming=streaming)
+    return cast("Mapping[Any, Any]", _keeping_types(loaded, path))
 
 
 def _keeping_types(loaded: Any, source: Any) -> Any:

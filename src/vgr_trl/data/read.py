@@ -318,8 +318,7 @@ def one_source(**given: Any) -> str:
 def split_of(loaded: Any, split: str, source: str) -> Any:
     """Return the rows of `split`; raise `MissingSplitError` if there is none."""
     if split not in loaded:
-        splits = sorted(loaded)
-        raise MissingSplitError(f"{source} has the splits {splits}, but not {split!r}: name one of them.", splits)
+        raise MissingSplitError(source, sorted(loaded), split)
     return loaded[split]
 
 

@@ -65,8 +65,7 @@ def half_width(text: str) -> str:
 
 def _fold(text: str) -> str:
     """Return `text` without differences of case, width, white space, zero-width spaces and composed accents."""
-    composed = unicodedata.normalize("NFC", text.translate(_ZERO_WIDTH))
-    return " ".join(half_width(composed).casefold().split())
+    return " ".join(half_width(unicodedata.normalize("NFC", text.translate(_ZERO_WIDTH))).casefold().split())
 
 
 def normalise(text: str) -> str:
