@@ -92,6 +92,7 @@ def test_a_model_that_is_too_large_is_one_sentence():
 def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, capsys):
     output = tmp_path / "run"
     more = (
+        "--reward_funcs accuracy vgr format length --attention_reward_scale none "
         "--reward_weights 2.5 1.0 0.5 1.0 --early_reward_weights 1.0 0.0 2.0 1.0 --warmup_ratio 0.5 "
         "--soft_punish_cache 2 --max_prompt_length 90 --eval_strategy steps --eval_steps 1 --eval_num_generations 2 "
         "--per_device_eval_batch_size 6 --log_completions --num_completions_to_print 0 --system_prompt_file none"
