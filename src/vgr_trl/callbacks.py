@@ -3,6 +3,7 @@
 import math
 import re
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,20 +74,15 @@ def print_lines(trainer: "DAPOTrainer") -> None:
     callbacks[:] = [ours[type(each)]() if type(each) in ours else each for each in callbacks]
 
 
-def _pass_over_signals(initialise: Callable[[int], None] | None, worker: int) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    if initialise is not None:
-        initialise(worker)
-
-
 class SaveOnTermination(TrainerCallback):
     """Saves a checkpoint at the end of the step in which any process got SIGTERM, and stops the training there.
 
     A second signal ends the process at once, unless it comes within seconds: a scheduler signals all processes, and a
-    launcher among them signals its own once more. Only in the main thread, where Python takes signals.
+    launcher among them signals its own once more. Only in the main thread, where Python takes signals. A handler that
+    the user has installed is called at each signal, after this one.
 
     Attributes:
-        stopped: whether the training was ended by it.
+        stopped: whether SIGTERM ended the training.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -101,15 +97,15 @@ class SaveOnTermination(TrainerCallback):
         elif time.monotonic() - self._asked_at > SECONDS_OF_ONE_REQUEST:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
+        if callable(self._before):
+            self._before(number, frame)
 
-    def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
-    ) -> None:
-        """Listen, and let processes that load data pass over what is sent to them as well."""
-        self._before = signal.signal(signal.SIGTERM, self._ask)
-        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # that of accelerate's
-        if getattr(loader, "num_workers", 0):
-            loader.worker_init_fn = partial(_pass_over_signals, loader.worker_init_fn)
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Listen for SIGTERM."""
+        self.restore_handler()  # still ours where transformers begins again with a smaller batch
+        self.stopped, self._asked_at = False, None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._ask) or signal.SIG_DFL
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save and stop if any process was asked to."""
@@ -118,8 +114,13 @@ class SaveOnTermination(TrainerCallback):
             self.stopped = control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Leave signals as they were."""
-        signal.signal(signal.SIGTERM, self._before)
+        """Restore the handler."""
+        self.restore_handler()
+
+    def restore_handler(self) -> None:
+        """Restore the handler of SIGTERM that was installed before the training."""
+        if signal.getsignal(signal.SIGTERM) == self._ask:
+            signal.signal(signal.SIGTERM, self._before)
 
 
 LONGEST = 5  # steps in a row whose gradient is not finite, after which the run ends

@@ -305,11 +305,13 @@ class ResumableTrainer(ConstructedTrainer):
         resumed: what is saved and loaded beside weights, optimizer and the place in the data: objects with
             `save(folder)` and `load(folder)`, which every process calls.
         replay: the replay buffer, if there is one, whose groups may wait for the first training pass over a batch.
+        termination: the callback that takes SIGTERM.
         train_sampler: TRL's `RepeatSampler`, whose order a continued run takes up.
     """
 
     resumed: Sequence[Any] = ()
     replay: Any = None
+    termination: Any
     train_sampler: Any = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> TrainOutput:
@@ -320,8 +322,11 @@ class ResumableTrainer(ConstructedTrainer):
             ProcessError: another process does not answer, or has ended.
         """
         checkpoint = resolve_checkpoint(resume_mode(resume_from_checkpoint), Path(str(self.args.output_dir)))
-        with naming_silent_process(self.args.ddp_timeout, lambda: self.state.global_step + 1):
-            return super().train(checkpoint, *args, **options)
+        try:
+            with naming_silent_process(self.args.ddp_timeout, lambda: self.state.global_step + 1):
+                return super().train(checkpoint, *args, **options)
+        finally:
+            self.termination.restore_handler()
 
     def _get_train_sampler(self, dataset: Dataset | IterableDataset | None = None) -> Sampler[Any]:
         """Keep TRL's sampler."""

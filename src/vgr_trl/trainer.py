@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 
 from vgr_trl.batch import Prompts, valid_tokens, with_perturbed_rows
-from vgr_trl.callbacks import CollapseWatch, FiniteUpdates, guard_trackers, print_lines
+from vgr_trl.callbacks import CollapseWatch, FiniteUpdates, SaveOnTermination, guard_trackers, print_lines
 from vgr_trl.checkpoints import ResumableTrainer
 from vgr_trl.credit import OF_REWARD, as_weights, own_rules, shape_advantages
 from vgr_trl.critic import Critic
@@ -63,7 +64,7 @@ from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, unmeasured
 from vgr_trl.signals.scoring import HiddenStateHook, head_of_rows
-from vgr_trl.utils import RewardError, check_release, patched_attribute
+from vgr_trl.utils import RewardError, check_release, initialise_loader, patched_attribute
 from vgr_trl.validate import (
     announce,
     check_data,
@@ -103,6 +104,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         features: where prompts are computed once and what training passes leave out, or why not, by name.
         replay, further_prompts, critic: None where they are off.
         kl: the KL to the reference, and the coefficient that follows it.
+        termination: whether SIGTERM `stopped` the training, at the end of whose step a checkpoint was saved.
         idle_options: why options that are not at their defaults have no effect, by name.
 
     Raises:
@@ -180,7 +182,9 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     def _add_callbacks(self) -> None:
         self.collapse_watch, self.recorder = CollapseWatch(self), RolloutRecorder(self)
+        self.termination = SaveOnTermination(self.accelerator)
         self.add_callback(self.collapse_watch)
+        self.add_callback(self.termination)
         self.add_callback(OptimizerClock(self.clock))
         if self.accelerator.mixed_precision != "fp16":
             self.add_callback(FiniteUpdates(self.accelerator, self.step_metrics))
@@ -209,9 +213,12 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self._metrics[self.mode][name].append(value)
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Add to the parent's: rows that the sampler repeats are read once."""
+        """Read rows that the sampler repeats once; let workers end with this process."""
         dataset = ReadOnce(dataset) if reads_alike(dataset) else dataset
-        return super()._get_dataloader(dataset, *args, **kwargs)
+        loader = super()._get_dataloader(dataset, *args, **kwargs)
+        loads = getattr(loader, "base_dataloader", loader)  # accelerate wraps PyTorch's
+        loads.worker_init_fn = partial(initialise_loader, loads.worker_init_fn)
+        return loader
 
     # A step, in its order
 

@@ -385,6 +385,16 @@ def pool(workers: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_belong_to_parent)
 
 
+def initialise_loader(initialise: Callable[[int], None] | None, worker: int) -> None:
+    """Let a data loader's worker end with the process that started it, not before, then call its own `worker_init_fn`.
+
+    PyTorch's watch of the parent does not end a worker that waits for its full queue to be read.
+    """
+    _belong_to_parent()
+    if initialise is not None:
+        initialise(worker)
+
+
 def kill_workers(executor: ProcessPoolExecutor) -> None:
     """End the processes of a pool in the midst of what they do, which the end of the interpreter would wait for."""
     for process in list((executor._processes or {}).values()):

@@ -22,7 +22,7 @@ from rich.table import Column, Table
 from transformers import PrinterCallback
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
-from vgr_trl.callbacks import EXIT_STATUS, SaveOnTermination
+from vgr_trl.callbacks import EXIT_STATUS
 from vgr_trl.checkpoints import (
     TRACES,
     how_to_go_on,
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             dry_run(config, source_of(data), build, how.verbose)
         return 0
     trainer = train(data, config, identity_of(data, rewards, config, model), build, how.verbose)
-    return EXIT_STATUS if was_terminated(trainer) else 0
+    return EXIT_STATUS if trainer.termination.stopped else 0
 
 
 def train(
@@ -131,8 +131,7 @@ def train(
     is_trained = only_lacks_its_model(trainer, checkpoint, steps, metrics_file)  # metrics are written last
     if not is_trained:
         refuse_finished(checkpoint, steps)
-    for callback in (RecordBefore(trainer), SaveOnTermination(trainer.accelerator)):
-        trainer.add_callback(callback)
+    trainer.add_callback(RecordBefore(trainer))
     if is_main:
         write_identity(output_dir, identity)
         print_plan(describe_run(trainer, source_of(data), checkpoint, verbose))
@@ -148,7 +147,7 @@ def train(
             raise KeyboardInterrupt(how_to_go_on(output_dir)) from interrupted
     if trainer.state.global_step == 0:
         raise DataError("Nothing was trained: the data gave no whole rollout; see the rows left out above.")
-    is_terminated = was_terminated(trainer)
+    is_terminated = trainer.termination.stopped
     collapsed = trainer.collapse_watch.found if config.stop_on_collapse and not is_terminated else None
     if is_terminated:
         if is_main:
@@ -169,11 +168,6 @@ def train(
     if collapsed is not None:
         raise CollapseError(f"{collapsed} Training was stopped there, and no model was saved.")
     return trainer
-
-
-def was_terminated(trainer: DAPOTrainer) -> bool:
-    """Whether SIGTERM has ended the training."""
-    return any(isinstance(each, SaveOnTermination) and each.stopped for each in trainer.callback_handler.callbacks)
 
 
 def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig) -> DAPOTrainer:
