@@ -9,6 +9,7 @@ and would generate again in the middle of a batch. `ResumableTrainer` saves and 
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -42,6 +43,12 @@ if TYPE_CHECKING:
     from vgr_trl.rollout import ConstructedTrainer
 else:
     ConstructedTrainer = object  # a mixin: the KL controller's state is saved where there is no TRL, too
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 logger = logging.get_logger(__name__)
 
@@ -298,6 +305,47 @@ def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
         )
 
 
+@contextmanager
+def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Lock a folder for one training. The kernel releases the lock when the process ends, also after a kill.
+
+    Without a lock: on Windows, and on file systems that have none.
+
+    Raises:
+        ConfigError: another run holds the lock; on all processes.
+    """
+    lock, is_free = None, True
+    if accelerator.is_main_process and fcntl is not None:
+        lock = os.open(folder, os.O_RDONLY)
+        is_free = _is_locked(lock)
+    try:
+        answers = torch.tensor([is_free], device=accelerator.device)
+        if not accelerator.gather(answers).all():
+            raise ConfigError(f"Another run is training in {folder}: wait until it ends, or give another output_dir.")
+        yield
+    finally:
+        if lock is not None:
+            if is_free:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # worker processes have inherited it
+            os.close(lock)
+
+
+def _is_locked(lock: int) -> bool:
+    """Try to lock for some seconds, since the workers of a killed run take a moment to end."""
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.2)
+        except OSError:
+            return True
+    return False
+
+
+_TRIES = 15
+
+
 class ResumableTrainer(ConstructedTrainer):
     """What a trainer of TRL overrides to save and load.
 
@@ -318,12 +366,15 @@ class ResumableTrainer(ConstructedTrainer):
         """Add to TRL's: `True` and `latest` find the newest complete checkpoint; one that is not is refused.
 
         Raises:
-            ConfigError: the checkpoint is not complete.
+            ConfigError: the checkpoint is not complete, or another run is training in the folder.
             ProcessError: another process does not answer, or has ended.
         """
         checkpoint = resolve_checkpoint(resume_mode(resume_from_checkpoint), Path(str(self.args.output_dir)))
         try:
-            with naming_silent_process(self.args.ddp_timeout, lambda: self.state.global_step + 1):
+            with (
+                only_run_in(Path(str(self.args.output_dir)), self.accelerator),
+                naming_silent_process(self.args.ddp_timeout, lambda: self.state.global_step + 1),
+            ):
                 return super().train(checkpoint, *args, **options)
         finally:
             self.termination.restore_handler()

@@ -70,3 +70,16 @@ def test_a_share_with_a_program_is_refused(tmp_path, write):
     assert not ran.exists()
     torch.load(share, weights_only=False) if write is torch.save else pickle.loads(share.read_bytes())
     assert ran.exists(), "the program would not have run anyway"
+
+
+def test_a_folder_in_which_another_run_trains_is_refused(text_trainer, tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr("vgr_trl.checkpoints._TRIES", 1)
+    trainer = text_trainer(max_steps=1)
+    other = os.open(tmp_path / "run", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(ConfigError, match="Another run is training in"):
+        trainer.train()
+    os.close(other)
+    trainer.train()
+    text_trainer(max_steps=1).train()
