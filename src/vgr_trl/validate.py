@@ -124,6 +124,27 @@ def plan_rewards(
     return over_groups + [kl_penalty_reward] * args.penalises_kl, schedule
 
 
+_OF_ONE_PROCESS = {  # options that may differ between the processes of a run
+    "local_rank", "output_dir", "logging_dir", "run_name", "rollout_log_path", "eval_log_path", "log_level",
+    "log_level_replica", "disable_tqdm", "report_to", "dataloader_num_workers", "dataloader_prefetch_factor",
+    "dataloader_pin_memory", "hub_token", "resume_from_checkpoint",
+}  # fmt: skip
+
+
+def refuse_differing_options(args: DAPOConfig) -> None:
+    """Raise `ConfigError` on all processes if their options differ, which would train something else in silence."""
+    plain = (str, int, float, list, dict, type(None))
+    given = {name: repr(value) for name, value in vars(args).items() if isinstance(value, plain) and name[0] != "_"}
+    of_all = gather_object([{name: value for name, value in given.items() if name not in _OF_ONE_PROCESS}])
+    for name in of_all[0]:
+        for number, each in enumerate(of_all):
+            if each.get(name) != of_all[0][name]:
+                raise ConfigError(
+                    f"{name} is {of_all[0][name]} in process 0 and {each.get(name)} in process {number}: give all "
+                    "processes the same options."
+                )
+
+
 # The data
 
 
@@ -132,10 +153,12 @@ def make_ready(trainer: "DAPOTrainer", peft_config: PeftConfig | None) -> None:
 
     Raises:
         UnsupportedTRLError: TRL cannot score on its device.
-        ConfigError: the adapter names modules that the model lacks, or the data have images that it cannot read.
+        ConfigError: options differ between the processes, the adapter names modules that the model lacks, or the data
+            have images that it cannot read.
         DataError: the data are not understood, or no row can be used.
     """
     close_group_at_exit()
+    refuse_differing_options(trainer.args)
     give_timeout(trainer.args.ddp_timeout)
     check_head(trainer.accelerator.device)
     suppress_image_tokens(trainer)
