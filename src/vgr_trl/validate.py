@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset, IterableDataset
 from packaging.version import Version
 from peft import PeftConfig, PeftModel
@@ -26,7 +26,6 @@ from vgr_trl.data.images import COLUMNS as BOX_COLUMNS
 from vgr_trl.data.images import IMAGE_COLUMNS, PLACE, box_problem, fitted_by, images_of
 from vgr_trl.data.prompts import special_problem, special_tokens
 from vgr_trl.data.rows import Sieve, SkippedRow, drop_long_prompts, prepare_rows, scan, skipped_rows
-from vgr_trl.efficiency.loss_mask import why_padding_counts
 from vgr_trl.efficiency.vision_cache import VisionCache, parts_of_tower, tower_trains, why_not_once
 from vgr_trl.forward_passes import DummyImage
 from vgr_trl.loss import coefficient_warning, kl_penalty_reward
@@ -54,9 +53,9 @@ from vgr_trl.sharing.model_support import (
     is_compiled,
     recomputes_without_graph,
     why_adapter_reads_whole_rows,
-    why_not_share,
 )
 from vgr_trl.sharing.prefix_forward import why_not_pack
+from vgr_trl.sharing.probe import why_not_share, why_padding_counts
 from vgr_trl.utils import (
     ConfigError,
     DataError,
@@ -442,7 +441,7 @@ def plan_features(trainer: "DAPOTrainer") -> dict[str, Feature]:
     accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
     spread = "a rollout is spread over several optimizer steps" if accumulated % generated else None
     cut = "optimizer steps begin within a rollout" if spread and generated % accumulated else None
-    tokens, padding = off["skip_zero_advantage_tokens"], why_padding_counts(base)
+    tokens, padding = off["skip_zero_advantage_tokens"], compiled or columns or why_padding_counts(base)
     generation = {
         "vLLM shares prompts itself": trainer.use_vllm,
         "continuous batching": trainer.use_transformers_continuous_batching,
@@ -466,7 +465,7 @@ def plan_features(trainer: "DAPOTrainer") -> dict[str, Feature]:
         "regroup": alone or (None if args.share_prompts == "on" else rows or spread),
         "skip_zero_advantage": off["skip_zero_advantage"] or neftune or read,
         "skip_zero_advantage_tokens": tokens or read or headless or _first(whole_completions),
-        "skip_padding": off["skip_padding"] or compiled or router or columns or padding,
+        "skip_padding": off["skip_padding"] or router or padding,
         "skip_head": tokens or compiled or headless,
         "skip_images": _first(images),
         "pack_completions": off["pack_completions"] or alone or why_not_pack(base)
@@ -474,6 +473,7 @@ def plan_features(trainer: "DAPOTrainer") -> dict[str, Feature]:
         "group_by_length": off["group_by_length"] or neftune or cut or rows,
         "reuse_first_pass": off["reuse_first_pass"] or _why_old_logps_are_scored(trainer, spread),
     }  # fmt: skip
+    (reasons,) = broadcast_object_list([reasons])  # FSDP may have loaded the weights in the main process alone
     return {name: Feature(reason) for name, reason in reasons.items()}
 
 

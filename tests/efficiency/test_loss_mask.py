@@ -1,8 +1,6 @@
 """Which tokens have a loss, which part of a micro-batch runs for them, and which rows run together."""
 
 import torch
-from text_runs import build_model
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from vgr_trl.efficiency.loss_mask import (
     Extent,
@@ -12,7 +10,6 @@ from vgr_trl.efficiency.loss_mask import (
     group_by_length,
     pack_rows,
     tokens_of,
-    why_padding_counts,
 )
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
@@ -43,15 +40,6 @@ def test_an_image_stays_if_there_was_one():
     assert find_window(LOSS_MASK, PROMPTS, [0, 1, 1, 0], rows=True, padding=True) == Window([0, 1], 3, 2)
     assert find_window(LOSS_MASK, PROMPTS, [1, 1, 0, 0], rows=True, padding=True) == Window([0], 2, 2)
     assert find_window(LOSS_MASK & False, PROMPTS, [0, 0, 1, 0], rows=True, padding=True) == Window([2], 4, 1)
-
-
-def test_padding_is_left_where_positions_count_it():
-    absolute = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8, n_positions=8))
-    assert why_padding_counts(absolute.base_model) == "positions of type absolute count it"
-    model = build_model()
-    assert why_padding_counts(model.base_model) is None
-    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    assert why_padding_counts(model.base_model) == "positions of type dynamic count it"
 
 
 def test_groups_stand_by_their_longest_row_and_rows_within_them_likewise():

@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.sharing import probe
 from vgr_trl.utils import patched_attribute
 
 PAD, EOS, VOCABULARY = 0, 1, 40
@@ -86,7 +87,7 @@ def train(stock, **changed):
 
 @contextmanager
 def computed_tokens(gradients):
-    """Tokens that each pass with or without gradients computes in this block; generation does not count."""
+    """Tokens of each pass with or without gradients in this block, but for generation and what is run at the start."""
     passes, forward = [], Qwen3Model.forward
 
     @wraps(forward)
@@ -98,7 +99,7 @@ def computed_tokens(gradients):
             passes[-1] += kwargs["input_ids"].numel()
         return forward(model, *args, **kwargs)
 
-    with patched_attribute(Qwen3Model, "forward", counted):
+    with patched_attribute(probe, "_difference", lambda *args: None), patched_attribute(Qwen3Model, "forward", counted):
         yield passes
 
 

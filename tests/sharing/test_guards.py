@@ -53,13 +53,6 @@ def stretched_positions():
     return model, batch
 
 
-def encoder():
-    """With a head for the next token: its prompt depends on the completion."""
-    sizes = {"num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    options = {**sizes, "vocab_size": 96, "max_position_embeddings": 512, "attention_type": "original_full"}
-    return with_head(randomise(hf.RobertaForCausalLM(hf.RobertaConfig(**options)))), make_batch("llama")
-
-
 def indicator_of_images():
     """Ovis2 embeds it as text where the pass has no images, as behind a shared prompt."""
     model, batch = case("ovis2")
@@ -105,9 +98,6 @@ GUARDS = [  # model and batch, length of completions, reason, what switches the 
     (dynamic_rope, 12, "rotary embeddings of type dynamic", (model_support, "check_rope", nothing)),
     (stretched_positions, 12, "equal prompts with different position_ids",
      (prefix_forward, "check_equal_prompts", nothing)),
-    # State-space layers that go on from a state with one token only; with several they forget the prompt.
-    (lambda: case("jamba"), 12, "layers of type linear_attention", (model_support, "_LINEAR_FAMILIES", {"jamba"})),
-    (encoder, 12, "attention that is not causal", (model_support, "check_causal_attention", nothing)),
     (indicator_of_images, 12, "tokens whose embeddings depend on whether the pass has images", None),
     (lambda: hole("qwen2_5_vl"), 12, "holes in the mask of a completion", None),
     (lambda: hole("qwen3_5"), None, "holes in the mask of a completion", None),

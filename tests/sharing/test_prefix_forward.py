@@ -10,7 +10,7 @@ from support.models.compare import checkpointed, gradients, largest_relative, lo
 from support.models.families import Family, build, make_batch, text_model
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from vgr_trl.sharing import prefix_forward, share_prompts
+from vgr_trl.sharing import prefix_forward, share_prompts, why_not_share
 from vgr_trl.sharing.model_support import sdpa_by_key_head
 from vgr_trl.sharing.prefix_cache import marked
 from vgr_trl.sharing.prefix_forward import cut_by_length
@@ -164,6 +164,7 @@ def test_no_gradient_is_lost(family, checkpoints):
     seen = []
     mlp = last_layer(model).mlp
     expected = gradients(model, batch)
+    assert why_not_share(model, gradients=True) is None  # whose own short rows are not counted
     plain = mlp.forward
     mlp.forward = lambda hidden: seen.append(hidden.shape[1]) or plain(hidden)
     with share_prompts(model, batch.completion_length) as report:

@@ -148,7 +148,7 @@ def test_what_is_refused():
         RolloutScorer(build("llama")).score(ids, mask, new_ids, holes, attention=False)
     with pytest.raises(ConfigError, match="special_token_ids and vision_token_ids"):
         score(RolloutScorer(build("llava")), make_batch("llava"))
-    with pytest.raises(ConfigError, match="share_prompts is on, but prompts could not be shared: layers of type"):
+    with pytest.raises(ConfigError, match="share_prompts is on, but prompts could not be shared: a prompt"):
         score(RolloutScorer(build(OTHERS["jamba"]), share_prompts="on"), make_batch("llama"), attention=False)
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from vgr_trl.batch import IMAGE_INPUTS, PERTURBED, TOKEN_TYPES, on_device, split_images, stack_images
-from vgr_trl.sharing.model_support import changed_hidden_states, check_causal_attention
-from vgr_trl.sharing.prefix_cache import UnsupportedModel
+from vgr_trl.sharing.model_support import changed_hidden_states
 from vgr_trl.utils import patched_method
 
 
@@ -293,30 +292,3 @@ def scatter_back(
     index = on_device(window.rows, values.device)
     every = wide.new_zeros(loss_mask.shape).index_copy(0, index, wide)
     return torch.where(loss_mask, every, every.new_zeros(()) if rest is None else rest.detach().to(every).nan_to_num())
-
-
-# Layers and rotary embeddings to which only the distance of two tokens matters.
-_RELATIVE_LAYERS = {"full_attention", "sliding_attention"}
-_RELATIVE_ROPE = {"default", "linear", "llama3", "yarn"}
-_ABSOLUTE_SCALES = ("llama_4_scaling_beta", "attn_temperature_tuning")
-
-
-def why_padding_counts(base: Any) -> str | None:
-    """Why a model gives other results for a batch with less padding, or fewer columns; None if it does not."""
-    config = base.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)] or [rope]
-    types = {options.get("rope_type", "default") for options in nested} if rope else {"absolute"}
-    layers = set(getattr(config, "layer_types", None) or ())
-    scaled = any(getattr(config, name, None) or any(name in options for options in nested) for name in _ABSOLUTE_SCALES)
-    if unknown := types - _RELATIVE_ROPE:
-        return f"positions of type {min(unknown)} count it"
-    if unknown := layers - _RELATIVE_LAYERS:
-        return f"layers of type {min(unknown)} may read it"
-    if scaled:
-        return "attention is scaled by the position, which counts it"
-    try:
-        check_causal_attention(base)
-    except UnsupportedModel as error:
-        return str(error)
-    return None

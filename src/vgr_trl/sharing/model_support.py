@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from inspect import signature
 from threading import get_ident
 from typing import Any
 
@@ -222,8 +223,6 @@ def prefers_cudnn() -> bool:
 
 _SHAREABLE = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"}
-# Linear attention that goes on from a state with several tokens; elsewhere it restarts, in silence (Jamba).
-_LINEAR_FAMILIES = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2"}
 # Layers that take their keys and values from another one, out of the pass and not out of its cache.
 _KEY_SHARING_FAMILIES = {"gemma3n_text", "gemma4_text"}
 # Two-way attention that the family keeps to the tokens of each image.
@@ -232,21 +231,6 @@ _IMAGES_SEE_THEMSELVES = {("gemma4_text", "vision")}
 _TOKEN_TYPES_MARK_IMAGES = ("gemma3",)
 # Rotary embeddings whose angles depend on the longest position of a pass.
 _ROPE_BY_LENGTH = {"dynamic", "longrope"}
-
-
-def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
-    """Why prompts cannot be shared by a model in its present state; None if they can.
-
-    Args:
-        gradients: whether for passes with gradients.
-    """
-    if (reason := why_no_pass_shares(model)) is not None:
-        return reason
-    try:
-        check_model(base_of(causal_model(model)), gradients)
-    except UnsupportedModel as error:
-        return str(error)
-    return None
 
 
 def why_no_pass_shares(model: nn.Module) -> str | None:
@@ -277,13 +261,13 @@ def check_model(base: Any, gradients: bool) -> None:
         require(not (checkpoints_drop_caches() and is_checkpointed(base)), DROPS_CACHES)
         require(not flattens_layers(base), "the first version of FSDP")
     config = base.config
-    require(not getattr(config, "is_encoder_decoder", False), "a model without a cache of keys and values")
+    keeps = "past_key_values" in signature(base.forward).parameters and not getattr(config, "is_encoder_decoder", False)
+    require(keeps, "a model without a cache of keys and values")
     # Ovis2: its visual indicator tokens are text in a pass without images.
     by_pass = getattr(config, "visual_indicator_token_ids", None)
     require(not by_pass, "tokens whose embeddings depend on whether the pass has images")
     check_layers(config)
     check_rope(config)
-    check_causal_attention(base)
 
 
 def check_layers(config: PretrainedConfig) -> None:
@@ -294,9 +278,6 @@ def check_layers(config: PretrainedConfig) -> None:
     unknown = unknown or {type(layer).__name__ for layer in layers if not _is_shareable(layer)}
     if unknown:
         raise UnsupportedModel(f"layers of type {min(unknown)}")
-    linear = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
-    continues = text.model_type in _LINEAR_FAMILIES and len(linear) < len(layers)
-    require(not linear or continues, "layers of type linear_attention")
     shares_keys = any(keeps_nothing(layer) for layer in layers)
     known = text.model_type in _KEY_SHARING_FAMILIES
     require(not shares_keys or known, "layers that take their keys and values from another")
@@ -312,14 +293,6 @@ def _is_shareable(layer: Any) -> bool:
     ):
         return False
     return type(layer) in _SHAREABLE or keeps_nothing(layer)
-
-
-def check_causal_attention(base: Any) -> None:
-    """Raise `UnsupportedModel` if a token sees what comes after it, as in encoders with a causal head."""
-    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
-    causal = {module.is_causal for module in attention_modules(decoder)}
-    is_decoder = getattr(base.config.get_text_config(decoder=True), "is_decoder", True)
-    require(False not in causal and (is_decoder or True in causal), "attention that is not causal")
 
 
 def check_rope(config: Any) -> None:

@@ -451,14 +451,14 @@ def prefix_forward(
     prefix.groups = split.groups
     modules = dict(base.named_modules())  # of large models thousands, which a pass goes through once
     layers = {name: module for name, module in modules.items() if isinstance(module, GradientCheckpointingLayer)}
-    with _cache_through_checkpoints(layers.values()), _own_rope_deltas(base) as deltas:
+    with _cache_through_checkpoints(layers.values()), own_rope_deltas(base) as deltas:
         prompts = None
         with nullcontext() if whole or alike else _early_exit(modules, layers, prefix):
             prompts = plain(**common, **split.prompt_inputs(inputs), past_key_values=prefix)
         check_written(prefix, split.start, None if prompts is None else _hidden(prompts))
         if getattr(base, "rope_deltas", None) is not None:
             deltas.append(base.rope_deltas.index_select(0, index.to(base.rope_deltas.device)))  # (N, 1)
-        positions = _positions(base, inputs, split, *deltas)
+        positions = positions_behind(base, inputs, split, *deltas)
         if packs and not whole:
             packing = find_packing(split, _lengths(inputs, split), inputs.get("attention_mask"), ids.device)
             part = packed_pass(plain, ids, split, packing, prefix, position_ids=positions, **common)
@@ -527,7 +527,7 @@ def _lengths(inputs: dict[str, Any], split: PrefixSplit) -> list[int]:
 
 
 @contextmanager
-def _own_rope_deltas(base: Any) -> Iterator[list[torch.Tensor]]:
+def own_rope_deltas(base: Any) -> Iterator[list[torch.Tensor]]:
     """Make a Qwen-VL model recompute what it adds to positions behind images, and leave it with that of all rows.
 
     Yields:
@@ -540,7 +540,7 @@ def _own_rope_deltas(base: Any) -> Iterator[list[torch.Tensor]]:
         base.rope_deltas = deltas[0]
 
 
-def _positions(
+def positions_behind(
     base: Any, inputs: dict[str, Any], split: PrefixSplit, deltas: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """Position ids of the columns behind prompts; None where the model counts on from its cache, as in a plain pass."""
@@ -646,7 +646,7 @@ class SharedForward:
         split, reason = None, self.refused.get(gradients, "")
         if not reason:
             try:
-                self.check_model(gradients)
+                check_model(self.base, gradients)
                 check_inputs(inputs, self.base.config)
                 stop, width = inputs["input_ids"].size(1) - 1, self.completion_length
                 columns = None if width is None else (stop - width, stop)  # the last column emits nothing
@@ -676,8 +676,3 @@ class SharedForward:
     def all_agree(self, mine: bool) -> bool:
         """Whether this process, or where that matters every process, would share the batch."""
         return mine if self.agree is None else self.agree(mine)
-
-    def check_model(self, gradients: bool) -> None:
-        """Raise `UnsupportedModel` if the model, in its present state, cannot go on from a prompt computed before."""
-        require("past_key_values" in self.names, "a model without a cache of keys and values")
-        check_model(self.base, gradients)

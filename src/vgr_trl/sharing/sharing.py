@@ -15,7 +15,9 @@ from vgr_trl.batch import IMAGE_INPUTS, on_device, owned
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
+    check_model,
     check_token_types,
+    has_sharded_parameters,
     is_checkpointed,
     is_compiled,
     keep_keys_unrepeated,
@@ -31,6 +33,7 @@ from vgr_trl.sharing.prefix_forward import (
     first_rows,
     without_empty_images,
 )
+from vgr_trl.sharing.probe import why_not_share
 from vgr_trl.utils import ConfigError, Feature, patched_attribute, patched_method
 
 
@@ -79,9 +82,12 @@ def share_prompts(
         raise ConfigError(f"completion_length is {completion_length}: give an integer of at least 1, or None.")
     causal = causal_model(model)
     report = SharingReport()
-    if (reason := why_no_pass_shares(model)) is not None:
+    # The passes of a sharded model may not begin below its wrapper, so it is not asked.
+    reason = why_no_pass_shares(model) if has_sharded_parameters(model) else why_not_share(model, gradients=False)
+    if reason is not None:
         report.plain[reason] += 1
-        yield report
+        with leave_out_empty_images(model):
+            yield report
         return
     keep_keys_unrepeated()
     base = base_of(causal)
@@ -329,7 +335,7 @@ class SharedGeneration:
         """The inputs by name, and the completions per row."""
         plain_generate = getattr(self.plain, "__func__", None) is _GENERATE
         require(plain_generate, "a generate that is not that of transformers")
-        self.forward.check_model(gradients=False)
+        check_model(self.forward.base, gradients=False)
         require(not is_checkpointed(self.model), "generate with gradient checkpointing on")
         inputs = dict(kwargs)
         twice = args and ("input_ids" in inputs or "inputs" in inputs)

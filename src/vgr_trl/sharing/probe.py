@@ -1,0 +1,151 @@
+"""Whether a token's column changes what a model makes of it: asked of the model itself, by two short rows.
+
+No list of families, or of keys of their configs, stays complete. What is left of lists is what short rows do not show.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import cycle, islice
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from vgr_trl.sharing.model_support import (
+    base_of,
+    causal_model,
+    check_model,
+    check_rope,
+    why_no_pass_shares,
+)
+from vgr_trl.sharing.prefix_cache import PromptsStored, UnsupportedModel, prefix_to_read, prefix_to_write, require
+from vgr_trl.sharing.prefix_forward import PrefixSplit, own_rope_deltas, positions_behind
+from vgr_trl.utils import error_text, patched_attribute
+
+_PADDING, _PROMPT, _COMPLETION = 8, 5, 3  # columns of the rows
+_LAYERS = 4  # that run, or more if the first of some kind stands behind them
+# Mean difference of a token's hidden states, relative to them, up to which it is rounding; of tiny random models with
+# two to four layers 5e-7 and 1e-2 were seen. Kernels of accelerators multiply float32 with the 10 bits of TF32.
+_ROUNDING = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_IN_FLOAT32, _ON_ACCELERATOR = 1e-5, 1e-2
+
+_sharing: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # base model -> why it cannot share
+
+
+def why_padding_counts(base: Any) -> str | None:
+    """Why a base model gives other results for a batch with less padding, or fewer columns; None if it does not."""
+    config = base.config.get_text_config(decoder=True)
+    # What begins at thousands of tokens, and Beam's scale, which is less than the rounding of bfloat16 in a short row.
+    scaled = getattr(config, "attn_temperature_tuning", False) or config.model_type == "beam"
+    scaled = scaled or "llama_4_scaling_beta" in str(getattr(config, "rope_parameters", None))
+    try:
+        require(not scaled, "attention is scaled by the position")
+        require("chunked_attention" not in (getattr(config, "layer_types", None) or ()), "attention within chunks")
+        check_rope(base.config)
+    except UnsupportedModel as error:
+        return str(error)
+    return _difference(base, "padding around a prompt", _try_padding)
+
+
+def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
+    """Why prompts cannot be shared by a model in its present state; None if they can.
+
+    The first call for a model runs its first layers on two short rows, which all processes of ZeRO-3 do together.
+
+    Args:
+        gradients: whether for passes with gradients.
+    """
+    if (reason := why_no_pass_shares(model)) is not None:
+        return reason
+    base = base_of(causal_model(model))
+    try:
+        check_model(base, gradients)
+    except UnsupportedModel as error:
+        return str(error)
+    if base not in _sharing:
+        _sharing[base] = _difference(base, "a prompt computed before its completion", _try_sharing)
+    return _sharing[base]
+
+
+Run = Callable[..., torch.Tensor]  # inputs of a base model -> hidden states behind its first layers, (2, S, D)
+
+
+def _difference(base: Any, cause: str, attempt: Callable[..., Any]) -> str | None:
+    """What a cause changes beyond rounding, in words; None: nothing."""
+    try:
+        with _first_layers(base) as run:
+            found, expected = attempt(base, run, _rows(base))
+    except Exception as error:  # of a model that reads no text without an image, say, and trains nevertheless
+        return f"its pass over two short rows fails: {error_text(error)}"
+    precise = _IN_FLOAT32 if expected.device.type == "cpu" else _ON_ACCELERATOR
+    found, expected, limit = found.float(), expected.float(), _ROUNDING.get(expected.dtype, precise)
+    difference = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).mean())
+    return None if difference <= limit else f"{cause} changes its hidden states by {difference:.1g} of their size"
+
+
+def _try_padding(base: Any, run: Run, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts without what is in front of them and behind."""
+    cut = slice(_PADDING, _PADDING + _PROMPT)
+    return run(**{name: value[:, cut] for name, value in rows.items()}), run(**rows)[..., cut, :]
+
+
+def _try_sharing(base: Any, run: Run, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, mask, prefix = rows["input_ids"], rows["attention_mask"], prefix_to_write(base.config)
+    start, stop = _PADDING + _PROMPT, ids.size(1)
+    run(input_ids=ids[:, :start], attention_mask=mask[:, :start], past_key_values=prefix)
+    positions = positions_behind(base, rows, PrefixSplit(start, stop, groups=[0, 1], pixels={}))
+    behind = prefix_to_read(prefix, torch.arange(2, device=ids.device))
+    inputs = {"input_ids": ids[:, start:], "attention_mask": mask, "position_ids": positions}
+    return run(**inputs, past_key_values=behind), run(**rows)[..., start:, :]
+
+
+def _rows(base: Any) -> dict[str, torch.Tensor]:
+    """Inputs of two rows of words, padded on the left, (2, 8 + 5 + 3)."""
+    config, device = base.config.get_text_config(decoder=True), base.get_input_embeddings().weight.device
+    special = {value for name, value in base.config.to_dict().items() if "token" in name and isinstance(value, int)}
+    words = (token for token in cycle(range(config.vocab_size // 4, config.vocab_size)) if token not in special)
+    ids = torch.tensor(list(islice(words, 2 * (_PROMPT + _COMPLETION))), device=device).view(2, -1)
+    inputs = {"input_ids": (ids, config.pad_token_id or 0), "attention_mask": (torch.ones_like(ids), 0)}
+    return {name: nn.functional.pad(one, (_PADDING, 0), value=value) for name, (one, value) in inputs.items()}
+
+
+@contextmanager
+def _first_layers(base: Any) -> Iterator[Run]:
+    """Run the first layers of a base model, without dropout, gradients and random numbers, and leave it as it was."""
+    config = base.config.get_text_config(decoder=True)
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    kinds = list(getattr(config, "layer_types", None) or [""])
+    count = max(_LAYERS, *(1 + kinds.index(kind) for kind in kinds))
+    states: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        states.append(output if isinstance(output, torch.Tensor) else output[0])
+        raise PromptsStored
+
+    def run(**inputs: Any) -> torch.Tensor:
+        with suppress(PromptsStored):
+            keep(base, (), base.forward(**inputs, use_cache=False, return_dict=True))
+        return states.pop()
+
+    with ExitStack() as stack:
+        for module in base.modules():  # hooks of others, say of a measurement, do not see it
+            for name, value in (("training", False), ("_forward_pre_hooks", {}), ("_forward_hooks", OrderedDict())):
+                stack.enter_context(patched_attribute(module, name, value))
+        if layers:
+            layers[:count][-1].register_forward_hook(keep)
+        if config._attn_implementation not in ("eager", "sdpa"):  # others want a GPU, or 16 bits
+            for part in (base.config, config):
+                stack.enter_context(patched_attribute(part, "_attn_implementation_internal", "eager"))
+        unused = {parameter for layer in layers[count:] for parameter in layer.parameters()}
+        if parts := [each for each in base.parameters() if hasattr(each, "ds_id") and each not in unused]:  # of ZeRO-3
+            from deepspeed import zero
+
+            stack.enter_context(zero.GatheredParameters(parts))
+        stack.enter_context(own_rope_deltas(base))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast(base.get_input_embeddings().weight.device.type, enabled=False))
+        yield run
