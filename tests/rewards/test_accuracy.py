@@ -42,7 +42,11 @@ ONE = {
         ("B\nbecause it is green", "B"),
     ],
     "a statement before a line": [("Answer: A\nThat was easy.\nB", "A"), ("选项A\n看图。\nB", "A")],
-    "one letter in parentheses": [("It must be (B), as (b) grows.", "B"), ("结果（Ｂ）", "B")],
+    "a sentence of its own": [
+        ("It must be (B), as (b) grows.", "B"), ("Look: the animal is a blue dog.", "C"), ("green", "B"),
+        ("The answer is A. B is possible.", "A"), ("b", "B"),
+    ],
+    "not another": [("The answer is B, not A.", "B"), ("(A) is incorrect. The right one is green.", "B")],
 }  # fmt: skip
 
 
@@ -52,9 +56,9 @@ def test_states_one_option(kind):
 
 
 NONE = {
-    "nothing": ["", "green", "Answer:", "<answer> \n </answer>", "\\boxed{}", "<answer>\u200b</answer>"],
+    "nothing": ["", "Answer:", "<answer> \n </answer>", "\\boxed{}", "<answer>\u200b</answer>"],
     "a line of prose": [
-        "A dog", "I see a dog\nA dog barks", "It is a\na",
+        "A dog", "I see a dog\nA dog barks", "As shown in panel (b), it barks.", "Eliminate (B).", "(B)不对",
         "Option B is wrong", "Not B", "B or C", "Optional B", "B\nC", "Option B. Option C.",
         "E", "Options B", "不是选项B", "正确选项不为B",
     ],
@@ -64,7 +68,7 @@ NONE = {
     "no option's letter": ["<answer>E</answer>", "(E)", "Answer: 1", "Answer: А"],
     "two letters": [
         "Answer: A; B", "Answer: A. Or B.", "Answer: A-D", "Answer: A (B)", "Answer: A\n- B", "选A或B",
-        "The answer is A. B is possible.", "\\boxed{A} or \\boxed{B}", "<answer>(A)(B)</answer>", "(A) or (B)",
+        "\\boxed{A} or \\boxed{B}", "<answer>(A)(B)</answer>", "(A) or (B)",
     ],
     "a letter and another text": ["Answer: A, green", "<answer>red or green</answer>"],
     "a refusal": ["The answer is not A", "答案不是A", "不能选A", "It can't be (A)", "Answer: A is wrong"],
@@ -90,7 +94,7 @@ STATES_B = [
 ]  # fmt: skip
 NOT_B = [
     "<answer>C</answer>", "(B) or (C)", "<answer>B) blue or C) red</answer>", "Answer: B or C", "<answer>blue</answer>",
-    "<answer>1</answer>", "Answer: not B", "<answer>B) blue\nred</answer>", "b",
+    "<answer>1</answer>", "Answer: not B", "I ruled out (B).",
 ]  # fmt: skip
 
 
@@ -112,10 +116,10 @@ def test_label_idx_stands_in_for_solution():
 
 OPEN = [
     "Answer: **12**", "答案是12。因为有12个。", "The answer is 12. It was counted.", "\\boxed{\\text{12}}",
-    "Answer: 11\nAnswer: 12", "11</think><answer>12</answer>",
+    "Answer: 11\nAnswer: 12", "11</think><answer>12</answer>", "12", "We count.\n\nThere are **12** dogs.",
 ]  # fmt: skip
 NOT_OPEN = [
-    "12", "(12)", "<think>\\boxed{12}", "<answer>12", "Answer: 12 or 13", "The answer is 12. Or 13.",
+    "<think>\\boxed{12}", "<answer>12", "Answer: 12 or 13", "The answer is 12. Or 13.",
     "答案是12。也可能是13。", "\\boxed{12} or \\boxed{13}", "Wrong answer: 12", "<answer>13</answer>",
 ]  # fmt: skip
 

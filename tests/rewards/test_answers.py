@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from math_verify import grader
 
-from vgr_trl.rewards import Solution, accuracy_reward, answers, resolve_solution
+from vgr_trl.rewards import Solution, accuracy_reward, equality, resolve_solution
 from vgr_trl.utils import RewardError
 
 FRUIT = ["apple", "pear", "fig"]
@@ -37,7 +37,11 @@ def test_right_option(solution, choices, index):
     [
         ("12", None, Solution("12")), (12.0, 3, Solution("12")), (0.5, None, Solution("0.5")),
         ("Ｊ", None, Solution("J", (), 9)), ("(b) blue", None, Solution("B", (), 1)), ("K", None, Solution("K")),
-        ("\\boxed{A}", None, Solution("A", (), 0)), (None, np.int64(2), Solution("C", (), 2)),
+        ("\\boxed{A}", None, Solution("A", (), 0)), (True, None, Solution("yes")),
+        ("We multiply. So we get $\\boxed{42}$.", None, Solution("42")), ("6 / 2 = 3\n#### 3", None, Solution("3")),
+        ("It is a dog.\nAnswer: B", None, Solution("B", (), 1)),
+        (["two", "2", "two"], None, Solution("two", others=(Solution("2"),))),
+        (None, np.int64(2), Solution("C", (), 2)),
         (None, "2", Solution("2")), ("E. coli", None, Solution("E. coli")), ("A+", None, Solution("A+")),
     ],
 )  # fmt: skip
@@ -49,8 +53,11 @@ def test_right_answer_without_choices(solution, label_idx, expected):
     ("solution", "choices", "match"),
     [
         (None, FRUIT, "None"), ("<answer> </answer>", None, "solution is ''"), (float("nan"), FRUIT, "nan"),
-        ("B. apple", FRUIT, "none of"), ("D", FRUIT, "none of"), (3, FRUIT, "3 of 3 choices"), (-1, FRUIT, "-1 of 3"),
-        (True, FRUIT, "True"), ("A", ["B", "A"], r"A \('B'\) or B"), ("B", ["x"], "choices"), ("B", "apple", "choices"),
+        ("B. apple", FRUIT, "none of"),
+        ("word " * 21, None, "states no answer"), ("D", FRUIT, "none of"), (3, FRUIT, "3 of 3 choices"),
+        (-1, FRUIT, "-1 of 3"),
+        (True, FRUIT, "'yes'"), ("A", ["B", "A"], r"A \('B'\) or B"), ("B", ["x"], "choices"),
+        ("B", "apple", "choices"),
         ("B", ["x", None], "option B"), ("B", ["red", "blue", " RED\n"], "A and C"),
         ("B", ["café", "cafe\u0301"], "A and B"), ("B", ["red", "re\u200bd"], "A and B"), ("B", ["3", "３"], "A and B"),
         ("B", ["x", "\u200b"], "option B"),
@@ -63,9 +70,14 @@ def test_rows_that_do_not_say_what_is_right(solution, choices, match):
 
 
 SAME = {
-    "numbers": [("12", "１２.0"), (12, "$12$."), ("1/2", "0.5"), ("1,000", "1000"), ("1e5", "100000"), ("-5", "−5")],
+    "words": [("3", "three dogs"), ("3 dogs", "3"), ("yes", "Yes."), ("The Hague", "the hague"),
+        ("stop", '"stop"'), ("3", "3只狗")],
+    "lists": [("red,blue", "red, blue"), ("red, blue", "red and blue"), ("1, 2", "1,2")],
+    "numbers": [("12", "１２.0"), ("3.5", "3 1/2"), ("0.5", "½"), ("50", "50\\%"), (12, "$12$."), ("1/2", "0.5"),
+        ("1,000", "1000"), ("1e5", "100000"), ("-5", "−5")],
     "formulas": [
-        ("0.5", "\\frac{1}{2}"), ("\\sqrt{8}", "2\\sqrt{2}"), ("sqrt(2)", "\\sqrt{2}"), ("2\\pi", "2π"),
+        ("0.5", "\\frac{1}{2}"), ("\\sqrt{8}", "2\\sqrt{2}"), ("2\\sqrt{3}", "2√3"), ("a/b", "\\frac{a}{b}"),
+        ("sqrt(2)", "\\sqrt{2}"), ("2\\pi", "2π"),
         ("x^2-1", "(x-1)(x+1)"), ("5", "x = 5"), ("x=5", "5"), ("x≥5", "5 \\leq x"), ("\\{1,2\\}", "\\{2,1\\}"),
         ("(0,\\infty)", "(0, +\\infty)"), ("y=2x+1", "y-2x=1"),
     ],
@@ -84,11 +96,12 @@ DIFFERENT = {
     ],
     "formulas": [
         ("2", "2x"), ("5", "x=6=5"), ("x=5", "y=5"), ("(1,2)", "(2,1)"), ("[1,2]", "(1,2]"), ("x^2", "x2"),
-        ("5=6", "7=8"), ("0", "5-\\sqrt{\\infty}"), ("1998-05", "1999-06"), ("1/2/2020", "2/1/2020"), ("3-5", "4-6"),
+        ("5=6", "7=8"), ("v=t^2+2", "v=t^2+2t"), ("0", "5-\\sqrt{\\infty}"), ("1998-05", "1999-06"),
+        ("1/2/2020", "2/1/2020"), ("3-5", "4-6"),
     ],
     "units": [
-        ("5", "5%"), ("12 cm", "12 m"), ("$5", "€5"), ("5 mW", "5 MW"), ("5 m", "5 m^2"), ("5 m/s", "5 m/s^2"),
-        ("5 lb", "£5"), ("3m", "3"), ("3 apples", "3"),
+        ("5", "6%"), ("12 cm", "12 m"), ("$5", "€5"), ("5 mW", "5 MW"), ("5 m", "5 m^2"), ("5 m/s", "5 m/s^2"),
+        ("5 lb", "£5"), ("3m", "3"), ("3 apples", "3 pears"), ("5", "5 million"),
     ],
 }  # fmt: skip
 
@@ -136,8 +149,8 @@ def test_formula_that_would_take_forever_is_only_compared_as_text(bomb, caplog, 
 
 
 def test_slow_formulas_are_given_up(monkeypatch):
-    monkeypatch.setattr(answers, "_SECONDS", 0.2)
-    answers.same_formula.cache_clear()
+    monkeypatch.setattr(equality, "_SECONDS", 0.2)
+    equality.same_formula.cache_clear()
     assert not same("10+0", "\\sin(\\sin((0.5-i)^{13}))")
 
 
@@ -145,11 +158,11 @@ def test_a_busy_machine_changes_no_reward(monkeypatch):
     """Comparing takes longer than the limit, but computes for less; other timers stay as they are."""
     compared = grader.sympy_expr_eq
     monkeypatch.setattr(grader, "sympy_expr_eq", lambda *args, **kwargs: time.sleep(2) or compared(*args, **kwargs))
-    monkeypatch.setattr(answers, "_SECONDS", 1)
-    answers.same_formula.cache_clear()
+    monkeypatch.setattr(equality, "_SECONDS", 1)
+    equality.same_formula.cache_clear()
     signal.setitimer(signal.ITIMER_REAL, 1000)
     try:
-        assert answers.same_formula("y^{2}+z", "z+y^{2}")
+        assert equality.same_formula("y^{2}+z", "z+y^{2}")
         assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

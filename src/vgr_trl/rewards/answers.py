@@ -1,28 +1,33 @@
-"""Stated answers: where a completion states one, what it says, and whether that is what the row calls right.
+"""Extract the answer that a text states, and compare it with the reference answer of a row.
 
-In this order: text, the statement, letters of options, the right answer of a row (`Stated answer` in definitions.md);
-then open answers: units, numbers, and formulas, which math-verify compares.
+In this order: the text of a completion, the parts of it that may state an answer, options of multiple choice, open
+answers, the reference answer of a row. The rules are `Stated answer` in definitions.md; `statements.toml` has the words
+of each language, and `equality.py` compares open answers.
 """
 
-import logging
-import math
 import re
-import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import pairwise
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
-from vgr_trl.utils import RewardError, at_most
-
-_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20}
-_ZERO_WIDTH = dict.fromkeys((0x200B, 0x2060, 0xFEFF))  # spaces and joiners of words that no reader sees
-_FINAL_MARKS = ".,;:。"
-_EXCLAMATION_AFTER_WORD = re.compile(r"(?<=[^\W\d_]{2})[!?]+$")
+from vgr_trl.rewards.equality import (
+    ARTICLES,
+    MARKS,
+    POLARITY,
+    STOPS,
+    TABLES,
+    bare,
+    fold,
+    half_width,
+    listed,
+    normalise,
+    plain,
+    same_open_answer,
+)
+from vgr_trl.utils import RewardError
 
 
 def completion_text(completion: Any) -> str:
@@ -58,50 +63,66 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def half_width(text: str) -> str:
-    """Return `text` with full-width letters, digits, punctuation and spaces as ASCII, of the same length."""
-    return text.translate(_FULL_WIDTH)
-
-
-def _fold(text: str) -> str:
-    """Return `text` without differences of case, width, white space, zero-width spaces and composed accents."""
-    return " ".join(half_width(unicodedata.normalize("NFC", text.translate(_ZERO_WIDTH))).casefold().split())
-
-
-def normalise(text: str) -> str:
-    """Return `text` without the differences that `_fold` leaves out, and without final punctuation.
-
-    An exclamation or question mark goes only after a word, so that 5! stays 5!; a text of punctuation alone stays.
-    """
-    collapsed = _fold(text)
-    stripped = collapsed.rstrip(_FINAL_MARKS).rstrip()
-    while match := _EXCLAMATION_AFTER_WORD.search(stripped):
-        stripped = stripped[: match.start()].rstrip(_FINAL_MARKS).rstrip()
-    return stripped or collapsed
-
+_STATES, _CONFIRMS, _UNLESS, _OPENERS = map(listed, ("states", "confirms", "unless", "openers"))
+_REASONS, _JOINS, _DENIES, _VERBS = map(listed, ("reasons", "joins", "denies", "verbs"))
+_OPTION_WORD, _REFERS, _PLACES, _PRONOUNS = map(listed, ("option", "refers", "places", "pronouns"))
+_ANCHORS = [anchor for table in TABLES.values() for anchor in table["anchors"]]
 
 _THINK_TAG = re.compile(r"<(/?)think>", re.IGNORECASE | re.ASCII)
 _ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE | re.ASCII)
-_STATEMENT = re.compile(
-    r"(?P<boxed>\\boxed\s{0,9}\{)"
-    r"|(?P<label>(?<![a-z])(?<!wrong )(?<!incorrect )(?<!false )answer[*_]{0,3}\s{0,9}:"
-    r"|(?<!错误)(?<!错误的)答案[*_]{0,3}\s{0,9}:)[*_\s]*"
-    r"|(?P<sentence>(?<![a-z])the\s{1,9}(?:(?:final|correct|right|best|true)\s{1,9}){0,2}answer\s{1,9}is(?![a-z])"
-    r"|(?<!错误)(?<!错误的)答案\s{0,9}[是为為])\s{0,9}:?[*_\s]*"
-    r"|(?<![不别勿没未非])(?<!不[能应應该該可会會宜要])(?<!排除)(?<!或)(?<!或者)(?<!不是)"
-    r"(?P<option>[选選][项項]\s{0,9}[是为為]?\s{0,9}:?|[选選][择擇为為]?\s{0,9}:?(?=[\s*(]{0,9}[a-j](?![a-z])))[*_\s]*",
-    re.IGNORECASE,
+_BOX = re.compile(r"\\boxed\s{0,9}\{|<\|begin_of_box\|>")
+_BETWEEN_BOXES = re.compile(
+    r"(?:\}|<\|end_of_box\|>)[\s$.,;/&、()\\\[\]]{0,9}(?:or|and|或者?|和)?[\s$(\\\[\]]{0,9}", re.IGNORECASE
 )
-_OR = r"[\s$*.]*(?:[,;/&、]|or|and|或|和)[\s$*(]*"
-_ALTERNATIVE_BEFORE = re.compile(rf"(?:\\boxed\s?\{{[^{{}}]*\}}|(?<![A-Za-z0-9])[A-J]\)?){_OR}$")
-_ALTERNATIVE_BEHIND = re.compile(rf"{_OR}(?:\\boxed|[A-J](?![A-Za-z0-9]))")
-_NEXT_OPTION = re.compile(r"[\s*(`>-]*(?:(?:or|and)\s+)?[*(`]*[A-Ja-j](?=[\s*`]*(?:$|[).:,;/]))")
-_LETTER_IN_PARENTHESES = re.compile(r"(?<![A-Za-z0-9])\(\s{0,3}([A-Za-z])\s{0,3}\)")
-_NOT_THE_LETTER = re.compile(
-    r"(?:(?<![A-Za-z])not|n['’]t|never|except)\s+(?:be\s+)?(?:option\s+|choice\s+)?\(|(?:不|别|勿|排除)\w{0,3}\s?\(",
-    re.IGNORECASE,
-)
-_SENTENCE_END = re.compile(r"[.!?](?=\s)(?!\s+(?:or|and|maybe|perhaps|\d))|。(?!\s*(?:或|也|\d))", re.IGNORECASE)
+_EMOJI = re.compile("[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u274c\ufe0f]")
+_SENTENCE_END = re.compile(r"[.!?](?=[*\"')]{0,3}(?:\s|$))|[。\n]")
+_BEFORE_CLAUSE = re.compile(r"[\s:*_`>\"'“-]*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
+_ITEM = re.compile(r"[\s*>-]*(?:option\s)?\(?([A-J])\*{0,2}(?:[).:、]|[\s*]*$)", re.IGNORECASE)
+_HASHES = re.compile(r"####\s*([^\n#]+)\s*$")
+_REACH, _MOST_STATEMENTS = 300, 20  # characters read on each side of a statement; statements read, the last ones
+_LONGEST_PART = 2000  # characters
+_LONGEST_LINE, _MOST_WORDS = 80, 8  # of a line that states an open answer
+
+
+@dataclass(frozen=True)
+class Stated:
+    """The answer that a text states.
+
+    Attributes:
+        rule: how it is stated: `tag`, `box`, `hashes`, `statement`, `confirmation`, `line` or `sentence`.
+        part: the words that state it.
+        readings: the 0-based option of multiple choice, or the texts that may be meant by an open answer. Empty if two
+            answers are named, or the tag holds none.
+    """
+
+    rule: str
+    part: str
+    readings: tuple[Any, ...]
+
+
+def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = False) -> Stated | None:
+    """Return the answer that `text` states, None if it states none (`Stated answer` in definitions.md).
+
+    Args:
+        text: a completion, or a reference answer.
+        choices: texts of the options; none: options are known by letter only.
+        is_open: whether the question is open, and has no options.
+    """
+    visible = _EMOJI.sub("", half_width(strip_thought(text)))
+    tagged = answer_tag(visible)
+    if tagged is None:
+        return _read(visible, choices, is_open, in_tag=False)
+    inner = _read(tagged, choices, is_open, in_tag=True)
+    return Stated("tag", tagged.strip(), inner.readings if inner else ())
+
+
+def _read(text: str, choices: Sequence[str], is_open: bool, in_tag: bool) -> Stated | None:
+    for rule, whole in _parts(text, in_tag):
+        part = whole[:_LONGEST_PART]
+        readings = _read_open(part, rule) if is_open else _read_option(part, rule, choices)
+        if readings is not None:
+            return Stated(rule, part.strip(), readings)
+    return None
 
 
 def strip_thought(text: str) -> str:
@@ -136,28 +157,50 @@ def answer_tag(text: str) -> str | None:
     return content
 
 
-def last_statement(text: str, *, options: bool) -> tuple[str, bool] | None:
-    """Return what `text` last states as its answer, and whether other words of a sentence may follow; or None.
+def _parts(text: str, in_tag: bool) -> Iterator[tuple[str, str]]:
+    """Yield the rules in their order, each with a part of the text that may state its answer."""
+    if (box := _last_box(text)) is not None:
+        yield "box", box
+    lines = [line for line in text.splitlines() if re.search(r"\w", line)]
+    while len(lines) > 1 and _REASONS.match(lines[-1].lstrip(MARKS)):
+        lines.pop()
+    if lines and (hashes := _HASHES.search(lines[-1])):
+        yield "hashes", hashes[1]
+    yield from _statements(text)
+    if in_tag:
+        yield "tag", text
+    elif lines:
+        if not _are_items(lines[-2:]):
+            yield "line", lines[-1]
+        if len(lines) > 1 and not _are_items(lines[:2]):
+            yield "line", lines[0]
+        sentences = _sentences(lines[-1])
+        for sentence in sentences:
+            if sentence is sentences[-1] or not _explains(sentence):
+                yield "sentence", sentence
 
-    Args:
-        options: whether `选项 X` counts, which only states one of several options.
-    """
-    plain = half_width(text)
-    found = [match for match in _STATEMENT.finditer(plain) if options or match.lastgroup != "option"]
-    if not found:
-        return None
-    last = found[-1]
-    behind = plain[last.end() :]
-    if last.lastgroup == "boxed":
-        content = _balanced(behind)
-        before = plain[max(last.start() - 80, 0) : last.start()]
-        several = _ALTERNATIVE_BEFORE.search(before) or _ALTERNATIVE_BEHIND.match(behind, len(content) + 1)
-        return ("" if several else content), False
-    line, _, further = behind.partition("\n")
-    if last.lastgroup == "sentence" and not options:
-        line = _SENTENCE_END.split(line, maxsplit=1)[0]
-    next_line = further.lstrip().partition("\n")[0]
-    return (f"{line}\n{next_line}" if options and _NEXT_OPTION.match(next_line) else line), True
+
+def _are_items(lines: Sequence[str]) -> bool:
+    """Whether two lines are neighbours in a list of options, or different letters."""
+    first, second = _ITEM.match(lines[0]), _ITEM.match(lines[-1])
+    if not (first and second):
+        return False
+    step = ord(second[1].upper()) - ord(first[1].upper())
+    return step == 1 or (step != 0 and bare(lines[0]) == first[1])
+
+
+def _last_box(text: str) -> str | None:
+    """Return the content of the last box; of two with nothing but `or` between them both."""
+    boxes = list(_BOX.finditer(text))[-2:]
+    contents = [
+        text[box.end() :].partition("<|end_of_box|>")[0] if box[0][0] == "<" else _balanced(text[box.end() :])
+        for box in boxes
+    ]
+    if len(boxes) == 2:
+        between = text[boxes[0].end() + len(contents[0]) : boxes[1].start()]
+        if _BETWEEN_BOXES.fullmatch(between) and contents[0] != contents[1]:
+            return " or ".join(contents)
+    return contents[-1] if contents else None
 
 
 def _balanced(text: str) -> str:
@@ -169,124 +212,261 @@ def _balanced(text: str) -> str:
     return ""
 
 
-def letter_in_parentheses(text: str) -> str | None:
-    """Return the letter in parentheses in `text`; None if there is none, more than one, or one behind a `not`."""
-    text = half_width(text)
-    letters = {letter.upper() for letter in _LETTER_IN_PARENTHESES.findall(text)}
-    if _NOT_THE_LETTER.search(text):
-        return None
-    return letters.pop() if len(letters) == 1 else None
+def _statements(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the clauses behind and before the words of statements, from the last one back."""
+    end, left = len(text), _MOST_STATEMENTS
+    for line in reversed(text.split("\n")):
+        start, lowered = end - len(line), line.lower()
+        found = []
+        if any(anchor in lowered for anchor in _ANCHORS):
+            found = [(match.end(), "statement", match) for match in _STATES.finditer(text, start, end)]
+            found += [(match.start(), "confirmation", match) for match in _CONFIRMS.finditer(text, start, end)]
+        for _, rule, match in sorted(found, key=lambda each: each[0])[: -left - 1 : -1]:
+            before = text[max(start, match.start() - _REACH) : match.start()]
+            before = before[max((stop.end() for stop in _SENTENCE_END.finditer(before)), default=0) :]
+            if rule == "statement" and not _UNLESS.search(before):
+                yield rule, _clause(text[match.end() : match.end() + _REACH])
+            elif rule == "confirmation" and before.strip():
+                yield rule, before
+        end, left = start - 1, left - len(found)
+        if left <= 0:
+            return
+
+
+def _clause(text: str) -> str:
+    """Return the sentence that `text` begins with, on the next line if nothing is left of this one."""
+    line, _, further = text[_BEFORE_CLAUSE.match(text).end() :].partition("\n")  # type: ignore[union-attr]
+    for end in _SENTENCE_END.finditer(line):
+        behind = line[end.end() :].lstrip(MARKS)
+        if not (_JOINS.match(behind) or behind[:1].isdigit()):  # "A. Or B."
+            return line[: end.start()]
+    following = further.lstrip().partition("\n")[0].rstrip(MARKS + STOPS + ")")
+    return f"{line}; {following}" if _ITEM.fullmatch(following) or _JOINS.match(following) else line
+
+
+def _sentences(line: str) -> list[str]:
+    """Return the sentences of a line, the last one first."""
+    ends = [0, *(end.end() for end in _SENTENCE_END.finditer(line)), len(line)]
+    found = [line[start:end] for start, end in pairwise(ends)]
+    return [sentence for sentence in found if bare(sentence)][: -_MOST_STATEMENTS - 1 : -1]
+
+
+def _explains(sentence: str) -> bool:
+    """Whether a sentence is about the answer in front of it, such as `It has three valves.`, and states none."""
+    start = sentence.lstrip(MARKS)
+    return bool(_PRONOUNS.match(start)) and not _OPENERS.match(start)
+
+
+def _without_openers(text: str) -> str:
+    """Return a clause without the words in front of its answer that are no part of it."""
+    for _ in range(5):
+        text = text.lstrip(MARKS + ":,-—≈~=#>")
+        match = _OPENERS.match(text)
+        if match is None or not bare(text[match.end() :]):
+            break
+        text = text[match.end() :]
+    return text
+
+
+def _before_reason(text: str) -> str:
+    """Return a clause without the reason that follows its answer."""
+    for match in re.finditer(r"[\s,;:(。]+", text):
+        if _REASONS.match(text, match.end()):
+            return text[: match.start()]
+    return text
 
 
 LETTERS = "ABCDEFGHIJ"
 
-_WRAPPED = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{(.*)\}", re.DOTALL)
-_MARKS = " \t\r\n*`$"
-_LETTER = re.compile(r"(?:\(\s*([A-Za-z])\s*\)|([A-Za-z])(?![A-Za-z0-9_'’]))(.*)", re.DOTALL)
-_SEPARATOR = re.compile(r"[\s*`]*(?:[.:。)]{1,2}|[-–—,、](?=[\s*`]*\S))?[\s*`]*")
-_OPTION_WORD = re.compile(r"^(?:option|choice|[选選][项項])\s+", re.IGNORECASE)
-_BARE = re.compile(r"(?i:(?:option|choice)\s{0,9}(?:is\s)?\s{0,9}:?[*_\s]{0,9})?(?=\(?[A-J](?![a-z]))")
-_CLAUSE_END = re.compile(r"[\s*`]*[.。,;!]|[ \t*`]*\n")
-_REASON = re.compile(r"(?:because|since|as|因为|因為)(?![a-z])", re.IGNORECASE)
-_CLAUSE = re.compile(r"[.,;!?。，、/&\n]|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|[或和及]")
-_LABELLED = re.compile(r"(?:\(\s*([A-Ja-j])\s*\)|([A-Ja-j])\s?\))\s*(\S[^\n]*)")
-_SINGLE_LETTER = re.compile(r"(?<![A-Za-z0-9'’])[A-Za-j](?![A-Za-z0-9])")
-_AS_A_WORD = re.compile(r"['’]|\s+(?!(?:or|and|nor|is|are|was|also|as|may|could)(?![A-Za-z]))[A-Za-z]{2}")
+_LETTER = re.compile(
+    r"[(\[]\s?(?P<bracketed>[A-Ja-j])\s?[)\]]"
+    r"|(?<![A-Za-z0-9_'’^\\=(])(?P<plain>[A-J])(?![A-Za-z0-9_'’^+]|\s?=|[\u4e00-\u9fff](?<![选選項项是为正因和或对不错]))"
+)
+_SMALL_LETTER = re.compile(r"\(?\s?([a-j])\s?(?:[).:]|$)")
+_FOLLOWED_BY_WORD = re.compile(r"\s+(?!(?:or|and|nor|is|are|was|because|since|as|with|which)\b)[a-z]{2}|\s+[a-z]\b")
+_IS = re.compile(
+    r"[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s)?(?:(?:also|clearly|definitely)\s)?"
+)
+_LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
+_ENDS = re.compile(r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!]|\s+[-–—]\s|\s*$|\s*(?:因为|because\b|since\b|选项))")
 
 
-def unwrap(text: str) -> str:
-    """Return `text` without white space, emphasis, dollar signs, `\\boxed{}` and `\\text{}` around it."""
-    for _ in range(4):
-        text = text.strip(_MARKS)
-        match = _WRAPPED.fullmatch(text)
-        if match is None:
+def _read_option(part: str, rule: str, choices: Sequence[str]) -> tuple[int, ...] | None:
+    """Return the option that a part names; () where it names two, None where it names none.
+
+    What follows a reason (`B because A is red`) counts only if nothing stands before it. A line, a box and a tag have
+    to begin with the option, and on a line no word of a sentence may follow. A sentence counts by an option's text.
+    """
+    alike = [index for index, choice in enumerate(choices) if plain(choice) == plain(part)]
+    if alike and len(bare(part)) > 1:
+        return tuple(alike) if len(alike) == 1 else ()
+    if rule == "confirmation":
+        last = part.rpartition(",")[2]
+        found = _affirmed(last, choices) or _affirmed(part, choices)
+    elif rule == "sentence":
+        part = _LATEX.sub(r"\1", part)
+        found = [one for one in _affirmed(part, choices, letters=False) if _is_last(part[one[1] :])]
+    else:
+        part = _LATEX.sub(r"\1", _without_openers(part if rule == "statement" else bare(part)))
+        found = _affirmed(part, choices)
+        if found and rule != "statement":
+            start, end, index = found[0]
+            if part[:start].strip(MARKS + "([{"):
+                return None
+            if rule == "line" and not (_ENDS.match(part, end) or _begins(part[end:], choices[index : index + 1])):
+                return None
+        head = len(_before_reason(part))
+        found = [one for one in found if one[0] < head] or found
+        if found and _contradicts(part[found[0][1] :], choices, found[0][2]):
+            return ()
+    named = {index for _, _, index in found}
+    return tuple(named) if len(named) == 1 else () if named else None
+
+
+def _affirmed(text: str, choices: Sequence[str], *, letters: bool = True) -> list[tuple[int, int, int]]:
+    """Return start, end and number of the options that a clause names, by letter or else by text, and does not deny."""
+    found, number = [], len(choices) or len(LETTERS)
+    for match in _LETTER.finditer(text) if letters else ():
+        before = text[max(0, match.start() - 40) : match.start()]
+        letter = match["bracketed"] or match["plain"]
+        is_word = match["plain"] and letter in "AI" and _FOLLOWED_BY_WORD.match(text, match.end())
+        index, is_place = LETTERS.index(letter.upper()), match["bracketed"] and _REFERS.search(before)
+        if index < number and not is_place and not (is_word and not _OPTION_WORD.search(before)):
+            found.append((match.start(), match.end(), index))
+    small = _SMALL_LETTER.match(text) if letters and not found else None
+    if small is not None and (index := LETTERS.index(small[1].upper())) < number:
+        found = [(0, small.end(), index)]
+    if not found:
+        places = [(m.start(), m.end(), i) for i, choice in enumerate(choices) for m in _pattern(choice).finditer(text)]
+        found = sorted(one for one in places if not any(other != one and _within(one, other) for other in places))
+    return [one for one in found if not _is_denied(text, *one[:2])]
+
+
+def _is_last(behind: str) -> bool:
+    """Whether the thing in front of `behind` ends its clause, or is written in ideographs, which have no spaces."""
+    return bool(_ENDS.match(behind) or _PLACES.match(behind) or re.match(r"[\u4e00-\u9fff]", behind))
+
+
+def _within(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
+    return other[0] <= one[0] and one[1] <= other[1] and one[1] - one[0] < other[1] - other[0]
+
+
+def _is_denied(text: str, start: int, end: int) -> bool:
+    before = re.split(r"[,;:。]", text[max(0, start - 40) : start])[-1]
+    return bool(_DENIES.search(before) or _DENIES.match(text, _IS.match(text, end).end()))  # type: ignore[union-attr]
+
+
+@lru_cache(maxsize=4096)
+def _pattern(choice: str) -> re.Pattern[str]:
+    words = r"\s+".join(map(re.escape, _LATEX.sub(r"\1", half_width(bare(choice))).split()))
+    return re.compile(rf"(?<![A-Za-z0-9]){words or '(?!)'}(?![A-Za-z0-9]|[.,]\d)", re.IGNORECASE)
+
+
+def _begins(text: str, choices: Sequence[str]) -> bool:
+    text = text.lstrip(MARKS + STOPS + ")](-–—")
+    article = ARTICLES.match(text)
+    rest = text[article.end() :].lstrip() if article else text
+    return any(_pattern(choice).match(each) for choice in choices for each in (text, rest))
+
+
+def _contradicts(behind: str, choices: Sequence[str], index: int) -> bool:
+    """Whether the text of another option, and no more, stands behind an option (`B. red`)."""
+    segment = re.split(r"[.。;\n]|\s[-–—]\s", behind.lstrip(MARKS + STOPS + ")]("))[0]
+    if _begins(segment, choices[index : index + 1]):
+        return False
+    pieces = {plain(piece) for piece in (segment, segment.partition(",")[0], segment.strip("() "))}
+    return any(plain(choice) in pieces for choice in choices)
+
+
+def _read_open(part: str, rule: str) -> tuple[str, ...] | None:
+    """Return what a part may state as the answer of an open question, None if nothing.
+
+    A line counts as a whole if it is short, and a sentence by what it ends with or emphasises.
+    """
+    if not bare(part):
+        return None
+    if rule in ("box", "hashes", "tag"):
+        return (bare(part),)
+    if rule == "confirmation":
+        return (bare(_without_openers(part.rpartition(",")[2])),)
+    opened, short = _without_openers(part), len(bare(part).split()) <= _MOST_WORDS and len(bare(part)) <= _LONGEST_LINE
+    if rule == "statement":
+        clauses = [] if _DENIES.match(opened) else [part, opened]
+        if clauses and not re.search(r"[,;、/]", part):
+            clauses += _ends(part)
+    elif rule == "line":
+        clauses = [part, opened, *_ends(_sentences(part)[0])] if short else []
+    else:
+        clauses = _ends(part)
+    pieces = re.split(r"[,.;:。]", part) if rule != "statement" else ()
+    words = [POLARITY.get(plain(each)) or POLARITY.get(plain(_without_openers(each))) for each in pieces]
+    if {"yes", "no"}.issubset(words):
+        return ()
+    clauses += filter(None, words)
+    clauses += [_before_reason(clause) for clause in clauses]
+    clauses += [clause[: place.start()] for clause in clauses if (place := _PLACES.search(clause))]
+    return tuple(dict.fromkeys(filter(None, map(bare, clauses)))) or None
+
+
+_EMPHASISED = re.compile(r"\*\*(.+?)\*\*|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]")
+_TOKEN = re.compile(r"(?:(?<=\s)|^|(?<=[\u4e00-\u9fff]))\S")
+
+
+def _ends(sentence: str) -> list[str]:
+    """Return what a sentence may say at its end: its only emphasised words, its last words, what stands behind `=`."""
+    if _DENIES.search(sentence):
+        return []
+    emphasised = [next(filter(None, match.groups())) for match in _EMPHASISED.finditer(sentence)]
+    found = emphasised[:1] if len(set(emphasised)) == 1 else []
+    opened = _without_openers(sentence)
+    if opened != sentence.lstrip(MARKS):  # "There are two dogs in the picture, one of them brown."
+        found += re.split(r"[,;](?:\s|$)", opened)[:1]
+    clause = bare(_before_reason(opened))
+    found += [clause[verb.end() :] for verb in list(_VERBS.finditer(clause))[-1:]]
+    clause = re.split(r"[,;](?:\s|(?=[\u4e00-\u9fff]))|:", clause)[-1]
+    for token in list(_TOKEN.finditer(clause))[: -_MOST_WORDS - 1 : -1]:
+        before = clause[: token.start()].rstrip()
+        if _JOINS.search(before, max(0, len(before) - 6)):
             break
-        text = match[1]
-    return text.strip(_MARKS)
-
-
-def read_letter(content: str, choices: Sequence[str] = (), *, in_sentence: bool = False) -> str | None:
-    """Return the one letter, in upper case, that `content` consists of; None if it is anything else.
-
-    Args:
-        content: a stated answer: a letter of either width and case, bare or in parentheses, with a full stop or colon,
-            and followed by its option's text if at all.
-        choices: texts of the options; without them no text may follow.
-        in_sentence: whether the letter may be followed by the rest of a sentence or line, separated by punctuation or
-            `because`, as long as that names no other option.
-    """
-    content = unwrap(half_width(content).replace(r"\(", "(").replace(r"\)", ")"))
-    match = _LETTER.match(_OPTION_WORD.sub("", content) if in_sentence else content)
-    if match is None:
-        return None
-    letter, after = match[1] or match[2], match[3]
-    rest = after[_SEPARATOR.match(after).end() :]  # type: ignore[union-attr]
-    index = LETTERS.find(letter.upper())
-    own = normalise(choices[index]) if 0 <= index < len(choices) else ""
-    following = normalise(unwrap(rest))
-    if following in ("", own) or (own and following == f"({own})"):
-        return letter.upper()
-    if not in_sentence:
-        return None
-    behind_own = re.match(re.escape(own) + r"(?=\s*[).,;!。])", half_width(rest).casefold()) if own else None
-    if not (behind_own or _CLAUSE_END.match(after) or _REASON.match(rest)):
-        return None
-    rest = rest[behind_own.end() :] if behind_own else rest
-    others = {normalise(choice) for position, choice in enumerate(choices) if position != index}
-    named = {following, *(normalise(unwrap(clause)) for clause in _CLAUSE.split(rest))}
-    return None if others & named or names_another(rest, letter) else letter.upper()
-
-
-def read_labelled(content: str) -> str | None:
-    """Return the letter, in upper case, of an option with its text (`B) blue`, `(B) blue`); None for anything else."""
-    match = _LABELLED.fullmatch(unwrap(half_width(content)))
-    if match is None or names_another(match[3], letter := match[1] or match[2]):
-        return None
-    return letter.upper()
-
-
-def names_another(text: str, letter: str) -> bool:
-    """Return whether `text` names an option other than `letter` by its letter.
-
-    An `a` or `I` before a word is a word, and small letters are variables unless `letter` is a small one too.
-    """
-    text = half_width(text)
-    for match in _SINGLE_LETTER.finditer(text):
-        is_word = match[0] in "aI" and _AS_A_WORD.match(text, match.end())
-        if match[0].upper() != letter.upper() and not is_word and (match[0].isupper() or letter.islower()):
-            return True
-    return False
+        if not (token[0].isdigit() and re.search(r"\d", before)):
+            found.append(clause[token.start() :])
+    return found + [text.rpartition("=")[2] for text in (emphasised[-1:] or [clause]) if "=" in text]
 
 
 _LARGEST_NUMBER = 1e18  # floats far below it are exact integers
+_MOST_GOLD_WORDS = 20  # of a reference answer that is not stated by a rule
+_GOLD_LETTER = re.compile(r"\(?\s?([A-Ja-j])\s?[).:]?|(?:\(([A-Ja-j])\)|([A-Ja-j])\s?\))\s*\S[^\n]*")
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The right answer of a row.
+    """The reference answer of a row.
 
     `text` is the right option's text, or the open answer; `choices` are the options if they are known, and `index` is
     the 0-based position of the right one, or of the letter that the answer is (None for any other open answer).
+    `others` are further answers that count as right.
     """
 
     text: str
     choices: tuple[str, ...] = ()
     index: int | None = None
+    others: tuple["Solution", ...] = ()
 
 
 def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) -> Solution:
-    """Return which answer a row calls right (`Stated answer` in definitions.md).
+    r"""Return which answer a row calls right (`Stated answer` in definitions.md).
 
     Args:
         solution: letter A–J, option text or 0-based index; without `choices` a letter, also as `(B)` or `B) blue`, or
-            the open answer, text or number. An `<answer>` tag around it is taken off. A string of digits is never an
-            index.
+            the open answer, text or number; or a text that states one of these, such as a worked solution that ends in
+            `\boxed{42}`. True and False are yes and no. A list holds several answers of which each counts as right. A
+            string of digits is never an index.
         choices: texts of the 2 to 10 options in the order of their letters; None for an open question.
         label_idx: read where `solution` is None: as it, but a number is always a 0-based index.
 
     Raises:
-        RewardError: the solution is missing, is none of the choices, or could mean two of them; or the choices are not
-            2 to 10 texts that differ.
+        RewardError: the solution is missing, is none of the choices, could mean two of them, or is a long text that
+            states no answer; or the choices are not 2 to 10 texts that differ.
     """
     options = _options(choices)
     if solution is None and not options and _is_number(label_idx):
@@ -294,6 +474,16 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
             raise RewardError(f"label_idx is {excerpt(label_idx)}: without choices give an index 0 to 9")
         return Solution(LETTERS[int(label_idx)], index=int(label_idx))
     solution = label_idx if solution is None else solution
+    solution = solution.tolist() if hasattr(solution, "tolist") else solution
+    accepted = solution if isinstance(solution, list | tuple) and solution else [solution]
+    first, *others = dict.fromkeys(_resolve(each, options) for each in accepted)
+    return replace(first, others=tuple(others))
+
+
+def _resolve(solution: Any, options: tuple[str, ...]) -> Solution:
+    if isinstance(solution, bool):
+        word = "yes" if solution else "no"
+        solution = next((option for option in options if POLARITY.get(normalise(option)) == word), word)
     if isinstance(solution, str):
         content = answer_tag(solution)
         solution = (solution if content is None else content).strip()
@@ -304,10 +494,22 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
         if not 0 <= index < len(options):
             raise RewardError(f"solution is {index} of {len(options)} choices: give {_accepted(options)}")
         return Solution(options[index], options, index)
-    letter = (read_letter(solution) or read_labelled(solution)) if isinstance(solution, str) else None
-    if letter is not None and letter in LETTERS:
-        return Solution(letter, index=LETTERS.index(letter))
-    return Solution(_text(solution))
+    return _open_solution(_text(solution))
+
+
+def _open_solution(text: str) -> Solution:
+    found = stated_answer(text, is_open=True)
+    if found is not None and found.rule in ("box", "hashes", "statement") and bare(found.part):
+        text = bare(_before_reason(found.part))
+    elif len(text.split()) > _MOST_GOLD_WORDS:
+        raise RewardError(
+            f"solution is {excerpt(text)}, which states no answer: give the answer alone, or in \\boxed{{}}"
+        )
+    letter = _GOLD_LETTER.fullmatch(bare(half_width(text)))
+    if letter is None:
+        return Solution(text)
+    index = LETTERS.index((letter[1] or letter[2] or letter[3]).upper())
+    return Solution(LETTERS[index], index=index)
 
 
 def _is_number(value: Any) -> bool:
@@ -331,7 +533,7 @@ def _options(choices: Any) -> tuple[str, ...]:
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= len(LETTERS):
         raise RewardError(f"choices is {excerpt(choices)}: give a list of 2 to 10 texts, or None for an open question")
     texts = [_text(choice) if isinstance(choice, str) or _is_number(choice) else "" for choice in choices]
-    folded = list(map(_fold, texts))
+    folded = list(map(fold, texts))
     for letter, text, choice in zip(LETTERS, folded, choices, strict=False):
         if not text:
             raise RewardError(f"option {letter} of choices is {choice!r}: give every option a text")
@@ -344,12 +546,13 @@ def _options(choices: Any) -> tuple[str, ...]:
 
 
 def _index_of_text(solution: str, options: tuple[str, ...]) -> int:
-    """The option that a solution names: by its letter, else by exactly its text, else by its text normalised."""
-    letter = read_letter(solution, options)
-    by_letter = [index for index in range(len(options)) if LETTERS[index] == letter]
+    """The option that a solution names: by its letter, else by exactly its text, else by a text that states one."""
+    by_letter = _read_option(half_width(solution), "tag", options) or ()
     exact = [i for i, option in enumerate(options) if half_width(option).strip() == half_width(solution).strip()]
     alike = [i for i, option in enumerate(options) if normalise(option) == normalise(solution)]
     meant = sorted({*by_letter, *exact}) or alike
+    if not meant and (stated := stated_answer(solution, options)) is not None:
+        meant = list(stated.readings)
     if len(meant) > 1:
         names = " or ".join(f"{LETTERS[index]} ({excerpt(options[index])})" for index in meant)
         raise RewardError(
@@ -367,319 +570,17 @@ def _accepted(options: tuple[str, ...]) -> str:
     return f"a letter A to {LETTERS[last]}, an integer index 0 to {last}, or the text of one option"
 
 
-# One unit a line, its spellings separated by commas, and its name first; what counts in any case is decided below.
-_LINES = Path(__file__).with_name("units.txt").read_text(encoding="utf-8").splitlines()
-_UNITS = [line.split(", ") for line in _LINES if not line.startswith("#")]
-_LISTED = {spelling: unit[0] for unit in _UNITS for spelling in unit}
-_FOLDED = {
-    spelling.casefold(): name
-    for spelling, name in _LISTED.items()
-    if len(spelling) > 1 and not (spelling[0] in "mM" and spelling[1:] in _LISTED)  # milli or mega
-}
-
-_POWERS = {"square": "2", "sq": "2", "sq.": "2", "平方": "2", "cubic": "3", "立方": "3"}
-_POWER_BEFORE = re.compile(r"(square|sq\.?|cubic)\s+|(平方|立方)", re.IGNORECASE)
-_POWER_BEHIND = re.compile(r"(?<=\S)\s?(?:\^\s?\{?([23])\}?|(?<=m)([23]))$")
-_PER = re.compile(r"\s?/\s?|\s+per\s+", re.IGNORECASE)
-_DEGREE = re.compile(r"\^?\s?\{?\s?\\(?:circ|degree)(?![A-Za-z])\s?\}?|[º˚]")
-_LATEX_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mathbf|textbf|operatorname|rm)\s?\{([^{}]*)\}")
-_LATEX_SPACE = re.compile(r"\\[,;:! ]|\\(?:quad|qquad)(?![A-Za-z])|(?<=\S)~")
-
-
-def plain_units(text: str) -> str:
-    r"""Return `text` with degrees, spaces and texts of LaTeX as plain characters, such as 5 cm for `5\,\text{cm}`."""
-    return _LATEX_TEXT.sub(r"\1", _LATEX_SPACE.sub(" ", _DEGREE.sub("°", text))).replace("²", "^2").replace("³", "^3")
-
-
-def read_unit(text: str, *, attached: bool = False) -> str | None:
-    """Return the one name of the unit that `text` spells, alike for all its spellings; None if it is no unit listed.
-
-    Args:
-        text: a unit, also squared or cubed, also per another: `cm`, `square metres`, `km/h`, `m/s^2`.
-        attached: whether no space is between the number and it; a letter alone is a variable there, as in 5m.
-    """
-    text = " ".join(unicodedata.normalize("NFKC", text).split())
-    text = text[:-1] if text.endswith(".") else text
-    if attached and re.fullmatch(r"[A-Za-z](?:\^\{?\d\}?)?", text) and not re.match(r"m\^", text):
-        return None
-    parts = [_term(part) for part in _PER.split(text, maxsplit=1)]
-    return None if None in parts else "/".join(filter(None, parts))
-
-
-def _term(text: str) -> str | None:
-    before, behind = _POWER_BEFORE.match(text), _POWER_BEHIND.search(text)
-    if before and behind:
-        return None
-    base = text[before.end() :] if before else text[: behind.start()] if behind else text
-    unit = _LISTED.get(base) or (_FOLDED.get(base.casefold()) if len(base) > 1 else None)
-    if unit is None or not (before or behind):
-        return unit
-    power = _POWERS[before[0].strip().lower()] if before else behind[1] or behind[2]  # type: ignore[index]
-    return f"{unit}^{power}"
-
-
-_NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
-_POWER_OF_TEN = r"[eE](?P<exponent>[+-]?\d{1,2})|\s?(?:×|\\times|\*)\s?10\s?\^\s?(?P<power>-?\d|\{\s?[+-]?\d{1,2}\s?\})"
-_QUANTITY = re.compile(
-    r"(?:(?P<before>[+-])?(?P<currency>[€£¥￥₹]|(?:US)?\\?\$)\s?)?"
-    rf"(?P<sign>[+-])?(?P<number>{_NUMBER})(?:{_POWER_OF_TEN})?(?P<gap>\s*)(?P<unit>\S.*)?",
-    re.DOTALL,
-)
-_FRACTION = re.compile(r"([+-]?)(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{(\d+)\}\s?\{(\d+)\})")
-_PERCENT = frozenset(["%", r"\%", "percent", "per cent", "pct"])
-_MINUS = re.compile("[−–‐‑﹣]")
-_LONGEST_QUANTITY = 100
-_FEWEST_DECIMALS, _SMALLEST_DIGITS = 6, 10**4
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """A number, the unit it is given in ("" for none), and to how many decimals it is written (None for a fraction)."""
-
-    value: Fraction
-    unit: str = ""
-    decimals: int | None = 0
-
-    def equals(self, other: "Quantity") -> bool:
-        """Return whether both are the same number; a unit that only one of them has is ignored.
-
-        A fraction also equals its value rounded or cut to six or more decimals, five of their digits at least.
-        """
-        if self.unit and other.unit and self.unit != other.unit:
-            return False
-        if (self.decimals is None) == (other.decimals is None):
-            return self.value == other.value
-        written, exact = (self, other) if other.decimals is None else (other, self)
-        places = written.decimals or 0
-        digits, scaled = (each.value * Fraction(10) ** places for each in (written, exact))
-        if places < _FEWEST_DECIMALS or abs(digits) < _SMALLEST_DIGITS:
-            return digits == scaled
-        return digits in (scaled, int(scaled), round(scaled))
-
-
-def read_quantity(text: str) -> Quantity | None:
-    """Return the number that `text` consists of, with its unit if any; None if it is anything else.
-
-    Args:
-        text: decimal, number with thousands commas, scientific notation, fraction or percentage (5% is 0.05), with a
-            currency sign or a unit of `units.txt`.
-    """
-    text = _MINUS.sub("-", plain_units(text)).strip().rstrip(" .,;:。")
-    if len(text) > _LONGEST_QUANTITY or not text.isprintable():
-        return None
-    if match := _FRACTION.fullmatch(text):
-        above, below = int(match[1] + (match[2] or match[4])), int(match[3] or match[5])
-        return Quantity(Fraction(above, below), decimals=None) if below else None
-    match = _QUANTITY.fullmatch(text)
-    if match is None or (match["before"] and match["sign"]):
-        return None
-    exponent = int((match["exponent"] or match["power"] or "0").strip("{} "))
-    number = match["number"].replace(",", "")
-    decimals = len(number.partition(".")[2]) - exponent
-    value = Fraction(number) * Fraction(10) ** exponent
-    if "-" in (match["before"], match["sign"]):
-        value = -value
-    unit, currency = match["unit"] or "", match["currency"]
-    if unit.casefold() in _PERCENT and not currency:
-        return Quantity(value / 100, "%", decimals + 2)
-    names = {read_unit(unit, attached=not match["gap"])} if unit else set()
-    if currency:
-        names.add(read_unit(currency.replace("\\", "")))
-    return None if None in names or len(names) > 1 else Quantity(value, "".join(map(str, names)), decimals)
-
-
-_SIGNS = {
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "≤": r"\leq ", "≥": r"\geq ",
-    "≠": r"\neq ", "±": r"\pm ", "∞": r"\infty ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "°": r"^\circ ",
-    "²": "^{2}", "³": "^{3}", "**": "^", r"\left": "", r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac",
-}  # fmt: skip
-_COMMANDS = (
-    "frac|sqrt|pi|cdot|times|div|pm|infty|theta|alpha|beta|gamma|delta|lambda|mu|phi|omega|sin|cos|tan|cot|log|ln|exp|"
-    "circ|leq|geq|neq|le|ge|ne|lt|gt|cup|cap"
-)
-_MATHEMATICAL = re.compile(
-    rf"(?:\\(?:{_COMMANDS})(?![A-Za-z])|\\[{{}}]|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|[0-9.+\-*/^=<>(){{}}\[\],|_ ])+"
-)
-_SIGN_OF_MATHEMATICS = re.compile(r"[0-9\\+*^=<>]")
-_NOT_ONE_EXPRESSION = re.compile(r"\d\s+\d|\d\.\d*\.|\d\s*_|[*/+^_=-]\s*$")
-_DATE_OR_RANGE = re.compile(r"\s*\d+(?:\s*-\s*\d+|(?:\s*[-/]\s*\d+){2,})\s*")
-_INFINITE_BOUND = re.compile(r"(?:^|(?<=[(\[,<>]))\s*[+-]?\s*\\infty\s*(?=[,)\]<>]|$)")
-_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
-_EXPONENT = re.compile(r"\^\s*(?:\{([^{}^]*)\}|([A-Za-z0-9])|(-\d)|\\circ)")
-_ASSIGNMENT = re.compile(r"\s*[A-Za-z](?:_\w)?\s*=\s*([^=]+)")
-_LONGEST_FORMULA, _DEEPEST = 200, 6
-
-
-def same_open_answer(gold: str, answer: str) -> bool:
-    """Return whether `answer` states the open answer `gold`.
-
-    Numbers are compared as exact values. math-verify decides only where both sides are formulas: it would take the last
-    number out of any text ("3 dogs" and "3 cats") and words for products of letters ("on" and "no"). Everything else is
-    compared without differences of case, white space and final punctuation.
-    """
-    gold, answer = unwrap_open(gold), unwrap_open(answer)
-    if not normalise(answer):
-        return False
-    first, second = read_quantity(gold), read_quantity(answer)
-    if first is not None and second is not None:
-        return first.equals(second)
-    if normalise(gold) == normalise(answer):
-        return True
-    return _same_formula(_formula(gold), _formula(answer))
-
-
-def unwrap_open(text: str) -> str:
-    r"""Return `text` in half width without white space, emphasis, paired dollars, `\boxed{}` or `\( \)` around it."""
-    text = half_width(text).strip(" \t\r\n*`").rstrip(".。").strip()
-    if re.fullmatch(r"\\\(.*\\\)|\\\[.*\\\]", text, re.DOTALL):
-        text = text[2:-2]
-    paired = text.startswith("$") == text.endswith("$")
-    return unwrap(text) if paired else text
-
-
-def _formula(text: str) -> str:
-    text = text.rstrip(" .,;:。")
-    for sign, latex in _SIGNS.items():
-        text = text.replace(sign, latex)
-    text = re.sub(r"(?<![A-Za-z\\])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
-    return re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi ", text).strip()
-
-
-def _same_formula(gold: str, answer: str) -> bool:
-    if max(len(gold), len(answer)) > _LONGEST_FORMULA or not _SIGN_OF_MATHEMATICS.search(gold):
-        return False
-    golds, answers = _split_list(gold), _split_list(answer)
-    if len(golds) != len(answers):
-        return False
-    if len(golds) > 1:
-        return all(same_open_answer(*pair) for pair in zip(golds, answers, strict=True))
-    if "=" not in gold and (assigned := _ASSIGNMENT.fullmatch(answer)):
-        return same_open_answer(gold, assigned[1])
-    if "=" not in answer and (assigned := _ASSIGNMENT.fullmatch(gold)):
-        return same_open_answer(assigned[1], answer)
-    if set(_VARIABLE.findall(gold)) != set(_VARIABLE.findall(answer)):  # math-verify takes letters for units: 3m for 3
-        return False
-    if gold.count("=") != answer.count("=") or not (_is_formula(gold) and _is_formula(answer)):
-        return False
-    return same_formula(gold, answer)
-
-
-def _split_list(text: str) -> list[str]:
-    """Split at the commas outside brackets; a list is compared in its order."""
-    parts = [""]
-    for character, depth in zip(text, _depths(text), strict=True):
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
-
-
-def _depths(text: str) -> Iterator[int]:
-    """How many brackets are open behind each character."""
-    return accumulate((character in "([{") - (character in ")]}") for character in text)
-
-
-def _is_formula(text: str) -> bool:
-    """Whether it is one expression of mathematics that can be evaluated quickly: no towers, no large exponents."""
-    if not _MATHEMATICAL.fullmatch(text) or _NOT_ONE_EXPRESSION.search(text) or _DATE_OR_RANGE.fullmatch(text):
-        return False
-    if "\\infty" in _INFINITE_BOUND.sub("", text) or (re.search(r"[=<>]", text) and not _VARIABLE.search(text)):
-        return False
-    exponents = list(_EXPONENT.finditer(text))
-    if len(exponents) != text.count("^") or any(text[match.end() :].lstrip().startswith("^") for match in exponents):
-        return False
-    powers = [digits for match in exponents for digits in re.findall(r"\d+", match[0])]
-    most = 16 if re.search(r"[)\]}]\s*\^", text) else 10_000  # of brackets, and of a number
-    return (
-        max(_depths(text), default=0) <= _DEEPEST
-        and max(map(len, re.findall(r"\d+", text)), default=0) <= 30
-        and max(map(len, powers), default=0) <= 4
-        and math.prod(max(int(digits), 1) for digits in powers) <= most
-    )
-
-
-_SECONDS = 5.0
-
-
-@lru_cache(maxsize=1024)
-def same_formula(gold: str, answer: str) -> bool:
-    """Return whether math-verify takes the LaTeX formulas for equal; False if it has to compute for more than seconds.
-
-    Args:
-        gold: the right formula, without dollar signs.
-        answer: the stated formula, without dollar signs.
-    """
-    from math_verify import LatexExtractionConfig, parse, verify
-    from math_verify.errors import TimeoutException
-
-    for name in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        with at_most(_SECONDS, TimeoutException):
-            parsed = [
-                parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
-                for text in (gold, answer)
-            ]
-            return bool(verify(*parsed, timeout_seconds=None))
-    except (Exception, TimeoutException):
-        return False
-
-
 def states_answer(text: str, solution: Solution) -> bool:
     """Return whether the completion `text` states any answer of the kind that `solution` is, right or wrong."""
-    return _stated(text, solution) is not None
+    stated = stated_answer(text, solution.choices, is_open=solution.index is None)
+    return stated is not None and bool(stated.readings)
 
 
 def is_right(text: str, solution: Solution) -> bool:
-    """Return whether the completion `text` states `solution` as its answer."""
-    stated = _stated(text, solution)
-    if solution.choices:
-        return stated == solution.index
-    if solution.index is not None:
-        return stated == LETTERS[solution.index]
-    return isinstance(stated, str) and same_open_answer(solution.text, stated)
-
-
-def _stated(text: str, solution: Solution) -> str | int | None:
-    """What a completion states: an option, where there are choices, or a letter, or an open answer."""
-    visible = strip_thought(text)
-    if solution.choices:
-        return _chosen_option(visible, solution.choices)
-    if solution.index is not None:
-        return _stated_letter(visible, ())
-    stated = answer_tag(visible)
-    if stated is None and (statement := last_statement(visible, options=False)):
-        stated = statement[0]
-    return stated
-
-
-def _chosen_option(visible: str, choices: Sequence[str]) -> int | None:
-    """The 0-based option that a completion states, by letter before text; None if none, or not exactly one."""
-    letter = _stated_letter(visible, choices)
-    if letter is not None and (index := LETTERS.find(letter)) in range(len(choices)):
-        return index
-    stated = answer_tag(visible)
-    if stated is None:
-        return None
-    matches = [index for index, choice in enumerate(choices) if normalise(choice) == normalise(stated)]
-    return matches[0] if len(matches) == 1 else None
-
-
-def _stated_letter(visible: str, choices: Sequence[str]) -> str | None:
-    content, in_sentence = answer_tag(visible), False
-    if content is None and (statement := last_statement(visible, options=True)) is not None:
-        content, in_sentence = statement
-    if content is None:
-        return letter_in_parentheses(visible) or _letter_on_a_line(visible, choices)
-    return read_letter(content, choices, in_sentence=in_sentence) or (None if choices else read_labelled(content))
-
-
-def _letter_on_a_line(visible: str, choices: Sequence[str]) -> str | None:
-    """The one capital letter that lines consist of, with its option's text or behind `Option`; None if not one."""
-    letters = set()
-    for line in map(unwrap, half_width(visible).splitlines()):
-        if match := _BARE.match(line):
-            letters.add(read_letter(line[match.end() :], choices))
-    letters.discard(None)
-    return letters.pop() if len(letters) == 1 else None
+    """Return whether the completion `text` states `solution`, or one of its others, as its answer."""
+    for gold in (solution, *solution.others):
+        stated = stated_answer(text, gold.choices, is_open=gold.index is None)
+        for reading in stated.readings if stated else ():
+            if reading == gold.index or (gold.index is None and same_open_answer(gold.text, reading)):
+                return True
+    return False
