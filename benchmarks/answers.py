@@ -3,8 +3,8 @@
 python benchmarks/answers.py --vlmevalkit CLONE --easyr1 CLONE
 
 The outputs are `tests/rewards/answers.jsonl`. Each reward gets the output and the reference as its own library passes
-them: a letter if there are options, else a text, and the first of several accepted answers. Rows of a library whose clone
-is not given are left out; EasyR1's rewards need `mathruler`.
+them: a letter if there are options, else a text, and the first of several accepted answers. Libraries whose clones are
+not given are left out; EasyR1's rewards need `mathruler`.
 """
 
 import argparse
@@ -148,9 +148,9 @@ def main() -> None:
     right = sum(line["right"] for line in LINES)
     text = "\n\n".join([
         "# Rewards against a person's verdict",
-        f"{len(LINES)} outputs in the manner of nine model families, {right} of them right, each with a verdict by hand.",
-        "Columns: verdicts that a reward shares; right outputs that get 0 (missed); wrong ones that get 1 (rewarded), and\n"
-        "how many of these are refusals, negations, truncated, empty, hacks or have two answers; outputs without a\n"
+        f"{len(LINES)} outputs in the manner of nine model families, {right} of them right, each with a verdict.",
+        "Columns: verdicts that a reward shares; right outputs that get 0 (missed); wrong ones that get 1 (rewarded),\n"
+        "and how many of these are refusals, negations, truncated, empty, hacks or name two; outputs without a\n"
         "reward; seconds. [How answers are judged](../../docs/answers.md).",
         table(["reward", *names, "seconds"], rows),
         "`accuracy` by family and by kind of answer:",

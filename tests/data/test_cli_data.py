@@ -1,11 +1,12 @@
 from pathlib import Path
 
 from datasets import load_dataset
-from support.made_sets import parquet, picture, rows_in, skipped_in
+from support.made_sets import jsonl, parquet, picture, rows_in, skipped_in
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.data.load import load_split
 from vgr_trl.data.rows import prepare_rows
+from vgr_trl.rewards import accuracy_reward
 
 CHOICES = ["red", "blue", "green", "teal"]
 
@@ -97,3 +98,28 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys):
         printed = capsys.readouterr().err
         assert words in printed
         assert printed.count("\n") == 1
+
+
+def test_what_the_accuracy_reward_reads_of_completions_is_shown(tmp_path, capsys):
+    rows = [
+        {"output": "The correct option is B.", "solution": "B", "choices": ["red", "blue"]},
+        {"completion": "It has 3 dogs.", "solution": ["4", "four"]},
+        {"output": "", "solution": "4"},
+        {"output": "4", "solution": None},
+    ]
+    jsonl(tmp_path / "completions.jsonl", rows)
+    assert run("score", tmp_path / "completions.jsonl") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "0: 1 statement 'B', reference 'B (blue)'"
+    assert lines[1] == "1: 0 line 'It has 3 dogs.', reference '4'"
+    assert lines[2] == "2: 0 no answer, reference '4'"
+    assert lines[3].startswith("3: no reward: solution is None")
+    assert lines[4] == "1 of 4 are right; statement 1, line 1, no answer 1, left out 1."
+
+
+def test_several_accepted_answers_stay_in_a_converted_set(tmp_path):
+    rows = [{"question": "What?", "answers": ["cup", "mug"], "image": picture((9, 0, 0))}]
+    file = parquet(tmp_path / "rows.parquet", rows)
+    assert convert(tmp_path, "--data_files", file, source="jsonl") == 0
+    (row,) = rows_in(tmp_path / "out", "train")
+    assert accuracy_reward(["A mug.", "A cup.", "A jug."], [row["solution"]] * 3) == [1.0, 1.0, 0.0]

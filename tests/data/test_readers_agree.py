@@ -179,7 +179,8 @@ LATIN = b'{"problem": "q", "solution": "x"}\n{"problem": "sch\xf6n", "solution":
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_files_with_a_row_that_is_left_out(tmp_path, command):
-    rows = [{"problem": "q", "solution": "x", "image": picture(RED)}, {"problem": "q", "solution": None}]
+    right = {"problem": "q", "solution": "x", "image": picture(RED)}
+    rows = [right, {"problem": "q", "solution": None}, *[right] * 8]
     _, reasons = COMMANDS[command](parquet(tmp_path / "a" / "rows.parquet", rows))
     assert reasons == {1: "solution is None: give the right answer as a text or a number, or add choices"}
     (tmp_path / "rows.jsonl").write_bytes(LATIN)

@@ -87,6 +87,44 @@ def test_columns_of_other_names(pictures, streaming):
     assert (corners(first), corners(second)) == ([RED], [RED, BLUE])
 
 
+LAYOUTS = {
+    "MMBench": ({"question": "Which?", "A": "red", "B": "blue", "C": None, "answer": "B"}, "B", ["red", "blue"]),
+    "options by letter": (
+        {"question": "Which?", "options": {"B": "blue", "A": "red"}, "answer": "B"},
+        "B",
+        ["red", "blue"],
+    ),
+    "VQA": ({"question": "What?", "answers": [{"answer": "cup"}, {"answer": "mug"}]}, ["cup", "mug"], None),
+    "DocVQA": ({"question": "What?", "answers": ["12", "12.0"]}, ["12", "12.0"], None),
+    "true and false": ({"question": "Is it?", "solution": True}, True, None),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@BOTH
+def test_layouts_of_public_sets(pictures, name, streaming):
+    row, solution, options = LAYOUTS[name]
+    path = jsonl(pictures / "rows.jsonl", [{**row, "image": "red.png", "image2": "blue.png"}] * 2)
+    (first, _), skipped = loaded(dataset_streaming=streaming, data_files=str(path))
+    assert not skipped
+    assert (first["solution"], first.get("choices")) == (solution, options)
+    assert corners(first) == [RED, BLUE]
+
+
+def test_answers_that_cannot_be_read_stop_the_start_above_a_tenth(pictures):
+    right = {"problem": "q", "solution": "x", "image": "red.png"}
+    for bad, stops in ((1, False), (2, True)):
+        rows = [right] * (10 - bad) + [{**right, "solution": "word " * 30}] * bad
+        path = jsonl(pictures / "rows.jsonl", rows)
+        if stops:
+            with pytest.raises(
+                DataError, match="`solution` cannot be read in 2 of the 10 rows of train, such as row 8"
+            ):
+                loaded(data_files=str(path))
+        else:
+            assert list(loaded(data_files=str(path))[1]) == [9]
+
+
 OPTIONS = {"question": "Which?", "answer": 1, "opts": ["red", "blue"]}
 
 

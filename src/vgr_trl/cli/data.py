@@ -1,4 +1,4 @@
-"""`vgr-trl data convert | merge | inspect`: sets of questions in one schema, and checked before training."""
+"""`vgr-trl data convert | merge | inspect | score`: sets of questions in one schema, checked before training."""
 
 import argparse
 import json
@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from datasets import Dataset
 
 from vgr_trl.cli.arguments import DataArguments, load_processor, one_sentence, system_prompt_of
 from vgr_trl.data.columns import FLAGS, KEYS, keys_of
-from vgr_trl.data.convert import ROWS_PER_FILE, SKIPPED, Output, convert, report, statistics_in
+from vgr_trl.data.convert import ROWS_PER_FILE, SKIPPED, Output, convert, on_one_line, report, statistics_in
 from vgr_trl.data.images import COLUMNS, MAX_SHORT_SIDE, ImageLimits, VideoOptions, downloaded
 from vgr_trl.data.inspect import Findings, inspect_rows, page, prompt_tokens
 from vgr_trl.data.inspect import report as inspection_report
@@ -25,11 +27,13 @@ from vgr_trl.data.public_sets import CONVERTERS, Converter, keep_ids, load_conve
 from vgr_trl.data.read import MEANT, Source, has_config, readable, splits_in
 from vgr_trl.data.rows import RowOptions
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.utils import ConfigError, DataError, write_atomic
+from vgr_trl.rewards.answers import LETTERS, completion_text, is_right, resolve_solution, stated_answer
+from vgr_trl.utils import ConfigError, DataError, RewardError, write_atomic
 
 HELP = (
     "convert: a public set, or files of your own, to one schema. merge: several converted sets to one, split into "
-    "train and test. inspect: check any set before training, and look at some of its rows."
+    "train and test. inspect: check any set before training, and look at some of its rows. score: show how the "
+    "accuracy reward reads completions."
 )
 NOT_OF_THE_ROWS = ("dataset_name", "dataset_path", "data_files", "sets", "output_dir", "workers", "page")
 IMAGE_FLAGS = ("min_pixels", "max_pixels", "max_short_side")
@@ -42,17 +46,50 @@ TRAINING_FLAGS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the named command and return its exit status: 1 with `inspect --strict` if a row cannot be used."""
     parser = argparse.ArgumentParser(prog="vgr-trl data", description=HELP)
-    parser.add_argument("command", choices=["convert", "merge", "inspect"])
+    parser.add_argument("command", choices=["convert", "merge", "inspect", "score"])
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the command: vgr-trl data COMMAND --help")
     chosen = parser.parse_args(argv)
-    parsers = {"convert": convert_parser, "merge": merge_parser, "inspect": inspect_parser}
-    runs = {"convert": convert_run, "merge": merge_run, "inspect": inspect_run}
+    parsers = {"convert": convert_parser, "merge": merge_parser, "inspect": inspect_parser, "score": score_parser}
+    runs = {"convert": convert_run, "merge": merge_run, "inspect": inspect_run, "score": score_run}
     flags = parsers[chosen.command]().parse_args(chosen.flags)
     with one_sentence():
         findings: Any = runs[chosen.command](flags)
     if findings is not None and not findings.usable:
         raise DataError(f"None of the {findings.rows} rows of {flags.path} can be used; see the reasons above.")
     return int(findings is not None and flags.strict and findings.usable < findings.rows)
+
+
+def score_parser() -> argparse.ArgumentParser:
+    """Return the flags of `score`."""
+    made = argparse.ArgumentParser(prog="vgr-trl data score", allow_abbrev=False)
+    made.add_argument(
+        "path", type=Path, help="JSONL with output (or completion), solution and, if there are any, choices"
+    )
+    made.add_argument("--limit", type=int, help="read only the first so many lines")
+    return made
+
+
+def score_run(flags: argparse.Namespace) -> None:
+    """Print for each completion its accuracy reward, the rule and words that state its answer, and the reference."""
+    counts: Counter[str] = Counter()
+    for number, line in enumerate(islice(flags.path.read_text("utf-8").splitlines(), flags.limit)):
+        row = json.loads(line)
+        try:
+            text = completion_text(row["output"] if "output" in row else row.get("completion"))
+            gold = resolve_solution(row.get("solution"), row.get("choices"))
+        except RewardError as error:
+            counts["left out"] += 1
+            print(on_one_line(f"{number}: no reward: {error}"))
+            continue
+        found = stated_answer(text, gold.choices, is_open=gold.index is None)
+        right, rule = is_right(text, gold), "no answer" if found is None else found.rule
+        counts[rule] += 1
+        counts["right"] += right
+        words = "" if found is None else f" {shorten(found.part, 60)!r}"
+        named = f"{LETTERS[gold.index]} ({gold.text})" if gold.choices and gold.index is not None else gold.text
+        print(on_one_line(f"{number}: {int(right)} {rule}{words}, reference {shorten(named, 60)!r}"))
+    rules = ", ".join(f"{name} {count}" for name, count in counts.most_common() if name != "right")
+    print(f"{counts['right']} of {counts.total() - counts['right']} are right; {rules}.")
 
 
 def _add_options(parser: argparse.ArgumentParser, declared: type, names: Sequence[str], title: str) -> None:

@@ -49,7 +49,7 @@ class Keys:
     """Names of the columns; several: the first that a row has."""
 
     prompt: tuple[str, ...] = ("prompt", "problem", "question", "query", *DIALOGUES)
-    answer: tuple[str, ...] = ("solution", "answer", *INDICES)
+    answer: tuple[str, ...] = ("solution", "answer", "answers", *INDICES)
     image: tuple[str, ...] = ("images", "image")
     video: tuple[str, ...] = ("videos", "video")
     choices: tuple[str, ...] = ("choices", "options")
@@ -136,7 +136,10 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Reading:
 
 
 def _in_our_columns(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a row of MMMU-Pro or ArxivQA as one with `question`, `options`, `answer` and `images`."""
+    """Return a row of MMMU-Pro, ArxivQA or MMBench as one with `question`, `options`, `answer` and `images`."""
+    if value_of(row, *KEYS.choices) is None and all(_is_option(row.get(letter)) for letter in "AB"):
+        options = [str(row[letter]) for letter in LETTERS if _is_option(row.get(letter))]
+        row = {name: value for name, value in row.items() if name not in LETTERS} | {"options": options}
     numbers = [number for number, name in enumerate(NUMBERED_IMAGES, start=1) if row.get(name) is not None]
     has_numbers = any(name in row for name in NUMBERED_IMAGES) and _NUMBERED.search(str(row.get("question")))
     if numbers or has_numbers:
@@ -153,6 +156,11 @@ def _in_our_columns(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(row.get("label"), str) and row.get("options") and value_of(row, "solution", "answer") is None:
         return {**row, "answer": row["label"]}
     return row
+
+
+def _is_option(value: Any) -> bool:
+    """Whether the value of a column that is a letter is an option: MMBench has NaN where there is none."""
+    return isinstance(value, str | Real) and value == value and str(value).strip() != ""
 
 
 def is_vision_only(row: Mapping[str, Any]) -> bool:
@@ -232,9 +240,10 @@ def value_of(row: Mapping[str, Any], *names: str) -> Any:
 
 
 def options_of(value: Any) -> list[str]:
-    """Return the texts of a question's options, stored as a list or as the text of a list, numbers among them or not.
+    """Return the texts of a question's options, stored as a list, by letter in a mapping, or as the text of either.
 
-    Letters that the options carry themselves (`A) red`, `B) blue`) are taken off if all carry their own.
+    Options are texts or numbers. Letters that they carry themselves (`A) red`, `B) blue`) are taken off if all carry
+    their own.
 
     Raises:
         DataError: it is no list of 2 to 10 texts and numbers.
@@ -257,14 +266,16 @@ def options_of(value: Any) -> list[str]:
 
 
 def answer_of(row: Mapping[str, Any], options: Sequence[str] | None, *names: str) -> Any:
-    """Return the stated answer of a row: a letter, an index or a text.
+    """Return the stated answer of a row: a letter, an index or a text, or a list of answers that all count.
 
     Raises:
         DataError: it is a number that could be an index as well as another option's text.
     """
     answer = value_of(row, *names)
-    if hasattr(answer, "item"):
-        answer = answer.item()
+    if hasattr(answer, "tolist"):
+        answer = answer.tolist()
+    if isinstance(answer, list):  # VQA has a mapping for each annotator
+        return [each.get("answer") if isinstance(each, Mapping) else each for each in answer]
     is_number = isinstance(answer, int) and not isinstance(answer, bool)
     if is_number and options and str(answer) in options and str(answer) not in options[answer : answer + 1]:
         raise DataError(f"its {names[0]} is the number {answer}, which is one option's text and could be an index")
@@ -280,6 +291,8 @@ def list_of(value: Any, name: str) -> list[Any]:
     if hasattr(value, "tolist"):
         value = value.tolist()
     found = _parsed(value) if isinstance(value, str) else value
+    if isinstance(found, Mapping):
+        found = [found[letter] for letter in sorted(found) if found[letter] is not None]
     if not isinstance(found, list | tuple):
         raise DataError(f"its {name} is {_shown(value)}: it must be a list, or the text of one")
     if isinstance(value, str) and any(isinstance(item, str) and _MISREAD.search(item) for item in found):
@@ -465,7 +478,9 @@ def make_question(
         raise DataError("it has no image")
     resolved = resolve_solution(answer, choices)
     solution = resolved.text if resolved.index is None else LETTERS[resolved.index]
-    if resolved.index is not None:
+    if resolved.others:
+        solution = json.dumps([each.text for each in (resolved, *resolved.others)], ensure_ascii=False)
+    elif resolved.index is not None:
         resolve_solution(solution, resolved.choices or None)  # in the form that training is going to read
     if not problem.strip():
         raise DataError("its question is empty")

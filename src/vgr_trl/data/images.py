@@ -23,6 +23,7 @@ IMAGE_COLUMNS = ("image", "images")
 VIDEO_COLUMNS = ("video", "videos")
 
 NUMBERED_IMAGES = tuple(f"image_{number}" for number in range(1, 8))  # of MMMU-Pro
+FURTHER_IMAGES = tuple(f"image{number}" for number in range(2, 8))  # behind `image`
 FOLDER = "__folder__"  # the column that says where a row's relative paths start, where files lie in several folders
 PLACE = "__place__"  # the column in which rows carry their number on the way
 LARGEST_FILE = 2**30  # bytes; more than Pillow's limit of pixels takes without compression, and read as a whole
@@ -50,9 +51,13 @@ def files_of(row: Mapping[str, Any], *names: str) -> list[Any]:
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of `row`, decoded or not, in order: numbered ones, else `images` before `image`, as in TRL."""
+    """Return the images of `row`, decoded or not, in order: numbered ones, else `images` before `image`, as in TRL.
+
+    `image2`, `image3` and so on stand behind `image`.
+    """
     numbered = [row[name] for name in NUMBERED_IMAGES if row.get(name) is not None]
-    return numbered or files_of(row, "images", "image")
+    further = [row[name] for name in FURTHER_IMAGES if row.get(name) is not None]
+    return numbered or [*files_of(row, "images", "image"), *further]
 
 
 def videos_of(row: Mapping[str, Any]) -> list[Any]:

@@ -39,6 +39,7 @@ from vgr_trl.data.images import (
     ANY_SIZE,
     DEFAULT_VIDEO_OPTIONS,
     FOLDER,
+    FURTHER_IMAGES,
     IMAGE_COLUMNS,
     NUMBERED_IMAGES,
     PLACE,
@@ -67,7 +68,9 @@ from vgr_trl.utils import DataError, RewardError
 
 logger = logging.get_logger(__name__)
 
-GONE = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *VIDEO_COLUMNS, *DIALOGUES, PLACE, FOLDER, UNREADABLE)
+NUMBERED = (*NUMBERED_IMAGES, *FURTHER_IMAGES)
+GONE = (*IMAGE_COLUMNS, *NUMBERED, *VIDEO_COLUMNS, *DIALOGUES, PLACE, FOLDER, UNREADABLE)
+LARGEST_SHARE = 0.1  # of rows whose answer cannot be read
 FRAMES_IN_MEMORY = 8  # rows whose frames wait to be written, as they are large
 JPEG_QUALITY = 95
 SHUFFLE_BUFFER = 1000  # rows of a stream that wait, their images undecoded
@@ -175,7 +178,8 @@ def prepare_rows(
 
     Raises:
         ConfigError: there are videos, and PyAV is not installed.
-        DataError: the data set is empty, lacks the needed columns, or no row is left.
+        DataError: the data set is empty, lacks the needed columns, no row is left, or the answers of more than a tenth
+            of the rows cannot be read.
     """
     rules = RowOptions(**options)
     if isinstance(dataset, IterableDataset):
@@ -191,6 +195,13 @@ def prepare_rows(
     found = scan(dataset, partial(_texts_or_reason, options=rules), f"check rows ({split})")
     reasons = [row if isinstance(row, str) else None for row in found]
     skipped = skipped_rows(split, reasons, dataset["id"] if "id" in dataset.column_names else None)
+    unreadable = [row for row in skipped if row.reason.startswith("solution is")]
+    if len(unreadable) > LARGEST_SHARE * len(dataset):
+        column = next((name for name in KEYS.answer if name in dataset.column_names), "solution")
+        raise DataError(
+            f"The answer in `{column}` cannot be read in {len(unreadable)} of the {len(dataset)} rows of {split}, "
+            f"such as row {unreadable[0].row}: {unreadable[0].reason}. Name the answers' column by --solution_key."
+        )
     dataset = dataset.add_column(PLACE, list(range(len(dataset))))
     if skipped:
         dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
@@ -228,9 +239,9 @@ def _with_all_images(dataset: Dataset, options: VideoOptions, root: Path) -> Dat
 
     They are written to the cache of `datasets`, where there is one, by one process of each machine.
     """
-    if {*VIDEO_COLUMNS, *NUMBERED_IMAGES}.isdisjoint(dataset.column_names):
+    if {*VIDEO_COLUMNS, *NUMBERED}.isdisjoint(dataset.column_names):
         return dataset
-    shown = [name for name in (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *VIDEO_COLUMNS) if name in dataset.column_names]
+    shown = [name for name in (*IMAGE_COLUMNS, *NUMBERED, *VIDEO_COLUMNS) if name in dataset.column_names]
     read = dataset.select_columns([*shown, *(name for name in (FOLDER,) if name in dataset.column_names)])
 
     def fill(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,7 +277,7 @@ def _are_several(dataset: Dataset | IterableDataset, keys: Keys = KEYS) -> bool:
     name = keys.image[0] if keys != KEYS and len(keys.image) == 1 else "image"
     if names is None or name not in names or name == "images" or ("images" in names and keys.image == KEYS.image):
         return True
-    if {*VIDEO_COLUMNS, *keys.video} & set(names):
+    if {*VIDEO_COLUMNS, *keys.video, *FURTHER_IMAGES} & set(names):
         return True
     return isinstance((dataset.features or {}).get(name), List | Json)
 

@@ -5,8 +5,10 @@ answers, the reference answer of a row. The rules are `Stated answer` in definit
 of each language, and `equality.py` compares open answers.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -172,7 +174,7 @@ def _parts(text: str, in_tag: bool) -> Iterator[tuple[str, str]]:
     elif lines:
         if not _are_items(lines[-2:]):
             yield "line", lines[-1]
-        if len(lines) > 1 and not _are_items(lines[:2]):
+        if len(lines) > 1 and not _are_items(lines[:2]) and not lines[0].rstrip(MARKS).endswith(":"):
             yield "line", lines[0]
         sentences = _sentences(lines[-1])
         for sentence in sentences:
@@ -398,7 +400,7 @@ def _read_open(part: str, rule: str) -> tuple[str, ...] | None:
         clauses = [part, opened, *_ends(_sentences(part)[0])] if short else []
     else:
         clauses = _ends(part)
-    pieces = re.split(r"[,.;:。]", part) if rule != "statement" else ()
+    pieces = re.split(r"[,.;:。]|\s[-–—]\s", part) if rule != "statement" else ()
     words = [POLARITY.get(plain(each)) or POLARITY.get(plain(_without_openers(each))) for each in pieces]
     if {"yes", "no"}.issubset(words):
         return ()
@@ -423,6 +425,7 @@ def _ends(sentence: str) -> list[str]:
         found += re.split(r"[,;](?:\s|$)", opened)[:1]
     clause = bare(_before_reason(opened))
     found += [clause[verb.end() :] for verb in list(_VERBS.finditer(clause))[-1:]]
+    found += clause.partition(":")[2:]
     clause = re.split(r"[,;](?:\s|(?=[\u4e00-\u9fff]))|:", clause)[-1]
     for token in list(_TOKEN.finditer(clause))[: -_MOST_WORDS - 1 : -1]:
         before = clause[: token.start()].rstrip()
@@ -459,8 +462,8 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
     Args:
         solution: letter A–J, option text or 0-based index; without `choices` a letter, also as `(B)` or `B) blue`, or
             the open answer, text or number; or a text that states one of these, such as a worked solution that ends in
-            `\boxed{42}`. True and False are yes and no. A list holds several answers of which each counts as right. A
-            string of digits is never an index.
+            `\boxed{42}`. True and False are yes and no. A list, or the JSON of one, holds several answers of which each
+            counts as right. A string of digits is never an index.
         choices: texts of the 2 to 10 options in the order of their letters; None for an open question.
         label_idx: read where `solution` is None: as it, but a number is always a 0-based index.
 
@@ -475,6 +478,9 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
         return Solution(LETTERS[int(label_idx)], index=int(label_idx))
     solution = label_idx if solution is None else solution
     solution = solution.tolist() if hasattr(solution, "tolist") else solution
+    if isinstance(solution, str) and solution.startswith('["'):  # a list, as tables of texts have it
+        with suppress(ValueError):
+            solution = json.loads(solution)
     accepted = solution if isinstance(solution, list | tuple) and solution else [solution]
     first, *others = dict.fromkeys(_resolve(each, options) for each in accepted)
     return replace(first, others=tuple(others))

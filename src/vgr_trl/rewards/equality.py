@@ -48,8 +48,7 @@ def half_width(text: str) -> str:
 
 def fold(text: str) -> str:
     """Return `text` without differences of case, width, white space, zero-width spaces and composed accents."""
-    composed = unicodedata.normalize("NFC", text.translate(_ZERO_WIDTH))
-    return " ".join(half_width(composed).casefold().split())
+    return " ".join(half_width(unicodedata.normalize("NFC", text.translate(_ZERO_WIDTH))).casefold().split())
 
 
 def normalise(text: str) -> str:
@@ -276,6 +275,8 @@ def same_open_answer(gold: str, answer: str) -> bool:
         return True
     if (polarity := POLARITY.get(plain(gold))) is not None and polarity == POLARITY.get(plain(answer)):
         return True
+    if gold.startswith("[") != answer.startswith("["):  # a list with its brackets, and one without
+        gold, answer = gold.strip("[]"), answer.strip("[]")
     golds = _split_list(gold)
     answers = _split_list(_AND.sub(",", answer) if len(golds) > 1 else answer)
     if len(golds) > 1 and len(golds) == len(answers):
@@ -306,7 +307,7 @@ def _same_formula(gold: str, answer: str) -> bool:
     return same_formula(gold, answer)
 
 
-_AND = re.compile(r",?\s+and\s+|(?<=[\u4e00-\u9fff])和", re.IGNORECASE)
+_AND = re.compile(r",?\s+and\s+|\s*(?:→|->)\s*|(?<=[\u4e00-\u9fff])和", re.IGNORECASE)
 
 
 def _split_list(text: str) -> list[str]:
