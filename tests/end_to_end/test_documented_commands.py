@@ -56,6 +56,7 @@ class FirstStep(Exception):
 def shelf(tmp_path_factory, model_folder, question_files) -> Path:
     folder = tmp_path_factory.mktemp("shelf")
     fill_shelf(folder, model_folder, question_files, re.findall(r"Qwen/[\w.-]+", "".join(ENGLISH.values())))
+    shutil.copy(ROOT / "tests" / "rewards" / "answers.jsonl", folder / "completions.jsonl")
     return folder
 
 
