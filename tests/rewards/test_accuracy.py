@@ -46,7 +46,10 @@ ONE = {
         ("It must be (B), as (b) grows.", "B"), ("Look: the animal is a blue dog.", "C"), ("green", "B"),
         ("The answer is A. B is possible.", "A"), ("b", "B"),
     ],
-    "not another": [("The answer is B, not A.", "B"), ("(A) is incorrect. The right one is green.", "B")],
+    "not another": [
+        ("答案是B。A是红色的，所以不对。", "B"),
+        ("The answer is B, not A.", "B"), ("(A) is incorrect. The right one is green.", "B"),
+    ],
 }  # fmt: skip
 
 
@@ -119,6 +122,8 @@ OPEN = [
     "Answer: 11\nAnswer: 12", "11</think><answer>12</answer>", "12", "We count.\n\nThere are **12** dogs.",
 ]  # fmt: skip
 NOT_OPEN = [
+    "-12", "Answer: -12", "10, 11, 12", "They are 10, 11, 12.", "negative 12",
+    "The answer is 13, not 12", "between 11 and 12",
     "<think>\\boxed{12}", "<answer>12", "Answer: 12 or 13", "The answer is 12. Or 13.",
     "答案是12。也可能是13。", "\\boxed{12} or \\boxed{13}", "Wrong answer: 12", "<answer>13</answer>",
 ]  # fmt: skip

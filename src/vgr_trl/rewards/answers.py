@@ -78,7 +78,8 @@ _BETWEEN_BOXES = re.compile(
 )
 _EMOJI = re.compile("[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u274c\ufe0f]")
 _SENTENCE_END = re.compile(r"[.!?](?=[*\"')]{0,3}(?:\s|$))|[。\n]")
-_BEFORE_CLAUSE = re.compile(r"[\s:*_`>\"'“-]*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
+_BULLETS = re.compile(r"^(?:-[\s*_`\"']+)+")  # not the sign of -5
+_BEFORE_CLAUSE = re.compile(r"(?:[\s:*_`>\"'“]|-(?=\s))*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
 _ITEM = re.compile(r"[\s*>-]*(?:option\s)?\(?([A-J])\*{0,2}(?:[).:、]|[\s*]*$)", re.IGNORECASE)
 _HASHES = re.compile(r"####\s*([^\n#]+)\s*$")
 _REACH, _MOST_STATEMENTS = 300, 20  # characters read on each side of a statement; statements read, the last ones
@@ -226,9 +227,11 @@ def _statements(text: str) -> Iterator[tuple[str, str]]:
         for _, rule, match in sorted(found, key=lambda each: each[0])[: -left - 1 : -1]:
             before = text[max(start, match.start() - _REACH) : match.start()]
             before = before[max((stop.end() for stop in _SENTENCE_END.finditer(before)), default=0) :]
-            if rule == "statement" and not _UNLESS.search(before):
+            if _UNLESS.search(before):
+                continue
+            if rule == "statement":
                 yield rule, _clause(text[match.end() : match.end() + _REACH])
-            elif rule == "confirmation" and before.strip():
+            elif before.strip():
                 yield rule, before
         end, left = start - 1, left - len(found)
         if left <= 0:
@@ -262,7 +265,7 @@ def _explains(sentence: str) -> bool:
 def _without_openers(text: str) -> str:
     """Return a clause without the words in front of its answer that are no part of it."""
     for _ in range(5):
-        text = text.lstrip(MARKS + ":,-—≈~=#>")
+        text = _BULLETS.sub("", text.lstrip(MARKS + ":,—≈~=#>"))
         match = _OPENERS.match(text)
         if match is None or not bare(text[match.end() :]):
             break
@@ -426,10 +429,13 @@ def _ends(sentence: str) -> list[str]:
     clause = bare(_before_reason(opened))
     found += [clause[verb.end() :] for verb in list(_VERBS.finditer(clause))[-1:]]
     found += clause.partition(":")[2:]
-    clause = re.split(r"[,;](?:\s|(?=[\u4e00-\u9fff]))|:", clause)[-1]
+    *others, clause = re.split(r"[,;](?:\s|(?=[\u4e00-\u9fff]))|:", clause)
+    is_number = others and re.match(r"\W*\d", clause) and re.search(r"\d", others[-1])
+    if is_number or (others and re.fullmatch(r"[!-~]+", bare(others[-1])) and re.fullmatch(r"[!-~]+", bare(clause))):
+        return found  # the last part of a list
     for token in list(_TOKEN.finditer(clause))[: -_MOST_WORDS - 1 : -1]:
         before = clause[: token.start()].rstrip()
-        if _JOINS.search(before, max(0, len(before) - 6)):
+        if _JOINS.search(before, max(0, len(before) - 9)):
             break
         if not (token[0].isdigit() and re.search(r"\d", before)):
             found.append(clause[token.start() :])
