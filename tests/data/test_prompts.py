@@ -92,7 +92,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}PART{% endfor %}{
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        (LOOPS.replace("PART", ""), ConfigError), (LOOPS.replace("PART", "more"), DataError),
+        (LOOPS.replace("PART", ""), ConfigError), (LOOPS.replace("PART", "more" * 9999), DataError),
         ("{% macro again(n) %}{{ again(n + 1) if n < 99 }}{{ again(n + 1) if n < 99 }}{% endmacro %}{{ again(0) }}",
          ConfigError),
     ],

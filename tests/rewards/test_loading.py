@@ -171,7 +171,7 @@ def test_a_reward_that_takes_long_is_reported_and_goes_on(monkeypatch):
     first, last = reports[0], reports[-1]
     assert "The reward judge has not returned" in first
     assert "2 completions, of the rows 'row-1' to 'row-2'" in first
-    assert "in asks_judges" in first
+    assert any("in asks_judges" in report for report in reports)  # a busy machine may report before the call
     assert ADVICE not in first
     assert ADVICE in last
     count = len(reports)
