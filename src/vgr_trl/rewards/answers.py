@@ -172,15 +172,15 @@ def _parts(text: str, in_tag: bool) -> Iterator[tuple[str, str]]:
     yield from _statements(text)
     if in_tag:
         yield "tag", text
-    elif lines:
+    if lines and not in_tag:
         if not _are_items(lines[-2:]):
             yield "line", lines[-1]
         if len(lines) > 1 and not _are_items(lines[:2]) and not lines[0].rstrip(MARKS).endswith(":"):
             yield "line", lines[0]
-        sentences = _sentences(lines[-1])
-        for sentence in sentences:
-            if sentence is sentences[-1] or not _explains(sentence):
-                yield "sentence", sentence
+    sentences = _sentences(lines[-1]) if lines else []
+    for sentence in sentences:
+        if sentence is sentences[-1] or not _explains(sentence):
+            yield "sentence", sentence
 
 
 def _are_items(lines: Sequence[str]) -> bool:
@@ -390,7 +390,7 @@ def _read_open(part: str, rule: str) -> tuple[str, ...] | None:
     """
     if not bare(part):
         return None
-    if rule in ("box", "hashes", "tag"):
+    if rule in ("box", "hashes") or (rule == "tag" and not _VERBS.search(part)):
         return (bare(part),)
     if rule == "confirmation":
         return (bare(_without_openers(part.rpartition(",")[2])),)
@@ -399,7 +399,7 @@ def _read_open(part: str, rule: str) -> tuple[str, ...] | None:
         clauses = [] if _DENIES.match(opened) else [part, opened]
         if clauses and not re.search(r"[,;、/]", part):
             clauses += _ends(part)
-    elif rule == "line":
+    elif rule in ("line", "tag"):
         clauses = [part, opened, *_ends(_sentences(part)[0])] if short else []
     else:
         clauses = _ends(part)
