@@ -119,7 +119,8 @@ def test_label_idx_stands_in_for_solution():
 
 OPEN = [
     "Answer: **12**", "答案是12。因为有12个。", "The answer is 12. It was counted.", "\\boxed{\\text{12}}",
-    "Answer: 11\nAnswer: 12", "11</think><answer>12</answer>", "<answer>There are 12.</answer>", "12", "We count.\n\nThere are **12** dogs.",
+    "Answer: 11\nAnswer: 12", "11</think><answer>12</answer>", "<answer>There are 12.</answer>", "12",
+    "We count.\n\nThere are **12** dogs.",
 ]  # fmt: skip
 NOT_OPEN = [
     "<answer>11 or 12</answer>", "<answer>It is not 12.</answer>",
