@@ -21,7 +21,7 @@ def compute_score(reward_input):
     return {"overall": 1.0, "process": os.getpid()}
 """
 PROGRAM = """
-import json, sys
+import json, signal, sys
 from vgr_trl.rewards import load_rewards
 from vgr_trl.rewards.loading import checked
 from vgr_trl.rewards.reward_files import FileOptions
@@ -31,6 +31,7 @@ def score(*texts):
     return {"completions": rows, "prompts": ["?"] * len(rows), "solution": [None] * len(rows)}
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
     options = FileOptions(processes=2)
     name = sys.argv[1] + ":compute_score"
     overall, process = load_rewards([name, name + "[process]"], files=options)
