@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+
 from vgr_trl.cli.__main__ import main
+from vgr_trl.data.load import row_files, splits_of
 from vgr_trl.data.public_sets import HUB_NAME
-from vgr_trl.data.read import splits_in
 
 SPLITS = ("train", "validation")  # the published test split has no answers
 
@@ -36,7 +37,7 @@ def prepare(argv: Sequence[str] | None = None) -> int:
         given += ["--subset_size", str(flags.subset_size)]
     if flags.filter_big_images:
         given.append("--filter_big_images")
-    named = folder.name if folder.is_file() else splits_in(folder) if folder.is_dir() else SPLITS
+    named = folder.name if folder.is_file() else splits_of(row_files(folder), folder) if folder.is_dir() else SPLITS
     for split in [name for name in SPLITS if name in named] or ["train"]:
         if status := main(["data", "convert", "aokvqa", "--split", split, *given]):
             return status

@@ -17,7 +17,6 @@ from vgr_trl import DAPOConfig, DAPOTrainer, forward_passes
 from vgr_trl.batch import scoring_inputs
 from vgr_trl.config import SWITCHES
 from vgr_trl.utils import ConfigError
-from vgr_trl.validate import prompt_length
 
 
 class ConfigOnCPU(DAPOConfig):
@@ -115,7 +114,7 @@ def test_long_prompts_are_left_out_and_counted(build, text_rows, monkeypatch):
     trainer = build(rows=rows, max_prompt_length=15, eval_rows=rows)
     assert len(trainer.train_dataset) == len(text_rows)
     assert len(trainer.eval_dataset) == len(text_rows)
-    lengths = [prompt_length(trainer, row) for row in rows]
+    lengths = [len(trainer._tokenize_prompts([row["prompt"]])[0][0]) for row in rows]
     assert max(lengths[:-1]) <= 15 < lengths[-1]
     assert warnings == [
         f"max_prompt_length=15: left out 1 of 13 rows of the {name} data (the longest prompt has {lengths[-1]} tokens)."

@@ -26,8 +26,8 @@ from vgr_trl.batch import (
 )
 from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.credit import own_rules
-from vgr_trl.data.columns import image_columns
 from vgr_trl.data.images import COLUMNS, Box, boxes_of
+from vgr_trl.data.read_row import image_columns
 from vgr_trl.registries import BLIND_ANSWERS, VIEW, is_late, measurements, needs_of
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
 from vgr_trl.sharing.model_support import causal_model

@@ -156,6 +156,8 @@ class StepMetrics:
 
     Attributes:
         prompts_too_long: prompts of a stream that were left out, in the whole run.
+        rows_replaced: rows of this process since the last micro-batch whose images could not be decoded, so that
+            others took their place.
         updates_left_out: steps that changed nothing because their gradient was not finite.
     """
 
@@ -164,7 +166,7 @@ class StepMetrics:
         self._valid: list[float] = []  # tokens of each micro-batch that count in the loss
         self._scored: list[float] = []  # those of them that were scored
         self._sums: Counter[str] = Counter()
-        self.prompts_too_long = self.updates_left_out = 0
+        self.prompts_too_long = self.updates_left_out = self.rows_replaced = 0
         args = trainer.args
         by_completion = args.importance_sampling_level == "sequence" and not args.has_token_advantages
         self._means = ("entropy",) if by_completion else ("entropy", *_RATIO_MEANS)  # TRL's, over tokens that train
@@ -183,9 +185,12 @@ class StepMetrics:
         old_logps = inputs.get("old_per_token_logps", logps)  # TRL leaves them out while they equal the new ones
         kl = approximate_kl(logps, old_logps, loss_mask)  # (N,)
         tokens = inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
-        counts = (kl.sum(), mask.sum(), loss_mask.sum(), tokens, len(mask), rows_run)
+        counts = (kl.sum(), mask.sum(), loss_mask.sum(), tokens, len(mask), rows_run, self.rows_replaced)
+        self.rows_replaced = 0
         local = torch.stack([torch.as_tensor(count, device=kl.device).float() for count in counts])
-        kl_sum, valid, scored, tokens, rows, run = self._trainer.accelerator.reduce(local, reduction="sum").tolist()
+        kl_sum, valid, scored, tokens, rows, run, replaced = self._trainer.accelerator.reduce(
+            local, reduction="sum"
+        ).tolist()
         for name in self._means if scored != valid else ():
             if values := of_trl.get(name):
                 values[-1] = values[-1] * valid / scored if scored else math.nan
@@ -193,6 +198,7 @@ class StepMetrics:
         self._scored.append(scored)
         self._sums.update(
             {"tokens": tokens, "rows": rows, "skipped/rows": rows - run, "skipped/tokens": valid - scored}
+            | {"replaced": replaced}
         )
         return {"approx_kl": kl_sum / scored if scored else math.nan}
 
@@ -220,6 +226,8 @@ class StepMetrics:
         }
         if self.updates_left_out:
             logs["skipped/updates"], self.updates_left_out = self.updates_left_out, 0
+        if sums["replaced"]:
+            logs["data/prompts_replaced"] = sums["replaced"] / self._trainer.num_generations
         if self.prompts_too_long:
             logs["data/prompts_too_long"] = self.prompts_too_long
         return logs

@@ -219,7 +219,7 @@ rewards = Registry(
 )  # fmt: skip
 datasets = Registry(
     "data set", "vgr_trl.datasets", "vgr_trl.data.public_sets",
-    "a function that takes a Source and yields questions",
+    "a function that takes a published row and yields rows",
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from vgr_trl.batch import Placement, Rows, join_rows, valid_tokens
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.credit import active_rules, masked_mean
 from vgr_trl.data.images import images_of
+from vgr_trl.data.rows import ReadOnce, reads_alike, take_out_replaced
 from vgr_trl.patches import as_one_batch, replace_newest
 from vgr_trl.registries import short_name
 from vgr_trl.rollout import GroupSelection, Rollout, TrainingPass, weighted_sums
@@ -609,7 +610,7 @@ class FurtherPrompts:
         dataset, seed = trainer.train_dataset, trainer.args.seed
         if isinstance(dataset, IterableDataset) and trainer.shuffle_dataset:
             dataset = dataset.shuffle(seed=seed + 1)
-        return cls(dataset, seed)
+        return cls(ReadOnce(dataset) if reads_alike(dataset) else dataset, seed)
 
     def begin(self, rows: Sequence[Mapping[str, Any]], placement: Placement) -> None:
         """Note the prompts of a batch, which no further round draws again."""
@@ -647,7 +648,9 @@ class FurtherPrompts:
             while True:
                 generator = torch.Generator().manual_seed(self.seed * 1_000_003 + turn)
                 for index in torch.randperm(len(self.dataset), generator=generator).tolist()[passed:]:
-                    yield self.dataset[index]
+                    row = self.dataset[index]
+                    take_out_replaced([row])
+                    yield row
                 turn, passed = turn + 1, 0
                 yield None
         rest = self.drawn  # rows to pass over; a short stream is passed over several times

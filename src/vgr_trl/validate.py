@@ -5,27 +5,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, Value
 from packaging.version import Version
 from peft import PeftConfig, PeftModel
 from transformers import AutoProcessor, GenerationConfig, PreTrainedModel
 from transformers.integrations import get_available_reporting_integrations as trackers
 from transformers.utils import is_torchvision_available, logging
-from trl.data_utils import prepare_multimodal_messages
 from trl.trainer import utils
 
 from vgr_trl.config import SWITCHES
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.columns import image_columns, undecoded
 from vgr_trl.data.images import COLUMNS as BOX_COLUMNS
-from vgr_trl.data.images import IMAGE_COLUMNS, PLACE, box_problem, fitted_by, images_of
+from vgr_trl.data.images import IMAGE_COLUMNS, PLACE, box_problem
+from vgr_trl.data.lengths import SIZES, PromptLengths, sizes_of
 from vgr_trl.data.prompts import special_problem, special_tokens
-from vgr_trl.data.rows import Sieve, SkippedRow, drop_long_prompts, prepare_rows, scan, skipped_rows
+from vgr_trl.data.read_row import image_columns, undecoded
+from vgr_trl.data.rows import REASON, Sieve, SkippedRow, drop_long_prompts, map_rows, prepare_rows, skipped_rows
 from vgr_trl.efficiency.vision_cache import VisionCache, parts_of_tower, tower_trains, why_not_once
 from vgr_trl.forward_passes import DummyImage
 from vgr_trl.loss import coefficient_warning, kl_penalty_reward
@@ -206,7 +206,7 @@ def make_data_ready(trainer: "DAPOTrainer") -> None:
         if isinstance(dataset, Dataset):
             return _without_bad_rows(dataset, split, special, boxes)
         if boxes:
-            sieve = Sieve(split, box_problem)
+            sieve = Sieve(split, lambda row: box_problem(row, sizes_of(row)))
             dataset = dataset.filter(sieve.keeps, with_indices=True)
             sieve.require_row(dataset)
         return dataset
@@ -251,21 +251,24 @@ def _without_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | N
     """
     names = set(dataset.column_names or ())
     boxes = boxes and bool(names & set(BOX_COLUMNS))
-    read = names & {"prompt", PLACE, *(BOX_COLUMNS + IMAGE_COLUMNS if boxes else ())}
+    read = names & {"prompt", PLACE, *((*BOX_COLUMNS, *IMAGE_COLUMNS, SIZES) if boxes else ())}
     rows = undecoded(dataset.with_format(None).select_columns(sorted(read)))
     texts = len(rows) > 0 and not isinstance(rows[0]["prompt"], list)
     if len(rows) == 0 or (texts and not boxes):
         return dataset
-    fitted = fitted_by(dataset)
-
-    def problem(row: Mapping[str, Any]) -> str | None:
-        reason = None if texts else special_problem(special, row["prompt"])
-        return box_problem(row, fitted) if reason is None and boxes else reason
-
-    reasons = scan(rows, problem, f"check prompts ({split})")
+    examine = partial(_problem, special=None if texts else special, boxes=boxes)
+    found = map_rows(
+        rows, examine, Features({REASON: Value("string")}), [special, boxes], f"Checking prompts ({split})"
+    )
+    reasons = list(found[REASON])
     skipped = skipped_rows(split, reasons, places=rows[PLACE] if PLACE in read else None)
     _warn_left_out(split, skipped)
     return dataset.select([row for row, reason in enumerate(reasons) if reason is None]) if skipped else dataset
+
+
+def _problem(row: Mapping[str, Any], special: re.Pattern[str] | None, boxes: bool) -> dict[str, str | None]:
+    reason = None if special is None else special_problem(special, row["prompt"])
+    return {REASON: box_problem(row, sizes_of(row)) if reason is None and boxes else reason}
 
 
 def _warn_left_out(split: str, skipped: Sequence[SkippedRow]) -> None:
@@ -294,9 +297,12 @@ def check_data(trainer: "DAPOTrainer", measured_columns: Iterable[str]) -> None:
         def count(split: str) -> None:
             trainer.step_metrics.prompts_too_long += split == "train"
 
+        template: dict[str, Any] = {"tools": trainer.tools or None, "chat_template": trainer.chat_template}
+        template |= cast("dict[str, Any]", trainer.chat_template_kwargs)
+        lengths = PromptLengths(trainer.processing_class, **template)
+
         def kept(dataset: Any, split: str, part: str | None) -> Any:
-            length = partial(prompt_length, trainer)
-            return drop_long_prompts(dataset, length, limit, part or split, partial(count, split))
+            return drop_long_prompts(dataset, lengths, limit, part or split, partial(count, split))
 
         change_data(trainer, kept)
     prompts, train_dataset = args.prompts_per_rollout, trainer.train_dataset
@@ -306,16 +312,6 @@ def check_data(trainer: "DAPOTrainer", measured_columns: Iterable[str]) -> None:
             f"{args.generation_batch_size} / num_generations {args.num_generations}): add rows, or lower "
             "per_device_train_batch_size or gradient_accumulation_steps."
         )
-
-
-def prompt_length(trainer: "DAPOTrainer", row: Mapping[str, Any]) -> int:
-    """Tokens of the row's prompt as the policy will read it, image tokens included."""
-    prompt, images = row["prompt"], images_of(row)
-    if images:
-        if isinstance(prompt, str):
-            raise DataError("A row with images has a text as its prompt: give a conversation (a list of messages).")
-        prompt = prepare_multimodal_messages(prompt, images=images)
-    return len(trainer._tokenize_prompts([prompt])[0][0])
 
 
 # Options that do not fit the model, the data or the launch

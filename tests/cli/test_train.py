@@ -17,7 +17,7 @@ from support.launching import results_of
 from vgr_trl.checkpoints import resolve_checkpoint
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.train import check_output_dir
-from vgr_trl.data.load import train_test_split
+from vgr_trl.data.merge import train_test_split
 from vgr_trl.data.rows import prepare_rows
 from vgr_trl.reporting.records import read_run
 from vgr_trl.utils import ConfigError

@@ -41,7 +41,7 @@ def test_a_set_is_converted_and_reported(tmp_path, capsys):
     assert "12  100.0%  B" in printed
     assert f"1 left out are listed in {tmp_path / 'out' / 'skipped.jsonl'}" in printed
     assert (tmp_path / "out" / "report.txt").read_text(encoding="utf-8") in printed
-    assert [(row["file"], row["row"]) for row in skipped_in(tmp_path / "out")] == [(str(tmp_path / "b.parquet"), 0)]
+    assert [(row["file"], row["row"]) for row in skipped_in(tmp_path / "out")] == [(f"{file} {tmp_path}/b.parquet", 12)]
     rows, skipped = prepare_rows(load_split("train", dataset_path=str(tmp_path / "out")))
     assert (len(rows), skipped) == (12, [])
     assert convert(tmp_path, "--data_files", file, tmp_path / "b.parquet") == 0  # there is nothing left to do

@@ -14,8 +14,8 @@ from PIL import Image
 from support.made_sets import encoded
 
 from vgr_trl.data.convert import encode_image
-from vgr_trl.data.images import ImageLimits, open_image, read_image, reads_alike, to_rgb
-from vgr_trl.data.rows import prepare_rows
+from vgr_trl.data.images import ImageLimits, open_image, read_image, to_rgb
+from vgr_trl.data.rows import prepare_rows, reads_alike
 from vgr_trl.utils import DataError
 
 HERE, LIMITS = Path(), ImageLimits()
@@ -201,7 +201,7 @@ def decoded(monkeypatch):
         seen.append(value)
         return open_image(value, root)
 
-    monkeypatch.setattr("vgr_trl.data.images.open_image", opened)
+    monkeypatch.setattr("vgr_trl.data.rows.open_image", opened)
     return seen
 
 

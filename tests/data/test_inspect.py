@@ -1,21 +1,15 @@
 import json
 import re
-from functools import partial
 from html import unescape
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from PIL import Image
-from trl import GRPOTrainer
 
 from vgr_trl.cli.data import main as data
-from vgr_trl.data.inspect import inspect_rows, prompt_tokens
+from vgr_trl.data.inspect import Looks, inspect_rows
 from vgr_trl.data.load import load_path
-from vgr_trl.data.prompts import SYSTEM_PROMPTS, build_prompt
 from vgr_trl.data.rows import RowOptions
-from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.validate import prompt_length
 
 HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \u2028\u202e\x1b[2J"
 
@@ -43,10 +37,9 @@ def main(arguments) -> int:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, streaming):
-    split, rows = load_path("rows.jsonl", streaming=streaming)
-    heard = []
-    found = inspect_rows(rows, RowOptions(root=folder), split=split, on_skipped=heard.append)
-    assert (split, found.rows, found.usable) == ("train", 8, 4)
+    split, loads = load_path("rows.jsonl", streaming=streaming)
+    found, heard = inspect_rows(loads[split](), Looks(RowOptions(root=folder)), split=split)
+    assert (split, found.rows, found.usable, found.unreadable) == ("train", 8, 4, 2)
     assert [(row.row, row.id) for row in heard] == [(2, "q2"), (3, "q3"), (4, "q4"), (6, "q6")]
     by_rows = {tuple(row.row for row in found.examples[kind]): n for kind, n in found.counts["reasons"].items()}
     assert by_rows == {(2,): 1, (3, 4): 2, (6,): 1}  # zebra and giraffe are one kind of mistake
@@ -55,17 +48,6 @@ def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, 
     assert (found.counts["images"], found.counts["sources"]) == ({"1": 4}, {"made": 4})
     answers = {one["row"]: one["answer"] for one in found.sample}
     assert answers == {0: "B. y", 1: "B. y", 5: "B) forty-two", 7: "B. y"}
-
-
-@pytest.mark.parametrize(("images", "system_prompt"), [(0, SYSTEM_PROMPTS["zh"]), (1, None), (3, SYSTEM_PROMPTS["zh"])])
-def test_lengths_are_those_of_the_trainer(images, system_prompt):
-    processor = build_processor(["what"])
-    row = {"prompt": build_prompt("what is it?", ["x", "y"], system_prompt=system_prompt)}
-    row["images"] = [Image.new("RGB", (112 + 28 * number, 84)) for number in range(images)]
-    trainer = SimpleNamespace(processing_class=processor, _is_vlm=True, environment_factories=None, tools=None)
-    trainer.chat_template, trainer.chat_template_kwargs = None, {}
-    trainer._tokenize_prompts = partial(GRPOTrainer._tokenize_prompts, trainer)
-    assert prompt_tokens(processor, row) == prompt_length(trainer, row)
 
 
 def test_the_page_shows_text_as_text_and_holds_its_images(folder, capsys):
@@ -80,7 +62,11 @@ def test_the_page_shows_text_as_text_and_holds_its_images(folder, capsys):
         assert shown in unescape(page)
     assert [json.loads(line)["row"] for line in (folder / "bad.jsonl").read_text().splitlines()] == [2, 3, 4, 6]
     printed = capsys.readouterr().out
-    for shown in ("train: 8 rows, of which 4 cannot be used.", "row 3 (id 'q3'): ", "prompt length in tokens"):
+    for shown in (
+        "train: 8 rows, 4 of them cannot be used; 2 for an answer that cannot be read.",
+        "row 3 (id 'q3'): ",
+        "prompt length in tokens",
+    ):
         assert shown in printed
 
 
@@ -88,5 +74,21 @@ def test_strict_says_so_by_its_exit_status_and_no_page_is_needed(folder, capsys)
     assert main(["rows.jsonl", "--samples", "0", "--strict"]) == 1
     assert main(["rows.jsonl", "--samples", "0", "--strict", "--max_rows", "2"]) == 0
     assert main(["rows.jsonl", "--samples", "0", "--max_rows", "99"]) == 0
-    assert "Prompts are not measured: name the model with --model." in capsys.readouterr().out
+    assert "Prompt lengths are not measured: name the model with --model." in capsys.readouterr().out
     assert not (folder / "inspect.html").exists()
+
+
+def test_images_in_two_splits_are_named_and_lengths_are_compared_with_three_limits(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (40, 30)).save("a.png")
+    Image.new("RGB", (40, 30), "red").save("b.png")
+    for split, names in (("train", "aab"), ("test", "a")):
+        rows = [{"problem": f"which {n}?", "solution": "x", "image": f"{name}.png"} for n, name in enumerate(names)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([".", "--tiny", "--samples", "1", "--max_prompt_length", "2000", "--page", "p.html"]) == 0
+    printed, page = capsys.readouterr().out, (tmp_path / "p.html").read_text(encoding="utf-8")
+    for text in (printed, page):
+        assert "2 rows of train show an image that test has too." in text
+        for limit, rows in ((1000, 0), (2000, 0), (4000, 0)):
+            assert f"max_prompt_length={limit} leaves {rows} rows out (0.0%)" in text
+        assert "images by tokens" in text

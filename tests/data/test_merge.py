@@ -1,38 +1,39 @@
-from dataclasses import replace
-
 import pytest
 from datasets import load_dataset
 from PIL import Image
 from support.made_sets import encoded, jsonl, picture, rows_in, skipped_in, written
 
 from vgr_trl.data import merge as merge_module
-from vgr_trl.data.columns import Origin, Question
-from vgr_trl.data.convert import Output
+from vgr_trl.data.convert import Output, Rules
+from vgr_trl.data.load import load_path
 from vgr_trl.data.merge import Row, interleaved, merge, sharing_images, split, without_duplicates
-from vgr_trl.data.read import Source
+from vgr_trl.data.public_sets import CONVERTERS
 from vgr_trl.utils import ConfigError, DataError
 
 CHOICES = ["red", "blue", "green"]
 
 
-def question(name: str, colour, problem="Which colour?", solution="A", choices=CHOICES, images=None) -> Question:
-    return Question(name, name[0], problem, solution, images or [picture(colour)], choices)
+def question(name, colour, problem="Which colour?", solution="A", choices=CHOICES, images=None, **more):
+    fields = {"id": name, "source": name[0], "problem": problem, "solution": solution, "choices": choices}
+    return fields | {"images": images or [picture(colour)]} | more
 
 
-def made_set(folder, questions, **options) -> Source:
-    written([(Origin("file", number), item) for number, item in enumerate(questions)], folder, **options)
-    return Source(dataset_path=str(folder))
+def made_set(folder, rows, **options):
+    written(rows, folder, **options)
+    return str(folder)
 
 
-def two_sets(tmp_path) -> list[Source]:
+def two_sets(tmp_path) -> list[str]:
     """30 rows in two files, and 10 with several images, one of which is that of row 0 of the first set."""
     first = [question(f"a{n}", (n, 0, 0), solution="ABC"[n % 3]) for n in range(30)]
     second = [question(f"b{n}", None, images=[picture((0, n, 0)), picture((0, 0, n))]) for n in range(10)]
-    return [made_set(tmp_path / "a", first, rows_per_file=20), made_set(tmp_path / "b", second, columns=("images",))]
+    return [made_set(tmp_path / "a", first, rows_per_file=20), made_set(tmp_path / "b", second)]
 
 
-def merged(tmp_path, sources, *, name="out", identity="same", **options):
-    return merge(sources, Output(tmp_path / name, workers=0), {"sets": identity}, **options)
+def merged(tmp_path, paths, *, name="out", identity="same", **options):
+    rules = [Rules(CONVERTERS["jsonl"], path, root=tmp_path) for path in paths]
+    sets = [(load_path(path)[1]["train"](), rule) for path, rule in zip(paths, rules, strict=True)]
+    return merge(sets, Output(tmp_path / name, {"sets": identity}), workers=0, **options)
 
 
 def test_two_sets_become_one_that_datasets_reads(tmp_path):
@@ -59,25 +60,24 @@ def test_the_same_image_in_another_format_is_the_same(tmp_path):
     merged(tmp_path, [first, second], test_share=0)
     assert [row["id"] for row in rows_in(tmp_path / "out")] == ["a0", "b2", "a2"]
     other = "another row with the same image and question has another answer"
-    file_a, file_b = (str(tmp_path / name / "train-00000.parquet") for name in "ab")
     assert skipped_in(tmp_path / "out") == [
-        {"file": file_b, "row": 0, "reason": "it has the same image and question as an earlier row"},
-        {"file": file_a, "row": 1, "reason": other},
-        {"file": file_b, "row": 1, "reason": other},
+        {"file": first, "row": 1, "reason": other},
+        {"file": second, "row": 0, "reason": "it has the same image and question as an earlier row"},
+        {"file": second, "row": 1, "reason": other},
     ]
 
 
 def test_a_merge_that_is_killed_is_made_again_and_a_finished_one_is_not(tmp_path, monkeypatch):
     sources = two_sets(tmp_path)
-    merged(tmp_path, sources, name="plain", shuffle_choices=True)
-    merged(tmp_path, sources, shuffle_choices=True)
+    merged(tmp_path, sources, name="plain", shuffles_choices=True)
+    merged(tmp_path, sources, shuffles_choices=True)
     for test in (tmp_path / "out").glob("*test*"):
         test.unlink()  # as if the command had been killed before this side was finished
-    merged(tmp_path, sources, shuffle_choices=True)
+    merged(tmp_path, sources, shuffles_choices=True)
     for name in ("train", "test"):
         assert rows_in(tmp_path / "out", name) == rows_in(tmp_path / "plain", name)
-    monkeypatch.setattr(merge_module, "_examine", lambda *_: pytest.fail("looked at the rows again"))
-    merged(tmp_path, sources, shuffle_choices=True)
+    monkeypatch.setattr(merge_module, "convert_rows", lambda *_: pytest.fail("looked at the rows again"))
+    merged(tmp_path, sources, shuffles_choices=True)
     with pytest.raises(ConfigError, match="holds a conversion with other sets"):
         merged(tmp_path, sources, identity="another")
 
@@ -91,10 +91,9 @@ def test_regions_are_carried_on_in_the_form_of_converted_sets(tmp_path):
     for name, colour in zip(boxes, ("red", "green"), strict=True):
         Image.new("RGB", (12, 8), colour).save(tmp_path / f"{name}.png")
     rows = [{"id": name, "prompt": "?", "answer": "x", "image": f"{name}.png", **box} for name, box in boxes.items()]
-    with_boxes = [replace(question("c0", (9, 9, 9)), regions=[[0.5, 0, 0.25, 1]])]
     sources = [
-        Source(data_files=[str(jsonl(tmp_path / "mine.jsonl", rows))]),
-        made_set(tmp_path / "c", with_boxes, columns=("image", "regions")),
+        str(jsonl(tmp_path / "mine.jsonl", rows)),
+        made_set(tmp_path / "c", [question("c0", (9, 9, 9), regions=[[0.5, 0, 0.25, 1]])]),
         made_set(tmp_path / "d", [question("d0", (8, 8, 8))]),
     ]
     merged(tmp_path, sources, test_share=0)

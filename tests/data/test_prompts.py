@@ -6,7 +6,7 @@ import pytest
 from vgr_trl.cli.arguments import DataArguments, system_prompt_of
 from vgr_trl.data import prompts
 from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, build_prompt, placed
-from vgr_trl.data.rows import RowOptions, understand
+from vgr_trl.data.rows import RowOptions, ready_row
 from vgr_trl.utils import ConfigError, DataError
 
 
@@ -51,7 +51,7 @@ def test_a_wrong_template_is_a_sentence(text, message):
 def test_a_template_that_fails_or_reaches_out_of_the_sandbox_is_a_reason(text):
     options = RowOptions(system_prompt=SystemTemplate(text, "mine.txt"))
     with pytest.raises(DataError, match=r"^mine.txt cannot be filled in for it \(.+\)$"):
-        understand({"problem": "q", "solution": "x"}, options)
+        ready_row({"problem": "q", "solution": "x"}, options)
 
 
 def test_the_system_prompt_that_flags_name(tmp_path):
@@ -81,7 +81,7 @@ def test_a_question_template_is_what_the_user_says(tmp_path):
     ]
     dialogue = {"prompt": [{"role": "user", "content": "q"}], "solution": "x"}
     with pytest.raises(DataError, match="cannot be filled in with"):
-        understand(dialogue, RowOptions(system_prompt=template))
+        ready_row(dialogue, RowOptions(system_prompt=template))
     with pytest.raises(ConfigError, match="names answer, but knows content, problem only"):
         QuestionTemplate("{{ answer }}")
 

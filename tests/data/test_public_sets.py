@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image, ImageColor
-from support.made_sets import parquet, picture, questions, reasons
+from datasets import Dataset
+from support.made_sets import converted, parquet, picture
 
-from vgr_trl.data.columns import VISION_ONLY_PROBLEM, Origin, Question, renumber_placeholders
-from vgr_trl.data.public_sets import CONVERTERS, read_ids, shuffled_choices, stays_in_order
-from vgr_trl.data.read import Source
+from vgr_trl.data.load import load_split
+from vgr_trl.data.public_sets import join_arxivqa, read_ids, shuffle_choices, stays_in_order
+from vgr_trl.data.read_row import VISION_ONLY_PROBLEM, renumber_placeholders
 from vgr_trl.utils import DataError
 
 COLOURS = ["red", "green", "blue", "white", "black", "gray", "pink"]
@@ -30,11 +31,11 @@ NLVR = {"identifier": "1-0", "image": picture(), "sentence": " There is a box. "
 
 
 def read(name, folder, *rows):
-    return list(CONVERTERS[name].read(Source(data_files=[str(parquet(folder / "train.parquet", list(rows)))])))
+    return converted(name, parquet(folder / "train.parquet", list(rows)), folder / "made")
 
 
-def fields(question: Question):
-    return question.id, question.source, question.problem, question.choices, question.solution, question.images
+def fields(row):
+    return row["id"], row["source"], row["problem"], row["choices"], row["solution"], row["images"]
 
 
 NAVY = ["Isolationism", "America's navy", "a third party", "the union"]
@@ -50,16 +51,16 @@ NAVY = ["Isolationism", "America's navy", "a third party", "the union"]
     ],
 )
 def test_rows_as_they_are_published(tmp_path, name, row, expected):
-    (found,) = questions(read(name, tmp_path, row))
+    ((found,), _) = read(name, tmp_path, row)
     assert fields(found) == expected
 
 
 def test_a_missing_number_closes_up_in_images_and_placeholders(tmp_path):
     row = MMMU | {"image_1": None, "image_2": PICTURES[1], "image_5": PICTURES[4]}
     row |= {"question": "Compare <image 2> with <image 5>, then <image 2>.", "options": "['<image 5>', '<image 2>']"}
-    (found,) = questions(read("mmmu_pro", tmp_path, row))
-    assert found.problem == "Compare <image 1> with <image 2>, then <image 1>."
-    assert (found.choices, found.images) == (["<image 2>", "<image 1>"], [PICTURES[1], PICTURES[4]])
+    ((found,), _) = read("mmmu_pro", tmp_path, row)
+    assert found["problem"] == "Compare <image 1> with <image 2>, then <image 1>."
+    assert (found["choices"], found["images"]) == (["<image 2>", "<image 1>"], [PICTURES[1], PICTURES[4]])
     assert renumber_placeholders(["<Image 3>, <image3>", "<image 12"], [3]) == ["<image 1>, <image 1>", "<image 12"]
     with pytest.raises(DataError, match="it refers to <image 99999999>"):
         renumber_placeholders(["<image 99999999>"], [1])
@@ -67,24 +68,24 @@ def test_a_missing_number_closes_up_in_images_and_placeholders(tmp_path):
 
 def test_easy_vqa_has_several_questions_to_an_image(tmp_path):
     rows = [EASY, EASY | {"answers": ["red"]}, EASY | {"questions": None}, EASY | {"answers": ["red", None]}]
-    found = read("easy_vqa", tmp_path, *rows)
-    asked = [(item.id, item.problem, item.solution, item.choices) for item in questions(found)]
-    colour = ("train-7-0", "what colour?", "red", None)
-    assert asked == [colour, ("train-7-1", "is it red?", "yes", None), colour]  # one question of the last row stays
-    assert [(row, reason[:20]) for row, reason in reasons(found)] == [
+    found, left_out = read("easy_vqa", tmp_path, *rows)
+    asked = [(row["id"], row["problem"], row["solution"], row["choices"]) for row in found]
+    colour = ("7-0", "what colour?", "red", None)
+    assert asked == [colour, ("7-1", "is it red?", "yes", None), colour]  # one question of the last row stays
+    assert [(row, reason[:20]) for row, reason in left_out] == [
         (1, "it has 2 questions a"), (2, "its questions is Non"), (3, "solution is None: gi")
     ]  # fmt: skip
 
 
 def test_nlvr_has_labels_of_two_types_and_boxes_of_objects(tmp_path):
     for label, letter in ((False, "B"), (True, "A")):
-        assert questions(read("nlvr", tmp_path, NLVR | {"label": label}))[0].solution == letter
+        assert read("nlvr", tmp_path, NLVR | {"label": label})[0][0]["solution"] == letter
     wide, high = Image.open(io.BytesIO(picture()["bytes"])).size
     boxes = [{"box": [0, high / 2, wide / 4, high / 2]}, {"box": [wide / 2, 0, wide / 2, high]}]
-    (found,) = questions(read("nlvr", tmp_path, NLVR | {"objects": json.dumps(boxes)}))
-    assert found.regions == [[0, 0.5, 0.25, 0.5], [0.5, 0, 0.5, 1]]
+    ((found,), _) = read("nlvr", tmp_path, NLVR | {"objects": json.dumps(boxes)})
+    assert found["regions"] == [[0, 0.5, 0.25, 0.5], [0.5, 0, 0.5, 1]]
     for unreadable in ("[]", "{", '[{"type": "circle"}]'):
-        assert questions(read("nlvr", tmp_path, NLVR | {"objects": unreadable}))[0].regions == []
+        assert read("nlvr", tmp_path, NLVR | {"objects": unreadable})[0][0]["regions"] == []
 
 
 FIGURES = {f"1501.0000{number}_1.jpg": picture((number, 0, 0)) for number in range(1, 5)}
@@ -97,26 +98,25 @@ def query(number: int, **changed):
     return row | changed
 
 
-def arxivqa(folder: Path, queries, qrels, corpus) -> Source:
+def arxivqa(folder: Path, queries, qrels, corpus) -> Dataset:
     for name, rows in (("corpus", corpus), ("queries", queries), ("qrels", qrels)):
         parquet(folder / "set" / name / "train-00000-of-00001.parquet", rows)
-    return Source(dataset_path=str(folder / "set"))
+    return join_arxivqa(lambda name: load_split("train", dataset_path=str(folder / "set"), dataset_config=name))
 
 
 def test_questions_of_arxivqa_get_their_figures(tmp_path):
     queries = [query(0), query(1), query(2), query(3, options=["B) x", "A) y"]), query(4, answer="D) It vanishes")]
     qrels = [{"query-id": f"q{number}", "corpus-id": NAMES[number % 4], "score": 1} for number in range(5)]
     corpus = [{"corpus-id": name, "image": image} for name, image in FIGURES.items()]
-    candidates = list(CONVERTERS["arxivqa"].read(arxivqa(tmp_path, queries, qrels, corpus)))
-    found = questions(candidates)
+    found, left_out = converted("arxivqa", arxivqa(tmp_path, queries, qrels, corpus), tmp_path / "made")
     # In the order of the figures: the first figure is asked about by the questions 0 and 4.
-    assert [question.id for question in found] == ["q0", "q4", "q1", "q2"]
-    assert [question.images for question in found] == [[FIGURES[NAMES[number]]] for number in (0, 0, 1, 2)]
-    assert [question.solution for question in found] == ["B", "D", "B", "B"]
-    assert found[0].choices == ["It rises", "It falls", "It stays", "It vanishes"]
-    assert (found[0].source, found[0].problem) == ("ArxivQA", "What does curve 0 do?")
-    ((place, reason),) = reasons(candidates)
-    assert (place, reason[:39]) == (3, "its options carry the letters B, A, whi")
+    assert [row["id"] for row in found] == ["q0", "q4", "q1", "q2"]
+    assert [row["images"] for row in found] == [[FIGURES[NAMES[number]]] for number in (0, 0, 1, 2)]
+    assert [row["solution"] for row in found] == ["B", "D", "B", "B"]
+    assert found[0]["choices"] == ["It rises", "It falls", "It stays", "It vanishes"]
+    assert (found[0]["source"], found[0]["problem"]) == ("ArxivQA", "What does curve 0 do?")
+    ((place, reason),) = left_out
+    assert (place, reason[:39]) == (4, "its options carry the letters B, A, whi")
 
 
 def test_ids_per_line_or_as_json(tmp_path):
@@ -125,20 +125,20 @@ def test_ids_per_line_or_as_json(tmp_path):
         assert read_ids(tmp_path / "ids") == ids
 
 
-def asked(choices=tuple(COLOURS[:4]), solution="A", problem="Which colour?") -> Question:
-    return Question("q", "made", problem, solution, ["image"], list(choices) if choices else None)
+def asked(choices=tuple(COLOURS[:4]), solution="A", problem="Which colour?"):
+    return {"problem": problem, "solution": solution, "choices": list(choices) if choices else None}
 
 
 def shuffled(given, seed=0):
-    return [found for _, found in shuffled_choices(((Origin("f", 0), item) for item in given), seed)]
+    return list(shuffle_choices(Dataset.from_list(given), seed))
 
 
 def test_right_letters_come_equally_often():
     many = [asked()] * 100 + [asked(COLOURS[:3])] * 30
     found = shuffled(many)
-    assert Counter(item.solution for item in found[:100]) == dict.fromkeys("ABCD", 25)
-    assert Counter(item.solution for item in found[100:]) == dict.fromkeys("ABC", 10)
-    places = Counter(item.choices.index("blue") for item in found[:100])
+    assert Counter(item["solution"] for item in found[:100]) == dict.fromkeys("ABCD", 25)
+    assert Counter(item["solution"] for item in found[100:]) == dict.fromkeys("ABC", 10)
+    places = Counter(item["choices"].index("blue") for item in found[:100])
     assert all(10 <= places[place] <= 45 for place in range(4))  # wrong options move too
     assert shuffled(many) == found != shuffled(many, seed=1)
 
@@ -148,7 +148,7 @@ def test_right_letters_come_equally_often():
     [("None of the above", True), ("Both A and B", True), ("only B", True), ("B", True), ("Vitamin A", False)],
 )
 def test_options_that_name_others_stay(last, stays):
-    question = asked([*COLOURS[:3], last], "B")
-    assert stays_in_order(question) is stays
-    assert not stays or shuffled([question, "bad", asked(None, "red")]) == [question, "bad", asked(None, "red")]
-    assert stays_in_order(asked(problem="Is option B larger than option C?"))
+    row = asked([*COLOURS[:3], last], "B")
+    assert stays_in_order(row["problem"], row["choices"]) is stays
+    assert not stays or shuffled([row, asked(None, "red")]) == [row, asked(None, "red")]
+    assert stays_in_order("Is option B larger than option C?", COLOURS)

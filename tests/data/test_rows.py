@@ -13,7 +13,7 @@ from vgr_trl.cli.arguments import DataArguments, load_rows
 from vgr_trl.cli.data import inspect_parser, inspect_run
 from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import special_tokens
-from vgr_trl.data.rows import RowOptions, understand
+from vgr_trl.data.rows import RowOptions, ready_row
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.utils import DataError
 
@@ -43,10 +43,10 @@ def test_a_special_token_of_the_tokenizer_in_a_text_is_a_reason():
         {"prompt": [{"role": "user", "content": parts}]},
     ):
         with pytest.raises(DataError, match=r"its text has '<.*>', which the model's tokenizer reads as a special tok"):
-            understand({**row, "solution": "x"}, RowOptions(special=special))
-        understand({**row, "solution": "x"}, RowOptions())
+            ready_row({**row, "solution": "x"}, RowOptions(special=special))
+        ready_row({**row, "solution": "x"}, RowOptions())
     row = {"problem": "<think> is a word, and <image> a place", "solution": "x", "image": picture()}
-    understand(row, RowOptions(special=special, system_prompt="<|im_end|>"))
+    ready_row(row, RowOptions(special=special, system_prompt="<|im_end|>"))
 
 
 def test_a_shuffled_stream_waits_with_undecoded_images(pictures):

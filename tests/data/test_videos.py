@@ -6,7 +6,7 @@ from datasets import Dataset, Features, List, Value
 from PIL import Image
 
 from vgr_trl.data.images import VideoOptions, frames_of, refuse_single_image_models
-from vgr_trl.data.rows import RowOptions, prepare_rows, understand
+from vgr_trl.data.rows import RowOptions, prepare_rows, ready_row
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.utils import ConfigError, DataError
 
@@ -94,7 +94,7 @@ def test_a_row_with_more_frames_than_allowed_is_refused_and_one_with_as_many_is_
 def test_a_video_that_cannot_be_read_is_a_reason(tmp_path, video, make, message):
     row = {"problem": "q", "solution": "x", "videos": [make(tmp_path, video)]}
     with pytest.raises(DataError, match=re.escape(message)):
-        understand(row, RowOptions())
+        ready_row(row, RowOptions())
 
 
 def test_a_list_of_other_files_is_not_followed(tmp_path, video):

@@ -73,7 +73,7 @@ def folder(tmp_path, shelf, monkeypatch) -> Path:
     patches = {
         "demo.demo.run_demo": lambda options, output: run_demo(replace(options, **small), output, few) is not None,
         "demo.write_folder.draw": lambda seed: few,
-        "cli.data.merge": lambda sets, output, *given, **more: merge(sets, replace(output, workers=0), *given, **more),
+        "cli.data.merge": lambda sets, output, **more: merge(sets, output, **{**more, "workers": 0}),
     }
     patches |= {f"demo.{name}": lambda *given: None for name in NOT_DONE}
     for name in SMALLER:

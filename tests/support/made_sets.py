@@ -7,11 +7,15 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
 from PIL import Image
 
 from vgr_trl.cli.arguments import DataArguments, load_rows
-from vgr_trl.data.convert import SKIPPED, Counts, Output, convert
+from vgr_trl.data.convert import SKIPPED, Output, Rules, convert_rows, finished, working_folder, write_split
 from vgr_trl.data.images import images_of
+from vgr_trl.data.load import load_split
+from vgr_trl.data.public_sets import CONVERTERS
 from vgr_trl.demo.tiny_model import build_processor
 
 IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
@@ -49,17 +53,32 @@ def jsonl(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def questions(candidates: Any) -> list[Any]:
-    return [found for _, found in candidates if not isinstance(found, str)]
+def converted(name: str, rows: Any, folder: Path, **rules: Any) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
+    """The rows that a converter makes of published ones, and why it leaves others out, by place."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = rows if isinstance(rows, Dataset) else load_split("train", data_files={"train": [rows]})
+    made = list(convert_rows(rows, Rules(CONVERTERS[name], "train.parquet", **rules), folder, workers=0))
+    usable = [row for row in made if row["__reason__"] is None]
+    return usable, [(row["__row__"], row["__reason__"]) for row in made if row["__reason__"] is not None]
 
 
-def reasons(candidates: Any) -> list[tuple[int, str]]:
-    return [(origin.row, found) for origin, found in candidates if isinstance(found, str)]
+def written(rows: list[dict[str, Any]], folder: Path, split: str = "train", **options: Any) -> None:
+    """Convert rows of the user's own in this process."""
+    identity = options.pop("identity", {"set": "the same"})
+    output = Output(folder, identity, **options)
+    if not finished(split, output):
+        with working_folder(output) as working:
+            rules = Rules(CONVERTERS["jsonl"], "made")
+            features = features_of(rows)
+            table = Dataset.from_list([{name: row.get(name) for name in features} for row in rows], features=features)
+            write_split(convert_rows(table, rules, working, workers=0), split, output)
 
 
-def written(candidates: Any, folder: Path, **options: Any) -> Counts:
-    """Convert in this process."""
-    return convert(candidates, Output(folder, **{"workers": 0, **options}), {"set": "the same"})
+def features_of(rows: list[dict[str, Any]]) -> Features:
+    image = ImageFeature(decode=False)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    known = {"images": List(image), "choices": List(Value("string")), "regions": List(List(Value("float32")))}
+    return Features({name: known.get(name, Value("string")) for name in names})
 
 
 def rows_in(folder: Path, split: str = "train") -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from support.made_sets import jsonl, picture, written
 
 from vgr_trl.cli.__main__ import TEMPLATES
-from vgr_trl.data.columns import Origin, Question
 from vgr_trl.demo.demo import draw_questions
 from vgr_trl.recipes import recipe_file
 
@@ -51,5 +50,6 @@ def fill_shelf(shelf: Path, model: Path, questions: str, models_of_the_hub: Iter
         row["image"].save(shelf / "pictures" / f"{row['id']}.png")
     jsonl(shelf / "my.jsonl", [{**row, "image": f"pictures/{row['id']}.png"} for row in rows])
     for green, name in enumerate(("aokvqa", "arxivqa", "mmmu_pro", "ddm")):
-        asked = [Question(f"{n}", name, name, "A", [picture((n, green, 0))], ["a", "b"]) for n in range(20)]
-        written([(Origin("file", n), each) for n, each in enumerate(asked)], shelf / "data" / name)
+        about = {"source": name, "problem": name, "solution": "A", "choices": ["a", "b"]}
+        rows = [{"id": f"{n}", **about, "images": [picture((n, green, 0))]} for n in range(20)]
+        written(rows, shelf / "data" / name)

@@ -28,16 +28,15 @@ from trl import ModelConfig
 
 from vgr_trl.config_converters import convert, read_configuration
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.columns import keys_of
 from vgr_trl.data.images import (
     ImageLimits,
     VideoOptions,
     downloaded,
     refuse_single_image_models,
 )
-from vgr_trl.data.load import BUILDERS, load_split
+from vgr_trl.data.load import BUILDERS, HUB_NAME, load_split, parse_data_files, readable, why_not_on_hub
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, special_tokens
-from vgr_trl.data.read import HUB_NAME, parse_data_files, readable, why_not_on_hub
+from vgr_trl.data.read_row import keys_of
 from vgr_trl.data.rows import SkippedRow, prepare_rows
 from vgr_trl.options import check_options, check_value, option
 from vgr_trl.recipes import load_recipe

@@ -2,11 +2,10 @@
 
 import argparse
 import json
-import os
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from textwrap import shorten
@@ -15,17 +14,28 @@ from typing import Any
 from datasets import Dataset
 
 from vgr_trl.cli.arguments import DataArguments, load_processor, one_sentence, system_prompt_of
-from vgr_trl.data.columns import FLAGS, KEYS, keys_of
-from vgr_trl.data.convert import ROWS_PER_FILE, SKIPPED, Output, convert, on_one_line, report, statistics_in
+from vgr_trl.data.convert import (
+    ROWS_PER_FILE,
+    SKIPPED,
+    Output,
+    Rules,
+    convert_some,
+    finished,
+    statistics_in,
+    working_folder,
+    write_split,
+)
+from vgr_trl.data.counts import on_one_line, report
 from vgr_trl.data.images import COLUMNS, MAX_SHORT_SIDE, ImageLimits, VideoOptions, downloaded
-from vgr_trl.data.inspect import Findings, inspect_rows, page, prompt_tokens
+from vgr_trl.data.inspect import Findings, Looks, compare_splits, inspect_rows, page
 from vgr_trl.data.inspect import report as inspection_report
-from vgr_trl.data.load import load_path
+from vgr_trl.data.lengths import PromptLengths
+from vgr_trl.data.load import MEANT, has_config, load_path, load_split, readable
 from vgr_trl.data.merge import merge
 from vgr_trl.data.prompts import special_tokens
-from vgr_trl.data.public_sets import CONVERTERS, Converter, keep_ids, load_converter, read_ids, shuffled_choices
-from vgr_trl.data.read import MEANT, Source, has_config, readable, splits_in
-from vgr_trl.data.rows import RowOptions
+from vgr_trl.data.public_sets import CONVERTERS, Converter, load_converter, read_ids, shuffle_choices
+from vgr_trl.data.read_row import FLAGS, KEYS, keys_of
+from vgr_trl.data.rows import RowOptions, SkippedRow
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.rewards.answers import LETTERS, completion_text, is_right, resolve_solution, stated_answer
 from vgr_trl.utils import ConfigError, DataError, RewardError, write_atomic
@@ -143,58 +153,75 @@ def _add_output_flags(made: argparse.ArgumentParser) -> None:
     made.set_defaults(max_short_side=MAX_SHORT_SIDE)
 
 
-def _output(flags: argparse.Namespace, sources: Sequence[Source], **options: Any) -> Output:
-    """Return where and how to write, or raise `ConfigError` if the files would be read as rows of a source."""
-    for folder in (Path(source.dataset_path) for source in sources if source.dataset_path):
-        if flags.output_dir.resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(f"output_dir {flags.output_dir} is in {folder}, which is read: choose another folder.")
-    short, most, leaves_out = flags.max_short_side or None, flags.max_image_pixels, flags.filter_big_images
-    limits = ImageLimits(flags.min_pixels, flags.max_pixels, short, most, leaves_out)
-    return Output(flags.output_dir, limits=limits, rows_per_file=flags.rows_per_file, workers=flags.workers, **options)
+def _output(flags: argparse.Namespace, folder: str | None, several: bool, **rows: Any) -> Output:
+    """Return where to write and what the rows depend on; refuse a folder whose files would be read as rows."""
+    if folder and flags.output_dir.resolve().is_relative_to(Path(folder).resolve()):
+        raise ConfigError(f"output_dir {flags.output_dir} is in {folder}, which is read: choose another folder.")
+    identity = {name: value for name, value in vars(flags).items() if name not in NOT_OF_THE_ROWS} | rows
+    return Output(flags.output_dir, identity, several, flags.rows_per_file)
 
 
-def _identity(flags: argparse.Namespace, **sources: Any) -> dict[str, Any]:
-    """Return what the rows depend on."""
-    return {name: value for name, value in vars(flags).items() if name not in NOT_OF_THE_ROWS} | sources
+def _limits(flags: argparse.Namespace) -> ImageLimits:
+    short = flags.max_short_side or None
+    return ImageLimits(flags.min_pixels, flags.max_pixels, short, flags.max_image_pixels, flags.filter_big_images)
 
 
 def convert_run(flags: argparse.Namespace) -> None:
     """Convert as the flags say, and print and write down what the set consists of."""
-    converter = load_converter(flags.source)
-    source, options, keys = _source(flags, converter), dict[str, Any](), keys_of(**vars(flags))
-    image_dir = Path(flags.image_dir).absolute() if flags.image_dir else source.folder()
-    columns = {"images" if converter.several_images else "image"} | ({"regions"} if converter.regions else set())
-    if flags.source == "jsonl":
-        options = {"keys": keys, "image_dir": image_dir}
-        first = next((row for _, row in source.records() if not isinstance(row, str)), {})
-        columns |= {"videos"} if set(keys.video) & set(first) else set()
-        columns |= {"regions"} if set(COLUMNS) & set(first) else set()
-    elif keys != KEYS or flags.image_dir:
+    converter, keys, columns = load_converter(flags.source), keys_of(**vars(flags)), list[str]()
+    load, source, folder = _source(flags, converter)
+    if flags.source != "jsonl" and (keys != KEYS or flags.image_dir):
         raise ConfigError(f"image_dir and names of columns are for jsonl; those of {flags.source} are known.")
-    split = flags.output_split or MEANT.get(source.split)
+    asked = flags.split or converter.split
+    split = flags.output_split or MEANT.get(asked)
     if split is None:
-        raise ConfigError(f"The split is {source.split!r}: say what it becomes by --output_split train, for example.")
-    candidates, ids = converter.read(source, **options), set[str]()
-    if flags.question_id_file:
-        ids = read_ids(flags.question_id_file)
-        candidates = keep_ids(candidates, ids)
-    if flags.shuffle_choices:
-        candidates = shuffled_choices(candidates, flags.seed)
-    made: Any = {"split": split, "columns": tuple(sorted(columns)), "limit": flags.subset_size, "root": image_dir}
-    identity = _identity(flags, **source.identity(), question_ids=sorted(ids))
-    convert(candidates, _output(flags, [source], **made), identity)
+        raise ConfigError(f"The split is {asked!r}: say what it becomes by --output_split train, for example.")
+    rows = load(None) if converter.join is None else converter.join(load)
+    if flags.source == "jsonl":
+        columns = [name for name, known in (("videos", keys.video), ("regions", COLUMNS))
+                   if not {*known}.isdisjoint(rows.column_names)]  # fmt: skip
+    output = _output(flags, flags.dataset_path, converter.several_images, rows=rows._fingerprint)
+    if not finished(split, output):
+        root = Path(flags.image_dir).absolute() if flags.image_dir else folder
+        rules = Rules(converter, source, keys, root, _limits(flags))
+        ids = read_ids(flags.question_id_file) if flags.question_id_file else None
+        with working_folder(output) as working:
+            made = convert_some(rows, rules, working, flags.workers, ids, flags.subset_size)
+            made = shuffle_choices(made, flags.seed) if flags.shuffle_choices else made
+            write_split(made, split, output, columns)
     _report(flags)
 
 
-def _source(flags: argparse.Namespace, converter: Converter) -> Source:
-    """Return where the rows come from; a public set's own hub name where nothing is named."""
+def _source(flags: argparse.Namespace, converter: Converter) -> tuple[Callable[[str | None], Any], str, Path]:
+    """Return how to load the rows of a configuration, what they come from, and where relative paths start.
+
+    A public set's own hub name is read where nothing is named.
+    """
     is_named = flags.dataset_name or flags.dataset_path or flags.data_files
     name = flags.dataset_name if is_named else converter.hub_name
-    config = flags.dataset_config
-    if config is None and converter.config is not None:
+    default = flags.dataset_config
+    if default is None and converter.config is not None:
         is_there = flags.dataset_path and has_config(Path(flags.dataset_path), converter.config)
-        config = converter.config if name or is_there else None
-    return Source(name, flags.dataset_path, flags.data_files, config, flags.split or converter.split)
+        default = converter.config if name or is_there else None
+    files = dict[str, list[Path]]()
+    for file in flags.data_files:
+        found = re.fullmatch(r"(?:([\w-]+)=)?(.*)", file, re.DOTALL)
+        files.setdefault((found and found[1]) or "", []).append(Path(found[2] if found else file))
+    folder = next(iter(files.values()))[0].absolute().parent if files else Path(flags.dataset_path or downloaded())
+
+    def load(config: str | None) -> Any:
+        if files and (config or "") not in files:
+            raise DataError(f"data_files names no {config}, which is needed too: give it as {config}=FILE.")
+        return load_split(
+            (config or "") if files else flags.split or converter.split,
+            dataset_name=name,
+            dataset_config=config or default,
+            dataset_path=flags.dataset_path,
+            data_files=files or None,
+            with_folders=False,
+        )
+
+    return load, name or flags.dataset_path or " ".join(flags.data_files), folder.absolute()
 
 
 def _report(flags: argparse.Namespace) -> None:
@@ -212,22 +239,20 @@ def _report(flags: argparse.Namespace) -> None:
 
 def merge_run(flags: argparse.Namespace) -> None:
     """Merge as the flags say, and print and write down what the result consists of."""
-    sources = list(map(_set_source, flags.sets))
-    options = {name: getattr(flags, name) for name in ("test_share", "seed", "shuffle_choices")}
-    identity = _identity(flags, sources=[source.identity() for source in sources])
-    merge(sources, _output(flags, sources), identity, **options)
+    sets = []
+    for text in flags.sets:
+        folder, _, asked = (text, "", "") if Path(text).exists() else text.rpartition(":")
+        split, loads = load_path(folder or text, asked or None)
+        if not asked and len(loads) > 1:
+            raise ConfigError(f"{text} has the splits {', '.join(sorted(loads))}: name one, as {text}:{min(loads)}.")
+        root = Path(folder or text).absolute()
+        _output(flags, None if root.is_file() else str(root), several=False)
+        rules = Rules(CONVERTERS["jsonl"], text, root=root.parent if root.is_file() else root, limits=_limits(flags))
+        sets.append((loads[split](), rules))
+    output = _output(flags, None, several=False, rows=[rows._fingerprint for rows, _ in sets])
+    options = {"test_share": flags.test_share, "seed": flags.seed, "workers": flags.workers}
+    merge(sets, output, shuffles_choices=flags.shuffle_choices, **options)
     _report(flags)
-
-
-def _set_source(text: str) -> Source:
-    """Return the set that `FOLDER`, `FOLDER:SPLIT` or a file names."""
-    if Path(text).is_file():
-        return Source(data_files=[text])
-    folder, _, split = (text, "", "") if Path(text).is_dir() else text.rpartition(":")
-    splits = splits_in(Path(folder or text)) or ["train"]
-    if not split and len(splits) > 1:
-        raise ConfigError(f"{folder} has the splits {', '.join(splits)}: name one, as {folder}:{splits[0]}.")
-    return Source(dataset_path=folder or text, split=split or splits[0])
 
 
 def inspect_parser() -> argparse.ArgumentParser:
@@ -272,23 +297,29 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
         special=special_tokens(processor) if processor else None,
         images=data.image_limits(),
     )
-    split, dataset = load_path(flags.path, flags.split, config=flags.dataset_config, streaming=flags.dataset_streaming)
-    if flags.max_rows is not None:
-        dataset = dataset.take(min(flags.max_rows, len(dataset)) if isinstance(dataset, Dataset) else flags.max_rows)
-    with open(flags.skipped or os.devnull, "w") as listed, readable(flags.path, "the path", only_reads=True):
-        findings = inspect_rows(
-            dataset,
-            options,
-            keys=keys_of(**vars(data)),
-            length_of=None if processor is None else partial(prompt_tokens, processor),
-            split=split,
-            samples=flags.samples,
-            seed=flags.seed,
-            on_skipped=lambda row: print(json.dumps(asdict(row), default=str), file=listed),
-        )
+    streaming = flags.dataset_streaming
+    split, loads = load_path(flags.path, flags.split, config=flags.dataset_config, streaming=streaming)
+    compares = len(loads) > 1 and not streaming and flags.max_rows is None
+    lengths = None if processor is None else PromptLengths(processor)
+    looks = Looks(options, keys_of(**vars(data)), lengths, digests=compares)
+
+    def look(name: str, **more: Any) -> tuple[Findings, list[SkippedRow]]:
+        dataset = loads[name]()
+        if flags.max_rows is not None:
+            dataset = dataset.take(
+                min(flags.max_rows, len(dataset)) if isinstance(dataset, Dataset) else flags.max_rows
+            )
+        return inspect_rows(dataset, looks, split=name, **more)
+
+    with readable(flags.path, "the path", only_reads=True):
+        findings, skipped = look(split, samples=flags.samples, seed=flags.seed)
+        if compares:
+            compare_splits(findings, [look(other, samples=0)[0] for other in loads if other != split])
+    if flags.skipped:
+        flags.skipped.write_text("".join(json.dumps(asdict(row), default=str) + "\n" for row in skipped), "utf-8")
     print(inspection_report(findings, flags.max_prompt_length))
     if processor is None:
-        print("Prompts are not measured: name the model with --model.")
+        print("Prompt lengths are not measured: name the model with --model.")
     if flags.samples:
         write_atomic(flags.page, page(findings, flags.max_prompt_length, flags.path, flags.seed))
         print(f"{len(findings.sample)} questions to look at are in {flags.page}.")

@@ -48,9 +48,9 @@ from vgr_trl.cli.arguments import (
     source_of,
 )
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.columns import FLAGS
-from vgr_trl.data.load import train_test_split
-from vgr_trl.data.read import MEANT, parse_data_files, readable
+from vgr_trl.data.load import MEANT, parse_data_files, readable
+from vgr_trl.data.merge import train_test_split
+from vgr_trl.data.read_row import FLAGS
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.options import changed_options
 from vgr_trl.patches import close_group_at_exit, let_gloo_finish

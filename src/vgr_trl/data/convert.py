@@ -1,50 +1,240 @@
-"""Convert questions to one schema: images encoded in parallel, rows written as Parquet, and counted."""
+"""Convert rows to one schema: questions with their images encoded, written as Parquet, and counted.
+
+Converted rows have `id`, `source`, `problem`, `choices` (2 to 10 texts, or none for an open question), `solution` (the
+letter of the right option, else a text) and `image`, or `images` where a set has questions about several; `videos` has
+paths, `regions` boxes where a set says what a question is about: left, top, width and height as shares of the image.
+"""
 
 import hashlib
 import io
 import json
+import os
 import re
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any
 
-import pyarrow
+import pyarrow.compute
 import pyarrow.parquet
-from datasets import Features, List, Value
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets import Image as ImageFeature
 from PIL import Image
-from tqdm.auto import tqdm
 
-from vgr_trl.data.columns import Candidate, Question
-from vgr_trl.data.images import ImageLimits, image_bytes, read_image, to_rgb
-from vgr_trl.data.read import row_files
-from vgr_trl.utils import ConfigError, DataError, pool, printable, publish, unfinished, write_atomic
+from vgr_trl.data.counts import Counts, count_row, kind_of, power_class
+from vgr_trl.data.images import (
+    ADDRESS,
+    ImageLimits,
+    as_shares,
+    boxes_of,
+    image_bytes,
+    image_size,
+    in_pixels_of_its_image,
+    path_within,
+    read_image,
+    to_rgb,
+)
+from vgr_trl.data.lengths import SIZES
+from vgr_trl.data.load import row_files
+from vgr_trl.data.prompts import LETTERS
+from vgr_trl.data.public_sets import Converter
+from vgr_trl.data.read_row import KEYS, UNREADABLE, Keys, read_row, renamed_row, text_of, undecoded, value_of
+from vgr_trl.data.rows import REASON
+from vgr_trl.rewards.answers import Solution, resolve_solution
+from vgr_trl.utils import ConfigError, DataError, RewardError, publish, unfinished, write_atomic
 
 KEPT = ("JPEG", "PNG", "WEBP")  # formats that are stored as they are
 ENCODING: dict[str, dict[str, Any]] = {"JPEG": {"quality": 95, "subsampling": 0}, "PNG": {"compress_level": 3}}
-ROWS_PER_TASK = 8
-TASKS_PER_WORKER = 3  # one is worked on, one waits, and the result of one waits
 ROWS_PER_FILE = 2000
+ROWS_IN_MEMORY = 16  # of each process
 ROW_GROUP_ROWS = 100  # what a stream reads at a time
 SKIPPED = "skipped.jsonl"
-TEXTS = ("id", "source", "problem", "solution", "choices")  # the columns of every set; others are in `Output.columns`
+DIGESTS, ROW = "__digests__", "__row__"
+TEXTS = {name: Value("string") for name in ("id", "source", "problem", "solution")} | {"choices": List(Value("string"))}
+BOXES = List(List(Value("float32")))
+FEATURES = Features(
+    TEXTS
+    | {"images": List(ImageFeature(decode=False)), "videos": List(Value("string")), "regions": BOXES}
+    | {REASON: Value("string"), ROW: Value("int64"), "file": Value("string")}
+    | {SIZES: List(List(Value("int32"))), DIGESTS: List(Value("string"))}
+)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How rows are converted.
+
+    Attributes:
+        converter: of the set.
+        file: what the rows come from, for messages and ids.
+        keys: names of the columns.
+        root: folder that relative paths of images start from, and that none leads out of.
+        limits: of the images' sizes.
+    """
+
+    converter: Converter
+    file: str
+    keys: Keys = KEYS
+    root: Path = Path()
+    limits: ImageLimits = field(default_factory=ImageLimits)
+
+
+def convert_rows(rows: Dataset, rules: Rules, folder: Path, workers: int = 2) -> Dataset:
+    """Return the rows in the schema, with undecoded images, pixel digests and sizes; or `REASON` why one is none.
+
+    Args:
+        folder: for files that the result lies in.
+        workers: processes that decode images; 0: none beside this one.
+    """
+    return undecoded(rows).map(
+        partial(_converted, rules=rules),
+        batched=True,
+        batch_size=ROWS_IN_MEMORY,
+        writer_batch_size=ROWS_IN_MEMORY,
+        with_indices=True,
+        remove_columns=rows.column_names,
+        features=FEATURES,
+        num_proc=workers or None,
+        cache_file_name=str(folder / "converted.arrow"),
+        load_from_cache_file=False,
+        desc=f"Converting {Path(rules.file).name}",
+    )
+
+
+def convert_some(
+    rows: Dataset, rules: Rules, folder: Path, workers: int, ids: set[str] | None, most: int | None
+) -> Dataset:
+    """Return converted rows, of those with the given ids, as far as is needed for a number of usable ones.
+
+    Args:
+        ids: None: all.
+        most: usable rows after which to stop; None: all.
+    """
+    rows = undecoded(rows).add_column(ROW, range(len(rows)))
+    column = next((name for name in (rules.converter.id_column, "id") if name in rows.column_names), None)
+    if ids is not None and column is not None:
+        rows = rows.select([place for place, name in enumerate(rows[column]) if str(name) in ids])
+    parts, start, step = list[Dataset](), 0, most or len(rows)
+    while not parts or (start < len(rows) and (most or 0) > sum(part[REASON].count(None) for part in parts)):
+        folder = Path(mkdtemp(dir=folder))
+        parts.append(convert_rows(rows.select(range(start, min(start + step, len(rows)))), rules, folder, workers))
+        start += step
+    made = concatenate_datasets(parts)
+    chosen, usable = list[int](), 0
+    for place, (name, reason) in enumerate(zip(made["id"], made[REASON], strict=True)):
+        if usable != most and (ids is None or name is None or name in ids):
+            chosen.append(place)
+            usable += reason is None
+    return made.select(chosen)
+
+
+def _converted(batch: Mapping[str, list[Any]], places: list[int], rules: Rules) -> dict[str, list[Any]]:
+    made = []
+    for place, values in zip(places, zip(*batch.values(), strict=True), strict=True):
+        row = dict(zip(batch, values, strict=True))
+        place = row.pop(ROW, place)  # in the source, of which these may be some rows
+        about = {ROW: place, "file": rules.file}
+        for found in _questions(row, place, rules):
+            empty: dict[str, Any] = dict.fromkeys(FEATURES)
+            made.append(empty | about | ({REASON: found} if isinstance(found, str) else found))
+    return {name: [row[name] for row in made] for name in FEATURES}
+
+
+def _questions(row: Mapping[str, Any], place: int, rules: Rules) -> Iterator[dict[str, Any] | str]:
+    """Yield the questions of a published row in the schema, or why it asks none."""
+    if row.get(UNREADABLE) is not None:
+        yield str(row[UNREADABLE])
+        return
+    try:
+        parts: list[Any] = list(rules.converter.rows(renamed_row(row, rules.keys)))
+    except (DataError, RewardError) as error:
+        parts = [str(error).rstrip(".")]
+    for part in parts:
+        try:
+            yield part if isinstance(part, str) else to_schema(part, place, rules)
+        except (DataError, RewardError) as error:
+            yield str(error).rstrip(".")
+
+
+def to_schema(row: Mapping[str, Any], place: int, rules: Rules) -> dict[str, Any]:
+    """Return a row that `read_row` understands in the schema; raise `DataError` or `RewardError` with the reason."""
+    question, converter = read_row(row), rules.converter
+    if isinstance(question, str):
+        raise DataError(question)
+    problem: Any = question.prompt
+    if not isinstance(problem, str):
+        if len(problem) != 1 or problem[0]["role"] != "user":
+            raise DataError("its prompt is a conversation: a converted row has a text, or one message of the user")
+        problem = text_of(problem[0], "content")
+    images, videos = ([_full_path(value, rules.root) for value in of] for of in (question.images, question.videos))
+    for video in videos:
+        if not isinstance(video, str) or not os.path.isfile(video):  # Path.is_file raises for a name that is too long
+            raise DataError(f"video file {str(video)[:200]} does not exist")
+    if not converter.several_images and not images:
+        raise DataError("it has no image")
+    if not converter.several_images and len(images) != 1:
+        raise DataError(f"it has {len(images)} images, where one is expected")
+    if not problem.strip():
+        raise DataError("its question is empty")
+    original = image_size(images[0], rules.root) if len(images) == 1 and in_pixels_of_its_image(row) else (1, 1)
+    boxes = as_shares(boxes_of(row, original)) if len(images) == 1 else []
+    encoded = [encode_image(value, rules.root, rules.limits) for value in images]
+    source = row["source"] if isinstance(row.get("source"), str) else Path(rules.file).stem
+    assert question.right is not None
+    solution, choices = _solution(question.right)
+    return {
+        "id": _id(row, place, rules),
+        "source": source,
+        "problem": problem.strip(),
+        "solution": solution,
+        "choices": choices,
+        "images": [{"bytes": image.data, "path": None} for image in encoded],
+        "videos": videos,
+        "regions": boxes,
+        SIZES: [(image.width, image.height) for image in encoded],
+        DIGESTS: [image.digest for image in encoded],
+    }
+
+
+def _solution(resolved: Solution) -> tuple[str, list[str] | None]:
+    """Return the letter of the right option, or the text, as JSON where several are accepted; and the options."""
+    solution = resolved.text if resolved.index is None else LETTERS[resolved.index]
+    if resolved.others:
+        solution = json.dumps([each.text for each in (resolved, *resolved.others)], ensure_ascii=False)
+    elif resolved.index is not None:
+        resolve_solution(solution, resolved.choices or None)  # in the form that training is going to read
+    return solution, [choice.strip() for choice in resolved.choices] or None
+
+
+def _id(row: Mapping[str, Any], place: int, rules: Rules) -> str:
+    value = value_of(row, rules.converter.id_column, "id")
+    is_one = isinstance(value, str | int) and not isinstance(value, bool) and value != ""
+    return str(value) if is_one else f"{Path(rules.file).name}-{place}"
+
+
+def _full_path(value: Any, root: Path) -> Any:
+    """Return a file of a row, as a full path where it is a path, or raise `DataError` if that leads out of `root`."""
+    if isinstance(value, Mapping) and value.get("bytes") is None:
+        value = value.get("path")
+    is_path = isinstance(value, str) and value and not ADDRESS.match(value)
+    return str(path_within(root, value).absolute()) if is_path else value
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """An image file: its bytes, its size in pixels, and a hash of its pixels if wanted."""
+    """An image file: its bytes, its size in pixels, and a hash of its pixels, the same in any lossless format."""
 
     data: bytes
     width: int
     height: int
-    digest: str = ""
+    digest: str
 
 
-def encode_image(value: Any, root: Path, limits: ImageLimits, *, with_digest: bool = False) -> Encoded:
+def encode_image(value: Any, root: Path, limits: ImageLimits) -> Encoded:
     """Return `value` as a file of upright RGB pixels within `limits`; a file that is that already keeps its bytes.
 
     A JPEG that changes is written as JPEG of quality 95 without subsampling, any other image that changes as PNG.
@@ -70,147 +260,110 @@ def encode_image(value: Any, root: Path, limits: ImageLimits, *, with_digest: bo
         plain.paste(image)
         plain.save(buffer, kind, **ENCODING[kind])
         data = buffer.getvalue()
-    return Encoded(data, *size, pixel_digest(image) if with_digest else "")
+    return Encoded(data, *size, hashlib.sha256(f"{size} ".encode() + image.tobytes()).hexdigest())
 
 
-def pixel_digest(image: Image.Image) -> str:
-    """Return a hash of size and pixels, the same for the same RGB image in another file format."""
-    return hashlib.sha256(f"{image.width}x{image.height} ".encode() + image.tobytes()).hexdigest()
+# Writing
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where and how rows are written.
+    """Where and how rows are written: `SPLIT-00000.parquet`, … and `skipped.jsonl` in `folder`.
 
     Attributes:
-        folder: gets `SPLIT-00000.parquet`, … and `skipped.jsonl`.
-        split: start of the file names, by which `datasets` knows the split.
-        columns: `image` or `images`, and those of `videos` (paths) and `regions` that rows have.
-        limit: rows after which to stop; None: all.
-        workers: processes that decode images; 0: none beside this one.
-        root: folder that relative paths of images start from.
-        limits: of the images' sizes.
+        identity: what the rows depend on, as JSON; what an earlier call has finished with it is not made again.
+        several_images: whether rows get `images` even if each has one; else `image` where each has one.
     """
 
     folder: Path
-    split: str = "train"
-    columns: tuple[str, ...] = ("image",)
+    identity: Mapping[str, Any]
+    several_images: bool = False
     rows_per_file: int = ROWS_PER_FILE
-    limit: int | None = None
-    workers: int = 2
-    root: Path = Path()
-    limits: ImageLimits = field(default_factory=ImageLimits)
 
 
-def encode_candidates(
-    candidates: Iterable[Candidate], output: Output, with_digest: bool = False
-) -> Iterator[Candidate]:
-    """Yield the candidates in order with `images` of `Encoded`, or why an image of theirs cannot be used.
-
-    At most `ROWS_PER_TASK * TASKS_PER_WORKER * workers` rows are in memory at a time.
-    """
-    encode = partial(_encode, output=output, with_digest=with_digest)
-    if output.workers == 0:
-        yield from map(encode, candidates)
-        return
-    waiting, rows = deque[Iterator[Candidate]](), iter(candidates)
-    with pool(output.workers) as executor:
-        while (batch := list(islice(rows, ROWS_PER_TASK))) or waiting:
-            if batch:
-                waiting.append(executor.map(encode, batch, chunksize=ROWS_PER_TASK))
-            if not batch or len(waiting) >= TASKS_PER_WORKER * output.workers:
-                yield from waiting.popleft()
+@contextmanager
+def working_folder(output: Output) -> Iterator[Path]:
+    """Give a folder for files that are large and not the result; it is removed."""
+    output.folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".unfinished-", dir=output.folder) as folder:
+        yield Path(folder)
 
 
-def _encode(candidate: Candidate, output: Output, with_digest: bool) -> Candidate:
-    origin, question = candidate
-    if isinstance(question, str):
-        return candidate
-    encode = partial(encode_image, root=output.root, limits=output.limits, with_digest=with_digest)
-    try:
-        return origin, replace(question, images=list(map(encode, question.images)))
-    except DataError as error:
-        return origin, str(error).rstrip(".")
-
-
-def convert(candidates: Iterable[Candidate], output: Output, identity: Mapping[str, Any]) -> "Counts":
-    """Write the questions among `candidates` to files, which appear when all are complete, and return what they are.
+def write_split(rows: Dataset, split: str, output: Output, columns: Sequence[str] = ()) -> None:
+    """Write the rows without a `REASON` as files that appear when all are complete, and list the others.
 
     Args:
-        candidates: questions and reasons.
-        identity: what the candidates depend on, as JSON; what an earlier call has finished with it is not made again.
+        rows: of `convert_rows`.
+        columns: of `videos` and `regions`, those to write though no row has any.
 
     Raises:
-        ConfigError: the folder holds something else.
-        DataError: the source cannot be read, or no row is left.
+        DataError: no row is left.
     """
-    if (counts := finished(output, identity)) is not None:
-        return counts
-    counts, files, log = defaultdict(Counter), list[Path](), output.folder / SKIPPED
-    others = log.read_bytes() if log.exists() and _records(output.folder) else b""  # rows that other splits left out
+    reasons, log = list(rows[REASON]), output.folder / SKIPPED
+    about = rows.select_columns(["file", ROW, REASON])
+    lines = [json.dumps({"file": row["file"], "row": row[ROW], "reason": row[REASON]})
+             for row in about if row[REASON] is not None]  # fmt: skip
+    kept = log.read_text(encoding="utf-8") if log.exists() and set(_records(output.folder)) - {split} else ""
+    text = kept + "".join(f"{line}\n" for line in lines)
+    usable = rows.select([place for place, reason in enumerate(reasons) if reason is None])
+    counts = count_rows(rows)
+    if not len(usable):
+        write_atomic(log, text.encode())
+        reason, number = next(iter(counts["reasons"].most_common(1)), ("the source has no rows that are asked for", 0))
+        raise DataError(f"None of the {len(rows)} rows can be used; {number} because: {reason}. {log} lists them all.")
+    images = "image" if set(counts["images"]) == {"1"} and not output.several_images else "images"
+    others = [name for name in ("videos", "regions") if name in columns or any(usable[name])]
+    starts = range(0, len(usable), output.rows_per_file)
+    paths = [output.folder / f"{split}-{number:05d}.parquet" for number in range(len(starts))]
     try:
-        with unfinished(log).open("wb") as skipped:
-            skipped.write(others)
-            bar = tqdm(candidates, desc=f"convert ({output.split})", unit=" rows", delay=1)
-            rows = islice(_usable(bar, output, counts, skipped), output.limit)
-            while (first := next(rows, None)) is not None:
-                files.append(output.folder / f"{output.split}-{len(files):05d}.parquet")
-                _write(unfinished(files[-1]), chain([first], islice(rows, output.rows_per_file - 1)), output)
-        for path in (*files, log):
+        for start, path in zip(starts, paths, strict=True):
+            part = usable.select(range(start, min(start + output.rows_per_file, len(usable))))
+            _write(unfinished(path), part, [*TEXTS, images, *others])
+        write_atomic(log, text.encode())
+        for path in paths:
             publish(path)
     finally:
-        for path in (*files, log):
+        for path in paths:
             unfinished(path).unlink(missing_ok=True)
-    if not files:
-        nothing = ("the source has no rows that are asked for", 0)
-        reason, number = next(iter(counts["reasons"].most_common(1)), nothing)
-        total = counts["reasons"].total()
-        raise DataError(f"None of the {total} rows can be used; {number} because: {reason}. {log} lists them all.")
-    record = {"identity": identity, "files": len(files), "counts": counts}
-    write_atomic(output.folder / f".{output.split}.converted.json", json.dumps(record, default=str).encode())
-    return counts
+    record = {"identity": output.identity, "files": len(paths), "counts": counts}
+    write_atomic(output.folder / f".{split}.converted.json", json.dumps(record, default=str).encode())
 
 
-def _usable(
-    candidates: Iterable[Candidate], output: Output, counts: "Counts", skipped: IO[bytes]
-) -> Iterator[Question]:
-    """Yield the questions that can be written, and count and list the others."""
-    for origin, found in encode_candidates(candidates, output):
-        if isinstance(found, Question) and "image" in output.columns and len(found.images) != 1:
-            found = f"it has {len(found.images)} images, where one is expected"
-        elif isinstance(found, Question) and found.videos and "videos" not in output.columns:
-            found = "it has a video, but the set's first row has no column of videos"
-        if isinstance(found, str):
-            counts["reasons"][kind_of(found)] += 1
-            skipped.write(json.dumps({"file": origin.file, "row": origin.row, "reason": found}).encode() + b"\n")
-        else:
-            count_row(counts, found.source, found.choices, len(found.images), found.solution)
-            counts["sizes"].update(power_class(min(image.width, image.height)) for image in found.images)
-            yield found
+def _write(path: Path, rows: Dataset, columns: list[str]) -> None:
+    """Write rows with their images inside, uncompressed, as images are compressed already."""
+    types = {**FEATURES, "image": ImageFeature(), "images": List(ImageFeature())}
+    schema = Features({name: types[name] for name in columns}).arrow_schema
+    options = {"compression": "none", "write_statistics": False, "write_page_checksum": True}
+    with pyarrow.parquet.ParquetWriter(path, schema, use_dictionary=["source", "solution"], **options) as writer:
+        for table in rows.with_format("arrow").iter(ROW_GROUP_ROWS):
+            if "image" in columns:
+                table = table.append_column("image", pyarrow.compute.list_flatten(table["images"]))
+            writer.write_table(table.select(columns).cast(schema))
 
 
-def finished(output: Output, identity: Mapping[str, Any]) -> "Counts | None":
-    """Return the counts of a split that an earlier call has finished, None if there is none; make the folder.
+def finished(split: str, output: Output) -> bool:
+    """Return whether an earlier call has finished a split; make the folder.
 
     Raises:
         ConfigError: it was made with other options, or the folder has other files of rows.
     """
-    folder, split = output.folder, output.split
-    folder.mkdir(parents=True, exist_ok=True)
-    records = _records(folder)
+    output.folder.mkdir(parents=True, exist_ok=True)
+    records = _records(output.folder)
     if record := records.get(split):
-        now = json.loads(json.dumps(identity, default=str))
+        now = json.loads(json.dumps(output.identity, default=str))
         if names := [name for name in now if record["identity"].get(name) != now[name]]:
-            raise ConfigError(f"{folder} holds a conversion with other {', '.join(names)}: choose another folder.")
-        if len(list(folder.glob(f"{split}-*.parquet"))) == record["files"]:
-            return statistics_in(folder)[split]
-    for file in row_files(folder):
+            held = f"{output.folder} holds a conversion with other {', '.join(names)}"
+            raise ConfigError(f"{held}: choose another folder.")
+        if len(list(output.folder.glob(f"{split}-*.parquet"))) == record["files"]:
+            return True
+    for file in row_files(output.folder):
         if not any(re.fullmatch(rf"{name}-\d+\.\w+", file.name) for name in records):
-            raise ConfigError(f"{folder} has {file.name}, which no finished conversion made: choose another folder.")
-    return None
+            found = f"{output.folder} has {file.name}, which no finished conversion made"
+            raise ConfigError(f"{found}: choose another folder.")
+    return False
 
 
-def statistics_in(folder: Path) -> dict[str, "Counts"]:
+def statistics_in(folder: Path) -> dict[str, Counts]:
     """Return what each finished split in `folder` consists of; `train` first."""
     records = sorted(_records(folder).items(), key=lambda record: record[0] != "train")
     return {split: {name: Counter(counts) for name, counts in record["counts"].items()} for split, record in records}
@@ -220,85 +373,13 @@ def _records(folder: Path) -> dict[str, Any]:
     return {path.name.split(".")[1]: json.loads(path.read_bytes()) for path in folder.glob(".*.converted.json")}
 
 
-def _row(question: Question, columns: Iterable[str]) -> dict[str, Any]:
-    images = [{"bytes": image.data, "path": None} for image in question.images]
-    row = {name: getattr(question, name, None) for name in columns}
-    return row | {"image": images[0] if images else None, "images": images}
-
-
-def _write(path: Path, rows: Iterator[Question], output: Output) -> None:
-    """Write rows with their images inside, uncompressed, as images are compressed already."""
-    text, texts = Value("string"), List(Value("string"))
-    types = dict.fromkeys(TEXTS, text) | {"choices": texts, "image": ImageFeature(), "images": List(ImageFeature())}
-    types |= {"videos": texts, "regions": List(List(Value("float32")))}
-    schema = Features({name: types[name] for name in (*TEXTS, *output.columns)}).arrow_schema
-    options = {"compression": "none", "write_statistics": False, "write_page_checksum": True}
-    with pyarrow.parquet.ParquetWriter(path, schema, use_dictionary=["source", "solution"], **options) as writer:
-        while group := list(islice(rows, ROW_GROUP_ROWS)):
-            stored = [_row(row, schema.names) for row in group]
-            writer.write_table(pyarrow.Table.from_pylist(stored, schema=schema))
-
-
-Counts = dict[str, Counter[str]]
-"""Counts over the rows of a set, under the names of `TITLES`."""
-TITLES = {
-    "sources": "rows by source",
-    "choices": "rows by number of choices",
-    "letters": "multiple-choice rows by right letter",
-    "answers": "commonest answers to open questions",
-    "images": "rows by number of images",
-    "sizes": "images by pixels of the shorter side",
-    "lengths": "prompt length in tokens, images included",
-    "reasons": "left out",
-}
-BY_COUNT = ("sources", "answers", "reasons")  # the tables of which the commonest are listed
-LONGEST_ANSWER = 80  # characters
-MOST_LINES = 12
-
-
-def count_row(counts: Counts, source: str, choices: Sized | None, images: int, right: Any = None) -> None:
-    """Count a row; `right` is the letter of its right option or the answer to an open question, None if not known."""
-    counts["sources"][on_one_line(source)] += 1
-    counts["choices"][str(len(choices)) if choices else "open"] += 1
-    counts["images"][str(images)] += 1
-    if right is not None and choices:
-        counts["letters"][right] += 1
-    elif right is not None:
-        counts["answers"][on_one_line(str(right))[:LONGEST_ANSWER]] += 1
-
-
-def power_class(number: int) -> str:
-    """Return the powers of two that a number above 0 lies between, `256 to 511` for example."""
-    low = 1 << (number.bit_length() - 1)
-    return f"{low} to {2 * low - 1}"
-
-
-def kind_of(reason: str) -> str:
-    """Return `reason` with an ellipsis for what differs from row to row: quotations, names of files, numbers."""
-    reason = re.sub(r"(?<!\w)'[^']*'|\"[^\"]*\"|\([^()]*\)", "…", reason)
-    reason = re.sub(r"((?:image|video) file) .+ (does not exist)", r"\1 … \2", reason)
-    return on_one_line(re.sub(r"(?<!UTF-)\d[\d,.x]*(?<![,.])", "…", reason)[:160])
-
-
-def on_one_line(text: str) -> str:
-    """Return `text` of the data for a terminal: on one line, characters that do not show as their numbers."""
-    return printable(" ".join(text.split()))
-
-
-def tables(counts: Counts) -> dict[str, dict[str, int]]:
-    """Return the counts that are not empty: the commonest of some, the others in the order of numbers or letters."""
-    found = {}
-    for table in filter(counts.get, TITLES):
-        in_order = sorted(counts[table].items(), key=lambda pair: (len(pair[0]), pair[0]))
-        found[table] = dict(counts[table].most_common(MOST_LINES) if table in BY_COUNT else in_order)
-    return found
-
-
-def report(counts: Counts) -> str:
-    """Return the tables as a text."""
-    lines = []
-    for table, numbers in tables(counts).items():
-        lines += ["", TITLES[table]]
-        total = counts[table].total()
-        lines += [f"  {number:>9,}  {number / total:>6.1%}  {name}" for name, number in numbers.items()]
-    return "\n".join(lines)
+def count_rows(rows: Dataset) -> Counts:
+    """Return what converted rows consist of, and why the others are left out."""
+    counts: Counts = defaultdict(Counter)
+    for row in rows.remove_columns(["images", "videos", "regions", DIGESTS]):
+        if row[REASON] is not None:
+            counts["reasons"][kind_of(row[REASON])] += 1
+        else:
+            count_row(counts, row["source"], row["choices"], len(row[SIZES]), row["solution"])
+            counts["sizes"].update(power_class(min(size)) for size in row[SIZES])
+    return counts

@@ -8,15 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from datasets import Dataset
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from vgr_trl.data.prompts import placed
 from vgr_trl.utils import ConfigError, DataError, error_text
 
 IMAGE_COLUMNS = ("image", "images")
@@ -42,6 +40,10 @@ MAX_SHORT_SIDE = 1024
 COLUMNS = ("bbox", "regions")
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in [0, 1] of the image
+Size = tuple[int, int]  # width and height in pixels
+JPEG_END, PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
+TAIL = 4096  # bytes at the end of a file in which its end is looked for, as cameras append data of their own
+UNTURNED = {"exif", "Raw profile type exif"}
 
 
 def files_of(row: Mapping[str, Any], *names: str) -> list[Any]:
@@ -130,6 +132,42 @@ def open_image(value: Any, root: Path = Path()) -> Image.Image:
     return to_rgb(read_image(value, root))
 
 
+def image_size(value: Any, root: Path = Path(), max_image_pixels: int | None = None) -> Size:
+    """Return the size of an upright image from its header; its pixels are not decoded.
+
+    A file of JPEG, PNG or WEBP that seems to lack its end is decoded, to be sure. Args and errors as of `read_image`;
+    damage within the pixels is not found.
+    """
+    if isinstance(value, Image.Image):
+        return _upright_size(value, max_image_pixels)
+    stored = _stored(value, root, "image")
+    with _reasons("unreadable"), io.BytesIO(stored) if isinstance(stored, bytes) else stored.open("rb") as file:
+        image = Image.open(file, formats=_formats())
+        size, is_whole = _upright_size(image, max_image_pixels), _has_its_end(file, str(image.format))
+    return size if is_whole else read_image(value, root, max_image_pixels).size
+
+
+def _upright_size(image: Image.Image, max_image_pixels: int | None) -> Size:
+    _require_size(image, max_image_pixels)
+    # Pillow decodes a PNG to look for EXIF data behind its pixels.
+    has_exif = image.format != "PNG" or not UNTURNED.isdisjoint(image.info)
+    turned = has_exif and image.getexif().get(ORIENTATION, 1) in range(5, 9)
+    return image.size[::-1] if turned else image.size
+
+
+def _has_its_end(file: BinaryIO, kind: str) -> bool:
+    """Return whether an image file has the bytes that its kind ends with, or is of a kind without such bytes."""
+    length = file.seek(0, io.SEEK_END)
+    file.seek(max(0, length - TAIL))
+    end = file.read()
+    if kind in ("JPEG", "MPO"):
+        return JPEG_END in end
+    if kind == "PNG":
+        return PNG_END in end
+    file.seek(4)
+    return kind != "WEBP" or int.from_bytes(file.read(4), "little") + 8 <= length
+
+
 def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = None) -> Image.Image:
     """Return `value` as a fully decoded image of any mode, turned as its EXIF data say.
 
@@ -144,15 +182,19 @@ def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = N
         data = image_bytes(value, root)
         with _reasons("unreadable"):
             image = Image.open(io.BytesIO(data), formats=_formats())
+    _require_size(image, max_image_pixels)
+    with _reasons("truncated or damaged"):
+        image.load()
+        turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
+        return ImageOps.exif_transpose(image) if turned else image
+
+
+def _require_size(image: Image.Image, max_image_pixels: int | None) -> None:
     width, height = image.size
     if min(image.size) == 0 or max(image.size) >= MOST_ELONGATED * min(image.size):
         raise DataError(f"image has size {width}x{height}: both sides need pixels, at most {MOST_ELONGATED} to 1")
     if max_image_pixels is not None and width * height > max_image_pixels:
         raise DataError(f"image has {width}x{height} pixels, more than max_image_pixels={max_image_pixels}")
-    with _reasons("truncated or damaged"):
-        image.load()
-        turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
-        return ImageOps.exif_transpose(image) if turned else image
 
 
 @contextmanager
@@ -163,6 +205,8 @@ def _reasons(problem: str) -> Iterator[None]:
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
             yield
+        except DataError:
+            raise
         except UnidentifiedImageError as error:
             raise DataError("image is unreadable: not in a known image format") from error
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
@@ -186,8 +230,6 @@ def image_bytes(value: Any, root: Path = Path()) -> bytes:
     found = _stored(value, root, "image")
     if isinstance(found, bytes):
         return found
-    if (size := found.stat().st_size) > LARGEST_FILE:
-        raise DataError(f"image file {str(found)[:200]} has {size} bytes: at most {LARGEST_FILE} are read")
     with _reasons("unreadable"):
         return found.read_bytes()
 
@@ -207,6 +249,8 @@ def _stored(value: Any, root: Path, kind: str) -> bytes | Path:
     path = path_within(root, value)
     try:
         if path.is_file():
+            if kind == "image" and (size := path.stat().st_size) > LARGEST_FILE:
+                raise DataError(f"image file {str(path)[:200]} has {size} bytes: at most {LARGEST_FILE} are read")
             return path
         problem = "is a folder" if path.is_dir() else "does not exist"
     except (OSError, ValueError) as error:
@@ -429,23 +473,15 @@ def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row")
     return boxes
 
 
-def box_problem(row: Mapping[str, Any], fitted: ImageLimits = ANY_SIZE) -> str | None:
-    """Return why the boxes of a row with one image cannot be read, None if they can.
+def box_problem(row: Mapping[str, Any], sizes: Sequence[Size]) -> str | None:
+    """Return why the boxes of a row cannot be read, None if they can or it has not one image.
 
     Args:
-        row: whose image may be undecoded; boxes in pixels are not checked where it cannot be opened.
-        fitted: what brings the image to the size that the model gets.
+        sizes: of its images, as the model gets them.
     """
-    images, size = images_of(row), (1, 1)
-    if len(images) != 1:
-        return None
     try:
-        if in_pixels_of_its_image(row, "it"):
-            try:
-                size = fitted.size_of(*open_image(images[0]).size)
-            except DataError:
-                return None
-        boxes_of(row, size, "it")
+        if len(sizes) == 1:
+            boxes_of(row, sizes[0], "it")
     except DataError as error:
         return str(error).rstrip(".")
     return None
@@ -476,62 +512,3 @@ def _given_boxes(row: Mapping[str, Any], name: str) -> tuple[str, list[Box]]:
 def as_shares(boxes: Sequence[Box]) -> list[list[float]]:
     """Return boxes as converted sets have them: left, top, width and height, in [0, 1] of the image."""
     return [[left, top, right - left, bottom - top] for left, top, right, bottom in boxes]
-
-
-def show_rows(batch: dict[str, list[Any]], *, root: Path, column: str, images: ImageLimits) -> dict[str, list[Any]]:
-    """Rows as TRL gets them: placeholders replaced by parts, images decoded."""
-    ready = {name: values for name, values in batch.items() if name not in (*IMAGE_COLUMNS, FOLDER, PLACE)}
-    if "prompt" in batch:
-        ready["prompt"] = [placed(prompt) for prompt in batch["prompt"]]
-    names = [name for name in (*IMAGE_COLUMNS, FOLDER) if name in batch]
-    if set(names) & set(IMAGE_COLUMNS):
-        rows = [dict(zip(names, values, strict=True)) for values in zip(*(batch[name] for name in names), strict=True)]
-        opened = [[images.fitted(open_image(value, folder_of(row, root))) for value in images_of(row)] for row in rows]
-        ready[column] = opened if column == "images" else [found[0] if found else None for found in opened]
-    return ready
-
-
-class ReadOnce:
-    """A data set whose rows are read, and their images decoded, once for all copies of them in one batch and the next.
-
-    TRL's sampler gives every prompt G times in a batch, and the batch again for each micro-batch of a rollout, of which
-    the trainer looks at the first.
-
-    Args:
-        rows: as `reads_alike` wants them.
-    """
-
-    def __init__(self, rows: Dataset) -> None:
-        self._rows, self._last = rows, dict[int, dict[str, Any]]()
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return rows by their numbers; equal ones are copies with the same images."""
-        missing = [index for index in dict.fromkeys(indices) if index not in self._last]
-        read = dict(zip(missing, self._rows.__getitems__(missing), strict=True)) if missing else {}
-        self._last = {index: read[index] if index in read else self._last[index] for index in dict.fromkeys(indices)}
-        return [dict(self._last[index]) for index in indices]
-
-
-def reads_alike(dataset: object) -> bool:
-    """Whether rows can be read by number and are the same every time; a transform of a user's own may draw lots."""
-    if not isinstance(dataset, Dataset):
-        return False
-    return dataset.format["format_kwargs"].get("transform") is None or _shown(dataset) is not None
-
-
-def fitted_by(dataset: Dataset) -> ImageLimits:
-    """Return what brings the images of `dataset` to the size in which a run reads them."""
-    shown = _shown(dataset)
-    return ANY_SIZE if shown is None else shown.keywords["images"]
-
-
-def _shown(dataset: Dataset) -> partial[Any] | None:
-    """The `show_rows` through which rows are read, None without."""
-    transform = dataset.format["format_kwargs"].get("transform")
-    return transform if isinstance(transform, partial) and transform.func is show_rows else None

@@ -1,25 +1,26 @@
-"""Merge converted sets into one without duplicates, split into train and test that share no image.
-
-The sets are read twice: once to decide which rows are written where, once to write them.
-"""
+"""Merge sets into one without duplicates, split into train and test that share no image."""
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, combinations
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 
-from vgr_trl.data.columns import Candidate, Origin, Question
-from vgr_trl.data.convert import Output, convert, encode_candidates, finished
-from vgr_trl.data.prompts import LETTERS
-from vgr_trl.data.public_sets import jsonl_read, shuffled_choices
-from vgr_trl.data.read import Source
+from vgr_trl.data.convert import DIGESTS, Output, Rules, convert_rows, finished, working_folder, write_split
+from vgr_trl.data.images import FOLDER, folder_of, image_bytes, images_of, videos_of
+from vgr_trl.data.prompts import LETTERS, texts_of
+from vgr_trl.data.public_sets import shuffle_choices
+from vgr_trl.data.read_row import undecoded
+from vgr_trl.data.rows import MEDIA, REASON, map_rows
 from vgr_trl.rewards.answers import normalise
 from vgr_trl.utils import ConfigError, DataError
+
+TEST_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,11 @@ class Row:
 
     Attributes:
         source: which set it is in.
-        position: which of the set's candidates it is.
+        position: which of all rows it is.
         images: hashes of the pixels of its images, then of its video files; of a row without any, its question.
         problem: its question, in normal form.
         answer: its right answer as a text, in normal form.
         choices: its options, in normal form; empty for an open question.
-        columns: those of `images`, `videos` and `regions` that it needs.
     """
 
     source: int
@@ -42,27 +42,25 @@ class Row:
     problem: str
     answer: str
     choices: frozenset[str] = frozenset()
-    columns: frozenset[str] = frozenset()
 
 
 def merge(
-    sources: Sequence[Source],
+    sets: Sequence[tuple[Dataset, Rules]],
     output: Output,
-    identity: Mapping[str, Any],
     *,
     test_share: float = 0.1,
     seed: int = 0,
-    shuffle_choices: bool = False,
+    shuffles_choices: bool = False,
+    workers: int = 2,
 ) -> None:
-    """Write the rows of `sources` as `train` and `test` to the folder of `output`.
+    """Write the rows of several sets as `train` and `test` to the folder of `output`.
 
     Args:
-        sources: sets in the schema, as `convert` writes them, or JSONL of the user's own.
-        output: where and how; its split and columns are not read.
-        identity: what the result depends on, as JSON.
+        sets: rows in the schema, as `convert` writes them, or of the user's own, and how they are read.
         test_share: of the rows, in [0, 1); 0: no split.
         seed: of the split and of the order of options.
-        shuffle_choices: whether options are put in another order, right letters coming equally often.
+        shuffles_choices: whether options are put in another order, right letters coming equally often.
+        workers: processes that decode images.
 
     Raises:
         ConfigError: an option is out of range, or the folder holds something else.
@@ -71,58 +69,75 @@ def merge(
     if not 0 <= test_share < 1:
         raise ConfigError(f"test_share is {test_share}: give a number from 0 (no split) up to below 1.")
     splits = ("train", "test") if test_share else ("train",)
-    if None not in [finished(replace(output, split=name), identity) for name in splits]:
+    if sum(finished(name, output) for name in splits) == len(splits):
         return
-    rows, left_out = _examine(sources, output)
-    kept, duplicates = without_duplicates(list(rows))
-    left_out += [(rows[row], reason) for row, reason in duplicates.items()]
-    needed = frozenset[str]().union(*(row.columns for row in kept))
-    columns = ("images" if "images" in needed else "image", *sorted(needed - {"images"}, reverse=True))
-    for name, side in zip(splits, split(kept, test_share if kept else 0, seed), strict=False):
-        candidates = _read_rows(sources, interleaved(side))
-        if shuffle_choices:
-            candidates = shuffled_choices(candidates, seed)
-        listed = left_out if name == "train" else []
-        convert(chain(listed, candidates), replace(output, split=name, columns=columns), identity)
+    with working_folder(output) as folder:
+        parts, known, start = list[Dataset](), list[Row](), 0
+        for number, (rows, rules) in enumerate(sets):
+            parts.append(convert_rows(rows, rules, folder / str(number), workers))
+            known += [
+                _row(number, start + place, row) for place, row in enumerate(_texts(parts[-1])) if not row[REASON]
+            ]
+            start += len(parts[-1])
+        everything = concatenate_datasets(parts)
+        kept, duplicates = without_duplicates(known)
+        reasons = [duplicates.get(place, reason) for place, reason in enumerate(everything[REASON])]
+        feature = everything.features[REASON]
+        everything = everything.remove_columns(REASON).add_column(REASON, reasons, feature=feature)
+        left_out = [place for place, reason in enumerate(reasons) if reason is not None]
+        sides = split(kept, test_share if kept else 0, seed)
+        for name, side, listed in zip(splits, sides, (left_out, []), strict=False):
+            chosen = everything.select([*listed, *(row.position for row in interleaved(side))])
+            write_split(shuffle_choices(chosen, seed) if shuffles_choices else chosen, name, output)
 
 
-def _examine(sources: Sequence[Source], output: Output) -> tuple[dict[Row, Origin], list[Candidate]]:
-    """Return what is known of the usable rows, with their origins, and why others cannot be used."""
-    rows: dict[Row, Origin] = {}
-    left_out: list[Candidate] = []
-    for number, source in enumerate(sources):
-        bar = tqdm(jsonl_read(source), desc=f"examine {source}", unit=" rows", delay=1)
-        for position, (origin, question) in enumerate(encode_candidates(bar, output, with_digest=True)):
-            if isinstance(question, str):
-                left_out.append((origin, question))
-            else:
-                rows[_row(number, position, question)] = origin
-    return rows, left_out
+def _texts(rows: Dataset) -> Dataset:
+    return rows.select_columns(["problem", "solution", "choices", "videos", DIGESTS, REASON])
 
 
-def _row(source: int, position: int, question: Question) -> Row:
-    choices = question.choices or []
-    films = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in question.videos]
-    needs = {"images": len(question.images) != 1, "videos": bool(films), "regions": bool(question.regions)}
+def _row(source: int, position: int, row: Mapping[str, Any]) -> Row:
+    choices, problem = row["choices"] or [], normalise(row["problem"])
+    films = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in row["videos"]]
     return Row(
         source,
         position,
-        (*(image.digest for image in question.images), *films) or (normalise(question.problem),),
-        normalise(question.problem),
-        normalise(choices[LETTERS.index(question.solution)] if choices else question.solution),
+        (*row[DIGESTS], *films) or (problem,),
+        problem,
+        normalise(choices[LETTERS.index(row["solution"])] if choices else row["solution"]),
         frozenset(map(normalise, choices)),
-        frozenset(name for name, needed in needs.items() if needed),
     )
 
 
-def _read_rows(sources: Sequence[Source], rows: Sequence[Row]) -> Iterator[Candidate]:
-    """Yield the candidates of rows that are in order of position within each source; each source is read once."""
-    readers = {number: enumerate(jsonl_read(sources[number])) for number in {row.source for row in rows}}
-    for row in rows:
-        yield next(candidate for position, candidate in readers[row.source] if position == row.position)
+def train_test_split(
+    dataset: Dataset, seed: int, root: Path = Path(), most: int | None = None
+) -> tuple[Dataset, Dataset]:
+    """Return the rows to train on, and a tenth to evaluate on; rows that share an image (or a question) stay together.
+
+    Args:
+        dataset: as `prepare_rows` gives it.
+        seed: of the choice, which depends on nothing else but the images.
+        most: rows to evaluate on, where a tenth would be more.
+
+    Raises:
+        DataError: all rows share images.
+    """
+    wanted = ("prompt", *MEDIA, FOLDER)
+    stored = undecoded(dataset.with_format(None))
+    stored = stored.select_columns([name for name in wanted if name in stored.column_names])
+    examine, features = partial(_digests, root=root), Features({DIGESTS: List(Value("string"))})
+    found = map_rows(stored, examine, features, str(root), "Comparing images")
+    rows = [Row(0, place, tuple(of), "", "") for place, of in enumerate(found[DIGESTS])]
+    train, test = split(rows, min(TEST_SHARE, (most or len(rows)) / len(rows)), seed)
+    return dataset.select([row.position for row in train]), dataset.select([row.position for row in test[:most]])
 
 
-def without_duplicates(rows: Sequence[Row]) -> tuple[list[Row], dict[Row, str]]:
+def _digests(row: Mapping[str, Any], root: Path) -> dict[str, list[str]]:
+    shown = [image_bytes(value, folder_of(row, root)) for value in (*images_of(row), *videos_of(row))]
+    content = shown or ["\0".join(texts_of(row["prompt"][-1:])).encode()]
+    return {DIGESTS: [hashlib.sha256(data).hexdigest() for data in content]}
+
+
+def without_duplicates(rows: Sequence[Row]) -> tuple[list[Row], dict[int, str]]:
     """Return the rows that show other images or ask something else than those before, and why the others are left out.
 
     Of rows with the same images and question the first stays, unless two contradict each other: then it is not known
@@ -131,13 +146,14 @@ def without_duplicates(rows: Sequence[Row]) -> tuple[list[Row], dict[Row, str]]:
     alike: dict[tuple[tuple[str, ...], str], list[Row]] = defaultdict(list)
     for row in rows:
         alike[row.images, row.problem].append(row)
-    kept, reasons = [], {}
+    kept, reasons = list[Row](), dict[int, str]()
     for same in alike.values():
+        places = [row.position for row in same]
         if any(_contradict(one, other) for one, other in combinations(same, 2)):
-            reasons.update(dict.fromkeys(same, "another row with the same image and question has another answer"))
-            continue
-        kept.append(same[0])
-        reasons.update(dict.fromkeys(same[1:], "it has the same image and question as an earlier row"))
+            reasons |= dict.fromkeys(places, "another row with the same image and question has another answer")
+        else:
+            kept.append(same[0])
+            reasons |= dict.fromkeys(places[1:], "it has the same image and question as an earlier row")
     return kept, reasons
 
 

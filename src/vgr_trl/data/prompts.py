@@ -117,7 +117,7 @@ class SystemTemplate:
     variables: tuple[str, ...] = ("problem", "choices", "letters", "source")
 
     def __init__(self, text: str, name: str = "the system prompt") -> None:
-        self.name = name
+        self.text, self.name = text, name
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, autoescape=False)
         try:
             self._template = environment.from_string(text)
@@ -126,6 +126,10 @@ class SystemTemplate:
             raise ConfigError(f"{name} is not a Jinja2 template ({error_text(error)}): correct it there.") from error
         if unknown:
             raise ConfigError(f"{name} names {', '.join(sorted(unknown))}, but knows {', '.join(self.variables)} only.")
+
+    def __reduce__(self) -> Any:
+        """Send the text to other processes, and hash it, as a compiled template is not the same twice."""
+        return type(self), (self.text, self.name)
 
     def render(self, problem: str, choices: Sequence[str] | None = None, source: str | None = None) -> str | None:
         """Return the system prompt of a question, None where it comes out empty.

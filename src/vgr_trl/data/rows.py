@@ -1,40 +1,25 @@
-"""Rows of the user's data as training reads them: understood, checked, with prompts and images.
+"""Rows of the user's data as training reads them: understood, checked, with prompts; decoded when they are used.
 
 A row has a `prompt` (a conversation or a text) or a `problem` (the question's text, with `choices` for multiple
 choice), a `solution`, and `image`, `images`, `video` or `videos` unless it is about text alone; or it is in a format
-that `columns.py` knows, or has other names for these that flags give.
+that `read_row.py` knows, or has other names for these that flags give.
 """
 
-import io
+import errno
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from accelerate import PartialState
-from accelerate.utils import gather_object
-from datasets import Dataset, Features, Image, IterableDataset, Json, List, concatenate_datasets
+from datasets import Dataset, Features, IterableDataset, Json, List, Value, concatenate_datasets, config
 from datasets.fingerprint import Hasher
-from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from vgr_trl.data.columns import (
-    DIALOGUES,
-    KEYS,
-    UNREADABLE,
-    Keys,
-    Reading,
-    image_columns,
-    read_row,
-    renamed,
-    renamed_row,
-    require_columns,
-    undecoded,
-    with_column,
-)
 from vgr_trl.data.images import (
     ANY_SIZE,
     DEFAULT_VIDEO_OPTIONS,
@@ -49,12 +34,11 @@ from vgr_trl.data.images import (
     boxes_of,
     folder_of,
     frames_of,
-    image_bytes,
+    image_size,
     images_of,
     open_image,
-    show_rows,
-    videos_of,
 )
+from vgr_trl.data.lengths import SIZES, PromptLengths, sizes_of
 from vgr_trl.data.prompts import (
     SYSTEM_PROMPT,
     QuestionTemplate,
@@ -64,24 +48,49 @@ from vgr_trl.data.prompts import (
     special_problem,
     without_video_placeholders,
 )
-from vgr_trl.utils import DataError, RewardError
+from vgr_trl.data.read_row import (
+    DIALOGUES,
+    KEYS,
+    UNREADABLE,
+    Keys,
+    Question,
+    image_columns,
+    read_row,
+    renamed,
+    renamed_row,
+    require_columns,
+    undecoded,
+)
+from vgr_trl.rewards import answers
+from vgr_trl.utils import DataError
 
 logger = logging.get_logger(__name__)
 
 NUMBERED = (*NUMBERED_IMAGES, *FURTHER_IMAGES)
-GONE = (*IMAGE_COLUMNS, *NUMBERED, *VIDEO_COLUMNS, *DIALOGUES, PLACE, FOLDER, UNREADABLE)
+MEDIA = (*IMAGE_COLUMNS, *NUMBERED, *VIDEO_COLUMNS)
+REASON = "__reason__"  # column: why a row cannot be used
+REPLACED = "__replaced__"  # key of a row that took the place of one that cannot be decoded
+OWN_COLUMNS = (*MEDIA, *DIALOGUES, PLACE, FOLDER, UNREADABLE, REASON, SIZES)
+EXAMINED = Features(
+    {"prompt": Json(), "choices": List(Value("string")), "solution": Json(), REASON: Value("string")}
+    | {SIZES: List(List(Value("int32")))}
+)
 LARGEST_SHARE = 0.1  # of rows whose answer cannot be read
-FRAMES_IN_MEMORY = 8  # rows whose frames wait to be written, as they are large
-JPEG_QUALITY = 95
+MANY = 1000  # rows from which on a pass over them is spread over processes, and its result kept on disk
+MOST_PROCESSES = 16
+MOST_TRIED = 100  # rows in place of a damaged one; where all are damaged, a disk may be missing
+FIRST_ROWS = 32  # which show how large images are
+LARGE_IMAGE = 500_000  # pixels
 SHUFFLE_BUFFER = 1000  # rows of a stream that wait, their images undecoded
+# Errors of the system, which another process may not meet: to replace the row here alone would mix prompts in a group.
+OF_THE_SYSTEM = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
-Found = TypeVar("Found")
 OnSkipped = Callable[["SkippedRow"], None] | None
 
 
 @dataclass(frozen=True)
 class RowOptions:
-    """What a row needs before it can be trained on, and what becomes of it.
+    """What a row needs before it can be trained on.
 
     Attributes:
         root: folder that relative paths of images and videos start from.
@@ -91,6 +100,7 @@ class RowOptions:
         special: finds the special tokens of the model's tokenizer, which no text of a row may hold.
         images: the sizes that images may have, and are brought to.
         boxes: whether something reads the boxes of rows with one image, so that rows with a bad one are left out.
+        decodes: whether images are decoded at the start too, so that every damaged one is listed there.
     """
 
     root: Path = Path()
@@ -100,58 +110,121 @@ class RowOptions:
     special: re.Pattern[str] | None = None
     images: ImageLimits = ANY_SIZE
     boxes: bool = False
+    decodes: bool = False
 
 
-def understand(row: Mapping[str, Any], options: RowOptions) -> tuple[dict[str, Any], list[Any]]:
-    """Return prompt, choices and solution of a row, and its images and frames in the size that the model gets.
+def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
+    """Return prompt, choices, solution and sizes of the images of a row; or why it cannot be used, as `REASON`.
+
+    `right` is what the solution means, None where it need not be known.
 
     Args:
-        row: with undecoded or decoded images.
+        row: with undecoded or decoded images. Videos are decoded, as only that tells how many frames they have.
 
     Raises:
         ConfigError: the row has a video, and PyAV is not installed.
-        DataError, RewardError: the row cannot be used; the message is the reason.
     """
-    reading = read_row(row, needs_answer=options.needs_solution)
-    prompt = _conversation(row, reading, options.system_prompt)
-    if (problem := special_problem(options.special, _conversation(row, reading, None))) is not None:
-        raise DataError(problem)
-    root = folder_of(row, options.root)
-    opened = [*(open_image(value, root) for value in reading.images), *frames_of(row, options.videos, root)]
-    shown = list(map(options.images.fitted, opened))
-    if options.boxes and len(shown) == 1:
-        boxes_of(row, shown[0].size, "it")
-    return {"prompt": prompt, "choices": reading.choices, "solution": reading.answer}, shown
+    found: dict[str, Any] = dict.fromkeys((*EXAMINED, "right"))
+    question = read_row(row, needs_answer=options.needs_solution)
+    if isinstance(question, str):
+        return found | {REASON: question}
+    try:
+        prompt = _conversation(row, question, options.system_prompt)
+        if (problem := special_problem(options.special, _conversation(row, question, None))) is not None:
+            raise DataError(problem)
+        root = folder_of(row, options.root)
+        sizes = [open_image(value, root).size if options.decodes else image_size(value, root)
+                 for value in question.images]  # fmt: skip
+        sizes += [frame.size for frame in frames_of(row, options.videos, root)]
+        sizes = [options.images.size_of(*size) for size in sizes]
+        if options.boxes and len(sizes) == 1:
+            boxes_of(row, sizes[0], "it")
+    except DataError as error:
+        return found | {REASON: str(error).rstrip(".")}
+    answers = {"choices": question.choices, "solution": question.answer, "right": question.right}
+    return found | {"prompt": prompt, SIZES: sizes} | answers
+
+
+def _conversation(row: Mapping[str, Any], question: Question, system: str | SystemTemplate | None) -> Any:
+    source = row.get("source") if isinstance(row.get("source"), str) else None
+    prompt: Any = question.prompt
+    if not question.is_complete or isinstance(system, QuestionTemplate):
+        prompt = build_prompt(prompt, question.choices, system_prompt=system, source=source)
+    return without_video_placeholders(prompt) if any(row.get(name) is not None for name in VIDEO_COLUMNS) else prompt
 
 
 def ready_row(row: Mapping[str, Any], options: RowOptions, several: bool = True) -> dict[str, Any]:
-    """Return a row with its prompt and its images, those of videos included; raises as `understand`.
+    """Return a row with its prompt and its decoded images, the frames of videos included.
 
     Args:
         several: whether there may be several images, which are then in `images`, in every row alike.
+
+    Raises:
+        DataError: the row cannot be used; the message is the reason.
     """
-    texts, shown = understand(row, options)
-    ready = {name: value for name, value in row.items() if name not in GONE}
-    ready |= {name: value for name, value in texts.items() if value is not None or name in row}
-    ready["prompt"] = placed(texts["prompt"])
+    found = examine_row(row, options)
+    if found[REASON] is not None:
+        raise DataError(found[REASON])
+    ready = {name: value for name, value in row.items() if name not in OWN_COLUMNS}
+    ready |= {name: found[name] for name in ("choices", "solution") if found[name] is not None or name in row}
+    ready["prompt"] = placed(found["prompt"])
+    shown = decoded_images(row, options.root, options.images, options.videos)
     return ready | ({"images": shown} if several else {"image": shown[0] if shown else None})
 
 
-def _texts_or_reason(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any] | str:
-    try:
-        return understand(row, options)[0]
-    except (DataError, RewardError) as error:
-        return str(error).rstrip(".")
+def decoded_images(row: Mapping[str, Any], root: Path, images: ImageLimits, videos: VideoOptions) -> list[Any]:
+    """Return the decoded images and frames of a row in the size that the model gets; raise `DataError` if damaged."""
+    folder = folder_of(row, root)
+    opened = [open_image(value, folder) for value in images_of(row)]
+    return list(map(images.fitted, [*opened, *frames_of(row, videos, folder)]))
 
 
-def _conversation(
-    row: Mapping[str, Any], reading: Reading, system_prompt: str | SystemTemplate | None
-) -> list[dict[str, Any]]:
-    source = row.get("source") if isinstance(row.get("source"), str) else None
-    prompt: Any = reading.prompt
-    if not reading.is_complete or isinstance(system_prompt, QuestionTemplate):
-        prompt = build_prompt(prompt, reading.choices, system_prompt=system_prompt, source=source)
-    return without_video_placeholders(prompt) if any(row.get(name) is not None for name in VIDEO_COLUMNS) else prompt
+# Passes over a whole data set
+
+
+def map_rows(
+    dataset: Dataset,
+    examine: Callable[[Mapping[str, Any]], dict[str, Any]],
+    features: Features,
+    key: Any,
+    description: str,
+    *,
+    in_parallel: bool = True,
+    is_stale: Callable[[Dataset], bool] = lambda found: False,
+) -> Dataset:
+    """Return `examine` of every row as a data set of its own.
+
+    From a thousand rows on, the rows are spread over processes, and the result is kept in the cache of `datasets`
+    under the rows and `key`. One process of each machine makes it, the others read it.
+
+    Args:
+        examine: returns one value for each of `features`, JSON as a text.
+        key: what the result depends on besides the rows.
+        in_parallel: whether other processes may call `examine`.
+        is_stale: whether what was kept has to be made again.
+    """
+    fingerprint = Hasher.hash([dataset._fingerprint, key, _code()])
+    options: dict[str, Any] = {"features": features, "remove_columns": dataset.column_names, "desc": description}
+    options |= {"new_fingerprint": fingerprint}
+    if len(dataset) < MANY:
+        return dataset.map(examine, keep_in_memory=True, **options)
+    folder = Path(config.HF_DATASETS_CACHE) / "vgr_trl"
+    folder.mkdir(parents=True, exist_ok=True)
+    options |= {"cache_file_name": str(folder / f"{fingerprint}.arrow")}
+    if in_parallel:
+        options["num_proc"] = min(MOST_PROCESSES, os.cpu_count() or 1)
+    with PartialState().local_main_process_first():
+        found = dataset.map(examine, **options)
+        return dataset.map(examine, load_from_cache_file=False, **options) if is_stale(found) else found
+
+
+@cache
+def _code() -> str:
+    """A hash of the code that reads rows, so that another release makes its results anew."""
+    files = sorted(
+        [*Path(__file__).parent.glob("*.py"), Path(answers.__file__), *Path(answers.__file__).parent.glob("*.toml")]
+    )
+    return str(Hasher.hash([file.read_bytes() for file in files]))
 
 
 def prepare_rows(
@@ -165,9 +238,8 @@ def prepare_rows(
 ) -> tuple[Dataset | IterableDataset, list["SkippedRow"]]:
     """Return `dataset` with a column `prompt` and without the rows that cannot be used, and the list of those.
 
-    Every image is decoded once to see whether it can be, each process looking at its share. Of a stream the rows are
-    checked as they are read: the list is empty, and `on_skipped` gets each row once. Videos become images: of a
-    data set with a column `video` or `videos`, each row has its images and then its frames in `images`.
+    Headers of images are read, their pixels when a row is used. Of a stream the rows are checked as they are read: the
+    list is empty, and `on_skipped` gets each row once. Frames of videos stand behind the images of a row in `images`.
 
     Args:
         dataset: rows as described at the top of this file.
@@ -187,88 +259,61 @@ def prepare_rows(
     if len(dataset) == 0:
         raise DataError(f"The {split} data set has no rows: give a data set with at least one.")
     dataset = undecoded(dataset)
-    broken = dataset[UNREADABLE] if UNREADABLE in dataset.column_names else [None]
-    if None in broken:
-        first = dict(dataset[list(broken).index(None)])
-        require_columns(first, split, rules.needs_solution, keys, dataset.features)
+    unread = list(dataset[UNREADABLE]) if UNREADABLE in dataset.column_names else [None]
+    if None in unread:
+        require_columns(dataset[unread.index(None)], split, rules.needs_solution, keys, dataset.features)
     dataset = renamed(dataset, keys)
-    found = scan(dataset, partial(_texts_or_reason, options=rules), f"check rows ({split})")
-    reasons = [row if isinstance(row, str) else None for row in found]
+    found = _examined(dataset, rules, f"Reading rows ({split})")
+    reasons = list(found[REASON])
     skipped = skipped_rows(split, reasons, dataset["id"] if "id" in dataset.column_names else None)
+    _require_answers(skipped, dataset)
+    column = "images" if _are_several(dataset) else "image"
+    made = {name for name in ("choices", "solution") if name in dataset.column_names or any_value(found, name)}
+    kept = [name for name in dataset.column_names if name not in {*found.column_names, *DIALOGUES, UNREADABLE}]
+    dataset = dataset.select_columns(kept).add_column(PLACE, range(len(dataset)))
+    if column == "images" and not {*IMAGE_COLUMNS} & {*kept} and {*MEDIA} & {*kept}:
+        dataset = dataset.add_column("images", [None] * len(dataset))  # the column that TRL looks for
+    dataset = concatenate_datasets([dataset, found.select_columns(["prompt", SIZES, *sorted(made)])], axis=1)
+    if skipped:
+        dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
+    shown = partial(show_rows, root=rules.root, column=column, images=rules.images, videos=rules.videos)
+    return dataset.with_transform(shown), skipped
+
+
+def _examined(dataset: Dataset, rules: RowOptions, description: str) -> Dataset:
+    """Return `examine_row` of every row, JSON as texts."""
+
+    def rejects_less(found: Dataset) -> bool:
+        """Whether a row that could not be used can be now, as its file was mended."""
+        rejected = [row for row, reason in enumerate(found[REASON]) if reason is not None]
+        return any(examine_row(dataset[row], rules)[REASON] is None for row in rejected)
+
+    examine = partial(_as_stored, options=rules)
+    return map_rows(dataset, examine, EXAMINED, rules, description, is_stale=rejects_less)
+
+
+def _as_stored(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
+    found = examine_row(row, options)
+    del found["right"]
+    texts = {name: None if found[name] is None else json.dumps(found[name]) for name in ("prompt", "solution")}
+    return found | texts
+
+
+def any_value(dataset: Dataset, column: str) -> bool:
+    """Return whether a column has a value in any row."""
+    values = dataset.data.column(column)
+    return bool(values.null_count < len(values))
+
+
+def _require_answers(skipped: Sequence["SkippedRow"], dataset: Dataset) -> None:
     unreadable = [row for row in skipped if row.reason.startswith("solution is")]
     if len(unreadable) > LARGEST_SHARE * len(dataset):
         column = next((name for name in KEYS.answer if name in dataset.column_names), "solution")
         raise DataError(
-            f"The answer in `{column}` cannot be read in {len(unreadable)} of the {len(dataset)} rows of {split}, "
-            f"such as row {unreadable[0].row}: {unreadable[0].reason}. Name the answers' column by --solution_key."
+            f"The answer in `{column}` cannot be read in {len(unreadable)} of the {len(dataset)} rows of "
+            f"{unreadable[0].split}, such as row {unreadable[0].row}: {unreadable[0].reason}. Name the answers' column "
+            "by --solution_key."
         )
-    dataset = dataset.add_column(PLACE, list(range(len(dataset))))
-    if skipped:
-        dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
-    dataset = _with_texts(dataset, [row for row in found if not isinstance(row, str)])
-    dataset = _with_all_images(dataset, rules.videos, rules.root)
-    dataset = dataset.remove_columns([name for name in (UNREADABLE, *DIALOGUES) if name in dataset.column_names])
-    column = "images" if _are_several(dataset) else "image"
-    shown = partial(show_rows, root=rules.root, column=column, images=rules.images)
-    return dataset.with_transform(shown), skipped
-
-
-def scan(dataset: Dataset, examine: Callable[[Mapping[str, Any]], Found], description: str) -> list[Found]:
-    """Return `examine(row)` of every row, in order, on every process.
-
-    Each process examines its share.
-    """
-    state = PartialState()
-    share = range(state.process_index, len(dataset), state.num_processes)
-    bar = tqdm(share, desc=description, delay=3, disable=not state.is_local_main_process)
-    results = dict(gather_object([(index, examine(dataset[index])) for index in bar]))
-    return [results[index] for index in range(len(dataset))]
-
-
-def _with_texts(dataset: Dataset, texts: Sequence[Mapping[str, Any]]) -> Dataset:
-    """Return `dataset` with prompts, and the options and answers under the names that rewards know them by."""
-    for name in ("choices", "solution", "prompt"):
-        values = [row[name] for row in texts]
-        if values != (list(dataset[name]) if name in dataset.column_names else [None] * len(values)):
-            dataset = with_column(dataset, name, values)
-    return dataset
-
-
-def _with_all_images(dataset: Dataset, options: VideoOptions, root: Path) -> Dataset:
-    """Return `dataset` with its numbered images, and the frames of its videos as JPEG, in order in the column `images`.
-
-    They are written to the cache of `datasets`, where there is one, by one process of each machine.
-    """
-    if {*VIDEO_COLUMNS, *NUMBERED}.isdisjoint(dataset.column_names):
-        return dataset
-    shown = [name for name in (*IMAGE_COLUMNS, *NUMBERED, *VIDEO_COLUMNS) if name in dataset.column_names]
-    read = dataset.select_columns([*shown, *(name for name in (FOLDER,) if name in dataset.column_names)])
-
-    def fill(row: Mapping[str, Any]) -> dict[str, Any]:
-        start = folder_of(row, root)
-        images = [image_bytes(value, start) for value in images_of(row)]
-        for frame in frames_of(row, options, start):
-            buffer = io.BytesIO()
-            frame.save(buffer, "JPEG", quality=JPEG_QUALITY)
-            images.append(buffer.getvalue())
-        return {"images": [{"bytes": data, "path": None} for data in images]}
-
-    states = []  # of the files, so that no frames of an older file are found in the cache
-    for row in read.select_columns([name for name in (*VIDEO_COLUMNS, FOLDER) if name in read.column_names]):
-        for value in videos_of(row):
-            path = value.get("path") if isinstance(value, Mapping) else value
-            if isinstance(path, str) and (file := folder_of(row, root) / path).is_file():
-                states.append((path, file.stat().st_size, file.stat().st_mtime_ns))
-    with PartialState().local_main_process_first():
-        images = read.map(
-            fill,
-            remove_columns=read.column_names,
-            features=Features({"images": List(Image(decode=False))}),
-            writer_batch_size=FRAMES_IN_MEMORY,
-            new_fingerprint=Hasher.hash([dataset._fingerprint, options, str(root), states]),
-            desc="images and frames of videos",
-        )
-    return concatenate_datasets([dataset.remove_columns(shown), images], axis=1)
 
 
 def _are_several(dataset: Dataset | IterableDataset, keys: Keys = KEYS) -> bool:
@@ -280,6 +325,166 @@ def _are_several(dataset: Dataset | IterableDataset, keys: Keys = KEYS) -> bool:
     if {*VIDEO_COLUMNS, *keys.video, *FURTHER_IMAGES} & set(names):
         return True
     return isinstance((dataset.features or {}).get(name), List | Json)
+
+
+def drop_long_prompts(
+    dataset: Dataset | IterableDataset,
+    lengths: PromptLengths,
+    limit: int,
+    name: str = "train",
+    on_dropped: Callable[[], None] = lambda: None,
+) -> Dataset | IterableDataset:
+    """Return `dataset` without the rows whose prompt has more than `limit` tokens: truncation would cut image tokens.
+
+    A `Dataset` is measured once, at the start, and what was left out is logged; a stream is measured as it is read.
+
+    Args:
+        limit: `max_prompt_length`, in tokens.
+        on_dropped: called for each row that a stream leaves out.
+
+    Raises:
+        DataError: no row is within the limit.
+    """
+    if isinstance(dataset, IterableDataset):
+
+        def keep(row: Mapping[str, Any]) -> bool:
+            fits = lengths(row) <= limit
+            if not fits:
+                on_dropped()
+            return fits
+
+        return dataset.filter(keep)
+
+    counts = prompt_lengths(dataset, lengths, f"Counting tokens ({name})")
+    hint = "; --max_short_side or --max_pixels reduces images" if image_columns(dataset) else ""
+    kept = [index for index, length in enumerate(counts) if length <= limit]
+    if not kept:
+        shortest = f"the shortest prompt of the {name} data has {min(counts, default=0)} tokens"
+        raise DataError(f"max_prompt_length={limit} leaves no row: {shortest}. Raise it{hint}.")
+    if len(kept) == len(dataset):
+        return dataset
+    if PartialState().is_main_process:
+        rows = f"{len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data"
+        longest = f"the longest prompt has {max(counts)} tokens{hint}"
+        logger.warning(f"max_prompt_length={limit}: left out {rows} ({longest}).")
+    return dataset.select(kept)
+
+
+def prompt_lengths(dataset: Dataset, lengths: PromptLengths, description: str) -> list[int]:
+    """Return the tokens of every row's prompt."""
+    rows = dataset
+    if shown := shown_by(dataset):
+        rows = dataset.with_format(None).select_columns(["prompt", SIZES])
+    elif reads_alike(dataset):
+        names = [name for name in ("prompt", *IMAGE_COLUMNS) if name in dataset.column_names]
+        rows = undecoded(dataset.with_format(None).select_columns(names))
+    count = partial(_length, lengths=lengths, is_shown=shown is not None)
+    features = Features({"length": Value("int32")})
+    return list(
+        map_rows(rows, count, features, lengths.key, description, in_parallel=not lengths.needs_pixels)["length"]
+    )
+
+
+def _length(row: Mapping[str, Any], lengths: PromptLengths, is_shown: bool) -> dict[str, int]:
+    return {"length": lengths({**row, "prompt": placed(row["prompt"])} if is_shown else row)}
+
+
+# Rows as the trainer reads them
+
+
+def show_rows(
+    batch: dict[str, list[Any]], *, root: Path, column: str, images: ImageLimits, videos: VideoOptions
+) -> dict[str, list[Any]]:
+    """Return rows as TRL gets them: placeholders replaced by parts, images decoded; the transform of a data set."""
+    ready = {name: values for name, values in batch.items() if name not in OWN_COLUMNS}
+    if "prompt" in batch:
+        ready["prompt"] = [placed(prompt) for prompt in batch["prompt"]]
+    names = [name for name in (*MEDIA, FOLDER) if name in batch]
+    if set(names) & set(MEDIA):
+        rows = [dict(zip(names, values, strict=True)) for values in zip(*(batch[name] for name in names), strict=True)]
+        opened = [decoded_images(row, root, images, videos) for row in rows]
+        ready[column] = opened if column == "images" else [found[0] if found else None for found in opened]
+    return ready
+
+
+def shown_by(dataset: Dataset) -> partial[Any] | None:
+    """Return the `show_rows` through which the rows of `prepare_rows` are read, None for other data."""
+    transform = dataset.format["format_kwargs"].get("transform")
+    return transform if isinstance(transform, partial) and transform.func is show_rows else None
+
+
+def reads_alike(dataset: object) -> bool:
+    """Return whether rows can be read by number and are the same every time; a transform of a user's may be random."""
+    if not isinstance(dataset, Dataset):
+        return False
+    return dataset.format["format_kwargs"].get("transform") is None or shown_by(dataset) is not None
+
+
+class ReadOnce:
+    """A data set whose rows are read, and their images decoded, once for all copies of them in one batch and the next.
+
+    TRL's sampler gives every prompt G times in a batch, and the batch again for each micro-batch of a rollout, of which
+    the trainer looks at the first. A row that turns out to be damaged is replaced by the next one of the data set: it
+    depends on the row's number alone, so that it is the same on every process, and after a restart.
+
+    Args:
+        rows: as `reads_alike` wants them.
+        name: of the data, for messages.
+    """
+
+    def __init__(self, rows: Dataset, name: str = "train") -> None:
+        self._rows, self._name, self._last = rows, name, dict[int, dict[str, Any]]()
+        self._reported: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return rows by their numbers; equal ones are copies with the same images."""
+        wanted = dict.fromkeys(indices)
+        self._last = {index: self._last[index] if index in self._last else self._read(index) for index in wanted}
+        return [dict(self._last[index]) for index in indices]
+
+    def _read(self, index: int) -> dict[str, Any]:
+        reason = None
+        for place in range(index, index + MOST_TRIED):
+            place %= max(1, len(self._rows))
+            try:
+                row: dict[str, Any] = self._rows[place]
+            except (DataError, OSError) as error:
+                cause = error if isinstance(error, OSError) else error.__cause__
+                if isinstance(cause, OSError) and cause.errno in OF_THE_SYSTEM:
+                    raise
+                reason = reason or str(error).rstrip(".")
+                continue
+            if reason is None:
+                return row
+            if index not in self._reported:
+                self._reported.add(index)
+                logger.warning(f"Row {index} of the {self._name} data is replaced by row {place}: {reason}.")
+            return {**row, REPLACED: index}
+        rows = f"Row {index} of the {self._name} data and the {MOST_TRIED - 1} behind it"
+        raise DataError(f"{rows} cannot be read; the first: {reason}.")
+
+
+def has_large_images(dataset: Dataset) -> bool:
+    """Return whether the images of the first rows have half a million pixels or more on average."""
+    rows = undecoded(dataset.with_format(None).select(range(min(len(dataset), FIRST_ROWS))))
+    wanted = [name for name in (*IMAGE_COLUMNS, SIZES) if name in rows.column_names]
+    read = rows.select_columns(wanted) if wanted else ()
+    pixels = [width * height for row in read for width, height in sizes_of(row)]
+    return bool(pixels) and sum(pixels) / len(pixels) >= LARGE_IMAGE
+
+
+def take_out_replaced(rows: Sequence[dict[str, Any]]) -> int:
+    """Return how many of the rows took another's place, and remove the mark of it."""
+    return sum(row.pop(REPLACED, None) is not None for row in rows)
+
+
+# Streams
 
 
 def _prepare_stream(
@@ -299,15 +504,15 @@ def _prepare_stream(
 
     def prepare(row: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            return {**ready_row(row, options, several), PLACE: row[PLACE], UNREADABLE: None}
-        except (DataError, RewardError) as error:
-            return {PLACE: row[PLACE], UNREADABLE: str(error).rstrip(".")}
+            return {**ready_row(row, options, several), PLACE: row[PLACE], REASON: None}
+        except DataError as error:
+            return {PLACE: row[PLACE], REASON: str(error).rstrip(".")}
 
-    sieve = Sieve(split, lambda row: row[UNREADABLE], on_skipped)
+    sieve = Sieve(split, lambda row: row[REASON], on_skipped)
 
     def usable(rows: IterableDataset) -> IterableDataset:
-        ready = rows.map(prepare, remove_columns=list(GONE))
-        return ready.filter(lambda row: sieve.keeps(row, row[PLACE])).remove_columns([PLACE, UNREADABLE])
+        ready = rows.map(prepare, remove_columns=list(OWN_COLUMNS))
+        return ready.filter(lambda row: sieve.keeps(row, row[PLACE])).remove_columns([PLACE, REASON])
 
     # Without the old columns, a map keeps those that have another name now.
     numbered = rows.map(number, with_indices=True, remove_columns=list(first))
@@ -315,6 +520,9 @@ def _prepare_stream(
     if seed is not None:
         numbered = numbered.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
     return usable(numbered)
+
+
+# Rows left out
 
 
 @dataclass(frozen=True)
@@ -402,45 +610,3 @@ def report_skipped(skipped: Sequence[SkippedRow], path: Path, mode: str = "w") -
         f"Left out {len(skipped)} rows that cannot be used, listed with their reasons in {path}; the first: "
         f"{first.split} row {first.row}: {first.reason}."
     )
-
-
-def drop_long_prompts(
-    dataset: Dataset | IterableDataset,
-    length_of: Callable[[Mapping[str, Any]], int],
-    limit: int,
-    name: str = "train",
-    on_dropped: Callable[[], None] = lambda: None,
-) -> Dataset | IterableDataset:
-    """Return `dataset` without the rows whose prompt has more than `limit` tokens: truncation would cut image tokens.
-
-    A `Dataset` is measured once, at the start, and what was left out is logged; a stream is measured as it is read.
-
-    Args:
-        length_of: tokens of a row's prompt, image tokens included.
-        limit: `max_prompt_length`, in tokens.
-        on_dropped: called for each row that a stream leaves out.
-
-    Raises:
-        DataError: no row is within the limit.
-    """
-    if isinstance(dataset, IterableDataset):
-
-        def keep(row: Mapping[str, Any]) -> bool:
-            fits = length_of(row) <= limit
-            if not fits:
-                on_dropped()
-            return fits
-
-        return dataset.filter(keep)
-
-    lengths = scan(dataset, length_of, f"prompt lengths ({name})")
-    hint = "; --max_short_side or --max_pixels reduces images" if image_columns(dataset) else ""
-    kept = [index for index, length in enumerate(lengths) if length <= limit]
-    if not kept:
-        shortest = f"the shortest prompt of the {name} data has {min(lengths, default=0)} tokens"
-        raise DataError(f"max_prompt_length={limit} leaves no row: {shortest}. Raise it{hint}.")
-    rows = f"{len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data"
-    if len(kept) < len(dataset) and PartialState().is_main_process:
-        longest = f"the longest prompt has {max(lengths)} tokens{hint}"
-        logger.warning(f"max_prompt_length={limit}: left out {rows} ({longest}).")
-    return dataset.select(kept)

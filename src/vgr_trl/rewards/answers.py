@@ -561,8 +561,9 @@ def _index_of_text(solution: str, options: tuple[str, ...]) -> int:
     """The option that a solution names: by its letter, else by exactly its text, else by a text that states one."""
     by_letter = _read_option(half_width(solution), "tag", options) or ()
     exact = [i for i, option in enumerate(options) if half_width(option).strip() == half_width(solution).strip()]
-    alike = [i for i, option in enumerate(options) if normalise(option) == normalise(solution)]
-    meant = sorted({*by_letter, *exact}) or alike
+    meant = sorted({*by_letter, *exact})
+    if not meant:
+        meant = [i for i, option in enumerate(options) if normalise(option) == normalise(solution)]
     if not meant and (stated := stated_answer(solution, options)) is not None:
         meant = list(stated.readings)
     if len(meant) > 1:

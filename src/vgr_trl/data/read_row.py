@@ -1,21 +1,18 @@
-"""What a row says, by whatever names, known formats and types its columns have.
+"""Read a row: what it asks and what is right, by whatever names, formats and types its columns have.
 
-`train`, `evaluate`, `inspect` and `convert` share the one reading of a row, `read_row`. Converted rows have `id`,
-`source`, `problem`, `choices` (2 to 10 texts, or none for an open question), `solution` (the letter of the right
-option, else a text) and `image`, or `images` where a set has questions about several; `regions` has boxes where a set
-says what a question is about: left, top, width and height as shares of the image.
+`train`, `evaluate`, `inspect`, `convert` and `merge` share `read_row`.
 """
 
 import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from numbers import Integral, Real
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
-from datasets import Dataset, Image, Json, List, Value, Video
+from datasets import Dataset, Image, List, Video
 
 from vgr_trl.data.images import (
     FOLDER,
@@ -26,7 +23,7 @@ from vgr_trl.data.images import (
     videos_of,
 )
 from vgr_trl.data.prompts import LETTERS, format_question, require_placeholders
-from vgr_trl.rewards.answers import resolve_solution
+from vgr_trl.rewards.answers import Solution, resolve_solution
 from vgr_trl.utils import ConfigError, DataError, RewardError
 
 DIALOGUES = ("messages", "conversations")
@@ -82,37 +79,43 @@ def is_media(feature: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a row says.
+class Question:
+    """What a row asks.
 
     Attributes:
         prompt: the question, or a conversation; `<image>` in it is the placeholder of an image.
         choices: the options, None for an open question.
-        answer: letter, index or text as stated; None where nothing is.
+        answer: letter, index or text as stated, or a list of accepted ones; None where nothing is.
+        right: what the answer means, where the row must say what is right.
         is_complete: whether the prompt is a conversation that has, or wants, no system prompt of ours.
-        images, videos: paths, bytes, or dicts with these, not opened yet.
+        images, videos: paths, bytes, or dicts with these, not opened.
     """
 
     prompt: str | list[dict[str, Any]]
     choices: list[str] | None
     answer: Any
+    right: Solution | None
     is_complete: bool
     images: list[Any]
     videos: list[Any]
 
 
-def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Reading:
-    """Return what `row` says.
+def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question | str:
+    """Return the question that a row asks, or the reason why it asks none; no file is opened.
 
     Args:
         row: with undecoded or decoded images, its columns under names of `KEYS`, or in a known format.
-
-    Raises:
-        DataError, RewardError: it cannot be understood; the message is the reason.
+        needs_answer: whether it must say what is right.
     """
     if row.get(UNREADABLE) is not None:
-        raise DataError(row[UNREADABLE])
-    row = _in_our_columns(row)
+        return str(row[UNREADABLE])
+    try:
+        return _question(_in_our_columns(row), needs_answer)
+    except (DataError, RewardError) as error:
+        return str(error).rstrip(".")
+
+
+def _question(row: Mapping[str, Any], needs_answer: bool) -> Question:
     prompt, replied, is_complete = _read_question(row)
     stated = value_of(row, *KEYS.choices)
     choices = None if stated is None or stated == [] else options_of(stated)
@@ -127,12 +130,11 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Reading:
         elif not choices and answer in range(len(LETTERS)):
             answer = LETTERS[int(answer)]
     answer = replied if answer is None else answer
-    if needs_answer:
-        resolve_solution(answer, choices)
+    right = resolve_solution(answer, choices) if needs_answer else None
     images, videos = images_of(row), videos_of(row)
     shown: Any = format_question(prompt, choices) if isinstance(prompt, str) else prompt
     require_placeholders(shown, len(images), bool(videos))
-    return Reading(prompt, choices, answer, is_complete, images, videos)
+    return Question(prompt, choices, answer, right, is_complete, images, videos)
 
 
 def _in_our_columns(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -331,6 +333,8 @@ def keys_of(**flags: str | None) -> Keys:
 
 def renamed_row(row: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
     """Return `row` with the columns of `keys` under the names that are known."""
+    if keys == KEYS:
+        return dict(row)
     names = _new_names(row, keys)
     return {names[name]: value for name, value in row.items() if name in names}
 
@@ -417,112 +421,3 @@ def _is_image_file(value: Any) -> bool:
     if isinstance(value, Mapping):
         return set(value) == {"bytes", "path"}
     return isinstance(value, str) and _IMAGE_FILE.fullmatch(value) is not None
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a row was read: the file (or the name on the hub) and the 0-based row in it, for JSONL the 0-based line."""
-
-    file: str
-    row: int
-
-
-@dataclass(frozen=True)
-class Question:
-    """A row of the schema whose images (and videos) are not read yet."""
-
-    id: str
-    source: str
-    problem: str
-    solution: str
-    images: list[Any] = field(default_factory=list)
-    choices: list[str] | None = None
-    videos: list[Any] = field(default_factory=list)
-    regions: list[list[float]] = field(default_factory=list)
-
-
-Record = tuple[Origin, Mapping[str, Any] | str]
-"""A row as it was read, or why it could not be."""
-Candidate = tuple[Origin, Question | str]
-"""A question, or why a row does not become one."""
-
-
-def to_candidates(
-    records: Iterable[Record], convert: Callable[[Origin, Mapping[str, Any]], Iterable[Question | str]]
-) -> Iterator[Candidate]:
-    """Yield what `convert` makes of each record, or the reason why it makes nothing."""
-    for origin, record in records:
-        if isinstance(record, str):
-            yield origin, record
-            continue
-        try:
-            for question in convert(origin, record):
-                yield origin, question
-        except (DataError, RewardError) as error:
-            yield origin, str(error).rstrip(".")
-
-
-def make_question(
-    *, problem: str, answer: Any, choices: Sequence[str] | None = None, needs_image: bool = True, **others: Any
-) -> Question:
-    """Return a checked question; `answer` is a letter, an index or an option's text with `choices`, else open.
-
-    Args:
-        others: `id`, `source`, `images`, `videos` and `regions` of the `Question`.
-
-    Raises:
-        DataError: the question is empty, or there is nothing to look at and `needs_image`.
-        RewardError: the answer is missing, is none of the choices, or could mean two of them; or two choices are alike.
-    """
-    if needs_image and not others.get("images") and not others.get("videos"):
-        raise DataError("it has no image")
-    resolved = resolve_solution(answer, choices)
-    solution = resolved.text if resolved.index is None else LETTERS[resolved.index]
-    if resolved.others:
-        solution = json.dumps([each.text for each in (resolved, *resolved.others)], ensure_ascii=False)
-    elif resolved.index is not None:
-        resolve_solution(solution, resolved.choices or None)  # in the form that training is going to read
-    if not problem.strip():
-        raise DataError("its question is empty")
-    options = [choice.strip() for choice in resolved.choices] or None
-    return Question(problem=problem.strip(), solution=solution, choices=options, **others)
-
-
-def id_of(row: Mapping[str, Any], origin: Origin, *names: str) -> str:
-    """Return the row's id, a text or an integer, or one made of its place where it has none."""
-    value = value_of(row, *names)
-    if value is None or value == "":
-        return f"{origin.file.replace(chr(92), '/').rsplit('/', 1)[-1]}-{origin.row}"
-    if isinstance(value, bool) or not isinstance(value, str | Integral):
-        raise DataError(f"its {' or '.join(names)} is {_shown(value)}: it must be a text or an integer")
-    return str(value)
-
-
-FEATURES = {
-    str: Value("string"), int: Value("int64"), float: Value("float64"), bool: Value("bool"), list: List(Value("string"))
-}  # fmt: skip
-
-
-def kind_of(value: Any) -> Any:
-    """Return the type of a value as a column has it; `list` is a list of texts alone."""
-    is_texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    return list if is_texts else Json if isinstance(value, list) else type(value)
-
-
-def feature_of(kinds: Iterable[Any]) -> Any:
-    """Return the feature of a column with values of these kinds: JSON where there are several, so that none changes."""
-    found = {*kinds} - {type(None)} or {str}
-    return FEATURES.get(found.pop(), Json()) if len(found) == 1 else Json()
-
-
-def as_json(value: Any) -> str | None:
-    """Return a value as `Json` stores it: a text that is given to it is taken for JSON."""
-    return None if value is None else json.dumps(value)
-
-
-def with_column(dataset: Dataset, name: str, values: Sequence[Any]) -> Dataset:
-    """Return `dataset` with `values` as the column `name`, each of its own type, in place of one that is there."""
-    feature = feature_of(map(kind_of, values))
-    kept = dataset.remove_columns(name) if name in dataset.column_names else dataset
-    stored = list(map(as_json, values)) if isinstance(feature, Json) else list(values)
-    return kept.add_column(name, stored, feature=feature)

@@ -1,0 +1,135 @@
+"""Prompt lengths in tokens, image tokens included, without decoding an image."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from datasets.fingerprint import Hasher
+from PIL import Image
+from transformers import ProcessorMixin
+from trl.data_utils import prepare_multimodal_messages
+
+from vgr_trl.data.images import Size, image_size, images_of
+from vgr_trl.utils import ConfigError, DataError, error_text
+
+SIZES = "__sizes__"  # column: (width, height) of a row's images and frames in the size that the model gets
+PROBES = ((640, 480), (300, 500), (1300, 900))  # sizes with which a processor's own count is compared
+DOT = Image.new("RGB", (1, 1))
+QUESTION = [{"role": "user", "content": "What is shown?"}]
+
+
+def sizes_of(row: Mapping[str, Any]) -> list[Size]:
+    """Return (width, height) of the images of a row, from the column that `prepare_rows` adds or from headers."""
+    if row.get(SIZES) is not None:
+        return [(width, height) for width, height in row[SIZES]]
+    return [image_size(value) for value in images_of(row)]
+
+
+class PromptLengths:
+    """Counts the tokens of prompts as TRL tokenizes them.
+
+    The number of an image's tokens is a function of its size, which transformers has for most families. The markers
+    around images are found by comparing with the processor's own count on blank images. Where the two do not differ by
+    a constant, or there is no such function, a blank image of each size is processed once.
+
+    Args:
+        processor: of the model, or its tokenizer for text alone.
+        template: further arguments of `apply_chat_template`.
+    """
+
+    def __init__(self, processor: Any, **template: Any) -> None:
+        self.processor, self.template = processor, template
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.reads_images = isinstance(processor, ProcessorMixin)
+        self._processed: dict[tuple[Size, ...], int] = {}
+        self._markers: tuple[int, int] | None = None
+        if self.reads_images:
+            self._markers = self._compare()
+
+    @property
+    def needs_pixels(self) -> bool:
+        """Whether blank images are processed, which only works in the process that has counted before."""
+        return self.reads_images and self._markers is None
+
+    @property
+    def key(self) -> str:
+        """A hash of what lengths depend on besides the rows."""
+        images = getattr(self.processor, "image_processor", None)
+        about = [
+            type(self.processor).__name__,
+            getattr(self.processor, "chat_template", None),
+            getattr(self.tokenizer, "chat_template", None),
+            self.tokenizer.get_vocab(),
+            images.to_dict() if images is not None else None,
+        ]
+        return str(Hasher.hash([json.dumps(about, sort_keys=True, default=str), self.template]))
+
+    def __call__(self, row: Mapping[str, Any]) -> int:
+        """Return the tokens of a row's `prompt`, which has the places of its images.
+
+        Raises:
+            ConfigError: the row has images, and there is a tokenizer only.
+            DataError: the prompt is a text beside images, or the chat template refuses it.
+        """
+        prompt, sizes = row["prompt"], sizes_of(row)
+        if sizes and not self.reads_images:
+            raise ConfigError(f"The data have images, but {type(self.processor).__name__} reads text only.")
+        if sizes and isinstance(prompt, str):
+            raise DataError("A row with images has a text as its prompt: give a conversation (a list of messages).")
+        try:
+            if not sizes:
+                return self._own_count(prompt, [])
+            return self._text_tokens(prompt, len(sizes)) + self.image_tokens(sizes)
+        except Exception as error:  # templates and processors raise whatever a prompt leads them to
+            raise DataError(f"the model's processor refuses its prompt ({error_text(error)})") from error
+
+    def image_tokens(self, sizes: Sequence[Size]) -> int:
+        """Return the tokens by which images of these sizes lengthen a prompt beyond one placeholder for each."""
+        if self._markers is None:
+            key = tuple(sizes)
+            if key not in self._processed:
+                blank = [Image.new("RGB", size) for size in sizes]
+                self._processed[key] = self._own_count(QUESTION, blank) - self._text_tokens(QUESTION, len(sizes))
+            return self._processed[key]
+        per_image, per_prompt = self._markers
+        return self._counted(sizes) + per_image * len(sizes) + per_prompt
+
+    def _compare(self) -> tuple[int, int] | None:
+        """Return the tokens around each image and once per prompt that the function of sizes leaves out."""
+        one, two, three = PROBES
+        try:
+            single = {self._difference([size]) for size in PROBES}
+            (of_one,) = single
+        except Exception:  # no such function, or not a constant
+            return None
+        try:
+            several = {self._difference(pair) for pair in ([one, two], [three, one])}
+        except Exception:  # a model of one image
+            return of_one, 0
+        return (max(several) - of_one, 2 * of_one - max(several)) if len(several) == 1 else None
+
+    def _difference(self, sizes: Sequence[Size]) -> int:
+        return self.image_tokens(sizes) - self._counted(sizes)
+
+    def _counted(self, sizes: Sequence[Size]) -> int:
+        if hasattr(self.processor, "_get_num_multimodal_tokens"):
+            found = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width) for width, height in sizes])
+            return int(sum(found.num_image_tokens))
+        images = self.processor.image_processor
+        patches = (images.get_number_of_image_patches(height, width, {}) for width, height in sizes)
+        return sum(int(number) // images.merge_size**2 for number in patches)
+
+    def _own_count(self, prompt: Any, images: Sequence[Image.Image]) -> int:
+        """Return the tokens that the processor itself makes of a prompt, as TRL calls it."""
+        if isinstance(prompt, str):
+            return len(self.processor(text=[prompt])["input_ids"][0])
+        messages = prepare_multimodal_messages(prompt, list(images)) if self.reads_images else prompt
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **self.template}
+        return len(self.processor.apply_chat_template(conversation=[messages], **options)["input_ids"][0])
+
+    def _text_tokens(self, prompt: Any, images: int) -> int:
+        """Return the tokens of a conversation's text with one placeholder for each image."""
+        messages = prepare_multimodal_messages(prompt, [DOT] * images)
+        options = {"add_generation_prompt": True, "tokenize": False, **self.template}
+        (text,) = self.processor.apply_chat_template(conversation=[messages], **options)
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,65 @@
+"""Prompt lengths without decoding images are those that TRL's tokenization gives, on every family of the table."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+from PIL import Image
+from support.models.processors import PROCESSORS
+from trl import GRPOTrainer
+from trl.data_utils import prepare_multimodal_messages
+
+from vgr_trl.data.lengths import PromptLengths
+from vgr_trl.data.prompts import SYSTEM_PROMPTS, build_prompt
+from vgr_trl.data.rows import prompt_lengths
+from vgr_trl.demo.tiny_model import build_processor
+
+SIZES = [(640, 480), (37, 90), (1024, 768), (500, 333), (112, 112), (1600, 200)]
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
+    "{% if part.type == 'image' %}MARK{% else %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}"
+)
+
+
+def trainers_count(processor, row):
+    """What the trainer's own tokenization gives with decoded images."""
+    trainer = SimpleNamespace(processing_class=processor, _is_vlm=True, environment_factories=None, tools=None)
+    trainer.chat_template, trainer.chat_template_kwargs = None, {}
+    messages = prepare_multimodal_messages(row["prompt"], row["images"])
+    return len(partial(GRPOTrainer._tokenize_prompts, trainer)([messages])[0][0])
+
+
+def rows_of(counts, system_prompt=None):
+    sizes = iter(SIZES * 3)
+    for images in counts:
+        prompt = build_prompt("what is it?", ["x", "y"], system_prompt=system_prompt)
+        yield {"prompt": prompt, "images": [Image.effect_noise(next(sizes), 50).convert("RGB") for _ in range(images)]}
+
+
+@pytest.mark.parametrize("family", PROCESSORS)
+def test_lengths_are_those_of_the_trainer(family):
+    processor = with_template(family)
+    lengths = PromptLengths(processor)
+    for row in rows_of([1] * len(SIZES) + [2, 3]):
+        assert lengths(row) == trainers_count(processor, row), [image.size for image in row["images"]]
+
+
+def test_most_families_are_counted_without_processing_an_image():
+    slow = {family for family in PROCESSORS if PromptLengths(with_template(family)).needs_pixels}
+    assert slow == {"idefics2"}, "which has no function of sizes in transformers"
+
+
+def with_template(family):
+    processor = PROCESSORS[family]()
+    mark = getattr(processor, "boi_token", None) if family == "gemma3" else processor.image_token
+    processor.chat_template = TEMPLATE.replace("MARK", mark)
+    return processor
+
+
+@pytest.mark.parametrize("system_prompt", [SYSTEM_PROMPTS["zh"], None])
+def test_rows_of_a_data_set_with_and_without_images(system_prompt):
+    processor = build_processor(["what"])
+    rows = list(rows_of([0, 1, 3], system_prompt))
+    counts = prompt_lengths(Dataset.from_list(rows), PromptLengths(processor), "lengths")
+    assert counts == [trainers_count(processor, row) for row in rows]
