@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-
 from vgr_trl.cli.__main__ import main
 from vgr_trl.data.load import row_files, splits_of
 from vgr_trl.data.public_sets import HUB_NAME

@@ -80,9 +80,6 @@ class DAPOConfig(
         "complete one.", nargs="?", const="latest")
     max_prompt_length: int | None = option(None, "Leave out rows whose prompt has more tokens, image tokens included. "
         "None: no limit.", ge=1)
-    dataloader_num_workers: int | None = option(None,  # type: ignore[assignment]
-        "Processes beside each training process that decode its images. "
-        "None: 1 where images have half a million pixels or more, else 0.", ge=0)
     share_prompts: Literal["auto", "on", "off"] = option("auto", "Compute each prompt once for its completions. auto: "
         "wherever that changes nothing; on: also where it changes a normaliser of the loss; off.")
     vision_cache_megabytes: int = option(1024, "Compute the features of an image once per rollout, where the vision "
@@ -111,8 +108,6 @@ class DAPOConfig(
         check_conflicts(self)
         if self.warmup_ratio is not None:
             self.warmup_steps = self.warmup_ratio
-        self.workers_by_images = self.dataloader_num_workers is None
-        self.dataloader_num_workers = self.dataloader_num_workers or 0
         super().__post_init__()
 
     @property

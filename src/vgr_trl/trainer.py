@@ -19,7 +19,7 @@ from vgr_trl.checkpoints import ResumableTrainer
 from vgr_trl.credit import OF_REWARD, as_weights, own_rules, shape_advantages
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.rows import ReadOnce, has_large_images, reads_alike, take_out_replaced
+from vgr_trl.data.rows import ReadOnce, reads_alike, take_out_replaced
 from vgr_trl.efficiency.vision_cache import images_processed_once
 from vgr_trl.forward_passes import loss_in_parts, scoring_pass, shuffle_rows, training_pass
 from vgr_trl.generation import blind_answers, finish_noise, generate, sampled
@@ -213,14 +213,9 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self._metrics[self.mode][name].append(value)
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Read rows that the sampler repeats once, large images in a process beside this one, which ends with it."""
-        workers = self.args.dataloader_num_workers
-        if reads_alike(dataset):
-            if self.args.workers_by_images and has_large_images(dataset):
-                workers = 1  # which sees every batch, so that it decodes an image once per rollout
-            dataset = ReadOnce(dataset)
-        with patched_attribute(self.args, "dataloader_num_workers", workers):
-            loader = super()._get_dataloader(dataset, *args, **kwargs)
+        """Read rows that the sampler repeats once; let workers end with this process."""
+        dataset = ReadOnce(dataset) if reads_alike(dataset) else dataset
+        loader = super()._get_dataloader(dataset, *args, **kwargs)
         loads = getattr(loader, "base_dataloader", loader)  # accelerate wraps PyTorch's
         loads.worker_init_fn = partial(initialise_loader, loads.worker_init_fn)
         return loader

@@ -6,7 +6,7 @@ from datasets import Dataset
 from support.made_sets import jsonl, picture, rows_in, skipped_in, written
 
 from vgr_trl.cli.data import main
-from vgr_trl.data.convert import Rules, convert_rows, convert_some, statistics_in
+from vgr_trl.data.convert import Rules, convert_some, statistics_in
 from vgr_trl.data.counts import report
 from vgr_trl.data.public_sets import CONVERTERS
 from vgr_trl.utils import ConfigError, DataError

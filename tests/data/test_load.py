@@ -6,7 +6,7 @@ import re
 import pytest
 from datasets import Dataset, DatasetDict
 
-from vgr_trl.data.load import load_path, load_split, parse_data_files, readable
+from vgr_trl.data.load import load_split, parse_data_files, readable
 from vgr_trl.utils import ConfigError, DataError
 
 PROBLEMS = ["1 + 1?", "1 + 2?"]

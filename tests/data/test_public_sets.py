@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from PIL import Image, ImageColor
 from datasets import Dataset
+from PIL import Image, ImageColor
 from support.made_sets import converted, parquet, picture
 
 from vgr_trl.data.load import load_split

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 from accelerate.utils import gather_object
 from datasets import Dataset
-from PIL import Image
 from support.launching import results_of
 from support.trainers import config, prompts, train_file, vision_trainer
 
-from vgr_trl.data.rows import has_large_images, prepare_rows
+from vgr_trl.data.rows import prepare_rows
 
 ROWS, DAMAGED = 6, 2
 
@@ -63,11 +62,3 @@ def test_the_next_row_takes_its_place(processes, workers, model_folder, question
     rest = results_of(train, data, tmp_path / "rest", str(tmp_path / "whole" / "checkpoint-2"), processes=processes)[0]
     assert rest["rows"] == whole["rows"][2:]
     assert rest["losses"] == pytest.approx(whole["losses"], abs=1e-6)
-
-
-def test_large_images_are_decoded_in_another_process():
-    sizes = {(64, 64): False, (1000, 500): True}
-    for size, large in sizes.items():
-        image = Image.new("RGB", size)
-        rows = Dataset.from_list([{"problem": "q", "solution": "x", "image": image}])
-        assert has_large_images(rows) is has_large_images(prepare_rows(rows)[0]) is large

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from vgr_trl.data.images import (
     images_of,
     open_image,
 )
-from vgr_trl.data.lengths import SIZES, PromptLengths, sizes_of
+from vgr_trl.data.lengths import SIZES, PromptLengths
 from vgr_trl.data.prompts import (
     SYSTEM_PROMPT,
     QuestionTemplate,
@@ -78,9 +79,8 @@ EXAMINED = Features(
 LARGEST_SHARE = 0.1  # of rows whose answer cannot be read
 MANY = 1000  # rows from which on a pass over them is spread over processes, and its result kept on disk
 MOST_PROCESSES = 16
+THREADS = min(8, os.cpu_count() or 1)  # that decode the images of a batch
 MOST_TRIED = 100  # rows in place of a damaged one; where all are damaged, a disk may be missing
-FIRST_ROWS = 32  # which show how large images are
-LARGE_IMAGE = 500_000  # pixels
 SHUFFLE_BUFFER = 1000  # rows of a stream that wait, their images undecoded
 # Errors of the system, which another process may not meet: to replace the row here alone would mix prompts in a group.
 OF_THE_SYSTEM = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
@@ -444,8 +444,10 @@ class ReadOnce:
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Return rows by their numbers; equal ones are copies with the same images."""
-        wanted = dict.fromkeys(indices)
-        self._last = {index: self._last[index] if index in self._last else self._read(index) for index in wanted}
+        missing = [index for index in dict.fromkeys(indices) if index not in self._last]
+        with ThreadPoolExecutor(THREADS) as pool:  # Pillow decodes without Python's lock
+            read = dict(zip(missing, pool.map(self._read, missing), strict=True))
+        self._last = {index: read[index] if index in read else self._last[index] for index in dict.fromkeys(indices)}
         return [dict(self._last[index]) for index in indices]
 
     def _read(self, index: int) -> dict[str, Any]:
@@ -468,15 +470,6 @@ class ReadOnce:
             return {**row, REPLACED: index}
         rows = f"Row {index} of the {self._name} data and the {MOST_TRIED - 1} behind it"
         raise DataError(f"{rows} cannot be read; the first: {reason}.")
-
-
-def has_large_images(dataset: Dataset) -> bool:
-    """Return whether the images of the first rows have half a million pixels or more on average."""
-    rows = undecoded(dataset.with_format(None).select(range(min(len(dataset), FIRST_ROWS))))
-    wanted = [name for name in (*IMAGE_COLUMNS, SIZES) if name in rows.column_names]
-    read = rows.select_columns(wanted) if wanted else ()
-    pixels = [width * height for row in read for width, height in sizes_of(row)]
-    return bool(pixels) and sum(pixels) / len(pixels) >= LARGE_IMAGE
 
 
 def take_out_replaced(rows: Sequence[dict[str, Any]]) -> int:
