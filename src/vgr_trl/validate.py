@@ -25,7 +25,16 @@ from vgr_trl.data.images import IMAGE_COLUMNS, PLACE, box_problem
 from vgr_trl.data.lengths import SIZES, PromptLengths, sizes_of
 from vgr_trl.data.prompts import special_problem, special_tokens
 from vgr_trl.data.read_row import image_columns, undecoded
-from vgr_trl.data.rows import REASON, Sieve, SkippedRow, drop_long_prompts, map_rows, prepare_rows, skipped_rows
+from vgr_trl.data.rows import (
+    REASON,
+    Sieve,
+    SkippedRow,
+    drop_long_prompts,
+    map_rows,
+    prepare_rows,
+    shown_by,
+    skipped_rows,
+)
 from vgr_trl.efficiency.vision_cache import VisionCache, parts_of_tower, tower_trains, why_not_once
 from vgr_trl.forward_passes import DummyImage
 from vgr_trl.loss import coefficient_warning, kl_penalty_reward
@@ -249,6 +258,8 @@ def _without_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | N
 
     A text is a prompt in its final form, and may hold special tokens.
     """
+    if getattr(shown_by(dataset), "checked", None) in ((special, boxes), (special, True)):
+        return dataset
     names = set(dataset.column_names or ())
     boxes = boxes and bool(names & set(BOX_COLUMNS))
     read = names & {"prompt", PLACE, *((*BOX_COLUMNS, *IMAGE_COLUMNS, SIZES) if boxes else ())}

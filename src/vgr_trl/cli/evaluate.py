@@ -69,7 +69,8 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
     for name in dict.fromkeys(options.model_name_or_path):  # a missing one is named before the first answers
         with one_sentence():
             processor = partial(load_processor, name, **loading)
-            questions[name] = load_rows(source, split, needs_solution=True, limit=limit, processor=processor)
+            rules = {"needs_solution": True, "decodes": True}  # a row that cannot be read is left out, not replaced
+            questions[name] = load_rows(source, split, limit=limit, processor=processor, **rules)
     for name, (rows, _) in questions.items():
         with one_sentence():
             model, loaded = load_for_inference(name, dtype=options.dtype, **loading)

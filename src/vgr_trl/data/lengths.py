@@ -42,6 +42,7 @@ class PromptLengths:
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.reads_images = isinstance(processor, ProcessorMixin)
         self._processed: dict[tuple[Size, ...], int] = {}
+        self._by_size: dict[Size, int] = {}
         self._markers: tuple[int, int] | None = None
         if self.reads_images:
             self._markers = self._compare()
@@ -112,12 +113,14 @@ class PromptLengths:
         return self.image_tokens(sizes) - self._counted(sizes)
 
     def _counted(self, sizes: Sequence[Size]) -> int:
-        if hasattr(self.processor, "_get_num_multimodal_tokens"):
-            found = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width) for width, height in sizes])
-            return int(sum(found.num_image_tokens))
-        images = self.processor.image_processor
-        patches = (images.get_number_of_image_patches(height, width, {}) for width, height in sizes)
-        return sum(int(number) // images.merge_size**2 for number in patches)
+        for width, height in {*sizes} - self._by_size.keys():
+            if hasattr(self.processor, "_get_num_multimodal_tokens"):
+                found = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)]).num_image_tokens[0]
+            else:
+                images = self.processor.image_processor
+                found = images.get_number_of_image_patches(height, width, {}) // images.merge_size**2
+            self._by_size[width, height] = int(found)
+        return sum(self._by_size[size] for size in sizes)
 
     def _own_count(self, prompt: Any, images: Sequence[Image.Image]) -> int:
         """Return the tokens that the processor itself makes of a prompt, as TRL calls it."""

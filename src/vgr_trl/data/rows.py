@@ -203,14 +203,13 @@ def map_rows(
         in_parallel: whether other processes may call `examine`.
         is_stale: whether what was kept has to be made again.
     """
-    fingerprint = Hasher.hash([dataset._fingerprint, key, _code()])
-    options: dict[str, Any] = {"features": features, "remove_columns": dataset.column_names, "desc": description}
-    options |= {"new_fingerprint": fingerprint}
     if len(dataset) < MANY:
-        return dataset.map(examine, keep_in_memory=True, **options)
+        return Dataset.from_list(list(map(examine, dataset)), features=features)
+    fingerprint = Hasher.hash([dataset._fingerprint, key, _code()])
     folder = Path(config.HF_DATASETS_CACHE) / "vgr_trl"
     folder.mkdir(parents=True, exist_ok=True)
-    options |= {"cache_file_name": str(folder / f"{fingerprint}.arrow")}
+    options: dict[str, Any] = {"features": features, "remove_columns": dataset.column_names, "desc": description}
+    options |= {"new_fingerprint": fingerprint, "cache_file_name": str(folder / f"{fingerprint}.arrow")}
     if in_parallel:
         options["num_proc"] = min(MOST_PROCESSES, os.cpu_count() or 1)
     with PartialState().local_main_process_first():
@@ -276,7 +275,8 @@ def prepare_rows(
     dataset = concatenate_datasets([dataset, found.select_columns(["prompt", SIZES, *sorted(made)])], axis=1)
     if skipped:
         dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
-    shown = partial(show_rows, root=rules.root, column=column, images=rules.images, videos=rules.videos)
+    shown: Any = partial(show_rows, root=rules.root, column=column, images=rules.images, videos=rules.videos)
+    shown.checked = rules.special, rules.boxes  # so that a trainer need not look at the rows again
     return dataset.with_transform(shown), skipped
 
 
