@@ -337,8 +337,8 @@ def report(found: dict[str, Any]) -> str:
         line(f"first row of a stream of {STREAMED:,} rows of JSONL", "stream", "at once"),
         "",
         "## Beside others",
-        f"On {few:,} of the rows, all first. The last column is {times:.0f} times the first for the peers, whose work grows "
-        "with the rows, and measured for this library.",
+        f"On {few:,} of the rows, all first. The last column is {times:.0f} times the first for the peers, whose work "
+        "grows with the rows, and measured for this library.",
         "",
         f"| | seconds | would be for {rows:,} |",
         "|---|---:|---:|",
