@@ -23,7 +23,7 @@ from vgr_trl.batch import Placement, Rows, join_rows, valid_tokens
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.credit import active_rules, masked_mean
 from vgr_trl.data.images import images_of
-from vgr_trl.data.rows import ReadOnce, reads_alike, take_out_replaced
+from vgr_trl.data.rows import ReadOnce, pop_replaced, reads_alike
 from vgr_trl.patches import as_one_batch, replace_newest
 from vgr_trl.registries import short_name
 from vgr_trl.rollout import GroupSelection, Rollout, TrainingPass, weighted_sums
@@ -649,7 +649,7 @@ class FurtherPrompts:
                 generator = torch.Generator().manual_seed(self.seed * 1_000_003 + turn)
                 for index in torch.randperm(len(self.dataset), generator=generator).tolist()[passed:]:
                     row = self.dataset[index]
-                    take_out_replaced([row])
+                    pop_replaced([row])
                     yield row
                 turn, passed = turn + 1, 0
                 yield None

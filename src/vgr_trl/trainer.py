@@ -19,7 +19,7 @@ from vgr_trl.checkpoints import ResumableTrainer
 from vgr_trl.credit import OF_REWARD, as_weights, own_rules, shape_advantages
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.rows import ReadOnce, reads_alike, take_out_replaced
+from vgr_trl.data.rows import ReadOnce, pop_replaced, reads_alike
 from vgr_trl.efficiency.vision_cache import images_processed_once
 from vgr_trl.forward_passes import loss_in_parts, scoring_pass, shuffle_rows, training_pass
 from vgr_trl.generation import blind_answers, finish_noise, generate, sampled
@@ -214,7 +214,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Read rows that the sampler repeats once; let workers end with this process."""
-        dataset = ReadOnce(dataset) if reads_alike(dataset) else dataset
+        if reads_alike(dataset):
+            dataset = ReadOnce(dataset, kwargs.get("description", "training").lower())
         loader = super()._get_dataloader(dataset, *args, **kwargs)
         loads = getattr(loader, "base_dataloader", loader)  # accelerate wraps PyTorch's
         loads.worker_init_fn = partial(initialise_loader, loads.worker_init_fn)
@@ -303,7 +304,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Add to TRL's: when training, measure what depends on the image, select groups, apply token credit."""
-        self.step_metrics.rows_replaced += take_out_replaced(inputs) * self.model.training
+        self.step_metrics.rows_replaced += pop_replaced(inputs) * self.model.training
         recorded_rows = self.recorder.rows_due(len(inputs))
         with self.new_rollout(inputs, recorded=recorded_rows) as rollout, self._weights_of_mode():
             self.generate_and_score(rollout)

@@ -258,8 +258,8 @@ def _without_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | N
 
     A text is a prompt in its final form, and may hold special tokens.
     """
-    if getattr(shown_by(dataset), "checked", None) in ((special, boxes), (special, True)):
-        return dataset
+    if (shown := shown_by(dataset)) and shown.rules.special == special and shown.rules.boxes >= boxes:
+        return dataset  # `prepare_rows` has checked it
     names = set(dataset.column_names or ())
     boxes = boxes and bool(names & set(BOX_COLUMNS))
     read = names & {"prompt", PLACE, *((*BOX_COLUMNS, *IMAGE_COLUMNS, SIZES) if boxes else ())}

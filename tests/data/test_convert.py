@@ -1,12 +1,9 @@
-import json
-import re
-
 import pytest
 from datasets import Dataset
 from support.made_sets import jsonl, picture, rows_in, skipped_in, written
 
 from vgr_trl.cli.data import main
-from vgr_trl.data.convert import Rules, convert_some, statistics_in
+from vgr_trl.data.convert import Rules, convert_subset, statistics_in
 from vgr_trl.data.counts import report
 from vgr_trl.data.public_sets import CONVERTERS
 from vgr_trl.utils import ConfigError, DataError
@@ -49,10 +46,12 @@ def test_only_as_many_rows_are_read_as_are_asked_for(tmp_path):
     rows = [{"id": f"q{n}", "problem": "p", "solution": "x" if n else None} for n in range(50)]
     table = Dataset.from_list(rows)
     rules = Rules(CONVERTERS["jsonl"], "rows.jsonl")
-    made = convert_some(table, rules, tmp_path, 0, None, 3)
+    made = convert_subset(table, rules, tmp_path, 0, None, 3)
     assert [row["id"] for row in made if row["__reason__"] is None] == ["q1", "q2", "q3"]
-    made = convert_some(table, rules, tmp_path, 0, {"q7", "q9"}, None)
+    made = convert_subset(table, rules, tmp_path, 0, {"q7", "q9"}, None)
     assert [(row["id"], row["__row__"]) for row in made] == [("q7", 7), ("q9", 9)]
+    with pytest.raises(DataError, match=r"None of the ids is in rows.jsonl"):
+        convert_subset(table, rules, tmp_path, 0, {"other"}, None)
 
 
 def test_after_a_kill_nothing_is_there_and_the_same_call_ends_the_same(tmp_path, monkeypatch):
@@ -100,17 +99,6 @@ def test_a_folder_with_other_rows_is_refused(tmp_path):
         (tmp_path / name).unlink()
 
 
-def test_a_set_that_an_earlier_release_wrote_is_taken_for_finished(tmp_path):
-    """Its record has the same form, so that its statistics are read, and other options are refused."""
-    written([question(1)], tmp_path)
-    (record,) = tmp_path.glob(".*.converted.json")
-    old = json.loads(record.read_text()) | {"identity": {"source": "aokvqa", "split": "train"}}
-    record.write_text(json.dumps(old))
-    assert statistics_in(tmp_path)["train"]["sources"] == {"made": 1}
-    with pytest.raises(ConfigError, match=re.escape("with other set: choose another folder")):
-        written([question(1)], tmp_path)
-
-
 REPORTED = (
     ("rows by source", "3   75.0%  $5 set", "1   25.0%  other"),
     ("rows by number of choices", "3   75.0%  2", "1   25.0%  open"),
@@ -127,7 +115,7 @@ def test_the_report_by_hand(tmp_path):
     rows = [question(number, source="$5 set", solution="AB"[number % 2], images=[large]) for number in range(3)]
     rows.append(question(3, source="other", choices=None, solution="B", images=[small] * 2))
     rows += [question(4, images=[{"bytes": None, "path": path}]) for path in ("/a/b.png", "/c/d.png")]
-    written(rows, tmp_path / "set", several_images=True)
+    written(rows, tmp_path / "set", columns=("images",))
     counts = statistics_in(tmp_path / "set")["train"]
     parts = [tuple(line.strip() for line in part.split("\n")) for part in report(counts).strip().split("\n\n")]
     assert parts == [*REPORTED]

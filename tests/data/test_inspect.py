@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from vgr_trl.cli.data import main as data
-from vgr_trl.data.inspect import Looks, inspect_rows
+from vgr_trl.data.inspect import InspectOptions, inspect_rows
 from vgr_trl.data.load import load_path
 from vgr_trl.data.rows import RowOptions
 
@@ -38,7 +38,7 @@ def main(arguments) -> int:
 @pytest.mark.parametrize("streaming", [False, True])
 def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, streaming):
     split, loads = load_path("rows.jsonl", streaming=streaming)
-    found, heard = inspect_rows(loads[split](), Looks(RowOptions(root=folder)), split=split)
+    found, heard = inspect_rows(loads[split](), InspectOptions(RowOptions(root=folder)), split=split)
     assert (split, found.rows, found.usable, found.unreadable) == ("train", 8, 4, 2)
     assert [(row.row, row.id) for row in heard] == [(2, "q2"), (3, "q3"), (4, "q4"), (6, "q6")]
     by_rows = {tuple(row.row for row in found.examples[kind]): n for kind, n in found.counts["reasons"].items()}

@@ -1,8 +1,11 @@
+from collections import Counter
+
 import pytest
 from datasets import load_dataset
 from PIL import Image
 from support.made_sets import encoded, jsonl, picture, rows_in, skipped_in, written
 
+from vgr_trl.cli.__main__ import main
 from vgr_trl.data import merge as merge_module
 from vgr_trl.data.convert import Output, Rules
 from vgr_trl.data.load import load_path
@@ -27,7 +30,7 @@ def two_sets(tmp_path) -> list[str]:
     """30 rows in two files, and 10 with several images, one of which is that of row 0 of the first set."""
     first = [question(f"a{n}", (n, 0, 0), solution="ABC"[n % 3]) for n in range(30)]
     second = [question(f"b{n}", None, images=[picture((0, n, 0)), picture((0, 0, n))]) for n in range(10)]
-    return [made_set(tmp_path / "a", first, rows_per_file=20), made_set(tmp_path / "b", second)]
+    return [made_set(tmp_path / "a", first, rows_per_file=20), made_set(tmp_path / "b", second, columns=("images",))]
 
 
 def merged(tmp_path, paths, *, name="out", identity="same", **options):
@@ -93,13 +96,36 @@ def test_regions_are_carried_on_in_the_form_of_converted_sets(tmp_path):
     rows = [{"id": name, "prompt": "?", "answer": "x", "image": f"{name}.png", **box} for name, box in boxes.items()]
     sources = [
         str(jsonl(tmp_path / "mine.jsonl", rows)),
-        made_set(tmp_path / "c", [question("c0", (9, 9, 9), regions=[[0.5, 0, 0.25, 1]])]),
+        made_set(
+            tmp_path / "c", [question("c0", (9, 9, 9), regions=[[0.5, 0, 0.25, 1]])], columns=("image", "regions")
+        ),
         made_set(tmp_path / "d", [question("d0", (8, 8, 8))]),
     ]
     merged(tmp_path, sources, test_share=0)
     found = {row["id"]: row["regions"] for row in rows_in(tmp_path / "out")}
     expected = {"pixels": [[0.25, 0.5, 0.5, 0.25]], "corners": [[0.25, 0.5, 0.5, 0.5]], "c0": [[0.5, 0, 0.25, 1]]}
     assert found == expected | {"d0": []}
+
+
+def test_both_splits_have_the_same_columns_and_letters_stay_balanced(tmp_path):
+    """One row has boxes and another two images, in one split each at most; `datasets` loads no splits that differ."""
+    rows = [question(f"a{n}", (n, 1, 0)) for n in range(58)]
+    rows += [{**rows[n], "id": f"again{n}"} for n in range(10)]
+    rows += [
+        question("b", (9, 9, 9), regions=[[0.5, 0, 0.25, 1]]),
+        question("c", None, images=[picture((8, 8, n)) for n in (1, 2)]),
+    ]
+    merged(tmp_path, [made_set(tmp_path / "a", rows, columns=("images", "regions"))], shuffles_choices=True)
+    loaded = load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
+    assert loaded["train"].column_names == loaded["test"].column_names
+    assert {*loaded["train"].column_names} >= {"images", "regions"}
+    assert Counter(row["solution"] for row in loaded["train"]) == dict.fromkeys("ABC", 18)
+
+
+def test_a_set_that_cannot_be_read_is_named(tmp_path, capsys):
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
+    assert main(["data", "merge", str(tmp_path / "torn.parquet"), "--output_dir", str(tmp_path / "out")]) == 1
+    assert "torn.parquet cannot be read" in capsys.readouterr().err
 
 
 def test_what_cannot_be_merged(tmp_path):

@@ -62,7 +62,13 @@ def converted(name: str, rows: Any, folder: Path, **rules: Any) -> tuple[list[di
     return usable, [(row["__row__"], row["__reason__"]) for row in made if row["__reason__"] is not None]
 
 
-def written(rows: list[dict[str, Any]], folder: Path, split: str = "train", **options: Any) -> None:
+def written(
+    rows: list[dict[str, Any]],
+    folder: Path,
+    split: str = "train",
+    columns: tuple[str, ...] = ("image",),
+    **options: Any,
+) -> None:
     """Convert rows of the user's own in this process."""
     identity = options.pop("identity", {"set": "the same"})
     output = Output(folder, identity, **options)
@@ -71,7 +77,7 @@ def written(rows: list[dict[str, Any]], folder: Path, split: str = "train", **op
             rules = Rules(CONVERTERS["jsonl"], "made")
             features = features_of(rows)
             table = Dataset.from_list([{name: row.get(name) for name in features} for row in rows], features=features)
-            write_split(convert_rows(table, rules, working, workers=0), split, output)
+            write_split(convert_rows(table, rules, working, workers=0), split, output, columns)
 
 
 def features_of(rows: list[dict[str, Any]]) -> Features:

@@ -46,7 +46,7 @@ def train(data, folder: Path, checkpoint: str | None = None) -> dict[str, list]:
     }
 
 
-@pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 1), (2, 0)])
+@pytest.mark.parametrize(("processes", "workers"), [(1, 1), (2, 0)])
 def test_the_next_row_takes_its_place(processes, workers, model_folder, question_files, tmp_path):
     lines = []
     for number, row in enumerate(prompts(train_file(question_files)).select(range(ROWS))):

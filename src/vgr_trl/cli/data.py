@@ -19,7 +19,7 @@ from vgr_trl.data.convert import (
     SKIPPED,
     Output,
     Rules,
-    convert_some,
+    convert_subset,
     finished,
     statistics_in,
     working_folder,
@@ -27,7 +27,7 @@ from vgr_trl.data.convert import (
 )
 from vgr_trl.data.counts import on_one_line, report
 from vgr_trl.data.images import COLUMNS, MAX_SHORT_SIDE, ImageLimits, VideoOptions, downloaded
-from vgr_trl.data.inspect import Findings, Looks, compare_splits, inspect_rows, page
+from vgr_trl.data.inspect import Findings, InspectOptions, compare_splits, inspect_rows, page
 from vgr_trl.data.inspect import report as inspection_report
 from vgr_trl.data.lengths import PromptLengths
 from vgr_trl.data.load import MEANT, has_config, load_path, load_split, readable
@@ -153,12 +153,16 @@ def _add_output_flags(made: argparse.ArgumentParser) -> None:
     made.set_defaults(max_short_side=MAX_SHORT_SIDE)
 
 
-def _output(flags: argparse.Namespace, folder: str | None, several: bool, **rows: Any) -> Output:
-    """Return where to write and what the rows depend on; refuse a folder whose files would be read as rows."""
-    if folder and flags.output_dir.resolve().is_relative_to(Path(folder).resolve()):
-        raise ConfigError(f"output_dir {flags.output_dir} is in {folder}, which is read: choose another folder.")
-    identity = {name: value for name, value in vars(flags).items() if name not in NOT_OF_THE_ROWS} | rows
-    return Output(flags.output_dir, identity, several, flags.rows_per_file)
+def _output(flags: argparse.Namespace, rows: Any) -> Output:
+    """Return where to write and what the result depends on: the flags, and the fingerprints of the source's rows."""
+    identity = {name: value for name, value in vars(flags).items() if name not in NOT_OF_THE_ROWS} | {"rows": rows}
+    return Output(flags.output_dir, identity, flags.rows_per_file)
+
+
+def _require_outside(output_dir: Path, source: str | Path | None) -> None:
+    """Raise `ConfigError` if the output would be written into a folder that is read."""
+    if source and Path(source).is_dir() and output_dir.resolve().is_relative_to(Path(source).resolve()):
+        raise ConfigError(f"output_dir {output_dir} is in {source}, which is read: choose another folder.")
 
 
 def _limits(flags: argparse.Namespace) -> ImageLimits:
@@ -168,7 +172,8 @@ def _limits(flags: argparse.Namespace) -> ImageLimits:
 
 def convert_run(flags: argparse.Namespace) -> None:
     """Convert as the flags say, and print and write down what the set consists of."""
-    converter, keys, columns = load_converter(flags.source), keys_of(**vars(flags)), list[str]()
+    converter, keys = load_converter(flags.source), keys_of(**vars(flags))
+    _require_outside(flags.output_dir, flags.dataset_path)
     load, source, folder = _source(flags, converter)
     if flags.source != "jsonl" and (keys != KEYS or flags.image_dir):
         raise ConfigError(f"image_dir and names of columns are for jsonl; those of {flags.source} are known.")
@@ -177,16 +182,17 @@ def convert_run(flags: argparse.Namespace) -> None:
     if split is None:
         raise ConfigError(f"The split is {asked!r}: say what it becomes by --output_split train, for example.")
     rows = load(None) if converter.join is None else converter.join(load)
+    columns = ["images" if converter.several_images else "image", *["regions"] * converter.regions]
     if flags.source == "jsonl":
-        columns = [name for name, known in (("videos", keys.video), ("regions", COLUMNS))
-                   if not {*known}.isdisjoint(rows.column_names)]  # fmt: skip
-    output = _output(flags, flags.dataset_path, converter.several_images, rows=rows._fingerprint)
+        known = {"videos": keys.video, "regions": COLUMNS}
+        columns += [name for name, names in known.items() if not {*names}.isdisjoint(rows.column_names)]
+    output = _output(flags, rows._fingerprint)
     if not finished(split, output):
         root = Path(flags.image_dir).absolute() if flags.image_dir else folder
         rules = Rules(converter, source, keys, root, _limits(flags))
         ids = read_ids(flags.question_id_file) if flags.question_id_file else None
         with working_folder(output) as working:
-            made = convert_some(rows, rules, working, flags.workers, ids, flags.subset_size)
+            made = convert_subset(rows, rules, working, flags.workers, ids, flags.subset_size)
             made = shuffle_choices(made, flags.seed) if flags.shuffle_choices else made
             write_split(made, split, output, columns)
     _report(flags)
@@ -246,10 +252,10 @@ def merge_run(flags: argparse.Namespace) -> None:
         if not asked and len(loads) > 1:
             raise ConfigError(f"{text} has the splits {', '.join(sorted(loads))}: name one, as {text}:{min(loads)}.")
         root = Path(folder or text).absolute()
-        _output(flags, None if root.is_file() else str(root), several=False)
+        _require_outside(flags.output_dir, root)
         rules = Rules(CONVERTERS["jsonl"], text, root=root.parent if root.is_file() else root, limits=_limits(flags))
         sets.append((loads[split](), rules))
-    output = _output(flags, None, several=False, rows=[rows._fingerprint for rows, _ in sets])
+    output = _output(flags, [rows._fingerprint for rows, _ in sets])
     options = {"test_share": flags.test_share, "seed": flags.seed, "workers": flags.workers}
     merge(sets, output, shuffles_choices=flags.shuffle_choices, **options)
     _report(flags)
@@ -301,7 +307,7 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
     split, loads = load_path(flags.path, flags.split, config=flags.dataset_config, streaming=streaming)
     compares = len(loads) > 1 and not streaming and flags.max_rows is None
     lengths = None if processor is None else PromptLengths(processor)
-    looks = Looks(options, keys_of(**vars(data)), lengths, digests=compares)
+    looks = InspectOptions(options, keys_of(**vars(data)), lengths, digests=compares)
 
     def look(name: str, **more: Any) -> tuple[Findings, list[SkippedRow]]:
         dataset = loads[name]()

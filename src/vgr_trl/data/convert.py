@@ -105,19 +105,21 @@ def convert_rows(rows: Dataset, rules: Rules, folder: Path, workers: int = 2) ->
     )
 
 
-def convert_some(
+def convert_subset(
     rows: Dataset, rules: Rules, folder: Path, workers: int, ids: set[str] | None, most: int | None
 ) -> Dataset:
-    """Return converted rows, of those with the given ids, as far as is needed for a number of usable ones.
+    """Convert the rows with the given ids, and no more rows than it takes to get `most` usable ones.
 
     Args:
         ids: None: all.
         most: usable rows after which to stop; None: all.
     """
-    rows = undecoded(rows).add_column(ROW, range(len(rows)))
+    rows = rows.add_column(ROW, range(len(rows)))
     column = next((name for name in (rules.converter.id_column, "id") if name in rows.column_names), None)
     if ids is not None and column is not None:
         rows = rows.select([place for place, name in enumerate(rows[column]) if str(name) in ids])
+    if not len(rows):
+        raise DataError(f"None of the ids is in {rules.file}: check the file of ids.")
     parts, start, step = list[Dataset](), 0, most or len(rows)
     while not parts or (start < len(rows) and (most or 0) > sum(part[REASON].count(None) for part in parts)):
         folder = Path(mkdtemp(dir=folder))
@@ -271,13 +273,11 @@ class Output:
     """Where and how rows are written: `SPLIT-00000.parquet`, … and `skipped.jsonl` in `folder`.
 
     Attributes:
-        identity: what the rows depend on, as JSON; what an earlier call has finished with it is not made again.
-        several_images: whether rows get `images` even if each has one; else `image` where each has one.
+        identity: what the rows depend on, as JSON; a split that is finished with the same identity is not made again.
     """
 
     folder: Path
     identity: Mapping[str, Any]
-    several_images: bool = False
     rows_per_file: int = ROWS_PER_FILE
 
 
@@ -289,12 +289,13 @@ def working_folder(output: Output) -> Iterator[Path]:
         yield Path(folder)
 
 
-def write_split(rows: Dataset, split: str, output: Output, columns: Sequence[str] = ()) -> None:
+def write_split(rows: Dataset, split: str, output: Output, columns: Sequence[str]) -> None:
     """Write the rows without a `REASON` as files that appear when all are complete, and list the others.
 
     Args:
         rows: of `convert_rows`.
-        columns: of `videos` and `regions`, those to write though no row has any.
+        columns: `image` (every row has one) or `images`, and those of `videos` and `regions` to write. All splits of a
+            set need the same, or `datasets` refuses to load them together.
 
     Raises:
         DataError: no row is left.
@@ -311,14 +312,12 @@ def write_split(rows: Dataset, split: str, output: Output, columns: Sequence[str
         write_atomic(log, text.encode())
         reason, number = next(iter(counts["reasons"].most_common(1)), ("the source has no rows that are asked for", 0))
         raise DataError(f"None of the {len(rows)} rows can be used; {number} because: {reason}. {log} lists them all.")
-    images = "image" if set(counts["images"]) == {"1"} and not output.several_images else "images"
-    others = [name for name in ("videos", "regions") if name in columns or any(usable[name])]
     starts = range(0, len(usable), output.rows_per_file)
     paths = [output.folder / f"{split}-{number:05d}.parquet" for number in range(len(starts))]
     try:
         for start, path in zip(starts, paths, strict=True):
             part = usable.select(range(start, min(start + output.rows_per_file, len(usable))))
-            _write(unfinished(path), part, [*TEXTS, images, *others])
+            _write(unfinished(path), part, [*TEXTS, *columns])
         write_atomic(log, text.encode())
         for path in paths:
             publish(path)

@@ -77,8 +77,8 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Looks:
-    """What is looked at in each row.
+class InspectOptions:
+    """How rows are inspected.
 
     Attributes:
         options: what a row must satisfy, as in training.
@@ -93,7 +93,7 @@ class Looks:
     digests: bool = False
 
 
-def summarise(row: Mapping[str, Any], looks: Looks) -> dict[str, Any]:
+def summarise(row: Mapping[str, Any], looks: InspectOptions) -> dict[str, Any]:
     """Return what is counted of a row, under the names of `SUMMARY`."""
     row = renamed_row(row, looks.keys)
     found = examine_row(row, looks.options)
@@ -126,7 +126,7 @@ def shown_answer(right: Solution, stated: Any) -> str:
 
 
 def inspect_rows(
-    dataset: Dataset | IterableDataset, looks: Looks, *, split: str = "train", samples: int = 12, seed: int = 0
+    dataset: Dataset | IterableDataset, looks: InspectOptions, *, split: str = "train", samples: int = 12, seed: int = 0
 ) -> tuple[Findings, list[SkippedRow]]:
     """Look at every row, decode the images of a few, and return what was found and the rows that cannot be used.
 
@@ -185,7 +185,7 @@ def _left_out(findings: Findings, row: SkippedRow) -> SkippedRow:
     return row
 
 
-def _samples(rows: Any, drawn: list[int], looks: Looks) -> Iterable[dict[str, Any]]:
+def _samples(rows: Any, drawn: list[int], looks: InspectOptions) -> Iterable[dict[str, Any]]:
     """Yield what the page shows of the rows with these numbers."""
     chosen = set(drawn)
     numbered = zip(drawn, rows.select(drawn), strict=True) if isinstance(rows, Dataset) else enumerate(rows)
@@ -198,7 +198,7 @@ def _samples(rows: Any, drawn: list[int], looks: Looks) -> Iterable[dict[str, An
             yield sampled(ready, place, looks)
 
 
-def sampled(row: Mapping[str, Any], place: int, looks: Looks) -> dict[str, Any]:
+def sampled(row: Mapping[str, Any], place: int, looks: InspectOptions) -> dict[str, Any]:
     """Return what the page shows of a ready row, which is the `place`-th of its split."""
     length = None if looks.lengths is None else looks.lengths(row)
     answer = row.get("solution")

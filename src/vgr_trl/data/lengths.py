@@ -14,7 +14,7 @@ from vgr_trl.utils import ConfigError, DataError, error_text
 
 SIZES = "__sizes__"  # column: (width, height) of a row's images and frames in the size that the model gets
 PROBES = ((640, 480), (300, 500), (1300, 900))  # sizes with which a processor's own count is compared
-DOT = Image.new("RGB", (1, 1))
+ANY_IMAGE = Image.new("RGB", (1, 1))  # templates look at the type of a part only
 QUESTION = [{"role": "user", "content": "What is shown?"}]
 
 
@@ -45,11 +45,11 @@ class PromptLengths:
         self._by_size: dict[Size, int] = {}
         self._markers: tuple[int, int] | None = None
         if self.reads_images:
-            self._markers = self._compare()
+            self._markers = self._calibrate()
 
     @property
     def needs_pixels(self) -> bool:
-        """Whether blank images are processed, which only works in the process that has counted before."""
+        """Whether blank images are processed, which must not happen in a forked process: torch may hang there."""
         return self.reads_images and self._markers is None
 
     @property
@@ -79,7 +79,7 @@ class PromptLengths:
             raise DataError("A row with images has a text as its prompt: give a conversation (a list of messages).")
         try:
             if not sizes:
-                return self._own_count(prompt, [])
+                return self._processor_count(prompt, [])
             return self._text_tokens(prompt, len(sizes)) + self.image_tokens(sizes)
         except Exception as error:  # templates and processors raise whatever a prompt leads them to
             raise DataError(f"the model's processor refuses its prompt ({error_text(error)})") from error
@@ -90,13 +90,13 @@ class PromptLengths:
             key = tuple(sizes)
             if key not in self._processed:
                 blank = [Image.new("RGB", size) for size in sizes]
-                self._processed[key] = self._own_count(QUESTION, blank) - self._text_tokens(QUESTION, len(sizes))
+                self._processed[key] = self._processor_count(QUESTION, blank) - self._text_tokens(QUESTION, len(sizes))
             return self._processed[key]
         per_image, per_prompt = self._markers
         return self._counted(sizes) + per_image * len(sizes) + per_prompt
 
-    def _compare(self) -> tuple[int, int] | None:
-        """Return the tokens around each image and once per prompt that the function of sizes leaves out."""
+    def _calibrate(self) -> tuple[int, int] | None:
+        """Return the marker tokens per image and per prompt, None if the function of sizes cannot be used."""
         one, two, three = PROBES
         try:
             single = {self._difference([size]) for size in PROBES}
@@ -122,7 +122,7 @@ class PromptLengths:
             self._by_size[width, height] = int(found)
         return sum(self._by_size[size] for size in sizes)
 
-    def _own_count(self, prompt: Any, images: Sequence[Image.Image]) -> int:
+    def _processor_count(self, prompt: Any, images: Sequence[Image.Image]) -> int:
         """Return the tokens that the processor itself makes of a prompt, as TRL calls it."""
         if isinstance(prompt, str):
             return len(self.processor(text=[prompt])["input_ids"][0])
@@ -132,7 +132,7 @@ class PromptLengths:
 
     def _text_tokens(self, prompt: Any, images: int) -> int:
         """Return the tokens of a conversation's text with one placeholder for each image."""
-        messages = prepare_multimodal_messages(prompt, [DOT] * images)
+        messages = prepare_multimodal_messages(prompt, [ANY_IMAGE] * images)
         options = {"add_generation_prompt": True, "tokenize": False, **self.template}
         (text,) = self.processor.apply_chat_template(conversation=[messages], **options)
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -106,12 +106,17 @@ def load_path(
             splits = _splits(path, config, streaming, is_folder)
         else:
             raise DataError(f"There is no file and no folder {path}: give one, or a name on the hub.")
-        chosen = MEANT.get(split or "", split or "") if split not in splits else split
-        chosen = chosen or ("train" if "train" in splits else next(iter(splits)))
-        if split is None and chosen != "train" and len(splits) > 1:
+        if split is None and "train" not in splits and len(splits) > 1:
             raise DataError(f"{path} has the splits {sorted(splits)}: name one of them.")
+        chosen = split or ("train" if "train" in splits else next(iter(splits)))
+        chosen = chosen if chosen in splits else MEANT.get(chosen, chosen)
         split_of(splits, chosen, path)
-    return chosen, {name: partial(_loaded, of, streaming) for name, of in splits.items()}
+    return chosen, {name: partial(_readable_split, of, path, streaming) for name, of in splits.items()}
+
+
+def _readable_split(of: Any, path: str, streaming: bool) -> Any:
+    with readable(path, "the path", only_reads=True):
+        return _loaded(of, streaming)
 
 
 def _splits(source: str, config: str | None, streaming: bool, is_folder: bool) -> Mapping[Any, Any]:

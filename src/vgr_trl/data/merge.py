@@ -13,6 +13,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 
 from vgr_trl.data.convert import DIGESTS, Output, Rules, convert_rows, finished, working_folder, write_split
 from vgr_trl.data.images import FOLDER, folder_of, image_bytes, images_of, videos_of
+from vgr_trl.data.lengths import SIZES
 from vgr_trl.data.prompts import LETTERS, texts_of
 from vgr_trl.data.public_sets import shuffle_choices
 from vgr_trl.data.read_row import undecoded
@@ -85,10 +86,18 @@ def merge(
         feature = everything.features[REASON]
         everything = everything.remove_columns(REASON).add_column(REASON, reasons, feature=feature)
         left_out = [place for place, reason in enumerate(reasons) if reason is not None]
+        columns = _columns(everything.select([row.position for row in kept]))
         sides = split(kept, test_share if kept else 0, seed)
         for name, side, listed in zip(splits, sides, (left_out, []), strict=False):
-            chosen = everything.select([*listed, *(row.position for row in interleaved(side))])
-            write_split(shuffle_choices(chosen, seed) if shuffles_choices else chosen, name, output)
+            chosen = everything.select([row.position for row in interleaved(side)])
+            chosen = shuffle_choices(chosen, seed) if shuffles_choices else chosen
+            write_split(concatenate_datasets([everything.select(listed), chosen]), name, output, columns)
+
+
+def _columns(rows: Dataset) -> list[str]:
+    """Return the columns of media that any of the rows needs."""
+    images = "image" if all(len(sizes) == 1 for sizes in rows[SIZES]) else "images"
+    return [images, *(name for name in ("videos", "regions") if any(rows[name]))]
 
 
 def _texts(rows: Dataset) -> Dataset:

@@ -31,6 +31,7 @@ class Converter:
     Attributes:
         rows: returns the rows that a published row becomes, mostly one, with columns that `read_row` knows.
         several_images: whether a question may have any number of images, so that rows get `images`, not `image`.
+        regions: whether it says in boxes what a question is about.
         id_column: that of the ids; rows without one get their place as id.
         hub_name: read where no source is named; None: a source must be named.
         config: configuration of the hub data set that is read where none is named.
@@ -40,6 +41,7 @@ class Converter:
 
     rows: Callable[[Row], Iterable[Row]]
     several_images: bool = False
+    regions: bool = False
     id_column: str = "id"
     hub_name: str | None = None
     config: str | None = None
@@ -127,10 +129,10 @@ _mmmu_pro = partial(_multiple_choice, source="MMMU-Pro")
 CONVERTERS = {
     "aokvqa": Converter(_aokvqa, hub_name=HUB_NAME, id_column="question_id"),
     "arxivqa": Converter(_arxivqa, hub_name=ARXIVQA_HUB_NAME, id_column="query-id", join=join_arxivqa),
-    "mmmu_pro": Converter(_mmmu_pro, True, hub_name=MMMU_PRO[0], config=MMMU_PRO[1], split="test"),
+    "mmmu_pro": Converter(_mmmu_pro, several_images=True, hub_name=MMMU_PRO[0], config=MMMU_PRO[1], split="test"),
     "jsonl": Converter(_as_it_is, several_images=True),
     "easy_vqa": Converter(_easy_vqa),
-    "nlvr": Converter(_nlvr),
+    "nlvr": Converter(_nlvr, regions=True),
 }
 for _name, _converter in CONVERTERS.items():
     registries.datasets.register(_name)(_converter.rows)

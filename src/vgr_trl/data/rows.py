@@ -1,4 +1,4 @@
-"""Rows of the user's data as training reads them: understood, checked, with prompts; decoded when they are used.
+"""Prepare rows for training: check every row at the start, decode its images when it is used.
 
 A row has a `prompt` (a conversation or a text) or a `problem` (the question's text, with `choices` for multiple
 choice), a `solution`, and `image`, `images`, `video` or `videos` unless it is about text alone; or it is in a format
@@ -76,14 +76,15 @@ EXAMINED = Features(
     {"prompt": Json(), "choices": List(Value("string")), "solution": Json(), REASON: Value("string")}
     | {SIZES: List(List(Value("int32")))}
 )
+OF_FILES = ("image", "video", "file", "its videos")  # how reasons begin that a repaired file may remove
 LARGEST_SHARE = 0.1  # of rows whose answer cannot be read
-MANY = 1000  # rows from which on a pass over them is spread over processes, and its result kept on disk
-MOST_PROCESSES = 16
-THREADS = min(8, os.cpu_count() or 1)  # that decode the images of a batch
-MOST_TRIED = 100  # rows in place of a damaged one; where all are damaged, a disk may be missing
+PARALLEL_FROM = 1000  # rows from which on a pass runs in several processes and its result is cached
+MAX_PROCESSES = 16
+DECODING_THREADS = min(8, os.cpu_count() or 1)
+MAX_DAMAGED = 100  # consecutive rows; beyond it, a disk is probably missing
 SHUFFLE_BUFFER = 1000  # rows of a stream that wait, their images undecoded
-# Errors of the system, which another process may not meet: to replace the row here alone would mix prompts in a group.
-OF_THE_SYSTEM = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+# Another process may not meet these. Replacing the row in this process only would mix prompts within a group.
+SYSTEM_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 OnSkipped = Callable[["SkippedRow"], None] | None
 
@@ -100,7 +101,7 @@ class RowOptions:
         special: finds the special tokens of the model's tokenizer, which no text of a row may hold.
         images: the sizes that images may have, and are brought to.
         boxes: whether something reads the boxes of rows with one image, so that rows with a bad one are left out.
-        decodes: whether images are decoded at the start too, so that every damaged one is listed there.
+        decodes: whether to decode every image during the check, to find damage that headers do not show.
     """
 
     root: Path = Path()
@@ -141,8 +142,8 @@ def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
             boxes_of(row, sizes[0], "it")
     except DataError as error:
         return found | {REASON: str(error).rstrip(".")}
-    answers = {"choices": question.choices, "solution": question.answer, "right": question.right}
-    return found | {"prompt": prompt, SIZES: sizes} | answers
+    answer = {"choices": question.choices, "solution": question.answer, "right": question.right}
+    return found | {"prompt": prompt, SIZES: sizes} | answer
 
 
 def _conversation(row: Mapping[str, Any], question: Question, system: str | SystemTemplate | None) -> Any:
@@ -168,15 +169,15 @@ def ready_row(row: Mapping[str, Any], options: RowOptions, several: bool = True)
     ready = {name: value for name, value in row.items() if name not in OWN_COLUMNS}
     ready |= {name: found[name] for name in ("choices", "solution") if found[name] is not None or name in row}
     ready["prompt"] = placed(found["prompt"])
-    shown = decoded_images(row, options.root, options.images, options.videos)
+    shown = decoded_images(row, options)
     return ready | ({"images": shown} if several else {"image": shown[0] if shown else None})
 
 
-def decoded_images(row: Mapping[str, Any], root: Path, images: ImageLimits, videos: VideoOptions) -> list[Any]:
+def decoded_images(row: Mapping[str, Any], options: RowOptions) -> list[Any]:
     """Return the decoded images and frames of a row in the size that the model gets; raise `DataError` if damaged."""
-    folder = folder_of(row, root)
+    folder = folder_of(row, options.root)
     opened = [open_image(value, folder) for value in images_of(row)]
-    return list(map(images.fitted, [*opened, *frames_of(row, videos, folder)]))
+    return list(map(options.images.fitted, [*opened, *frames_of(row, options.videos, folder)]))
 
 
 # Passes over a whole data set
@@ -192,37 +193,36 @@ def map_rows(
     in_parallel: bool = True,
     is_stale: Callable[[Dataset], bool] = lambda found: False,
 ) -> Dataset:
-    """Return `examine` of every row as a data set of its own.
+    """Return a data set with the result of `examine` for every row.
 
-    From a thousand rows on, the rows are spread over processes, and the result is kept in the cache of `datasets`
-    under the rows and `key`. One process of each machine makes it, the others read it.
+    From 1,000 rows on, `examine` runs in several processes, and the result is stored in the cache of `datasets`. The
+    first process of each machine computes it, the others load it.
 
     Args:
-        examine: returns one value for each of `features`, JSON as a text.
-        key: what the result depends on besides the rows.
-        in_parallel: whether other processes may call `examine`.
-        is_stale: whether what was kept has to be made again.
+        examine: returns one value for each of `features`; JSON as a text.
+        key: everything besides the rows that the result depends on.
+        in_parallel: whether `examine` may run in other processes.
+        is_stale: whether a cached result has to be computed again.
     """
-    if len(dataset) < MANY:
+    if len(dataset) < PARALLEL_FROM:
         return Dataset.from_list(list(map(examine, dataset)), features=features)
-    fingerprint = Hasher.hash([dataset._fingerprint, key, _code()])
+    fingerprint = Hasher.hash([dataset._fingerprint, key, _code_hash()])
     folder = Path(config.HF_DATASETS_CACHE) / "vgr_trl"
     folder.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"features": features, "remove_columns": dataset.column_names, "desc": description}
     options |= {"new_fingerprint": fingerprint, "cache_file_name": str(folder / f"{fingerprint}.arrow")}
     if in_parallel:
-        options["num_proc"] = min(MOST_PROCESSES, os.cpu_count() or 1)
+        options["num_proc"] = min(MAX_PROCESSES, os.cpu_count() or 1)
     with PartialState().local_main_process_first():
         found = dataset.map(examine, **options)
         return dataset.map(examine, load_from_cache_file=False, **options) if is_stale(found) else found
 
 
 @cache
-def _code() -> str:
-    """A hash of the code that reads rows, so that another release makes its results anew."""
-    files = sorted(
-        [*Path(__file__).parent.glob("*.py"), Path(answers.__file__), *Path(answers.__file__).parent.glob("*.toml")]
-    )
+def _code_hash() -> str:
+    """Hash the code that reads rows and answers, so that a new release does not load results of an old one."""
+    folders = Path(__file__).parent, Path(answers.__file__).parent
+    files = sorted(file for folder in folders for file in folder.iterdir() if file.suffix in (".py", ".toml"))
     return str(Hasher.hash([file.read_bytes() for file in files]))
 
 
@@ -267,7 +267,7 @@ def prepare_rows(
     skipped = skipped_rows(split, reasons, dataset["id"] if "id" in dataset.column_names else None)
     _require_answers(skipped, dataset)
     column = "images" if _are_several(dataset) else "image"
-    made = {name for name in ("choices", "solution") if name in dataset.column_names or any_value(found, name)}
+    made = {name for name in ("choices", "solution") if name in dataset.column_names or _has_value(found, name)}
     kept = [name for name in dataset.column_names if name not in {*found.column_names, *DIALOGUES, UNREADABLE}]
     dataset = dataset.select_columns(kept).add_column(PLACE, range(len(dataset)))
     if column == "images" and not {*IMAGE_COLUMNS} & {*kept} and {*MEDIA} & {*kept}:
@@ -275,21 +275,18 @@ def prepare_rows(
     dataset = concatenate_datasets([dataset, found.select_columns(["prompt", SIZES, *sorted(made)])], axis=1)
     if skipped:
         dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
-    shown: Any = partial(show_rows, root=rules.root, column=column, images=rules.images, videos=rules.videos)
-    shown.checked = rules.special, rules.boxes  # so that a trainer need not look at the rows again
-    return dataset.with_transform(shown), skipped
+    return dataset.with_transform(ShowRows(column, rules)), skipped
 
 
 def _examined(dataset: Dataset, rules: RowOptions, description: str) -> Dataset:
-    """Return `examine_row` of every row, JSON as texts."""
+    """Return the result of `examine_row` for every row, JSON as texts."""
 
-    def rejects_less(found: Dataset) -> bool:
-        """Whether a row that could not be used can be now, as its file was mended."""
-        rejected = [row for row, reason in enumerate(found[REASON]) if reason is not None]
+    def has_repaired_file(found: Dataset) -> bool:
+        rejected = [row for row, reason in enumerate(found[REASON]) if (reason or "").startswith(OF_FILES)]
         return any(examine_row(dataset[row], rules)[REASON] is None for row in rejected)
 
     examine = partial(_as_stored, options=rules)
-    return map_rows(dataset, examine, EXAMINED, rules, description, is_stale=rejects_less)
+    return map_rows(dataset, examine, EXAMINED, rules, description, is_stale=has_repaired_file)
 
 
 def _as_stored(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
@@ -299,7 +296,7 @@ def _as_stored(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
     return found | texts
 
 
-def any_value(dataset: Dataset, column: str) -> bool:
+def _has_value(dataset: Dataset, column: str) -> bool:
     """Return whether a column has a value in any row."""
     values = dataset.data.column(column)
     return bool(values.null_count < len(values))
@@ -392,25 +389,35 @@ def _length(row: Mapping[str, Any], lengths: PromptLengths, is_shown: bool) -> d
 # Rows as the trainer reads them
 
 
-def show_rows(
-    batch: dict[str, list[Any]], *, root: Path, column: str, images: ImageLimits, videos: VideoOptions
-) -> dict[str, list[Any]]:
-    """Return rows as TRL gets them: placeholders replaced by parts, images decoded; the transform of a data set."""
-    ready = {name: values for name, values in batch.items() if name not in OWN_COLUMNS}
-    if "prompt" in batch:
-        ready["prompt"] = [placed(prompt) for prompt in batch["prompt"]]
-    names = [name for name in (*MEDIA, FOLDER) if name in batch]
-    if set(names) & set(MEDIA):
-        rows = [dict(zip(names, values, strict=True)) for values in zip(*(batch[name] for name in names), strict=True)]
-        opened = [decoded_images(row, root, images, videos) for row in rows]
-        ready[column] = opened if column == "images" else [found[0] if found else None for found in opened]
-    return ready
+@dataclass(frozen=True)
+class ShowRows:
+    """The transform of prepared data: replace placeholders by parts and decode images, as TRL takes them.
+
+    Attributes:
+        column: `image` or `images`.
+        rules: by which the rows were checked.
+    """
+
+    column: str
+    rules: RowOptions
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """Return the columns of a batch."""
+        ready = {name: values for name, values in batch.items() if name not in OWN_COLUMNS}
+        if "prompt" in batch:
+            ready["prompt"] = [placed(prompt) for prompt in batch["prompt"]]
+        names = [name for name in (*MEDIA, FOLDER) if name in batch]
+        if set(names) & set(MEDIA):
+            columns = zip(*(batch[name] for name in names), strict=True)
+            opened = [decoded_images(dict(zip(names, values, strict=True)), self.rules) for values in columns]
+            ready[self.column] = opened if self.column == "images" else [of[0] if of else None for of in opened]
+        return ready
 
 
-def shown_by(dataset: Dataset) -> partial[Any] | None:
-    """Return the `show_rows` through which the rows of `prepare_rows` are read, None for other data."""
+def shown_by(dataset: Dataset) -> ShowRows | None:
+    """Return the transform of prepared data, None for other data."""
     transform = dataset.format["format_kwargs"].get("transform")
-    return transform if isinstance(transform, partial) and transform.func is show_rows else None
+    return transform if isinstance(transform, ShowRows) else None
 
 
 def reads_alike(dataset: object) -> bool:
@@ -424,15 +431,15 @@ class ReadOnce:
     """A data set whose rows are read, and their images decoded, once for all copies of them in one batch and the next.
 
     TRL's sampler gives every prompt G times in a batch, and the batch again for each micro-batch of a rollout, of which
-    the trainer looks at the first. A row that turns out to be damaged is replaced by the next one of the data set: it
-    depends on the row's number alone, so that it is the same on every process, and after a restart.
+    the trainer looks at the first. A row whose image is damaged is replaced by the next row of the data set. The
+    replacement depends on the row's number only, so that all processes, and a resumed run, choose the same.
 
     Args:
-        rows: as `reads_alike` wants them.
+        rows: for which `reads_alike` holds.
         name: of the data, for messages.
     """
 
-    def __init__(self, rows: Dataset, name: str = "train") -> None:
+    def __init__(self, rows: Dataset, name: str = "training") -> None:
         self._rows, self._name, self._last = rows, name, dict[int, dict[str, Any]]()
         self._reported: set[int] = set()
 
@@ -445,20 +452,20 @@ class ReadOnce:
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Return rows by their numbers; equal ones are copies with the same images."""
         missing = [index for index in dict.fromkeys(indices) if index not in self._last]
-        with ThreadPoolExecutor(THREADS) as pool:  # Pillow decodes without Python's lock
+        with ThreadPoolExecutor(DECODING_THREADS) as pool:  # Pillow decodes without Python's lock
             read = dict(zip(missing, pool.map(self._read, missing), strict=True))
         self._last = {index: read[index] if index in read else self._last[index] for index in dict.fromkeys(indices)}
         return [dict(self._last[index]) for index in indices]
 
     def _read(self, index: int) -> dict[str, Any]:
         reason = None
-        for place in range(index, index + MOST_TRIED):
+        for place in range(index, index + MAX_DAMAGED):
             place %= max(1, len(self._rows))
             try:
                 row: dict[str, Any] = self._rows[place]
             except (DataError, OSError) as error:
                 cause = error if isinstance(error, OSError) else error.__cause__
-                if isinstance(cause, OSError) and cause.errno in OF_THE_SYSTEM:
+                if isinstance(cause, OSError) and cause.errno in SYSTEM_ERRORS:
                     raise
                 reason = reason or str(error).rstrip(".")
                 continue
@@ -466,14 +473,19 @@ class ReadOnce:
                 return row
             if index not in self._reported:
                 self._reported.add(index)
-                logger.warning(f"Row {index} of the {self._name} data is replaced by row {place}: {reason}.")
+                damaged, instead = self._number(index), self._number(place)
+                logger.warning(f"Row {damaged} of the {self._name} data is replaced by row {instead}: {reason}.")
             return {**row, REPLACED: index}
-        rows = f"Row {index} of the {self._name} data and the {MOST_TRIED - 1} behind it"
+        rows = f"Row {self._number(index)} of the {self._name} data and the next {MAX_DAMAGED - 1} rows"
         raise DataError(f"{rows} cannot be read; the first: {reason}.")
 
+    def _number(self, index: int) -> int:
+        """Return the number of a row in the user's data, from which others may have been left out."""
+        return int(self._rows.with_format(None)[index].get(PLACE, index))
 
-def take_out_replaced(rows: Sequence[dict[str, Any]]) -> int:
-    """Return how many of the rows took another's place, and remove the mark of it."""
+
+def pop_replaced(rows: Sequence[dict[str, Any]]) -> int:
+    """Remove the mark of rows that replace a damaged one, and return how many have it."""
     return sum(row.pop(REPLACED, None) is not None for row in rows)
 
 
