@@ -73,6 +73,11 @@ trl-tests: $(DEV)
 	PYTHON=$(abspath $(BIN))/python TRAINER_UNDER_TEST=vgr_trl:DAPOTrainer CONFIG_UNDER_TEST=vgr_trl:DAPOConfig \
 	  $(HARNESS)/run.sh --all
 
+# Sixty random mixes of options: the update of DAPOTrainer, with everything on that changes nothing, and TRL's.
+.PHONY: step-equality
+step-equality: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/step_equality.py
+
 # What is released, into dist/, then tried as a user has it: in a clean environment and outside of the checkout. Needs a
 # package index.
 RELEASE := .venv-release

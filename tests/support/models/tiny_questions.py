@@ -12,18 +12,21 @@ from vgr_trl.demo.tiny_model import build_tiny_vlm
 WORDS = "what colour is this red green blue yellow which of them do you see here now and there"
 
 
-@pytest.fixture(scope="session")
-def vision(tmp_path_factory):
-    """A Qwen2.5-VL with weights of a sensible size, and its processor."""
+def made_vision(folder):
+    """A Qwen2.5-VL with weights of a sensible size, saved in a folder, and its processor."""
     model, processor = build_tiny_vlm([WORDS], hidden_size=32, num_layers=2, num_heads=2)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
             scale = 0.5 if "embed" in name else parameter[0].numel() ** -0.5
             parameter.data = torch.randn(parameter.shape, generator=generator) * scale
-    folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)  # TRL loads its reference model from where the policy comes from
     return type(model).from_pretrained(folder), processor
+
+
+@pytest.fixture(scope="session")
+def vision(tmp_path_factory):
+    return made_vision(tmp_path_factory.mktemp("model"))
 
 
 def picture(seed, width=56):
