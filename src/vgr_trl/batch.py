@@ -7,7 +7,7 @@ entry. `Rows` are completions with everything that TRL's loss reads for each of 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -364,50 +364,11 @@ def image_tensors(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-class Packed(TypedDict):
-    """A tensor of few different values: which of the `levels` (at most `LEVELS`,) each element has, int16."""
-
-    index: torch.Tensor
-    levels: torch.Tensor
-
-
-LEVELS = 1024  # processors make numbers of images with 256 levels in each of three channels
-
-
-def pack(value: torch.Tensor) -> "torch.Tensor | Packed":
-    """Return float32 with two bytes per element, from which `unpack` restores it exactly, or itself if it cannot be."""
-    if value.dtype != torch.float32 or value.numel() < 2**14:
-        return value
-    flat = value.flatten()
-    levels = flat[:: len(flat) // 4096].unique()  # most of them; sorting all elements would take longer
-    for _ in range(2):
-        if len(levels) > LEVELS:
-            break
-        index = torch.searchsorted(levels, flat).clamp(max=len(levels) - 1)
-        others = flat[levels[index] != flat]
-        if len(others) == 0:
-            return Packed(index=index.to(torch.int16).view(value.shape), levels=levels)
-        levels = torch.cat([levels, others]).unique()
-    return value
-
-
-def unpack(value: "torch.Tensor | Packed", device: torch.device | str) -> torch.Tensor:
-    """Return the tensor that `pack` was called with, on `device`."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return value["levels"].to(device)[value["index"].to(device).int()]
-
-
-def nbytes(value: "torch.Tensor | Packed") -> int:
-    """Return the bytes of a tensor, packed or not."""
-    return value.nbytes if isinstance(value, torch.Tensor) else value["index"].nbytes + value["levels"].nbytes
-
-
 PERTURBED = "perturbed_pixel_values"  # lie as `pixel_values` do
 ROW_INPUTS = (*IMAGE_INPUTS, PERTURBED)
 _PADDING = {"image_position_ids": -1}  # Gemma 4's mark of a patch that is none; everything else is padded with zeros
 
-Images = dict[str, Any]  # the image inputs of one row, tensors or, where stored, `Packed`; empty for one without images
+Images = dict[str, torch.Tensor]  # the image inputs of one row, empty for a row without images
 
 
 def split_images(batch: Mapping[str, Any], count: int) -> tuple[list[Images], bool]:
@@ -457,13 +418,13 @@ def _stack(parts: Sequence[torch.Tensor | None], padding: int, one_per_row: bool
 
 
 def move_images(rows: Sequence[Images], device: torch.device | str) -> list[Images]:
-    """Return the rows on `device`, as tensors; what was one object is one again."""
-    return _once_each(rows, lambda value: unpack(value, device))
+    """Return the rows on `device`; rows that shared a tensor share it again."""
+    return _once_each(rows, lambda value: value.to(device))
 
 
 def store_images(rows: Sequence[Images]) -> list[Images]:
-    """Return copies on the CPU that keep no batch in memory, equal tensors as one object, packed where they can be."""
-    return _once_each(rows, lambda value: pack(owned(value, "cpu")), fingerprint)
+    """Return copies on the CPU that keep no batch in memory; equal tensors become one object."""
+    return _once_each(rows, lambda value: owned(value, "cpu"), fingerprint)
 
 
 def _once_each(
@@ -505,12 +466,8 @@ _OF_COMPLETIONS = {
 }
 _MAY_BE_SINGLE = "importance_sampling_ratio"  # (N, T) or, one value per row, (N, 1)
 _PAD_VALUES = {"tool_mask": 1.0, _MAY_BE_SINGLE: 1.0}  # of the others: 0, of ids the tokenizer's
-# For rows from a batch without the column. TRL leaves old log-probabilities out while they equal those of the training
-# pass; NaN says that they are to be taken from there.
-_MISSING = {
-    **{"tool_mask": 1.0, "old_per_token_logps": float("nan")},
-    **dict.fromkeys((*TOKEN_TYPES, "num_images", "num_tiles"), 0.0),
-}
+# For rows from a batch without the column.
+_MISSING = {"tool_mask": 1.0, **dict.fromkeys((*TOKEN_TYPES, "num_images", "num_tiles"), 0.0)}
 
 
 def tokens_along(name: str) -> Literal["prompt", "completion", "sequence"] | None:
@@ -565,7 +522,7 @@ class Rows:
         """Bytes of the tensors, image inputs that rows share counted once."""
         inputs = {id(value): value for images in self.images for value in images.values()}
         columns = [value for value in self.columns.values() if isinstance(value, torch.Tensor)]
-        return sum(map(nbytes, [*columns, *inputs.values()]))
+        return sum(value.nbytes for value in [*columns, *inputs.values()])
 
     @classmethod
     def of_batch(cls, batch: Mapping[str, Any]) -> "Rows":

@@ -486,7 +486,6 @@ def save_place(trainer: ResumableTrainer, folder: Path) -> None:
             "micro_batch": trainer._step % every,
             "of": every,
             "inputs": [unsplit_pixel_values_by_grid(inputs) for inputs in trainer._buffered_inputs],
-            "waiting": trainer.replay is not None and trainer.replay.waits,
         }
         save_share(state, folder, accelerator.process_index, accelerator.num_processes, GENERATION)
 
@@ -568,9 +567,5 @@ def _continue_generation(trainer: ConstructedTrainer, folder: Path, micro_batch:
             f"{folder} was saved after {share['micro_batch']} of {share['of']} micro-batches of a generation batch, "
             f"which are {micro_batch} of {every} with these options: continue with the steps_per_generation, "
             "num_iterations, batch size and gradient_accumulation_steps that it was saved with."
-        )
-    if share["waiting"]:
-        raise ConfigError(
-            f"{folder} was saved in the middle of a generation batch whose groups waited for the replay buffer: {cure}."
         )
     trainer._buffered_inputs = send_to_device(share["inputs"], trainer.accelerator.device)

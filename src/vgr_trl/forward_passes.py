@@ -319,8 +319,6 @@ def training_pass(
         passed.logps = logps
         passed.hidden = None if trainer.hidden_hook is None else trainer.hidden_hook.take()
         passed.values = None if values is None else scatter_back(values, window, loss_mask, None)
-        if trainer.replay is not None:
-            trainer.replay.first_pass(passed)
     return logps, None if entropies is None else scatter_back(entropies, window, loss_mask, None), aux_loss
 
 
@@ -339,12 +337,9 @@ def _window(trainer: "DAPOTrainer", model: nn.Module, loss_mask: torch.Tensor, i
 
 
 def _loss_mask(trainer: "DAPOTrainer", batch: dict[str, Any]) -> torch.Tensor:
-    """The tokens whose log-probabilities the loss or the replay buffer reads, (N, T) bool."""
-    features, mask = trainer.features, valid_tokens(batch)
-    rows, tokens = features["skip_zero_advantage"].enabled, features["skip_zero_advantage_tokens"].enabled
-    found = find_loss_mask(batch["advantages"], mask, rows=rows, tokens=tokens)
-    read = None if trainer.replay is None else trainer.replay.rows_read(batch)
-    return found if read is None else found | (mask.bool() & read.to(mask.device).unsqueeze(1))
+    """The tokens whose log-probabilities the loss reads, (N, T) bool."""
+    rows, tokens = (trainer.features[name].enabled for name in ("skip_zero_advantage", "skip_zero_advantage_tokens"))
+    return find_loss_mask(batch["advantages"], valid_tokens(batch), rows=rows, tokens=tokens)
 
 
 def _extents(trainer: "DAPOTrainer", batch: dict[str, Any]) -> list[Extent]:

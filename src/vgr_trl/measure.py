@@ -178,6 +178,7 @@ def needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
         ("attention", needed.get("regions", ""), "regions" in needed),
         ("attention", "compute_attention_metrics", args.compute_attention_metrics is True),
         ("logps", "kl_coef", args.penalises_kl),
+        ("logps", "replay_buffer_size", args.replay_buffer_size > 0),
         ("values" if args.critic == "head" else "critic", "advantage_estimator gae", args.uses_critic),
         ("perception", "perception_loss_weight", args.perception_loss_weight > 0),
         ("perception", "der_loss_weight2", args.der_loss_weight2 > 0),

@@ -26,7 +26,7 @@ from vgr_trl.data.images import images_of
 from vgr_trl.data.rows import ReadOnce, pop_replaced, reads_alike
 from vgr_trl.patches import as_one_batch, replace_newest
 from vgr_trl.registries import short_name
-from vgr_trl.rollout import GroupSelection, Rollout, TrainingPass, weighted_sums
+from vgr_trl.rollout import GroupSelection, Rollout, weighted_sums
 from vgr_trl.signals.named import RolloutSignals, columns_of_signals, signals_of_columns
 from vgr_trl.utils import ConfigError
 
@@ -64,12 +64,19 @@ def select_groups(trainer: "DAPOTrainer", rollout: Rollout) -> dict[str, float]:
     ):
         replayed = divide_by_one_deviation(trainer, rounds, chosen, replayed)
     fresh = {place: _groups(trainer, source, [number])[0] for place, (source, number) in chosen.items()}
+    if replay is not None:
+        fresh = {place: _with_measured_logps(group) for place, group in fresh.items()}
     replacements = fresh | replayed
     if replay is not None:
         replay.keep(trainer, rollout, fresh)
     if replacements:
+        batch = rollout.batch
+        if (
+            replayed and OLD_LOGPS not in batch and rollout.signals is not None
+        ):  # TRL leaves out those of on-policy rows
+            batch = {**batch, OLD_LOGPS: rollout.signals.logps}
         rollout.batch, rollout.signals = insert_groups(
-            rollout.batch,
+            batch,
             replacements,
             selection.placement,
             pad_token_id=trainer._tokenizer.pad_token_id,
@@ -79,7 +86,6 @@ def select_groups(trainer: "DAPOTrainer", rollout: Rollout) -> dict[str, float]:
         rollout.batch = correct_num_items(rollout.batch, trainer.accelerator.gather)
     num_groups = selection.placement.num_groups
     if replay is not None:
-        rollout.batch = replay.numbered(rollout.batch)
         metrics |= replay.metrics(len(replayed) / num_groups)
     metrics["sampling/nonzero_variance_fraction"] = (trained + len(replayed)) / num_groups
     rollout.with_gradient, rollout.replaced = selection.rows_with_gradient(replacements), sorted(replacements)
@@ -503,31 +509,6 @@ def _with_columns(rows: Rows, columns: dict[str, Any]) -> Rows:
     return replace(rows, columns={**rows.columns, **columns})
 
 
-def with_old_logps(groups: Mapping[int, Group], logps: torch.Tensor, placement: Placement) -> dict[int, Group]:
-    """Return the groups with the log-probabilities of the policy that generated them.
-
-    For batches that come without: TRL leaves them out while they equal those of the first training pass, which is
-    where they are taken from. They go to the process that holds the group, which for a group of another round of
-    generation need not be one of those that train on it; then, and if it is spread, all gather once.
-
-    Args:
-        groups: number in the batch -> group; the same numbers on every process.
-        logps: of the local rows of that batch, in its order, (N, T).
-    """
-    pieces = {}
-    for group in groups:
-        if here := [row for row, _ in placement.here(group)]:
-            pieces[group] = logps[here].detach().cpu()  # (rows of the group here, T)
-    completed, holders = dict(groups), {number: group.holder for number, group in groups.items()}
-    for number, parts in placement.bring_to_holders(pieces, holders, gather_object).items():
-        rows = groups[number].rows
-        assert rows is not None
-        length = rows.completion_length
-        cut = [torch.nn.functional.pad(part, (0, max(0, length - part.size(1))))[:, :length] for part in parts]
-        completed[number] = replace(groups[number], rows=_with_columns(rows, {OLD_LOGPS: torch.cat(cut)}))
-    return completed
-
-
 def insert_groups(
     batch: Mapping[str, Any],
     replacements: Mapping[int, Group],
@@ -540,10 +521,8 @@ def insert_groups(
     """Return the batch and its signals with other groups in the place of some; the arguments are not changed.
 
     The local batch is padded to the longest prompt and completion in it, and keeps its structure: what it does not
-    have (reference log-probabilities, say) is not brought in. Two exceptions, because such batches may be mixed: image
-    inputs, and `old_per_token_logps`, which are NaN for rows that come without and then are to be taken from the first
-    training pass. `num_items_in_batch` is not corrected; see `correct_num_items`. If any group has to go to another
-    process, all of them gather once.
+    have (reference log-probabilities, say) is not brought in, except for image inputs. `num_items_in_batch` is not
+    corrected; see `correct_num_items`. If any group has to go to another process, all of them gather once.
 
     Args:
         batch: the local rows, as TRL's `_generate_and_score_completions` returns them, with advantages (N,).
@@ -862,11 +841,7 @@ def split_state(state: Mapping[str, Any], process_index: int, num_processes: int
 
 
 class Replay:
-    """Groups of earlier rollout batches, which take the place of zero-variance ones.
-
-    Where neither TRL nor a measurement has scored a rollout batch, its groups wait for the first training pass over
-    them, which knows the log-probabilities of the policy that generated them.
-    """
+    """Groups of earlier rollout batches, which take the place of zero-variance ones."""
 
     def __init__(self, trainer: "DAPOTrainer") -> None:
         args, self._trainer = trainer.args, trainer
@@ -878,10 +853,6 @@ class Replay:
             seed=args.seed,
             estimator=args.advantage_estimator,
         )
-        self._waiting: dict[int, Group] = {}
-        self._placement: Placement | None = None  # of the batch whose groups wait
-        self._first_logps: torch.Tensor | None = None
-        self._rows_seen = 0
 
     def draw(self, count: int) -> list[Group]:
         """Return up to `count` groups for the current batch; those that have become too old leave before."""
@@ -889,7 +860,7 @@ class Replay:
         return self.buffer.sample(count)
 
     def keep(self, trainer: "DAPOTrainer", rollout: Rollout, fresh: dict[int, Group]) -> None:
-        """Put groups with a gradient into the buffer, or let them wait for the first training pass over them.
+        """Put groups with a gradient into the buffer.
 
         Args:
             fresh: groups of further prompts, by their place in the batch.
@@ -899,54 +870,8 @@ class Replay:
         values = (each.cpu().view(-1, size) for each in (selection.advantages, selection.task_rewards))
         admitted = self.buffer.admits(*values)
         wanted = [group for group in selection.kept if admitted[group]]
-        groups = dict(zip(wanted, _groups(trainer, rollout, wanted), strict=True)) | fresh
-        if OLD_LOGPS in rollout.batch or (rollout.signals is not None and trainer.measurement.head):
-            for group in groups.values():
-                self.buffer.add(_with_measured_logps(group))
-        else:
-            self._waiting, self._placement = groups, selection.placement
-            self._first_logps, self._rows_seen = None, 0
-
-    @property
-    def waits(self) -> bool:
-        """Whether groups wait."""
-        return bool(self._waiting)
-
-    def numbered(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the batch such that `first_pass` knows its rows again, if groups of it wait."""
-        return {**batch, "rollout_row": torch.arange(len(batch["prompt_ids"]))} if self._waiting else batch
-
-    def rows_read(self, inputs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the rows of a micro-batch whose groups wait for its log-probabilities, (N,) bool; None: no row's."""
-        if not self._waiting or self._placement is None:
-            return None
-        waiting = torch.zeros(self._placement.rows, dtype=torch.bool)
-        for group in self._waiting:
-            waiting[[row for row, _ in self._placement.here(group)]] = True
-        return waiting[inputs["rollout_row"].cpu()]
-
-    def first_pass(self, passed: TrainingPass) -> None:
-        """Take the log-probabilities (N, T) of the first training pass for those of the policy that generated.
-
-        They complete the groups that wait to enter the buffer; one of which they are NaN does not enter.
-        """
-        inputs, logps, placement = passed.inputs, passed.logps, self._placement
-        if not self._waiting or placement is None or logps is None:
-            return
-        if self._first_logps is None:
-            self._first_logps = logps.new_zeros(placement.rows, logps.size(1))
-        self._first_logps[inputs["rollout_row"]] = logps.detach()
-        self._rows_seen += len(logps)
-        if self._rows_seen < placement.rows:
-            return
-        undefined = torch.zeros(placement.num_groups, device=logps.device)
-        for number in self._waiting:
-            undefined[number] = self._first_logps[[row for row, _ in placement.here(number)]].isnan().sum()
-        undefined = self._trainer.accelerator.reduce(undefined, reduction="sum")
-        for number, group in with_old_logps(self._waiting, self._first_logps, placement).items():
-            if not undefined[number]:
-                self.buffer.add(group)
-        self._waiting, self._first_logps = {}, None
+        for group in [*map(_with_measured_logps, _groups(trainer, rollout, wanted)), *fresh.values()]:
+            self.buffer.add(group)
 
     def metrics(self, replaced_fraction: float) -> dict[str, float]:
         """Return what is logged of the buffer, the same on every process, which all call it.

@@ -72,7 +72,7 @@ def test_zero_variance_groups_are_replaced_by_stored_ones_with_the_ratio_of_thei
     for batch, fraction in zip(batches, replaced, strict=True):
         if fraction:
             old = batch["old_per_token_logps"]
-            assert not old.isnan().any(), "fresh rows have got theirs from the training pass"
+            assert not old.isnan().any(), "fresh rows have those of the scoring pass"
             assert batch["advantages"].abs().amax() > 0
     assert batches[0].get("old_per_token_logps") is None, "nothing was replayed in the first step"
     ratios = logged(trainer, "approx_kl")
@@ -108,8 +108,8 @@ def test_groups_age_while_none_are_added(make):
 
     trainer = make(rewards=at_first_reward, replay_buffer_size=8, replay_max_age=3, max_steps=8)
     trainer.train()
-    assert logged(trainer, "replay/size") == [0, 2, 2, 2, 0, 0, 0, 0], "from the first training pass to an age of 3"
-    assert logged(trainer, "replay/mean_age")[1:4] == [1, 2, 3]
+    assert logged(trainer, "replay/size") == [2, 2, 2, 2, 0, 0, 0, 0], "to an age of 3"
+    assert logged(trainer, "replay/mean_age")[:4] == [0, 1, 2, 3]
     assert logged(trainer, "replay/replaced_fraction")[1:5] == [1, 1, 1, 0]
 
 

@@ -10,7 +10,7 @@ import torch
 from batches import FAMILIES, PAD, draw_batch, draw_signals
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
-from vgr_trl.sampling import Placement, correct_num_items, groups_from_batch, insert_groups, with_old_logps
+from vgr_trl.sampling import Placement, correct_num_items, groups_from_batch, insert_groups
 from vgr_trl.utils import DataError
 
 TOKENS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
@@ -180,20 +180,6 @@ def test_signals_travel_with_their_rows():
     assert written.attention.vision.shape[:2] == (3, 4)
     _, none = write(batch, {0: stored})
     assert none is None
-
-
-def test_log_probabilities_that_come_later():
-    """A batch without them takes those of the first training pass; rows without any say so by NaN."""
-    first, second = (draw_batch(seed, [None, None, None], old_logps=False, completions=6) for seed in (1, 2))
-    stored = dict(zip([0, 2], cut(first, [0, 2]), strict=True))
-    seen = torch.randn(6, 6) * first["completion_mask"]
-    completed = with_old_logps(stored, seen, Placement(6, 2))
-    written, _ = write(second, {1: completed[2]})
-    expected = rows_as_read(first)[4]
-    assert_same(rows_as_read(written)[2], expected | {"old_per_token_logps": seen[4][: len(expected["completion"])]})
-    assert written["old_per_token_logps"][[0, 1, 4, 5]].isnan().all()
-    assert not written["old_per_token_logps"][2:4].isnan().any()
-    assert "old_per_token_logps" not in stored[0].rows.columns, "the given groups are left alone"
 
 
 def test_the_number_of_tokens_is_counted_as_trl_counts():
