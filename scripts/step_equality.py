@@ -120,7 +120,7 @@ def train(kind: str, mixes: int, seed: int, folder: Path) -> None:
     draw = random.Random(seed)
     for number in range(mixes):
         both, ours = draw_mix(draw)
-        model, processor = tiny.made_vision(folder / "model")
+        model, processor = tiny.made_vision(folder / f"{kind}-model")
         images, lora, rewards = both.pop("images"), both.pop("lora"), both.pop("rewards")
         rows = tiny.questions(pictures.get(images, lambda number: []))
         rows = rows.remove_columns("images") if images == "none" else rows
