@@ -13,9 +13,10 @@ from support.models.families import make_batch
 from support.trainers import STOCK, letters_reward, logged
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from vgr_trl import DAPOConfig, DAPOTrainer, forward_passes
+from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.batch import scoring_inputs
 from vgr_trl.config import SWITCHES
+from vgr_trl.forward_passes import rows_per_pass
 from vgr_trl.utils import ConfigError
 
 
@@ -91,10 +92,10 @@ def test_rows_keep_their_pixels_where_a_rollout_has_as_many_images_as_rows(text_
     micro_batches = [trainer._prepare_inputs(None)] and trainer._buffered_inputs
     for part in [batch, *micro_batches]:
         rows = [inputs["input_ids"][:, -length:].tolist().index(ids) for ids in part["completion_ids"].tolist()]
-        for chunk in (1, 6):
-            score = partial(trainer._get_per_token_logps_and_entropies, trainer.model, batch_size=chunk)
-            found, valid = score(**scoring_inputs(part))[0], part["completion_mask"].bool()
-            assert (found - expected[rows])[valid].abs().max() < 1e-5
+        for trains in (True, False):
+            with torch.set_grad_enabled(trains):
+                found = trainer._get_per_token_logps_and_entropies(trainer.model, **scoring_inputs(part))[0]
+            assert (found - expected[rows])[part["completion_mask"].bool()].abs().max() < 1e-5
 
 
 def test_a_single_reward_and_no_config_are_accepted(text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):
@@ -190,10 +191,17 @@ def test_an_evaluation_has_the_late_reward_weights_and_counts_in_no_metric_of_tr
     assert logged(evaluated, "sharing/prompts_per_row") == logged(alone, "sharing/prompts_per_row") != []
 
 
-def test_chunks_of_scoring_have_whole_groups_where_only_training_shares_no_prompts(text_trainer):
+def test_rows_of_a_scoring_pass():
     """14 columns, 6 of them of the completion: a group of 4 is 14 + 3 * 6 = 32 tokens."""
-    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    trainer = text_trainer(max_tokens_per_micro_batch=40, **options)
-    assert not trainer.features["share_training"].enabled
-    inputs = {"input_ids": torch.zeros(8, 14), "logits_to_keep": 6}
-    assert forward_passes._rows_of_chunk(trainer, inputs, 8) == 4
+
+    def rows(batch_size, group, most, others=(14, 6)):
+        """Where another process has so many columns."""
+        gathered = lambda mine: torch.cat([mine, torch.tensor(others)])  # noqa: E731
+        return rows_per_pass(
+            batch_size, group, most_tokens=most, columns=(14, 6), gather=gathered, device=torch.device("cpu")
+        )
+
+    assert [rows(2, None, None), rows(2, 4, None), rows(8, 4, None)] == [2, 4, 8]
+    assert [rows(8, 4, 40), rows(8, 4, 64), rows(8, 4, 26)] == [4, 8, 3]
+    assert [rows(8, None, 40), rows(8, None, 10), rows(8, None, 40, (20, 6))] == [2, 1, 2]
+    assert rows(8, 4, 40, (30, 6)) == 2, "(40 - 30) // 6 + 1"

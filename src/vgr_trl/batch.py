@@ -32,7 +32,10 @@ class UnknownParts(DataError):
     """Pixel inputs cannot be assigned to rows with certainty; `reason` names them, for a sentence of the caller."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"The images of a batch cannot be assigned to its rows, because of {reason}.")
+        super().__init__(
+            f"The images of a batch cannot be assigned to its rows ({reason}): give num_images, and num_tiles where "
+            "images are cut into tiles, one number for each row."
+        )
         self.reason = reason
 
 
@@ -185,6 +188,7 @@ EQUAL_TILES = Layout({"pixel_values": "tile"}, _count_equal)
 
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+_SCORED_BY_ROW = ("input_ids", "attention_mask", "num_images", "num_tiles", *TOKEN_TYPES)
 
 
 @dataclass
@@ -257,6 +261,40 @@ def scoring_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
         "logits_to_keep": batch["completion_ids"].size(1),
         **{name: batch[name] for name in names if batch.get(name) is not None},
     }
+
+
+def counts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> dict[str, list[int]]:
+    """Return `num_images` and `num_tiles` of rows by their placeholder tokens of images, (N, S) bool.
+
+    Raises:
+        UnknownParts: the tokens do not tell with certainty.
+    """
+    counts, has_image = find_layout(given).count(given, is_image), is_image.any(1).tolist()
+    return {"num_images": [count * has for count, has in zip(counts, has_image, strict=True)], "num_tiles": counts}
+
+
+def take_scoring_rows(inputs: Mapping[str, Any], rows: range) -> dict[str, Any]:
+    """Return consecutive rows of the arguments of a scoring pass; pixel inputs only where these rows have an image.
+
+    Raises:
+        DataError: an input cannot be assigned to rows.
+    """
+    given = {name: value for name, value in inputs.items() if value is not None}
+    count, images = len(given["input_ids"]), image_inputs_of(given)
+    if len(rows) == count:
+        return given
+    chosen = slice(rows.start, rows.stop)
+    part: dict[str, Any] = {"logits_to_keep": given.pop("logits_to_keep")}
+    for name in given.keys() - images.keys():
+        if len(given[name]) != count or name not in _SCORED_BY_ROW:
+            raise DataError(f"The input {name} cannot be cut into chunks: score all rows at once (batch_size=None).")
+        part[name] = given[name][chosen]
+    if images and any(part.get("num_images", [1])):
+        parts = parts_by_counts(images, given.get("num_images", ()), given.get("num_tiles"))
+        for name, value in images.items():
+            of_rows = parts[name][chosen]
+            part[name] = value[of_rows[0].start : of_rows[-1].stop]
+    return part
 
 
 def text_inputs(batch: Mapping[str, Any], prompts: Prompts, pad_token_id: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from vgr_trl.metrics import Totals
 from vgr_trl.patches import average_as_loss
 from vgr_trl.rollout import Rollout, TrainingPass, weighted_sums
 from vgr_trl.sharing.model_support import base_of, causal_model
-from vgr_trl.signals.scoring import HiddenStateHook, policy_is_active
+from vgr_trl.signals.scoring import Want
 from vgr_trl.utils import ConfigError
 
 if TYPE_CHECKING:
@@ -100,14 +100,6 @@ class ValueHead(nn.Module):
             return values.squeeze(-1)
 
 
-def value_hook(policy: nn.Module, head: ValueHead) -> HiddenStateHook:
-    """Return what reads values (N, T) off the passes of a policy, which they do not train, and off no reference's."""
-    causal = causal_model(policy)
-    return HiddenStateHook(
-        lambda hidden: head(hidden.detach()), lambda model: causal_model(model) is causal and policy_is_active(model)
-    )
-
-
 class ValueModel(nn.Module):
     """A copy of the policy with a scalar head in place of its own, which TRL's scoring can call.
 
@@ -137,9 +129,9 @@ class Critic:
         self.trainer, policy, args, accelerator = trainer, trainer.model, trainer.args, trainer.accelerator
         width = causal_model(policy).config.get_text_config(decoder=True).hidden_size  # D of the last hidden states
         head = ValueHead(width).to(accelerator.device)
-        self.hook = value_hook(policy, head) if args.critic == "head" else None
+        self.head = head if args.critic == "head" else None  # reads the hidden states of the policy's own passes
         self.module: nn.Module = head
-        if self.hook is None:
+        if self.head is None:
             model = ValueModel(policy, head)
             if args.gradient_checkpointing:
                 model.module.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
@@ -154,11 +146,10 @@ class Critic:
         """
         trainer, args, batch = self.trainer, self.trainer.args, rollout.batch
         mask = valid_tokens(batch).bool()
-        values = rollout.values
-        if self.hook is None:
+        values = None if rollout.scores is None else rollout.scores.values
+        if values is None:
             self.module.eval()
-            values = trainer.score(scoring_inputs(batch), model=self.module)
-        assert values is not None
+            values = trainer.score(scoring_inputs(batch), Want(), self.module, stage="values").logps
         assert rollout.rewards is not None
         without_kl = rollout.rewards[:, :-1] if args.penalises_kl else rollout.rewards
         sums = weighted_sums(without_kl, trainer.reward_weights[: without_kl.size(1)])  # (N of all,)
@@ -205,7 +196,7 @@ class Critic:
         inputs, trainer, args = passed.inputs, self.trainer, self.trainer.args
         mask = valid_tokens(inputs).bool() & ~inputs["returns"].isnan()
         values = passed.values
-        if self.hook is None:
+        if self.head is None:
             self.module.train()
             values = trainer._get_per_token_logps_and_entropies(self.module, **scoring_inputs(inputs))[0]
         assert values is not None

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +29,14 @@ from vgr_trl.efficiency.loss_mask import (
     tokens_of,
     trim,
 )
-from vgr_trl.efficiency.vision_cache import tower_trains
-from vgr_trl.measure import measure_pass, shift_of_pass
-from vgr_trl.rollout import Rollout, TrainingPass
+from vgr_trl.efficiency.vision_cache import VisionCache, tower_trains
+from vgr_trl.rollout import TrainingPass
 from vgr_trl.sampling import OLD_LOGPS
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.prefix_forward import find_groups, has_images, is_image_token
-from vgr_trl.sharing.sharing import shuffle_by_group, whole_groups
-from vgr_trl.signals.scoring import leaves_rows_out, policy_is_active
-from vgr_trl.utils import DataError, NotFiniteError, patched_attribute
+from vgr_trl.sharing.sharing import SharedPasses, shuffle_by_group, whole_groups
+from vgr_trl.signals.scoring import read_hidden_states
+from vgr_trl.utils import DataError, Feature, NotFiniteError, patched_attribute
 
 if TYPE_CHECKING:
     from vgr_trl.trainer import DAPOTrainer
@@ -47,46 +46,92 @@ Score = Callable[..., Scored]  # TRL's `_get_per_token_logps_and_entropies`
 Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]  # TRL's `_compute_loss`
 
 
-@contextmanager
-def forward_context(
-    trainer: "DAPOTrainer", model: nn.Module, completion_length: int | None = None, packs: bool = False
-) -> Iterator[None]:
-    """Compute prompts and image features once in passes of this block, and keep the hidden states that are asked for.
+class ForwardPasses:
+    """Wraps the forward passes of a run, in this order: image features, the narrow head, shared prompts, a dummy image.
 
     Args:
-        completion_length: T of a scored batch; None where the model generates.
-        packs: whether completions pass without padding between them.
+        features: what is shared and skipped, by name.
+        vision_cache: keeps image features.
+        shared: shares prompts.
+        dummy_image: lets a process without images run the vision tower; None: not needed.
     """
-    stage = "generation" if completion_length is None else "training" if torch.is_grad_enabled() else "scoring"
-    feature = trainer.features[f"share_{stage}"]
-    with ExitStack() as stack:
-        counts = trainer.model.training  # metrics of training leave out the passes of an evaluation
-        stack.enter_context(trainer.vision_cache.around(model, counts=counts))
-        if completion_length is not None and not torch.is_grad_enabled():
-            stack.enter_context(_head_without_padding(model))
-        stack.enter_context(trainer.shared_passes.around(feature, model, completion_length, packs=packs, counts=counts))
-        for hook in (trainer.value_hook, trainer.hidden_hook):
-            if hook is not None and completion_length is not None:
-                stack.enter_context(hook.around(model, completion_length))
-        if trainer.dummy_image is not None:
-            stack.enter_context(trainer.dummy_image.around(model, completion_length is None))
-        yield
+
+    def __init__(
+        self,
+        features: Mapping[str, Feature],
+        vision_cache: VisionCache,
+        shared: SharedPasses,
+        dummy_image: "DummyImage | None",
+    ) -> None:
+        self.features, self.vision_cache, self.shared, self.dummy_image = features, vision_cache, shared, dummy_image
+
+    @contextmanager
+    def around(
+        self, model: nn.Module, completion_length: int | None = None, *, packs: bool = False, counts: bool = True
+    ) -> Iterator[None]:
+        """Wrap the passes of this block.
+
+        Args:
+            completion_length: T of a scored batch; None where the model generates.
+            packs: whether completions pass without padding between them.
+            counts: whether metrics count these passes; those of an evaluation are left out.
+        """
+        generates, trains = completion_length is None, torch.is_grad_enabled()
+        stage = "generation" if generates else "training" if trains else "scoring"
+        with (
+            self.vision_cache.around(model, counts=counts),
+            nullcontext() if generates or trains else score_labelled_tokens(model),
+            self.shared.around(self.features[f"share_{stage}"], model, completion_length, packs=packs, counts=counts),
+            nullcontext() if self.dummy_image is None else self.dummy_image.around(model, generates),
+        ):
+            yield
 
 
-def _head_without_padding(model: nn.Module) -> AbstractContextManager[None]:
-    """TRL's head scores padding too where it has no Triton; a head of some rows wants whole ones."""
+def score_labelled_tokens(model: nn.Module) -> AbstractContextManager[None]:
+    """Let TRL's fused head skip padding, which it scores too where it has no Triton."""
     causal = causal_model(model)
     base = base_of(causal)
-    if base is causal or is_compiled(model) or leaves_rows_out(model):
-        return nullcontext()
-    return only_tokens(causal, base, None)
+    return nullcontext() if base is causal or is_compiled(model) else only_tokens(causal, base, None)
 
 
-def model_role(trainer: "DAPOTrainer", model: nn.Module) -> str:
-    """Return "policy", "reference" or "other"; a policy whose adapter is off is its own reference."""
-    if model is trainer.ref_model or not policy_is_active(model):
-        return "reference"
-    return "policy" if model is trainer.model else "other"
+def rows_per_pass(
+    batch_size: int,
+    group: int | None,
+    *,
+    most_tokens: int | None,
+    columns: tuple[int, int],
+    gather: Callable[[torch.Tensor], torch.Tensor],
+    device: torch.device,
+) -> int:
+    """Return how many rows pass at a time in scoring, the same on every process.
+
+    Args:
+        batch_size: as TRL asks for.
+        group: G where prompts are shared, so that whole groups pass; None: they are not.
+        most_tokens: `max_tokens_per_micro_batch`.
+        columns: P + T and T of this process.
+    """
+    size = group or 1
+    batch_size = whole_groups(batch_size, size)
+    if most_tokens is None:
+        return batch_size
+    every = gather(torch.tensor(columns, device=device)).view(-1, 2).amax(0)
+    longest, completion = map(int, every.tolist())
+    if group is None:
+        return min(batch_size, max(most_tokens // longest, 1))
+    if (groups := most_tokens // (longest + (size - 1) * completion)) > 0:
+        return min(batch_size, groups * size)
+    return min(batch_size, max((most_tokens - longest) // completion + 1, 1))
+
+
+def refuse_nan(logps: torch.Tensor, mask: torch.Tensor, step: int) -> None:
+    """Raise `NotFiniteError` if log-probabilities are NaN; signals would take them for those of rows without images."""
+    if count := int((logps.isnan() & mask).any(dim=1).sum()):
+        raise NotFiniteError(
+            f"The model's log-probabilities of {count} of {len(mask)} completions are NaN, at step {step + 1}: its "
+            "weights are broken, or what it computes overflows, so look at the newest checkpoint, or use bfloat16 "
+            "instead of float16."
+        )
 
 
 class DummyImage:
@@ -188,84 +233,6 @@ def nothing_added(base: Any, features: Callable[[Any], Any]) -> Iterator[None]:
         hook.remove()
 
 
-# Passes without gradients, over a rollout or over anything else
-
-
-def scoring_pass(
-    trainer: "DAPOTrainer",
-    model: nn.Module,
-    plain: Score,
-    inputs: dict[str, Any],
-    batch_size: int | None,
-    rollout: Rollout | None,
-) -> Scored:
-    """Return what TRL's `_get_per_token_logps_and_entropies` does, without gradients; measure the policy's first pass.
-
-    Args:
-        plain: TRL's method.
-        batch_size: rows of a chunk, made whole groups, so that there is something to share.
-        rollout: the current one, which keeps what is measured.
-    """
-    ids, completion, role = inputs["input_ids"], inputs["logits_to_keep"], model_role(trainer, model)
-    scored: Scored
-    of_policy = rollout if role == "policy" else None
-    stage = {"policy": "old_logps", "reference": "reference", "other": "values"}[role]
-    with trainer.clock.stage(stage, trainer.model.training):
-        if of_policy is not None and first_pass_gives_old_logps(trainer, of_policy):
-            return torch.full((len(ids), completion), torch.nan, device=ids.device), None, None
-        rows = batch_size and _rows_of_chunk(trainer, inputs, batch_size)
-        score = partial(_without_nan, trainer, model, inputs, partial(plain, model, **inputs, batch_size=rows))
-        with forward_context(trainer, model, completion):
-            if of_policy is not None and of_policy.signals is None and trainer.measurement.scoring:
-                scored = measure_pass(trainer, of_policy, model, inputs, score)
-                return scored
-            scored = score()
-            if of_policy is not None and of_policy.hidden is not None and "shift" in trainer.measurement.needed:
-                of_policy.shift = shift_of_pass(trainer, of_policy, model)
-            if rollout is not None and role == "reference":
-                rollout.reference_logps, rollout.reference_hidden = (
-                    scored[0],
-                    None if trainer.hidden_hook is None else trainer.hidden_hook.take(),
-                )
-            return scored
-
-
-def first_pass_gives_old_logps(trainer: "DAPOTrainer", rollout: Rollout) -> bool:
-    """Whether what TRL scores of a rollout by the policy before its rewards comes from the first training pass."""
-    return trainer.features["reuse_first_pass"].enabled and trainer.model.training and not rollout.rewarding
-
-
-def _rows_of_chunk(trainer: "DAPOTrainer", inputs: dict[str, Any], batch_size: int) -> int:
-    size, most = trainer.completions_per_prompt, trainer.args.max_tokens_per_micro_batch
-    if trainer.features["share_scoring"].enabled:
-        batch_size = whole_groups(batch_size, size)
-    if most is None:
-        return batch_size
-    accelerator = trainer.accelerator
-    longest = torch.tensor([inputs["input_ids"].size(1), inputs["logits_to_keep"]], device=accelerator.device)
-    columns, completion = map(int, accelerator.gather(longest).view(-1, 2).amax(0).tolist())
-    if not trainer.features["share_scoring"].enabled:
-        return min(batch_size, max(most // columns, 1))
-    if (groups := most // (columns + (size - 1) * completion)) > 0:
-        return min(batch_size, groups * size)
-    return min(batch_size, max((most - columns) // completion + 1, 1))
-
-
-def _without_nan(
-    trainer: "DAPOTrainer", model: nn.Module, inputs: dict[str, Any], score: Score, **options: Any
-) -> Scored:
-    """Refuse log-probabilities that are NaN: signals of them would be taken for those of rows without images."""
-    scored = score(**options)
-    valid = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
-    if not leaves_rows_out(model) and (count := int((scored[0].isnan() & valid).any(dim=1).sum())):
-        raise NotFiniteError(
-            f"The model's log-probabilities of {count} of {len(valid)} completions are NaN, at step "
-            f"{trainer.state.global_step + 1}: its weights are broken, or what it computes overflows, so look "
-            "at the newest checkpoint, or use bfloat16 instead of float16."
-        )
-    return scored
-
-
 # Training passes over what the loss reads, and over nothing else
 
 
@@ -287,8 +254,8 @@ def training_pass(
         passed: the micro-batch; it learns which tokens have loss, and what its first pass gives.
     """
     features = trainer.features
-    if passed is None or model is not passed.model:
-        with forward_context(trainer, model, inputs["logits_to_keep"]):
+    if passed is None or model is not passed.model or not torch.is_grad_enabled():  # of perturbed images, an evaluation
+        with trainer.passes.around(model, inputs["logits_to_keep"], counts=trainer.model.training):
             return plain(model, **inputs, batch_size=batch_size)
     loss_mask = _loss_mask(trainer, passed.inputs)
     window = _window(trainer, model, loss_mask, inputs)
@@ -304,10 +271,13 @@ def training_pass(
     packs = features["pack_completions"].enabled
     if trainer.dummy_image is not None:
         trainer.dummy_image.stands_in = has_images(inputs) and not has_images(part)
-    with (
-        head if features["skip_head"].enabled else nullcontext(),
-        forward_context(trainer, model, window.completion, packs),
-    ):
+    head_values = None if trainer.critic is None else trainer.critic.head
+    keeps_hidden = trainer.kl.full is not None or head_values is not None
+    with ExitStack() as stack:
+        if features["skip_head"].enabled:
+            stack.enter_context(head)
+        stack.enter_context(trainer.passes.around(model, window.completion, packs=packs))
+        states = stack.enter_context(read_hidden_states(model, window.completion)) if keeps_hidden else []
         logps, entropies, aux_loss = plain(model, **part)
     logps = scatter_back(logps, window, loss_mask, passed.inputs.get(OLD_LOGPS))
     if passed.logps is None:
@@ -315,10 +285,9 @@ def training_pass(
             # TRL's `_compute_loss` reads the inputs only after its pass through the model, so what is completed here is
             # what it divides by; `tests/credit/test_trl_losses.py` fails if that changes. Later iterations read it too.
             passed.inputs[OLD_LOGPS] = torch.where(old.isnan(), logps.detach(), old)
-        values = None if trainer.value_hook is None else trainer.value_hook.take()
-        passed.logps = logps
-        passed.hidden = None if trainer.hidden_hook is None else trainer.hidden_hook.take()
-        passed.values = None if values is None else scatter_back(values, window, loss_mask, None)
+        passed.logps, passed.hidden = logps, next(iter(states), None)
+        if head_values is not None:
+            passed.values = scatter_back(head_values(states[0].detach()), window, loss_mask, None)
     return logps, None if entropies is None else scatter_back(entropies, window, loss_mask, None), aux_loss
 
 

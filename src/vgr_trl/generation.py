@@ -12,13 +12,13 @@ from transformers import GenerationConfig
 
 from vgr_trl.batch import Prompts, image_tensors, joined, pixels_of_rows, scoring_inputs
 from vgr_trl.data.prompts import format_question, texts_of
-from vgr_trl.forward_passes import forward_context
 from vgr_trl.patches import readable_logprobs
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rollout import ConstructedTrainer, Noise, Rollout, weighted_sums
 from vgr_trl.sampling import OLD_LOGPS
 from vgr_trl.signals.attention import GenerationProbe
 from vgr_trl.signals.perturbation import perturb_images, perturbed_prompts
+from vgr_trl.signals.scoring import Want
 from vgr_trl.utils import DataError, VLLMServerError, patched_attribute
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def generate(
         ids, images = trainer.vllm_images.prepared(ids, images, prompts.fields)
     with (
         trainer.clock.stage("generation", model.training),
-        forward_context(trainer, model),
+        trainer.passes.around(model, counts=model.training),
         sampling_of_mode(trainer),
         named_server(trainer),
     ):
@@ -250,7 +250,10 @@ def finish_noise(trainer: "DAPOTrainer", rollout: Rollout) -> None:
     if noise is None:
         return
     if noise.generations and args.noisy_importance == "perturbed":
-        rollout.batch = {**rollout.batch, OLD_LOGPS: trainer.score(scoring_inputs(_as_shown(rollout, noise)))}
+        rollout.batch = {
+            **rollout.batch,
+            OLD_LOGPS: trainer.score(scoring_inputs(_as_shown(rollout, noise)), Want()).logps,
+        }
     rollout.metrics |= {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
     if rollout.rewards is not None and noise.generations:
         rewards = weighted_sums(rollout.rewards, trainer.reward_weights).nan_to_num()  # (N of all,)

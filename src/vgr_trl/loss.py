@@ -21,7 +21,7 @@ from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.metrics import Totals
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.ratios import visual_dependency
-from vgr_trl.signals.scoring import Head, HiddenStateHook
+from vgr_trl.signals.scoring import Head
 from vgr_trl.utils import ConfigError, DataError, patched_attribute
 
 if TYPE_CHECKING:
@@ -178,9 +178,6 @@ def entropy_penalty(logps: torch.Tensor, mask: torch.Tensor, coefficient: float 
 class FullKL:
     """Takes hidden states through the heads of two models, some positions at a time.
 
-    Attributes:
-        hook: keeps the hidden states.
-
     Args:
         reference: None: the policy without its adapter, which must leave the head as it is.
 
@@ -196,7 +193,7 @@ class FullKL:
                 "leave the head out of modules_to_save, or use low_var_kl."
             )
         self._policy, self._reference = causal, causal if reference is None else causal_model(reference)
-        self._temperature, self.hook = temperature, HiddenStateHook()
+        self._temperature = temperature
 
     def between(self, hidden: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the divergence at every position (N, T), 0 where `mask` is False; with gradients of the policy.
@@ -208,7 +205,7 @@ class FullKL:
         """
         found = torch.zeros(mask.shape, device=hidden.device)
         mine = hidden[mask[:, : hidden.size(1)]]  # (K, D)
-        heads = Head(self._policy, self.hook.output_type), Head(self._reference, self.hook.output_type)
+        heads = Head(self._policy), Head(self._reference)
         size = heads[0].positions_at_a_time(hidden.device)
         parts = [
             checkpoint(self._of_positions, *heads, *part, use_reentrant=False)
@@ -261,18 +258,15 @@ class KLControl:
         Args:
             rollout: scored by the policy and its reference; keeps the penalty of each token.
         """
-        if not self.penalises or rollout.reference_logps is None:
+        if not self.penalises or rollout.reference is None or rollout.scores is None:
             return {}, {}
-        assert rollout.signals is not None
-        mask = rollout.signals.mask.bool()
-        if self.full is None:
-            kl = self._kl(rollout.signals.logps, rollout.reference_logps, mask)  # (N, T)
+        policy, reference = rollout.scores, rollout.reference
+        mask = policy.mask
+        if self.full is None or policy.hidden is None or reference.hidden is None:
+            kl = self._kl(policy.logps.float(), reference.logps, mask)  # (N, T)
         else:
-            assert rollout.hidden is not None
-            assert rollout.reference_hidden is not None
             with torch.no_grad():
-                kl = self.full.between(rollout.hidden, rollout.reference_hidden, mask)
-            rollout.reference_hidden = None
+                kl = self.full.between(policy.hidden, reference.hidden, mask)
         rollout.kl_penalty = -self.controller.coefficient * kl
         return {"kl_penalty": rollout.kl_penalty.sum(dim=1).tolist()}, self._measured(kl, mask)
 
@@ -290,9 +284,8 @@ class KLControl:
 
     def keep_reference(self, rollout: "Rollout") -> None:
         """Put the reference's hidden states into the batch of a scored rollout, if a loss over all words needs them."""
-        if self.full is not None and rollout.reference_hidden is not None:
-            rollout.batch["reference_hidden"] = rollout.reference_hidden.transpose(1, 2).contiguous()  # (N, D, T)
-        rollout.reference_hidden = None
+        if self.in_loss and rollout.reference is not None and rollout.reference.hidden is not None:
+            rollout.batch["reference_hidden"] = rollout.reference.hidden.transpose(1, 2).contiguous()  # (N, D, T)
 
     def term(self, passed: "TrainingPass", mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics."""

@@ -1,14 +1,12 @@
 """What has to be measured of a rollout for these options, and the passes that measure it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
-from torch import nn
 
 from vgr_trl.batch import (
     build_scoring_inputs,
@@ -32,8 +30,6 @@ from vgr_trl.registries import BLIND_ANSWERS, VIEW, is_late, measurements, needs
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.attention import (
-    AttentionProbe,
-    SimilarityProbe,
     count_attention_layers,
     decoder_layers,
     find_decoder,
@@ -56,8 +52,6 @@ from vgr_trl.signals.named import (
 from vgr_trl.signals.perturbation import images_in, perturb_images, perturbed_prompts, without_images
 from vgr_trl.signals.ratios import (
     AttentionMass,
-    ModalityMasks,
-    build_modality_masks,
     late_layers,
     measure_segments,
     special_token_ids,
@@ -65,7 +59,7 @@ from vgr_trl.signals.ratios import (
     visual_dependency,
 )
 from vgr_trl.signals.regions import drawn, in_region, lit_share, token_shares
-from vgr_trl.signals.scoring import Head
+from vgr_trl.signals.scoring import AttentionPlan, Head, Scores, Want
 from vgr_trl.utils import ConfigError
 
 if TYPE_CHECKING:
@@ -239,83 +233,58 @@ def data_has_images(trainer: ConstructedTrainer) -> bool:
     )
 
 
-def score_completions(trainer: "DAPOTrainer", rollout: Rollout, completion_ids: list[list[int]]) -> None:
-    """Make the measured pass over a rollout, as TRL makes its own for old log-probabilities, as far as it is needed."""
-    args, measurement = trainer.args, trainer.measurement
+def completion_inputs(trainer: "DAPOTrainer", rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, Any]:
+    """Return the inputs of the scoring pass over a rollout whose batch TRL has not built yet."""
     end_tokens = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
     assert rollout.prompts is not None
-    inputs = build_scoring_inputs(
+    return build_scoring_inputs(
         rollout.prompts,
         completion_ids,
         pad_token_id=trainer._tokenizer.pad_token_id,
-        vision_token_ids=measurement.vision_token_ids,
-        valid=[ids[-1] in end_tokens for ids in completion_ids] if args.mask_truncated_completions else None,
+        vision_token_ids=trainer.measurement.vision_token_ids,
+        valid=[ids[-1] in end_tokens for ids in completion_ids] if trainer.args.mask_truncated_completions else None,
         pad_to_multiple_of=trainer.pad_to_multiple_of or None,
     )
-    if measurement.head:
-        trainer.score(inputs)
-    elif (
-        rollout.generated_mass is not None
-        and rollout.recorded is None
-        and not measurement.needs("values", "similarity")
-    ):
-        mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].to(rollout.generated_mass.mask.device).bool()
-        mass = pad_to_length(rollout.generated_mass, mask.size(1))
-        mass.mask = mask
-        rollout.signals = replace(unmeasured(mask), attention=mass)
-    else:
-        trainer.score(inputs, head=False, rows=rollout.recorded)
 
 
-def measure_pass(
-    trainer: "DAPOTrainer", rollout: Rollout, model: nn.Module, inputs: dict[str, Any], score: Callable[..., Any]
-) -> Any:
-    """Run `score`, which passes a rollout through `model`, and return what it returns; the rollout keeps its signals.
-
-    Args:
-        inputs: of the pass.
-        score: returns log-probabilities (N, T), entropies (N, T) and anything.
-    """
-    needed, args = trainer.measurement.needed, trainer.args
-    ids, completion_length = inputs["input_ids"], inputs["logits_to_keep"]
-    mask = inputs["attention_mask"][:, -completion_length:].bool()  # (N, T)
-    mass = None if rollout.generated_mass is None else pad_to_length(rollout.generated_mass, completion_length)
-    probe, similar = None, None
-    with ExitStack() as stack:
-        if "attention" in needed and (mass is None or rollout.recorded):
-            attended = _modality_masks(trainer, inputs)
-            attended.region = region_mask(trainer, rollout, ids[:, :-completion_length])
-            emitting = slice(ids.size(1) - completion_length - 1, ids.size(1) - 1)
-            late = late_layers(trainer.measurement.layers, args.attention_segments)
-            kept = _rows_that_fit(attended.vision, completion_length * len(late), rollout.recorded or ())
-            probe = AttentionProbe(model, attended, emitting, kept, measure_prompt=mass is None, keep_layers=late)
-            stack.enter_context(probe)
-        if "similarity" in needed:
-            layer, over = args.hidden_similarity_layer, args.hidden_similarity_over
-            vision = _modality_masks(trainer, inputs).vision
-            similar = stack.enter_context(SimilarityProbe(model, vision, layer, over))
-        scored = score(compute_entropy=True)
-    if probe is not None:
-        if mass is None:
-            mass, rollout.prompt_mass = probe.mass, probe.prompt_mass
-        rollout.maps = probe.kept
-    if mass is not None:
-        mass.mask = mask
-    logps, entropies = scored[0], torch.full_like(scored[0], torch.nan) if scored[1] is None else scored[1]
-    similarity = None if similar is None else similar.similarity
-    signals = RolloutSignals(logps.detach().float(), entropies.detach().float(), mask, mass, similarity=similarity)
-    rollout.signals, rollout.values = signals, None if trainer.value_hook is None else trainer.value_hook.take()
-    rollout.hidden = None if trainer.hidden_hook is None else trainer.hidden_hook.take()
-    return scored
+def wanted_scores(trainer: "DAPOTrainer", rollout: Rollout, inputs: Mapping[str, Any]) -> Want:
+    """Return what the scoring pass over a rollout has to give for everything that reads its signals."""
+    args, measurement = trainer.args, trainer.measurement
+    ids, length = inputs["input_ids"], inputs["logits_to_keep"]
+    attention = None
+    measures = measurement.needs("attention") and (rollout.generated_mass is None or bool(rollout.recorded))
+    if measures or measurement.needs("similarity"):
+        late = late_layers(measurement.layers, args.attention_segments) if measures else []
+        prompt_ids, prompt_mask = (each[:, :-length] for each in (ids, inputs["attention_mask"]))
+        vision = (
+            torch.isin(prompt_ids, torch.tensor(measurement.vision_token_ids, device=ids.device)) & prompt_mask.bool()
+        )
+        attention = AttentionPlan(
+            measurement.vision_token_ids,
+            measurement.special_token_ids,
+            mass=measures,
+            region=region_mask(trainer, rollout, prompt_ids) if measures else None,
+            keep_rows=_rows_that_fit(vision, length * len(late), rollout.recorded or ()),
+            keep_layers=late,
+            measure_prompt=rollout.generated_mass is None,
+            similarity=(args.hidden_similarity_layer, args.hidden_similarity_over)
+            if measurement.needs("similarity")
+            else None,
+        )
+    return Want(
+        entropies=True,
+        hidden=trainer.kl.full is not None or measurement.needs("shift"),
+        values=None if trainer.critic is None else trainer.critic.head,
+        attention=attention,
+    )
 
 
-def _modality_masks(trainer: "DAPOTrainer", inputs: dict[str, Any]) -> ModalityMasks:
-    """Those of the prompts, (N, P), of the inputs of a pass over (N, P + T) tokens."""
-    return build_modality_masks(
-        inputs["input_ids"][:, : -inputs["logits_to_keep"]],
-        inputs["attention_mask"][:, : -inputs["logits_to_keep"]],
-        vision_token_ids=trainer.measurement.vision_token_ids,
-        special_token_ids=trainer.measurement.special_token_ids,
+def signals_of_scores(scores: Scores, generated_mass: AttentionMass | None) -> RolloutSignals:
+    """Return the signals of a rollout, with the attention that was measured in generation where there is some."""
+    mass = scores.attention if generated_mass is None else pad_to_length(generated_mass, scores.mask)
+    assert scores.entropies is not None
+    return RolloutSignals(
+        scores.logps.float(), scores.entropies.float(), scores.mask, mass, similarity=scores.similarity
     )
 
 
@@ -335,29 +304,29 @@ def _rows_that_fit(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> l
     return fitting
 
 
-def pad_to_length(mass: AttentionMass, length: int) -> AttentionMass:
-    """Return a mass of T' tokens as one of `length` tokens: those behind do not count, or are not there."""
-    missing = length - mass.mask.size(1)  # the longest completion may have been cut or padded
+def pad_to_length(mass: AttentionMass, mask: torch.Tensor) -> AttentionMass:
+    """Return a mass of T' tokens for the T tokens of `mask`, (N, T): padded with zeros, or cut."""
+    missing = mask.size(1) - mass.mask.size(1)  # the longest completion may have been cut or padded
     padded: Any = {
         name: torch.nn.functional.pad(value, (0, missing))
         for name, value in vars(mass).items()
         if value is not None and not name.startswith("num_")
     }
-    return replace(mass, **padded)
+    return replace(mass, **padded | {"mask": mask})
 
 
 def signals_as_columns(trainer: "DAPOTrainer", rollout: Rollout) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Return the columns that rewards get of the signals of a rollout, and its metrics; empty if there are none."""
     args, signals, gather = trainer.args, rollout.signals, trainer.accelerator.gather
-    if signals is None:
-        return {}, {}
+    assert signals is not None
     new = add_named(trainer.measurement.named, signals)
     columns, metrics = named_columns(new, signals), named_metrics(new, signals, gather)
     if signals.attention is None:
         return columns, metrics
     segmentation = args.attention_segments, args.mdi_balance_ratio
     segments = measure_segments(signals.attention, *segmentation)
-    of_prompt = None if rollout.prompt_mass is None else measure_segments(rollout.prompt_mass, *segmentation)
+    prompt_mass = None if rollout.scores is None else rollout.scores.prompt_attention
+    of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, *segmentation)
     columns |= reward_columns(segments) | {"mdi_balance_ratio": [args.mdi_balance_ratio] * len(rollout.rows)}
     return columns, attention_metrics(segments, gather, of_prompt) | metrics
 
@@ -377,11 +346,12 @@ def score_perturbed(trainer: "DAPOTrainer", rollout: Rollout) -> None:
         if "pixel_values" in inputs[name]:
             batch["perturbed_pixel_values"] = inputs[name]["pixel_values"]
     if not measurement.views:
-        rollout.hidden = None
         return
     rollout.signals = signals = rollout.signals or unmeasured(valid_tokens(batch).bool())
-    logps = trainer.score(stacked_inputs([inputs[name] for name in measurement.views]))
-    logps = logps.unflatten(0, (len(measurement.views), -1))  # (views, N, T)
+    scores = trainer.score(
+        stacked_inputs([inputs[name] for name in measurement.views]), Want(hidden=measurement.needs("shift"))
+    )
+    logps = scores.logps.unflatten(0, (len(measurement.views), -1))  # (views, N, T)
     if args.perturbation in measurement.views:
         rollout.changes = logps[measurement.views.index(args.perturbation)] - signals.logps
     blind = ~rows_with_images(batch).to(logps.device).unsqueeze(1)  # (N, 1)
@@ -392,9 +362,11 @@ def score_perturbed(trainer: "DAPOTrainer", rollout: Rollout) -> None:
         seen = torch.stack([views[name] for name in args.perturbations])
         each = visual_dependency(signals.logps.expand_as(seen), seen)
         signals.dependency = each.mean(0) if args.dependency_over == "mean" else each.amin(0)
-    if rollout.shift is not None:
-        signals.jsd, signals.perturbed_entropies = (each.masked_fill(blind, torch.nan) for each in rollout.shift)
-    rollout.hidden = rollout.shift = None
+    if scores.hidden is not None and rollout.scores is not None and rollout.scores.hidden is not None:
+        others, mask = scores.hidden[: len(signals.mask)], signals.mask.bool()
+        with torch.no_grad():
+            shift = Head(causal_model(trainer.model)).shift(rollout.scores.hidden, others, mask, args.temperature)
+        signals.jsd, signals.perturbed_entropies = (each.masked_fill(blind, torch.nan) for each in shift)
     rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, trainer.accelerator.gather)
 
 
@@ -417,19 +389,6 @@ def _inputs_under(name: str, trainer: "DAPOTrainer", rollout: Rollout) -> dict[s
     if prompts.images is None:
         return scoring_inputs(batch)
     return scoring_inputs(batch | {"pixel_values": joined(pixels_of_rows(prompts.fields, prompts.images, own, batch))})
-
-
-def shift_of_pass(trainer: "DAPOTrainer", rollout: Rollout, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how the latest pass, whose first rows are under the perturbation, differs from that over the rollout."""
-    hook, hidden = trainer.hidden_hook, rollout.hidden
-    assert rollout.signals is not None
-    assert hook is not None
-    others = hook.take()
-    assert hidden is not None
-    assert others is not None
-    mask = rollout.signals.mask.bool()
-    head = Head(causal_model(model), hook.output_type)
-    return head.shift(hidden, others[: len(mask)], mask, trainer.args.temperature)
 
 
 # Which vision tokens of a rollout batch stand for what its questions are about

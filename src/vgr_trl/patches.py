@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -441,17 +441,6 @@ def rows_kept_whole() -> Iterator[None]:
         grpo_trainer, "split_pixel_values_by_grid", lambda batch: batch if lie_by_rows(batch) else split(batch)
     ):
         yield
-
-
-def scored_by_rows(score: Callable[..., Any]) -> Callable[..., Any]:
-    """Return TRL's scoring, such that it cuts pixels that lie by rows into chunks of rows."""
-
-    def scored(model: Any, **inputs: Any) -> Any:
-        if lie_by_rows(inputs):
-            inputs["num_images"] = [1] * len(inputs["input_ids"])
-        return score(model, **inputs)
-
-    return scored
 
 
 # Token types of completions, where prompts have some: they must not let a completion see what comes after it.

@@ -16,6 +16,7 @@ from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
+from vgr_trl.signals.scoring import Scores
 from vgr_trl.utils import DataError
 
 if TYPE_CHECKING:
@@ -107,20 +108,15 @@ class Rollout:
         rows: of the data, one per completion.
         recorded: rows that are recorded, whose attention over the image is kept token by token; None if nothing of the
             batch is recorded in any process.
-        rewarding: whether its rewards are being computed, or have been.
         greedy: whether there is one greedy completion per row, of which nothing is logged (ReMax).
         blind: whether questions are answered without their images, for rewards of another rollout.
         messages: the prompts as conversations with their images.
         prompts: of the first generation of the batch, with their own images.
         noise: how some were perturbed for generation; None: they were not.
         generated_mass: attention measured while generating.
-        prompt_mass: attention of the prompt's own instruction tokens, (L, N, 1).
-        maps: row -> attention over its vision tokens, (layers that rewards read, T, V).
+        scores: of the completions under the policy.
+        reference: likewise under the reference model.
         signals: of the completions.
-        reference_logps: (N, T), of the completions under the reference.
-        hidden, reference_hidden: (N, T, D) of the positions that emit them, where whole distributions are compared.
-        shift: how these differ under the perturbation, and their entropies under it, (N, T) each.
-        values: (N, T), that a critic has read off the pass over the completions.
         kl_penalty: (N, T), at most 0 for most kinds: what the KL adds to the reward of each token.
         perturbed_images: of each row, as they were perturbed for the dependency.
         changes: of the log-probabilities when images are perturbed, (N, T).
@@ -136,20 +132,14 @@ class Rollout:
     rows: list[dict[str, Any]]
     recorded: tuple[int, ...] | None = None
     greedy: bool = False
-    rewarding: bool = False
     blind: bool = False
     messages: list[Any] | None = None
     prompts: Prompts | None = None
     noise: Noise | None = None
     generated_mass: AttentionMass | None = None
-    prompt_mass: AttentionMass | None = None
-    maps: dict[int, torch.Tensor] | None = None
+    scores: Scores | None = None
+    reference: Scores | None = None
     signals: RolloutSignals | None = None
-    reference_logps: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None
-    reference_hidden: torch.Tensor | None = None
-    shift: tuple[torch.Tensor, torch.Tensor] | None = None
-    values: torch.Tensor | None = None
     kl_penalty: torch.Tensor | None = None
     perturbed_images: list[list[Any]] | None = None
     changes: torch.Tensor | None = None

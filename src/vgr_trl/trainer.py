@@ -21,15 +21,25 @@ from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import ReadOnce, pop_replaced, reads_alike
 from vgr_trl.efficiency.vision_cache import images_processed_once
-from vgr_trl.forward_passes import loss_in_parts, scoring_pass, shuffle_rows, training_pass
+from vgr_trl.forward_passes import (
+    ForwardPasses,
+    loss_in_parts,
+    refuse_nan,
+    rows_per_pass,
+    shuffle_rows,
+    training_pass,
+)
 from vgr_trl.generation import blind_answers, finish_noise, generate, sampled
 from vgr_trl.loss import FullKL, KLControl, added_loss, with_reference
 from vgr_trl.measure import (
+    completion_inputs,
     data_has_images,
+    pad_to_length,
     plan_measurement,
-    score_completions,
     score_perturbed,
     signals_as_columns,
+    signals_of_scores,
+    wanted_scores,
 )
 from vgr_trl.metrics import OptimizerClock, StageClock, StepMetrics
 from vgr_trl.patches import (
@@ -41,7 +51,6 @@ from vgr_trl.patches import (
     plan_vllm_images,
     remove_oldest_tables,
     rows_kept_whole,
-    scored_by_rows,
     unlogged,
     with_causal_completions,
 )
@@ -63,7 +72,7 @@ from vgr_trl.sampling import FurtherPrompts, Replay, ZeroVarianceStreak, select_
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, unmeasured
-from vgr_trl.signals.scoring import HiddenStateHook, head_of_rows
+from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
 from vgr_trl.utils import RewardError, check_release, initialise_loader, patched_attribute
 from vgr_trl.validate import (
     announce,
@@ -156,6 +165,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             in_order=bool(self.is_deepspeed_enabled),
             evens_images=self.dummy_image is not None,
         )
+        self.passes = ForwardPasses(self.features, self.vision_cache, self.shared_passes, self.dummy_image)
         self.vllm_images = plan_vllm_images(self, has_images)
         forget_with_new_weights(self)
 
@@ -172,11 +182,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self.further_prompts = FurtherPrompts.of(self)
         full = FullKL(self.model, self.ref_model, self.temperature) if args.needs_full_kl else None
         self.kl = KLControl(args, self.accelerator, full)
-        self.hidden_hook = full.hook if full is not None else None
-        if full is None and "shift" in self.measurement.needed:
-            self.hidden_hook = HiddenStateHook()
         self.critic = Critic(self) if args.uses_critic else None
-        self.value_hook = None if self.critic is None else self.critic.hook
         parts = (self.replay, self.further_prompts, self.kl, self.critic, self.zero_variance_streak)
         self.resumed = [part for part in parts if part is not None]
 
@@ -290,11 +296,17 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             columns, metrics = blind_answers(self, rollout, completion_ids)
             self._log_metrics(metrics)
             self._show_columns(columns)
-        rollout.rewarding = True
         if not self.measurement.scoring:
             return columns
         if rollout.signals is None:
-            score_completions(self, rollout, completion_ids)
+            inputs = completion_inputs(self, rollout, completion_ids)
+            only_attention = not (self.measurement.head or self.measurement.needs("values", "similarity"))
+            if only_attention and rollout.generated_mass is not None and rollout.recorded is None:
+                signals = unmeasured(inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool())
+                signals.attention = pad_to_length(rollout.generated_mass, signals.mask)
+                rollout.signals = signals
+            else:
+                self._score_rollout(rollout, Trainer._prepare_inputs(self, inputs))
         measured, metrics = signals_as_columns(self, rollout)
         if "vgr" in measured:
             self._show_columns({name: measured[name] for name in SINGLE_COLUMNS})
@@ -350,14 +362,28 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Add to TRL's: compute each prompt once; measure the policy's pass over a rollout; train tokens with loss."""
+        """Share prompts and train the tokens with loss; read the signals of a rollout off the policy's scoring pass."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep, **kwargs}
-        plain = scored_by_rows(super()._get_per_token_logps_and_entropies)
+        plain = super()._get_per_token_logps_and_entropies
         if kwargs.get("token_type_ids") is not None:
             inputs = with_causal_completions(inputs, causal_model(model).config, logits_to_keep)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self._pass is not None:
             return training_pass(self, model, plain, inputs, batch_size, self._pass)
-        return scoring_pass(self, model, plain, inputs, batch_size, self._rollout)
+        rollout, is_policy = self._rollout, model is self.model and policy_is_active(model)
+        if is_policy and rollout is not None:
+            if (
+                self.features["reuse_first_pass"].enabled and self.model.training
+            ):  # they come from the first training pass
+                return torch.full((len(input_ids), logits_to_keep), torch.nan, device=input_ids.device), None, None
+            if self.measurement.scoring:
+                scores = self._score_rollout(rollout, inputs)
+                return scores.logps, scores.entropies, None
+        entropies = bool(inputs.pop("compute_entropy", False))
+        want = Want(entropies, hidden=rollout is not None and not is_policy and self.kl.full is not None)
+        scores = self.score(inputs, want, model, stage="old_logps" if is_policy else "reference")
+        if rollout is not None and not is_policy:
+            rollout.reference = scores
+        return scores.logps, scores.entropies, None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Add to TRL's: the terms that are no advantages; metrics of the step; parts of few enough tokens."""
@@ -426,28 +452,49 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self._rollouts.pop()
 
     def score(
-        self,
-        inputs: dict[str, Any],
-        head: bool = True,
-        rows: Sequence[int] | None = None,
-        model: nn.Module | None = None,
-    ) -> torch.Tensor:
-        """Return log-probabilities (N, T) of a batch under the policy, in TRL's chunks, without gradients.
+        self, inputs: dict[str, Any], want: Want, model: nn.Module | None = None, *, stage: str = "old_logps"
+    ) -> Scores:
+        """Score completions in chunks, without gradients; prompts are shared and image features cached.
 
         Args:
             inputs: as `scoring_inputs` gives them.
-            head: False: the pass ends before the head but for `rows`, and what is returned of others is NaN.
-            rows: of this process; None where no process has any.
             model: another one to score with, which TRL's scoring can call; None: the policy.
+            stage: which timing counts it.
         """
-        args, scored = self.args, self.model if model is None else model
-        inputs = Trainer._prepare_inputs(self, inputs)
-        chunk = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
+        args, mode = self.args, self.model.training
+        scored = self.model if model is None else model
+        inputs = Trainer._prepare_inputs(self, {name: value for name, value in inputs.items() if value is not None})
+        length = inputs["logits_to_keep"]
+        rows = rows_per_pass(
+            args.per_device_train_batch_size if mode else args.per_device_eval_batch_size,
+            self.completions_per_prompt if self.features["share_scoring"].enabled else None,
+            most_tokens=args.max_tokens_per_micro_batch,
+            columns=(inputs["input_ids"].size(1), length),
+            gather=self.accelerator.gather,
+            device=self.accelerator.device,
+        )
+        plain = super()._get_per_token_logps_and_entropies
+
+        def compute(model: nn.Module, inputs: dict[str, Any], entropies: bool) -> Any:
+            return plain(model, **inputs, compute_entropy=entropies)[:2]
+
         checkpointing: Any = args.gradient_checkpointing_kwargs
-        plainly = disable_gradient_checkpointing(self.model, checkpointing)
-        with torch.no_grad(), plainly, nullcontext() if head else head_of_rows(scored, rows):
-            logps: torch.Tensor = self._get_per_token_logps_and_entropies(scored, batch_size=chunk, **inputs)[0]
-            return logps
+        with (
+            self.clock.stage(stage, mode),
+            disable_gradient_checkpointing(self.model, checkpointing),
+            torch.no_grad(),
+            self.passes.around(scored, length, counts=mode),
+        ):
+            scores = score(scored, inputs, want, compute=compute, rows_per_pass=rows)
+        refuse_nan(scores.logps, scores.mask, self.state.global_step)
+        return scores
+
+    def _score_rollout(self, rollout: Rollout, inputs: dict[str, Any]) -> Scores:
+        """Make the scoring pass of a rollout, which gives its signals too."""
+        inputs = {name: value for name, value in inputs.items() if name != "compute_entropy"}
+        rollout.scores = scores = self.score(inputs, wanted_scores(self, rollout, inputs))
+        rollout.signals = signals_of_scores(scores, rollout.generated_mass)
+        return scores
 
     def tokenize(self, prompts: list[Any]) -> Prompts:
         """Return conversations as they are given to generation, past the hook that keeps the prompts of a rollout."""

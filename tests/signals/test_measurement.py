@@ -1,38 +1,14 @@
 """What is kept while a rollout batch is made: where attention is measured, and how it fits the batch."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from support.models.eager_reference import SPECIAL_IDS, VISION_IDS, difference
 from support.models.families import CLOSE, EOS, IMAGE, OPEN, VIDEO, build, make_batch
 
-from vgr_trl.measure import Measurement, _rows_that_fit, measure_pass
-from vgr_trl.rollout import Rollout
+from vgr_trl.measure import _rows_that_fit, signals_of_scores
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import GenerationProbe
-
-
-def measured_by(score, model, ids, mask, length, *needed, generated_mass=None):
-    """What the score returns, and the rollout that it was measured for."""
-    args = SimpleNamespace(attention_segments="thirds", hidden_similarity_layer=-1, hidden_similarity_over="centre")
-    measurement = Measurement(dict.fromkeys(needed, "an option"), VISION_IDS, SPECIAL_IDS)
-    trainer = SimpleNamespace(measurement=measurement, args=args, value_hook=None, hidden_hook=None)
-    rollout = Rollout([], generated_mass=generated_mass)
-    inputs = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": length}
-    return measure_pass(trainer, rollout, model, inputs, lambda compute_entropy: score()), rollout
-
-
-def scoring(model, inputs, length):
-    """Passes the batch through the model, as TRL's scoring does; what it returns does not matter here."""
-
-    def score():
-        with torch.no_grad():
-            model(**inputs)
-        scores = torch.zeros(len(inputs["input_ids"]), length)
-        return scores, scores, None
-
-    return score
+from vgr_trl.signals.scoring import AttentionPlan, Want, score
 
 
 @pytest.mark.parametrize("longer", [3, -2])
@@ -54,15 +30,14 @@ def test_attention_measured_in_generation(longer):
     mask = torch.nn.functional.pad(prompts["attention_mask"], (0, min(length, 8)), value=1)
     mask = torch.nn.functional.pad(mask, (0, max(longer, 0)))
     inputs = {**prompts, "input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == IMAGE).long()}
-    score = scoring(model, inputs, length)
-    _, measured = measured_by(score, model, ids, mask, length, "attention", generated_mass=probe.mass)
-    found = measured.signals.attention
-    expected = measured_by(score, model, ids, mask, length, "attention")[1].signals.attention
+    plan = AttentionPlan(VISION_IDS, SPECIAL_IDS)
+    scores = score(model, inputs | {"logits_to_keep": length}, Want(entropies=True, attention=plan))
+    found = signals_of_scores(scores, probe.mass).attention
+    expected = signals_of_scores(scores, None).attention
     assert found.vision.shape == expected.vision.shape == (2, 6, length)
     assert torch.equal(found.mask, expected.mask)
     assert difference(found.vision, expected.vision, found.mask) < 1e-5
     assert difference(found.instruction, expected.instruction, found.mask) < 1e-5
-    assert measured.prompt_mass is None
     assert probe.mass.vision.size(2) == 8
 
 

@@ -161,8 +161,9 @@ class RolloutRecorder:
             )
             if rollout.changes is not None and images:
                 completion.changes = rollout.changes[row, : len(ids)].tolist()
-            if rollout.maps is not None and row in rollout.maps:
-                completion.attention = quantised(rollout.maps[row].mean(0)[: len(ids)], grids)
+            maps = {} if rollout.scores is None else rollout.scores.maps or {}
+            if row in maps:
+                completion.attention = quantised(maps[row].mean(0)[: len(ids)], grids)
             self._add_rewards(completion, rollout.rewards[place].tolist())
             recorded.append(RecordedRow(place, completion, thumbnails))
         return recorded

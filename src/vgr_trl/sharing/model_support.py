@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from inspect import signature
 from threading import get_ident
 from typing import Any
@@ -61,17 +60,17 @@ def base_of(causal: Any) -> Any:
 @contextmanager
 def changed_hidden_states(base: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Let a base model return other last hidden states in this block, to this thread."""
-    plain, mine = base.forward, get_ident()
+    mine = get_ident()
 
-    @wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        outputs = plain(*args, **kwargs)
+    def replace_states(module: nn.Module, args: Any, outputs: Any) -> None:
         if get_ident() == mine:
             outputs.last_hidden_state = change(outputs.last_hidden_state)
-        return outputs
 
-    with patched_attribute(base, "forward", forward):
+    handle = base.register_forward_hook(replace_states)
+    try:
         yield
+    finally:
+        handle.remove()
 
 
 def indexed_modules(model: nn.Module) -> list[Any]:

@@ -111,14 +111,6 @@ def signals_of_columns(columns: dict[str, Any]) -> RolloutSignals | None:
     return RolloutSignals(**rest)
 
 
-def join_signals(parts: Sequence[RolloutSignals]) -> RolloutSignals:
-    """Return the signals of all rows of parts in which the same was measured."""
-    columns = [columns_of_signals(part) for part in parts]
-    joined = signals_of_columns({name: torch.cat([each[name] for each in columns]) for name in columns[0]})
-    assert joined is not None
-    return joined
-
-
 def signals_of_rows(signals: RolloutSignals, rows: list[int]) -> RolloutSignals:
     """Return the signals of some rows, on the CPU."""
     part = signals_of_columns({name: value[rows].cpu() for name, value in columns_of_signals(signals).items()})

@@ -40,6 +40,14 @@ class AttentionMass:
     num_region: torch.Tensor | None = None
 
 
+def join_masses(parts: Sequence[AttentionMass]) -> AttentionMass:
+    """Return the attention mass of all rows of the parts, in which the same was measured."""
+    names = [name for name, value in vars(parts[0]).items() if value is not None]
+    columns = {name: [getattr(part, name) for part in parts] for name in names}
+    layered = ("vision", "instruction", "region")  # (L, N, T)
+    return AttentionMass(**{name: torch.cat(each, dim=int(name in layered)) for name, each in columns.items()})
+
+
 @dataclass
 class ModalityMasks:
     """Attributes, all bool with the shape of the tokens they were made of, (N, P) or (N, S):

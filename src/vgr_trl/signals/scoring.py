@@ -1,76 +1,80 @@
-"""Log-probabilities, entropies and attention of completions, with any model: `RolloutScorer`.
+"""Score completions without gradients: log-probabilities, entropies, hidden states, values and attention.
 
-`Head` makes log-probabilities of hidden states, few positions at a time; `HiddenStateHook` keeps those of a pass.
+`score` is the one scoring function, of the trainer and of the public `RolloutScorer`. `Head` computes log-probabilities
+from hidden states, a few positions at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import wraps
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import nn
 
-from vgr_trl.batch import (
-    IMAGE_INPUTS,
-    TOKEN_TYPES,
-    UnknownParts,
-    parts_by_counts,
-    parts_by_tokens,
-    with_completion_types,
-)
+from vgr_trl.batch import TOKEN_TYPES, counts_by_tokens, image_inputs_of, take_scoring_rows, with_completion_types
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
-    changed_hidden_states,
     has_sharded_parameters,
     why_adapter_reads_whole_rows,
 )
 from vgr_trl.sharing.prefix_forward import is_image_token
 from vgr_trl.sharing.sharing import share_prompts, whole_groups
 from vgr_trl.signals.attention import AttentionProbe, SimilarityProbe, find_decoder
-from vgr_trl.signals.named import RolloutSignals, join_signals
-from vgr_trl.signals.ratios import ModalityMasks, build_modality_masks, jensen_shannon, vision_token_ids
+from vgr_trl.signals.named import RolloutSignals
+from vgr_trl.signals.ratios import (
+    AttentionMass,
+    build_modality_masks,
+    jensen_shannon,
+    join_masses,
+    vision_token_ids,
+)
 from vgr_trl.utils import ConfigError, DataError, patched_attribute
-
-if TYPE_CHECKING:
-    from trl.trainer.utils import FusedCausalLMOutput
-
 
 LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32; a GPU wants larger products
 
 
-class Head:
-    """What a model makes of last hidden states, with whatever it scales, caps or casts on the way.
+class _HiddenStates(dict[str, Any]):
+    """Stands in for the outputs of a base model: the last hidden states by name and by index, None for the rest."""
 
-    The model's own forward pass runs, with a base model that hands it the hidden states.
+    def __init__(self, states: torch.Tensor) -> None:
+        super().__init__(last_hidden_state=states)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self["last_hidden_state"] if key == 0 else () if isinstance(key, slice) else super().__getitem__(key)
+
+
+class Head:
+    """The LM head of a model, with its logit scaling, soft-capping and casts.
+
+    The model's own forward pass runs, with its base model replaced by one that returns given hidden states.
 
     Args:
         causal: transformers model with a head.
-        output_type: class of what its base model returns.
     """
 
-    def __init__(self, causal: Any, output_type: Callable[..., Any]) -> None:
-        self.causal, self.output_type = causal, output_type
+    def __init__(self, causal: Any) -> None:
+        self.causal = causal
         self.vocabulary: int = causal.config.get_text_config(decoder=True).vocab_size
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(C, vocabulary), for hidden states (C, D).
+        """Return logits (C, vocabulary) for hidden states (C, D).
 
         Raises:
             ConfigError: the model's forward pass calls neither its base model nor its decoder.
         """
-        outputs = self.output_type(last_hidden_state=hidden.unsqueeze(0))
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         calls = 0
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
-            return outputs
+            return _HiddenStates(hidden.unsqueeze(0))
 
         base, decoder = self.causal.base_model, find_decoder(self.causal)  # OPT's head calls the decoder of its base
         with patched_attribute(base, "forward", forward), patched_attribute(decoder, "forward", forward):
@@ -153,139 +157,195 @@ def _entropies(logps: torch.Tensor) -> torch.Tensor:
     return -sums
 
 
-class HiddenStateHook:
-    """Keeps the hidden states of the positions that emit completions, in the latest block.
+@contextmanager
+def read_hidden_states(model: nn.Module, completion_length: int) -> Iterator[list[torch.Tensor]]:
+    """Yield a list that gets the hidden states (N, T, D) of the emitting positions of every pass in this block."""
+    states: list[torch.Tensor] = []
 
-    Args:
-        make: makes what is kept, (N, T, …), of hidden states (N, T, D); None: they are kept themselves.
-        reads: whether the passes of a model are read; None: those of every model are.
+    def read(module: nn.Module, args: Any, outputs: Any) -> None:
+        states.append(outputs.last_hidden_state[:, -completion_length - 1 : -1])
+
+    handle = base_of(causal_model(model)).register_forward_hook(read)
+    try:
+        yield states
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Which attention a scoring pass measures.
 
     Attributes:
-        output_type: class of what base models return.
+        vision_token_ids: placeholder tokens of images and videos.
+        special_token_ids: tokens that belong to no modality.
+        mass: whether the attention mass is measured.
+        region: (N, P) bool, vision tokens whose attention is measured apart; None: none.
+        keep_rows: rows of which attention over the vision tokens is kept token by token.
+        keep_layers: of the layers with attention, those it is kept of; None: all.
+        measure_prompt: whether the prompt's instruction tokens are measured as queries too.
+        similarity: layer and pooling of `SimilarityProbe`; None: hidden states are not compared with the image.
     """
 
-    def __init__(
-        self,
-        make: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        reads: Callable[[nn.Module], bool] | None = None,
-    ) -> None:
-        self._make, self._reads = make, reads
-        self._kept: list[torch.Tensor] = []
-        self.output_type: Any = None
-
-    @contextmanager
-    def around(self, model: nn.Module, completion_length: int) -> Iterator[None]:
-        """Read the passes of this block, over completions of T tokens."""
-        if self._reads is not None and not self._reads(model):
-            yield
-            return
-        base = base_of(causal_model(model))
-        plain, self._kept = base.forward, []
-
-        @wraps(plain)
-        def read(*args: Any, **kwargs: Any) -> Any:
-            outputs = plain(*args, **kwargs)
-            self.output_type = type(outputs)
-            hidden = outputs.last_hidden_state[:, -completion_length - 1 : -1]  # (N, T, D)
-            self._kept.append(hidden if self._make is None else self._make(hidden))
-            return outputs
-
-        with patched_attribute(base, "forward", read):
-            yield
-
-    def take(self) -> torch.Tensor | None:
-        """Return what the latest block read, and forget it; None if it read nothing."""
-        kept, self._kept = self._kept, []
-        return torch.cat(kept) if kept else None
+    vision_token_ids: Sequence[int]
+    special_token_ids: Sequence[int] = ()
+    mass: bool = True
+    region: torch.Tensor | None = None
+    keep_rows: Sequence[int] = ()
+    keep_layers: Sequence[int] | None = None
+    measure_prompt: bool = False
+    similarity: tuple[int, str] | None = None
 
 
-@contextmanager
-def head_of_rows(model: nn.Module, rows: Sequence[int] | None) -> Iterator[None]:
-    """Let passes that ask for TRL's fused head go through it with some rows only; what they return of others is NaN.
+@dataclass(frozen=True)
+class Want:
+    """What a scoring pass returns beside log-probabilities.
 
-    Args:
-        rows: of the batch, whose chunks pass in order; None: no row. Where there are rows, each chunk takes at least
-            one, so that processes which share a sharded head call it equally often.
+    Attributes:
+        entropies: entropies of the distributions that tokens are drawn from.
+        hidden: hidden states of the emitting positions.
+        values: head of a critic, which maps hidden states (N, T, D) to values (N, T); None: no values.
+        attention: attention to measure; None: none.
     """
-    from trl.trainer.utils import FusedCausalLMOutput  # only TRL's passes come here, and this room runs without TRL
 
-    causal = causal_model(model)
-    plain, passed = causal.forward, 0
-
-    def forward(*args: Any, fused_lm_head: bool, **kwargs: Any) -> "FusedCausalLMOutput":
-        nonlocal passed
-        labels = {name: kwargs.pop(name) for name in ("labels", "shift_labels") if name in kwargs}
-        shape = next(iter(labels.values())).shape
-        if rows is None:
-            hidden = causal.base_model(*args, **kwargs, use_cache=False).last_hidden_state
-            nothing = hidden.new_full(shape, torch.nan, dtype=torch.float32)
-            return FusedCausalLMOutput(log_probs=nothing, entropy=nothing)
-        chosen = [row - passed for row in rows if passed <= row < passed + shape[0]] or [0]
-        passed += shape[0]
-        own = {name: values[chosen] for name, values in labels.items()}
-        with changed_hidden_states(causal.base_model, itemgetter(chosen)):
-            outputs = plain(*args, fused_lm_head=True, **own, **kwargs)
-        return FusedCausalLMOutput(
-            log_probs=_among(shape[0], chosen, outputs.log_probs), entropy=_among(shape[0], chosen, outputs.entropy)
-        )
-
-    forward.of_rows = True  # type: ignore[attr-defined]
-    with patched_attribute(causal, "forward", forward):
-        yield
+    entropies: bool = False
+    hidden: bool = False
+    values: Callable[[torch.Tensor], torch.Tensor] | None = None
+    attention: AttentionPlan | None = None
 
 
-def leaves_rows_out(model: nn.Module) -> bool:
-    """Whether passes of a model leave out the head for some rows, by `head_of_rows`."""
-    return hasattr(causal_model(model).forward, "of_rows")
+@dataclass(frozen=True)
+class Scores:
+    """What a scoring pass found for N completions of T tokens; None unless it was wanted.
+
+    Attributes:
+        logps: (N, T), log-probabilities of the tokens.
+        mask: (N, T) bool, tokens that count.
+        entropies: (N, T), in nats.
+        hidden: (N, T, D), of the positions that emit the tokens.
+        values: (N, T).
+        attention: attention mass (L, N, T), whose mask is `mask`.
+        prompt_attention: that of the prompt's instruction tokens, (L, N, 1).
+        maps: row -> attention over its vision tokens, (layers, T, V).
+        similarity: (N, T) float32.
+    """
+
+    logps: torch.Tensor
+    mask: torch.Tensor
+    entropies: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    attention: AttentionMass | None = None
+    prompt_attention: AttentionMass | None = None
+    maps: Mapping[int, torch.Tensor] | None = None
+    similarity: torch.Tensor | None = None
 
 
-def _among(count: int, rows: list[int], values: torch.Tensor) -> torch.Tensor:
-    """Values of some rows as those of all; NaN elsewhere."""
-    every = values.new_full((count, *values.shape[1:]), torch.nan, dtype=torch.float32)
-    every[rows] = values.float()
-    return every
+# (model, inputs, whether entropies are wanted) -> log-probabilities and entropies (N, T) of the completions
+Compute = Callable[[nn.Module, dict[str, Any], bool], tuple[torch.Tensor, torch.Tensor | None]]
 
 
-def cut_images(
-    inputs: Mapping[str, torch.Tensor],
-    is_image: torch.Tensor,
-    num_images: Sequence[int] | None,
-    num_tiles: Sequence[int] | None,
-    chunks: Sequence[slice],
-) -> list[dict[str, torch.Tensor]]:
-    """Return the image inputs of each chunk of rows, nothing for a chunk without images.
+@torch.no_grad()
+def score(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    want: Want,
+    *,
+    compute: Compute | None = None,
+    rows_per_pass: int | None = None,
+    temperature: float = 1.0,
+) -> Scores:
+    """Score completions in passes without gradients, and read off them whatever else is wanted.
 
     Args:
-        inputs: image inputs as processors return them: an entry per row, image, tile or patch.
-        is_image: (N, P) bool, placeholder tokens of images; nowhere True if the model does not say which they are.
-        num_images: (N,) images of each row. None: as many as its placeholder tokens are worth.
-        num_tiles: (N,) entries of `pixel_values` of each row, where images are cut into tiles.
-        chunks: rows of each.
+        model: transformers model, also wrapped.
+        batch: `input_ids` and `attention_mask` (N, P + T), `logits_to_keep` T, token types, the pixel inputs of the N
+            rows, and where they pass in parts `num_images` and `num_tiles` of each row.
+        want: what is returned beside log-probabilities.
+        compute: runs one forward pass, as TRL's trainer does. None: the base model runs, and `Head` scores its hidden
+            states.
+        rows_per_pass: rows that pass at a time; None: all.
+        temperature: logits are divided by it, where `compute` is None.
 
     Raises:
-        DataError: the inputs cannot be assigned to rows, or the counts contradict inputs or tokens.
+        DataError: pixel inputs cannot be assigned to the rows of a part.
+        ConfigError: the attention of the model cannot be measured.
     """
-    if unknown := sorted(inputs.keys() - set(IMAGE_INPUTS)):
-        raise DataError(f"The input {unknown[0]} cannot be cut into chunks: score all rows at once (batch_size=None).")
-    has_image = is_image.any(1).tolist() if num_images is None else [int(count) > 0 for count in num_images]  # (N,)
-    try:
-        if num_images is None:
-            parts = parts_by_tokens(inputs, is_image)
+    count, length = len(batch["input_ids"]), batch["logits_to_keep"]
+    step = rows_per_pass or count
+    parts = []
+    for start in range(0, count, step):
+        rows = range(start, min(start + step, count))
+        inputs = take_scoring_rows(batch, rows)
+        mask = inputs["attention_mask"][:, -length:].bool()  # (B, T)
+        probe, similar = _build_probes(model, inputs, want.attention, rows)
+        reads = want.hidden or want.values or compute is None
+        with ExitStack() as stack:
+            states = stack.enter_context(read_hidden_states(model, length)) if reads else []
+            for each in (probe, similar):
+                if each is not None:
+                    stack.enter_context(each)
+            if compute is not None:
+                logps, entropies = compute(model, inputs, want.entropies)
+            else:
+                names = inputs.keys() - {"logits_to_keep", "num_images", "num_tiles"}
+                causal_model(model).base_model(**{name: inputs[name] for name in names}, use_cache=False)
+        if compute is None:
+            head, tokens = Head(causal_model(model)), inputs["input_ids"][:, -length:]
+            logps, entropies = head.score(states[0], tokens, mask, temperature)
+        parts.append(
+            Scores(
+                logps,
+                mask,
+                entropies if want.entropies else None,
+                states[0] if want.hidden else None,
+                want.values(states[0]) if want.values else None,
+                None if probe is None else replace(probe.mass, mask=mask),
+                probe.prompt_mass if probe is not None and probe.plan.measure_prompt else None,
+                None if probe is None else {rows[row]: kept for row, kept in probe.kept.items()},
+                None if similar is None else similar.similarity,
+            )
+        )
+    return parts[0] if len(parts) == 1 else _join(parts)
+
+
+def _build_probes(
+    model: nn.Module, inputs: Mapping[str, Any], plan: AttentionPlan | None, rows: range
+) -> tuple[AttentionProbe | None, SimilarityProbe | None]:
+    """Return the probes of a pass over these rows of the batch."""
+    if plan is None:
+        return None, None
+    prompt = inputs["input_ids"].size(1) - inputs["logits_to_keep"]
+    masks = build_modality_masks(
+        inputs["input_ids"][:, :prompt],
+        inputs["attention_mask"][:, :prompt],
+        vision_token_ids=plan.vision_token_ids,
+        special_token_ids=plan.special_token_ids,
+    )
+    masks.region = None if plan.region is None else plan.region[rows.start : rows.stop].to(masks.vision) & masks.vision
+    similar = None if plan.similarity is None else SimilarityProbe(model, masks.vision, *plan.similarity)
+    if not plan.mass:
+        return None, similar
+    keep = [row - rows.start for row in plan.keep_rows if row in rows]
+    emitting = slice(prompt - 1, inputs["input_ids"].size(1) - 1)
+    probe = AttentionProbe(model, masks, emitting, keep, plan.measure_prompt, plan.keep_layers)
+    return probe, similar
+
+
+def _join(parts: Sequence[Scores]) -> Scores:
+    """Return the scores of all rows of the parts, in which the same was wanted."""
+    found: dict[str, Any] = {}
+    for each in fields(Scores):
+        values = [getattr(part, each.name) for part in parts]
+        if values[0] is None:
+            continue
+        if isinstance(values[0], AttentionMass):
+            found[each.name] = join_masses(values)
+        elif isinstance(values[0], dict):
+            found[each.name] = {row: kept for value in values for row, kept in value.items()}
         else:
-            parts = parts_by_counts(inputs, num_images, num_tiles)
-            if len(has_image) != len(is_image) or (is_image.any() and has_image != is_image.any(1).tolist()):
-                raise UnknownParts("image tokens in other rows")
-    except UnknownParts as error:
-        raise DataError(
-            f"The images of {len(is_image)} rows cannot be cut into chunks ({error.reason}): give num_images, and "
-            "num_tiles where images are cut into tiles: one number for each row, more than 0 where it has image tokens."
-        ) from error
-    return [
-        {name: value[parts[name][rows][0].start : parts[name][rows][-1].stop] for name, value in inputs.items()}
-        if any(has_image[rows])
-        else {}
-        for rows in chunks
-    ]
+            found[each.name] = torch.cat(values)
+    return Scores(**found)
 
 
 def policy_is_active(model: torch.nn.Module) -> bool:
@@ -385,66 +445,43 @@ class RolloutScorer:
         _check_padding(prompt_mask, completion_mask)
         count, length = completion_ids.shape
         device = self.causal.get_input_embeddings().weight.device
-        batch = {
-            "input_ids": torch.cat([prompt_ids, completion_ids], dim=1).to(device),  # (N, P + T)
-            "attention_mask": torch.cat([prompt_mask, completion_mask], dim=1).to(device),
-        }
         given = {name: value.to(device) for name, value in image_inputs.items() if value is not None}
-        images = {name: value for name, value in given.items() if name not in TOKEN_TYPES}
-        batch |= with_completion_types(given, self.causal.config, prompt_ids.size(1) + length)
+        ids = torch.cat([prompt_ids, completion_ids], dim=1).to(device)  # (N, P + T)
+        batch: dict[str, Any] = {
+            **{name: value for name, value in given.items() if name not in TOKEN_TYPES},
+            **with_completion_types(given, self.causal.config, prompt_ids.size(1) + length),
+            "input_ids": ids,
+            "attention_mask": torch.cat([prompt_mask, completion_mask], dim=1).to(device),
+            "logits_to_keep": length,
+            "num_images": num_images,
+            "num_tiles": num_tiles,
+        }
         step = count if self.batch_size is None else self.batch_size
         if step < count and self.share_prompts != "off":
             step = whole_groups(step, num_generations)
-        chunks = [slice(start, min(start + step, count)) for start in range(0, count, step)]
-        images_of = [images] * len(chunks)
-        if images and (step < count or num_images is not None):
-            is_image = is_image_token(prompt_ids, self.causal.config) & prompt_mask.bool()  # (N, P)
-            images_of = cut_images(images, is_image, num_images, num_tiles, chunks)
-        parts = []
-        with torch.no_grad(), _evaluating(self.model):
-            for rows, image_parts in zip(chunks, images_of, strict=True):
-                inputs = {name: value[rows] for name, value in batch.items()} | image_parts
-                region = None if regions is None else regions[rows].bool().to(device)
-                parts.append(self._score_rows(inputs, length, attention, similarity, region))
-        return join_signals(parts)
+        if step < count and num_images is None and "pixel_values" in given:
+            is_image = is_image_token(ids, self.causal.config) & batch["attention_mask"].bool()  # (N, P + T)
+            batch |= counts_by_tokens(image_inputs_of(given), is_image)
+        want = Want(entropies=True, attention=self._attention_plan(attention, similarity, regions))
+        with _evaluating(self.model), self._shared(length):
+            scores = score(self.causal, batch, want, rows_per_pass=step, temperature=self.temperature)
+        assert scores.entropies is not None
+        return RolloutSignals(
+            scores.logps, scores.entropies, scores.mask, scores.attention, similarity=scores.similarity
+        )
 
-    def _score_rows(
-        self,
-        inputs: dict[str, torch.Tensor],
-        length: int,
-        attention: bool,
-        similarity: bool,
-        region: torch.Tensor | None,
-    ) -> RolloutSignals:
-        mask = inputs["attention_mask"][:, -length:].bool()  # (B, T)
-        probe, similar = None, None
-        masks = self._masks(inputs, length, attention) if attention or similarity else None
-        if masks is not None and attention:
-            masks.region = None if region is None else region & masks.vision
-            probe = AttentionProbe(self.causal, masks)
-        if masks is not None and similarity:
-            similar = SimilarityProbe(self.causal, masks.vision, self.similarity_layer, self.similarity_over)
-        with self._shared(length), probe or nullcontext(), similar or nullcontext():
-            outputs = self.causal.base_model(**inputs, use_cache=False, return_dict=True)
-        hidden = outputs.last_hidden_state[:, -length - 1 : -1]  # (B, T, D)
-        tokens = inputs["input_ids"][:, -length:]
-        logps, entropies = Head(self.causal, type(outputs)).score(hidden, tokens, mask, self.temperature)
-        mass = None if probe is None else replace(probe.mass, mask=mask)
-        return RolloutSignals(logps, entropies, mask, mass, similarity=None if similar is None else similar.similarity)
-
-    def _masks(self, inputs: dict[str, torch.Tensor], length: int, attention: bool) -> ModalityMasks:
+    def _attention_plan(self, attention: bool, similarity: bool, regions: torch.Tensor | None) -> AttentionPlan | None:
+        if not (attention or similarity):
+            return None
         vision = self.vision_token_ids if self.vision_token_ids is not None else vision_token_ids(self.causal)
         if not vision or (attention and self.special_token_ids is None):
             raise ConfigError(
                 "Attention is measured with special_token_ids and vision_token_ids, similarity with vision_token_ids: "
                 "give lists of ids, or attention=False and similarity=False."
             )
-        return build_modality_masks(
-            inputs["input_ids"][:, :-length],
-            inputs["attention_mask"][:, :-length],
-            vision_token_ids=vision,
-            special_token_ids=self.special_token_ids or (),
-        )
+        region = None if regions is None else regions.bool()
+        similar = (self.similarity_layer, self.similarity_over) if similarity else None
+        return AttentionPlan(vision, self.special_token_ids or (), mass=attention, region=region, similarity=similar)
 
     @contextmanager
     def _shared(self, length: int) -> Iterator[None]:
