@@ -22,7 +22,7 @@ from support.models.families import FAMILIES, Batch, Family, build, make_batch  
 from support.models.other_families import OTHERS  # noqa: E402
 from support.models.processors import PROCESSORS  # noqa: E402
 
-from vgr_trl.patches import plan_vllm_images  # noqa: E402
+from vgr_trl.patches.vllm import plan_vllm_images  # noqa: E402
 from vgr_trl.sharing import share_prompts  # noqa: E402
 from vgr_trl.signals import RolloutScorer, visual_dependency  # noqa: E402
 from vgr_trl.utils import ConfigError  # noqa: E402

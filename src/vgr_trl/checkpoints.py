@@ -429,7 +429,7 @@ class ResumableTrainer(ConstructedTrainer):
             super()._load_best_model()
 
     def _loads_weights(self, checkpoint: str, model: nn.Module) -> bool:
-        from vgr_trl.patches import load_weights, whole_model  # which need TRL
+        from vgr_trl.patches.transformers import load_weights, whole_model  # which need TRL
 
         if (target := whole_model(self, model)) is not None:
             load_weights(target, checkpoint)

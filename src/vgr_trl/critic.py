@@ -14,12 +14,12 @@ from transformers.utils import logging
 from trl.trainer.utils import FusedCausalLMOutput
 
 from vgr_trl.advantages import gae, token_rewards, value_loss, whiten
-from vgr_trl.batch import scoring_inputs, valid_tokens
 from vgr_trl.config import LEARNING_RATES
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.metrics import Totals
-from vgr_trl.patches import average_as_loss
+from vgr_trl.patches.trl import average_as_loss
 from vgr_trl.rollout import Rollout, TrainingPass, weighted_sums
+from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.signals.scoring import Want
 from vgr_trl.utils import ConfigError

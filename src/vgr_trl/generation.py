@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig
 
-from vgr_trl.batch import Prompts, image_tensors, joined, pixels_of_rows, scoring_inputs
 from vgr_trl.data.prompts import format_question, texts_of
-from vgr_trl.patches import readable_logprobs
+from vgr_trl.patches.vllm import readable_logprobs
+from vgr_trl.pixels import image_tensors, joined
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rollout import ConstructedTrainer, Noise, Rollout, weighted_sums
-from vgr_trl.sampling import OLD_LOGPS
-from vgr_trl.signals.attention import GenerationProbe
+from vgr_trl.rows import OLD_LOGPS, Prompts, pixels_of_rows, scoring_inputs
 from vgr_trl.signals.perturbation import perturb_images, perturbed_prompts
+from vgr_trl.signals.probe import GenerationProbe
 from vgr_trl.signals.scoring import Want
 from vgr_trl.utils import DataError, VLLMServerError, patched_attribute
 

@@ -16,9 +16,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
-from vgr_trl.batch import joined, scoring_inputs, valid_tokens
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.metrics import Totals
+from vgr_trl.pixels import joined
+from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.scoring import Head
@@ -359,7 +360,7 @@ def added_loss(trainer: "DAPOTrainer", passed: "TrainingPass") -> tuple[torch.Te
         terms.append(term)
     if not terms:
         return 0.0, metrics
-    from vgr_trl.patches import average_as_loss  # imports TRL, without which the formulas above are used too
+    from vgr_trl.patches.trl import average_as_loss  # imports TRL, without which the formulas above are used too
 
     average = average_as_loss(
         torch.stack(terms).sum(dim=0),

@@ -8,34 +8,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from PIL import Image
 
-from vgr_trl.batch import (
+from vgr_trl.config import REMOVE_IMAGE
+from vgr_trl.credit import own_rules
+from vgr_trl.data.images import COLUMNS, Box, boxes_of
+from vgr_trl.data.read_row import image_columns
+from vgr_trl.pixels import image_inputs_of, image_tensors, joined, parts_by_counts, tiles_by_tokens
+from vgr_trl.registries import BLIND_ANSWERS, VIEW, is_late, measurements, needs_of
+from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
+from vgr_trl.rows import (
     build_scoring_inputs,
-    image_inputs_of,
-    image_tensors,
-    joined,
-    parts_by_counts,
     pixels_of_rows,
     rows_with_images,
     scoring_inputs,
     stacked_inputs,
     text_inputs,
-    tiles_by_tokens,
     valid_tokens,
 )
-from vgr_trl.config import REMOVE_IMAGE
-from vgr_trl.credit import own_rules
-from vgr_trl.data.images import COLUMNS, Box, boxes_of
-from vgr_trl.data.read_row import image_columns
-from vgr_trl.registries import BLIND_ANSWERS, VIEW, is_late, measurements, needs_of
-from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.signals.attention import (
-    count_attention_layers,
-    decoder_layers,
-    find_decoder,
-    hidden_state_number,
-    why_not_measurable,
-)
 from vgr_trl.signals.named import (
     SIGNAL_COLUMNS,
     NamedSignal,
@@ -50,6 +39,7 @@ from vgr_trl.signals.named import (
     unmeasured,
 )
 from vgr_trl.signals.perturbation import images_in, perturb_images, perturbed_prompts, without_images
+from vgr_trl.signals.probe import count_attention_layers, find_decoder, why_not_measurable
 from vgr_trl.signals.ratios import (
     AttentionMass,
     late_layers,
@@ -60,6 +50,7 @@ from vgr_trl.signals.ratios import (
 )
 from vgr_trl.signals.regions import drawn, in_region, lit_share, token_shares
 from vgr_trl.signals.scoring import AttentionPlan, Head, Scores, Want
+from vgr_trl.signals.similarity import decoder_layers, hidden_state_number
 from vgr_trl.utils import ConfigError
 
 if TYPE_CHECKING:

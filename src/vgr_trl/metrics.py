@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from transformers import TrainerCallback
 
-from vgr_trl.batch import valid_tokens
+from vgr_trl.rows import valid_tokens
 
 if TYPE_CHECKING:
     from vgr_trl.rollout import TrainingPass

@@ -10,10 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl import GRPOTrainer
 
-from vgr_trl.batch import Placement, Prompts
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
+from vgr_trl.rows import Placement, Prompts
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
 from vgr_trl.signals.scoring import Scores
@@ -150,6 +150,12 @@ class Rollout:
     replaced: list[int] = field(default_factory=list)
     with_gradient: torch.Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> GroupSelection:
+        """The selection, once zero-variance groups have been found."""
+        assert self.selection is not None
+        return self.selection
 
 
 @dataclass

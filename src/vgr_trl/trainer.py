@@ -13,22 +13,15 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 
-from vgr_trl.batch import Prompts, valid_tokens, with_perturbed_rows
 from vgr_trl.callbacks import CollapseWatch, FiniteUpdates, SaveOnTermination, guard_trackers, print_lines
 from vgr_trl.checkpoints import ResumableTrainer
 from vgr_trl.credit import OF_REWARD, as_weights, own_rules, shape_advantages
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import ReadOnce, pop_replaced, reads_alike
+from vgr_trl.dynamic_batching import loss_in_parts
 from vgr_trl.efficiency.vision_cache import images_processed_once
-from vgr_trl.forward_passes import (
-    ForwardPasses,
-    loss_in_parts,
-    refuse_nan,
-    rows_per_pass,
-    shuffle_rows,
-    training_pass,
-)
+from vgr_trl.forward_passes import ForwardPasses, refuse_nan, rows_per_pass
 from vgr_trl.generation import blind_answers, finish_noise, generate, sampled
 from vgr_trl.loss import FullKL, KLControl, added_loss, with_reference
 from vgr_trl.measure import (
@@ -42,18 +35,17 @@ from vgr_trl.measure import (
     wanted_scores,
 )
 from vgr_trl.metrics import OptimizerClock, StageClock, StepMetrics
-from vgr_trl.patches import (
+from vgr_trl.patches.trl import (
     beside_training,
-    forget_with_new_weights,
     images_logged_by_all,
     in_texts,
     let_tables_hold,
-    plan_vllm_images,
     remove_oldest_tables,
     rows_kept_whole,
     unlogged,
     with_causal_completions,
 )
+from vgr_trl.patches.vllm import forget_with_new_weights, plan_vllm_images
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, rewards_of
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
@@ -68,11 +60,16 @@ from vgr_trl.rollout import (
     refuse_files_in_prompts,
     with_image_lists,
 )
-from vgr_trl.sampling import FurtherPrompts, Replay, ZeroVarianceStreak, select_groups
+from vgr_trl.rows import Prompts, valid_tokens, with_perturbed_rows
+from vgr_trl.sampling.dynamic_sampling import FurtherPrompts
+from vgr_trl.sampling.replay import Replay
+from vgr_trl.sampling.selection import select_groups
+from vgr_trl.sampling.zero_variance import ZeroVarianceStreak
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, unmeasured
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
+from vgr_trl.training_pass import shuffle_rows, training_pass
 from vgr_trl.utils import RewardError, check_release, initialise_loader, patched_attribute
 from vgr_trl.validate import (
     announce,

@@ -40,7 +40,9 @@ from vgr_trl.forward_passes import DummyImage
 from vgr_trl.loss import coefficient_warning, kl_penalty_reward
 from vgr_trl.measure import named_datasets
 from vgr_trl.options import unused_options
-from vgr_trl.patches import close_group_at_exit, give_timeout, suppress_image_tokens, without_cudnn_attention
+from vgr_trl.patches.distributed import close_group_at_exit, give_timeout
+from vgr_trl.patches.transformers import without_cudnn_attention
+from vgr_trl.patches.trl import suppress_image_tokens
 from vgr_trl.registries import BLIND_ANSWERS, measurements, needs_of
 from vgr_trl.rewards.attention import scaled_by_accuracy
 from vgr_trl.rewards.groups import gather_groups, needed_columns
@@ -52,7 +54,7 @@ from vgr_trl.rewards.loading import (
     load_reward,
     reads_solution,
 )
-from vgr_trl.sampling import filter_index
+from vgr_trl.sampling.zero_variance import filter_index
 from vgr_trl.sharing.model_support import (
     DROPS_CACHES,
     base_of,

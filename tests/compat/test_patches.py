@@ -1,4 +1,4 @@
-"""Repairs of TRL and transformers (`patches.py`), but for prompts with images for vLLM."""
+"""Repairs of TRL and transformers (`patches/`), but for prompts with images for vLLM."""
 
 from collections import defaultdict, deque
 from types import SimpleNamespace
@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vgr_trl.patches import (
+from vgr_trl.patches.transformers import without_cudnn_attention
+from vgr_trl.patches.trl import (
     as_text,
     beside_training,
     images_logged_by_all,
@@ -16,7 +17,6 @@ from vgr_trl.patches import (
     merge_rounds,
     remove_oldest_tables,
     suppress_image_tokens,
-    without_cudnn_attention,
 )
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\u202e\u2066b\x00\x08\r\x0b</td><script>alert(1)</script>[link=x]"

@@ -7,7 +7,9 @@ import torch
 from batches import PAD, draw_batch
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
-from vgr_trl.sampling import Group, Placement, ReplayBuffer, groups_from_batch, merge_states, priority, split_state
+from vgr_trl.sampling.groups import Group, groups_from_batch, priority
+from vgr_trl.sampling.replay import ReplayBuffer, merge_states, split_state
+from vgr_trl.sampling.zero_variance import Placement
 
 
 def group(*rewards: float, step: int = 0, scale: float = 1.0) -> Group:

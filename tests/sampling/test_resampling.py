@@ -6,7 +6,8 @@ import pytest
 from datasets import Dataset
 from PIL import Image
 
-from vgr_trl.sampling import FurtherPrompts, Placement, prompt_key, prompts_of_round
+from vgr_trl.sampling.dynamic_sampling import FurtherPrompts, prompt_key, prompts_of_round
+from vgr_trl.sampling.zero_variance import Placement
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from support.trainers import logged, weights
 from vgr_trl.advantages import estimate_advantages
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 from vgr_trl.rollout import Rollout
-from vgr_trl.sampling import find_zero_variance, prompt_key, select_groups
+from vgr_trl.sampling.dynamic_sampling import prompt_key
+from vgr_trl.sampling.selection import select_groups
+from vgr_trl.sampling.zero_variance import find_zero_variance
 from vgr_trl.utils import ConfigError
 
 
@@ -284,7 +286,7 @@ def test_a_buffer_that_new_options_cannot_use_starts_empty(make, tmp_path, monke
     make(save_strategy="steps", save_steps=4, max_steps=4, **common).train()
     checkpoint = str(tmp_path / "run" / "checkpoint-4")
     warnings = []
-    monkeypatch.setattr("vgr_trl.sampling.logger.warning", warnings.append)
+    monkeypatch.setattr("vgr_trl.sampling.replay.logger.warning", warnings.append)
     resumed = make(max_steps=12, **common | after)
     resumed.train(resume_from_checkpoint=checkpoint)
     assert resumed.state.global_step == 12

@@ -10,7 +10,8 @@ import torch
 from batches import FAMILIES, PAD, draw_batch, draw_signals
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
-from vgr_trl.sampling import Placement, correct_num_items, groups_from_batch, insert_groups
+from vgr_trl.sampling.groups import correct_num_items, groups_from_batch, insert_groups
+from vgr_trl.sampling.zero_variance import Placement
 from vgr_trl.utils import DataError
 
 TOKENS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")

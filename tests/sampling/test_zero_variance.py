@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from vgr_trl.advantages import ESTIMATORS, estimate_advantages
-from vgr_trl.sampling import ZeroVarianceStreak, filter_index, filtered_groups, quantile_bounds, zero_variance_groups
+from vgr_trl.sampling.zero_variance import (
+    ZeroVarianceStreak,
+    filter_index,
+    filtered_groups,
+    quantile_bounds,
+    zero_variance_groups,
+)
 
 NAN = float("nan")
 NAMES = ["accuracy_reward", "think_format_reward", "soft_overlong_punishment_reward"]

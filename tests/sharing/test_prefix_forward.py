@@ -14,7 +14,7 @@ from vgr_trl.sharing import prefix_forward, share_prompts, why_not_share
 from vgr_trl.sharing.model_support import sdpa_by_key_head
 from vgr_trl.sharing.prefix_cache import marked
 from vgr_trl.sharing.prefix_forward import cut_by_length
-from vgr_trl.signals.attention import AttentionProbe
+from vgr_trl.signals.probe import AttentionProbe
 from vgr_trl.signals.ratios import build_modality_masks
 
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, GenerationProbe
-from vgr_trl.signals.attention import count_attention_layers
+from vgr_trl.signals.probe import count_attention_layers
 from vgr_trl.utils import ConfigError
 
 FAMILIES = ["qwen2_5_vl", "qwen3_5", "gemma3", "llava_next", "idefics3"]

@@ -10,7 +10,7 @@ from support.models.families import FAMILIES, build, make_batch
 from support.models.other_families import OTHERS
 
 from vgr_trl.signals import AttentionProbe, RolloutScorer
-from vgr_trl.signals.attention import SimilarityProbe
+from vgr_trl.signals.similarity import SimilarityProbe
 from vgr_trl.utils import ConfigError, DataError
 
 # InternVL's random model is very sure of itself; the linear attention of Qwen3.5 computes in blocks.

@@ -8,7 +8,7 @@ from support.models.eager_reference import masks_of
 from support.models.families import build, make_batch
 
 from vgr_trl.sharing import share_prompts
-from vgr_trl.signals.attention import SimilarityProbe, cosine_similarity
+from vgr_trl.signals.similarity import SimilarityProbe, cosine_similarity
 from vgr_trl.utils import ConfigError
 
 

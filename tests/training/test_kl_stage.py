@@ -8,8 +8,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.trainers import begin, emitted, logged, scored_passes
 
-from vgr_trl.batch import valid_tokens
 from vgr_trl.loss import PENALTY, FullKL
+from vgr_trl.rows import valid_tokens
 from vgr_trl.utils import ConfigError
 from vgr_trl.validate import refuse_unfit_options
 

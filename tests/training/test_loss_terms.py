@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.trainers import begin, scored_passes
 
-from vgr_trl.batch import valid_tokens
-from vgr_trl.patches import average_as_loss
+from vgr_trl.patches.trl import average_as_loss
+from vgr_trl.rows import valid_tokens
 
 
 def micro_batches(trainer):

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from vgr_trl.batch import IMAGE_INPUTS, PERTURBED, TOKEN_TYPES, on_device, split_images, stack_images
+from vgr_trl.pixels import IMAGE_INPUTS, PERTURBED, on_device, split_images, stack_images
+from vgr_trl.rows import TOKEN_TYPES
 from vgr_trl.sharing.model_support import changed_hidden_states
 from vgr_trl.utils import patched_method
 

@@ -18,7 +18,7 @@ from PIL import Image as PIL_Image
 from torch import nn
 from transformers import BatchFeature
 
-from vgr_trl.batch import Parts, UnknownParts, find_layout, fingerprint, image_inputs_of, parts_by_counts
+from vgr_trl.pixels import Parts, UnknownParts, find_layout, fingerprint, image_inputs_of, parts_by_counts
 from vgr_trl.sharing.model_support import base_of, causal_model, has_active_dropout
 from vgr_trl.utils import patched_method
 

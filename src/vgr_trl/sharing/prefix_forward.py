@@ -17,7 +17,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_flash_attention_utils import flash_attn_supports_top_left_mask, lazy_import_flash_attention
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vgr_trl.batch import IMAGE_INPUTS, TOKEN_TYPES, UnknownParts, image_inputs_of, on_device, parts_by_tokens
+from vgr_trl.pixels import IMAGE_INPUTS, UnknownParts, image_inputs_of, on_device, parts_by_tokens
+from vgr_trl.rows import TOKEN_TYPES
 from vgr_trl.sharing.model_support import (
     attention_wrapped,
     check_model,

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.generation import GenerationMixin, GenerationMode
 
-from vgr_trl.batch import IMAGE_INPUTS, on_device, owned
+from vgr_trl.pixels import IMAGE_INPUTS, on_device, owned
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,

@@ -1,13 +1,13 @@
 """What each token saw: attention to the image and to the instruction, and dependence on the image.
 
-`ratios.py`: which tokens are the image, and the formulas. `attention.py`: attention and hidden states, measured while a
+`ratios.py`: which tokens are the image, and the formulas. `probe.py`: attention and hidden states, measured while a
 model computes. `regions.py`: boxes of an image. `perturbation.py`: images made harder to see. `scoring.py`: a batch,
 with any model. `named.py`: what rewards, rules and metrics read.
 """
 
-from vgr_trl.signals.attention import AttentionProbe, GenerationProbe
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.perturbation import add_gaussian_noise, blacken_patches, gaussian_blur, mask_image, perturb_images
+from vgr_trl.signals.probe import AttentionProbe, GenerationProbe
 from vgr_trl.signals.ratios import (
     AttentionMass,
     ModalityMasks,

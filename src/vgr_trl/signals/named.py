@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from vgr_trl import registries
-from vgr_trl.batch import EXTRA, LAYERED, VIEWS
 from vgr_trl.config import PluginOptions
 from vgr_trl.registries import VIEW, declares, is_late, is_measurement, measurements, needs_of, short_name
+from vgr_trl.rows import EXTRA, LAYERED, VIEWS
 from vgr_trl.signals.ratios import AttentionMass, late_layers, token_vision_gain_ratio
 from vgr_trl.utils import DataError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vgr_trl.batch import on_device
+from vgr_trl.pixels import on_device
 from vgr_trl.utils import ConfigError
 
 _ID_NAMES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")

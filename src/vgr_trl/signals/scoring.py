@@ -13,7 +13,8 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from vgr_trl.batch import TOKEN_TYPES, counts_by_tokens, image_inputs_of, take_scoring_rows, with_completion_types
+from vgr_trl.pixels import counts_by_tokens, image_inputs_of
+from vgr_trl.rows import TOKEN_TYPES, take_scoring_rows, with_completion_types
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
@@ -22,8 +23,8 @@ from vgr_trl.sharing.model_support import (
 )
 from vgr_trl.sharing.prefix_forward import is_image_token
 from vgr_trl.sharing.sharing import share_prompts, whole_groups
-from vgr_trl.signals.attention import AttentionProbe, SimilarityProbe, find_decoder
 from vgr_trl.signals.named import RolloutSignals
+from vgr_trl.signals.probe import AttentionProbe, find_decoder
 from vgr_trl.signals.ratios import (
     AttentionMass,
     build_modality_masks,
@@ -31,6 +32,7 @@ from vgr_trl.signals.ratios import (
     join_masses,
     vision_token_ids,
 )
+from vgr_trl.signals.similarity import SimilarityProbe
 from vgr_trl.utils import ConfigError, DataError, patched_attribute
 
 LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32; a GPU wants larger products

@@ -9,7 +9,7 @@ from support.vllm import NoVLLM
 from trl.generation import vllm_client
 from trl.trainer import grpo_trainer
 
-from vgr_trl.patches import readable_logprobs
+from vgr_trl.patches.vllm import readable_logprobs
 from vgr_trl.rewards import accuracy_reward
 from vgr_trl.utils import VLLMServerError
 

@@ -19,7 +19,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from vgr_trl.integrations.verl.credit import SignalOptions
 from vgr_trl.integrations.verl.inside_verl import plugin  # noqa: F401  registers itself
 from vgr_trl.integrations.verl.signals import actor_context
-from vgr_trl.patches import close_group_at_exit
+from vgr_trl.patches.distributed import close_group_at_exit
 
 
 def run(folder: Path, packed: bool, options: dict) -> None:

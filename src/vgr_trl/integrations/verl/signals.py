@@ -12,7 +12,7 @@ import torch
 from vgr_trl.credit import token_weights
 from vgr_trl.integrations.verl.credit import SignalOptions
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.signals.attention import AttentionProbe, mass_of_steps
+from vgr_trl.signals.probe import AttentionProbe, mass_of_steps
 from vgr_trl.signals.ratios import (
     AttentionMass,
     ModalityMasks,

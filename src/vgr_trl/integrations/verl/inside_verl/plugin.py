@@ -49,7 +49,7 @@ from vgr_trl.integrations.verl.signals import (
     rows_of_images,
 )
 from vgr_trl.sharing.model_support import attention_modules
-from vgr_trl.signals.attention import find_decoder
+from vgr_trl.signals.probe import find_decoder
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.scoring import policy_is_active
 from vgr_trl.utils import ConfigError, patched_attribute

@@ -1,0 +1,91 @@
+"""Dynamic batching: split micro-batches by a token budget; the gradient is the same."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import DistributedType
+from torch import nn
+
+from vgr_trl.efficiency.loss_mask import (
+    Extent,
+    pack_rows,
+    take_rows,
+    tokens_of,
+)
+from vgr_trl.rows import OLD_LOGPS, valid_tokens
+from vgr_trl.sharing.prefix_forward import find_groups
+from vgr_trl.training_pass import _extents
+
+if TYPE_CHECKING:
+    from vgr_trl.trainer import DAPOTrainer
+
+
+Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]  # TRL's `_compute_loss`
+
+
+# Dynamic batching: micro-batches in as many parts as a number of tokens needs, with the update of the whole
+
+
+_PER_WINDOW = ("dapo", "cispo", "vespo")  # TRL divides their sums by the tokens of the optimizer step
+
+
+def loss_in_parts(trainer: "DAPOTrainer", model: nn.Module, inputs: dict[str, Any], compute: Loss) -> torch.Tensor:
+    """Return the loss of a micro-batch, through which the gradient of its last part is still to come.
+
+    Gradients of all parts but the last are added on the way, where no process waits for the gradients of another and
+    DeepSpeed makes no step.
+
+    Args:
+        inputs: as TRL's `_compute_loss` takes them; what a pass adds to its part is added to them.
+    """
+    accelerator = trainer.accelerator
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    options = {"scale_wrt_gas": False} if deepspeed else {}
+    *parts, last = _parts(trainer, inputs)
+    before: torch.Tensor | float = 0.0
+    for rows in parts:
+        state = accelerator.gradient_state
+        synchronises = state.sync_gradients
+        state._set_sync_gradients(False)
+        try:
+            with accelerator.no_sync(model):
+                loss = _loss_of_rows(trainer, rows, model, inputs, compute)
+                accelerator.backward(loss, **options)
+        finally:
+            state._set_sync_gradients(synchronises)
+        before = before + loss.detach()
+    return _loss_of_rows(trainer, last, model, inputs, compute) + before
+
+
+def _parts(trainer: "DAPOTrainer", inputs: dict[str, Any]) -> list[list[int]]:
+    """Rows of each part, the same on every process: TRL gathers metrics of rows after each."""
+    count, accelerator = len(inputs["prompt_ids"]), trainer.accelerator
+    shares = trainer.features["share_training"].enabled
+    groups = find_groups(inputs["prompt_ids"], inputs["prompt_mask"]) if shares else range(count)
+    mine = [
+        [extent.prompt, extent.completion, extent.runs, group]
+        for extent, group in zip(_extents(trainer, inputs), groups, strict=True)
+    ]
+    of_all = accelerator.gather(torch.tensor(mine, device=accelerator.device)).view(-1, count, 4).tolist()
+    processes = [([Extent(*row[:3]) for row in rows], [row[3] for row in rows]) for rows in of_all]
+    most = int(trainer.args.max_tokens_per_micro_batch or 0)
+    return pack_rows(count, lambda rows: max(tokens_of(rows, *each) for each in processes), most)
+
+
+def _loss_of_rows(
+    trainer: "DAPOTrainer", rows: list[int], model: nn.Module, inputs: dict[str, Any], compute: Loss
+) -> torch.Tensor:
+    """The loss of a part, times what its mean counts in the mean over all of the micro-batch."""
+    if len(rows) == len(inputs["prompt_ids"]):
+        return compute(model, inputs)
+    part = take_rows(inputs, rows)
+    loss = compute(model, part)
+    if (old := part.get(OLD_LOGPS)) is not None:  # a first pass may have completed them
+        inputs[OLD_LOGPS][rows] = old
+    if trainer.args.loss_type in _PER_WINDOW:
+        return loss
+    if trainer.args.loss_type == "bnpo":
+        tokens, of_all = (float(valid_tokens(batch).sum().clamp(min=1)) for batch in (part, inputs))
+        return loss * (tokens / of_all)
+    return loss * (len(rows) / len(inputs["prompt_ids"]))

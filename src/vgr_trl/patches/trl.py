@@ -1,0 +1,328 @@
+"""Faults of TRL: each with its link, and what makes the repair removable."""
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from packaging.version import Version
+from transformers import GenerationConfig, ProcessorMixin
+from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
+
+from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.data.images import images_of
+from vgr_trl.rows import causal_type
+from vgr_trl.utils import patched_attribute, printable, release
+
+# Prompts and completions in the form that tables of completions can hold and show.
+
+TABLES = "completions_[0-9]*.parquet"
+
+
+def as_text(messages: Any) -> Any:
+    """Return a conversation as one text, with `<image>` for an image, and characters that do not show as their numbers.
+
+    A column of a table has one type, and trackers show texts. The messages of a prompt with images are lists of parts,
+    one of which has no text: wandb 0.31 refuses them, trackio 0.43 shows `[object Object]`, and Parquet cannot hold
+    them beside prompts without images, whose content is a text (seen with TRL 1.16).
+
+    TRL prints the table too, and passes on what clears a terminal, renames its window or reorders a line.
+
+    Args:
+        messages: with a `role` and a `content` that is a text or a list of parts; a text is a text, and anything else
+            is returned as it is.
+
+    Returns:
+        The content of a single message; of several, each behind its role.
+    """
+    if isinstance(messages, str):
+        return printable(messages)
+    if not isinstance(messages, list):
+        return messages
+    if len(messages) == 1:
+        return printable(_content(messages[0]))
+    return printable("\n\n".join(f"{message['role']}: {_content(message)}" for message in messages))
+
+
+@contextmanager
+def in_texts(columns: dict[str, Any], names: Iterable[str] = ("prompt", "completion")) -> Iterator[None]:
+    """In this block, the columns of these names hold the texts of their conversations; afterwards what they held."""
+    kept = {name: columns[name] for name in names}
+    columns.update({name: [as_text(messages) for messages in column] for name, column in kept.items()})
+    try:
+        yield
+    finally:
+        columns.update(kept)
+
+
+@contextmanager
+def beside_training(output_dir: str | None, step: int, evaluates: bool) -> Iterator[None]:
+    """In this block TRL writes its table of completions; that of an evaluation then gets a name of its own, `…_eval`.
+
+    TRL 1.16 names both by the step, so that an evaluation replaced the table of training of its step.
+
+    Args:
+        evaluates: whether it is one of an evaluation, which this process writes.
+    """
+    file = _folder(output_dir) / f"completions_{step:05d}.parquet"
+    kept = file.with_suffix(".training")
+    if evaluates and file.exists():
+        file.replace(kept)
+    try:
+        yield
+    finally:
+        if evaluates and file.exists():
+            file.replace(file.with_name(f"{file.stem}_eval.parquet"))
+        if evaluates and kept.exists():
+            kept.replace(file)
+
+
+def remove_oldest_tables(output_dir: str | None, max_bytes: float) -> None:
+    """Remove the oldest tables of completions, except the first, until all have at most `max_bytes` together."""
+    sizes = {path: path.stat().st_size for path in sorted(_folder(output_dir).glob(TABLES), key=_step)}
+    total = sum(sizes.values())
+    for path in list(sizes)[1:-1]:
+        if total <= max_bytes:
+            return
+        path.unlink(missing_ok=True)
+        total -= sizes[path]
+
+
+def _folder(output_dir: str | None) -> Path:
+    return Path(output_dir or "trainer_output", "completions")
+
+
+def _step(path: Path) -> tuple[int, str]:
+    return int(path.stem.split("_")[1]), path.name
+
+
+def _content(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    text = "".join(str(part["text"]) if part.get("type") == "text" else f"<{part.get('type')}>" for part in parts)
+    return text + (f" {message['tool_calls']}" if message.get("tool_calls") else "")
+
+
+# The images of the table of completions, gathered by all processes or by none.
+#
+# TRL gathers them where the rows of a process have images, so rows with images on one process and without on another
+# end in a hang or an abort (grpo_trainer of TRL 1.16, `log_multimodal`); and where only some batches have images,
+# those of a table stand beside the wrong completions.
+
+
+@contextmanager
+def images_logged_by_all(trainer: GRPOTrainer, rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """Log the images of these rows in place of TRL, which is about to log the completions; all processes call this.
+
+    Runs with tools keep TRL's way, which knows the images that tools return.
+    """
+    if not trainer.log_multimodal or trainer.tools or trainer.environment_factories:
+        yield
+        return
+    with patched_attribute(trainer, "log_multimodal", False):
+        yield
+    gathered = gather_object([images_of(row) or _in_messages(row.get("prompt")) for row in rows])
+    logged: Any = trainer._logs["images"]
+    if any(gathered) or logged:
+        without = len(trainer._logs["prompt"]) - len(gathered) - len(logged)
+        logged.extend([[] for _ in range(without)])
+        logged.extend(gathered)
+
+
+def _in_messages(prompt: Any) -> list[Any]:
+    messages = prompt if isinstance(prompt, list) else []
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    return [part["image"] for part in parts if part.get("type") == "image" and part.get("image") is not None]
+
+
+# What TRL's loss divides by, which it computes within `_compute_loss` and gives nobody.
+#
+# A term that is added to the loss has to be averaged as the loss is. Removable when TRL offers its normaliser; the
+# tests compare with TRL's own loss for all its types (tests/training/test_loss_terms.py).
+
+_PER_COMPLETION = ("grpo", "sapo")
+_PER_WINDOW = ("dapo", "cispo", "vespo")
+
+
+def average_as_loss(
+    per_token: torch.Tensor,
+    mask: torch.Tensor,
+    inputs: dict[str, Any],
+    args: DAPOConfig,
+    *,
+    accumulation_steps: int,
+    num_processes: int,
+) -> torch.Tensor:
+    """Return the average of a term such that it has the scale of the loss it is added to, as TRL 1.16 divides.
+
+    Args:
+        per_token: (N, T) values of the term.
+        mask: (N, T) tokens that count in the loss.
+        inputs: the micro-batch, with `num_items_in_batch`, the valid tokens of the rollout over all processes.
+        accumulation_steps: micro-batches of the current optimizer step.
+    """
+    total = (per_token * mask).sum()
+    if args.loss_type in _PER_WINDOW:
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / num_processes
+        of_window: torch.Tensor = tokens * accumulation_steps / args.steps_per_generation
+        return total / of_window
+    if args.loss_type in _PER_COMPLETION:
+        means = (per_token * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)  # (N,)
+        return means.mean() / accumulation_steps
+    if args.loss_type == "bnpo":
+        return total / mask.sum().clamp(min=1.0) / accumulation_steps
+    if args.loss_type == "dr_grpo":
+        return total / (per_token.size(0) * int(args.max_completion_length or 1)) / accumulation_steps
+    return (per_token * mask).sum(-1).mean() / accumulation_steps  # luspo
+
+
+# What TRL logs of a rollout batch, where further rounds of prompts belong to the same batch.
+
+
+def merge_rounds(metrics: dict[str, list[float]], before: dict[str, int], completions: list[int]) -> None:
+    """Make one entry of what was logged for the batch and for each further round, in place.
+
+    Means are weighted by completions; of smallest and largest values the smallest and the largest is kept.
+
+    Args:
+        metrics: name -> values since they were last logged.
+        before: name -> how many values there were before the first further round.
+        completions: on a process, of the batch and of each further round.
+    """
+    for name, values in metrics.items():
+        rounds = len(values) - before.get(name, 0)
+        if rounds == len(completions) - 1 > 0 and before.get(name):
+            newest = [values.pop() for _ in completions][::-1]
+            known = [(value, count) for value, count in zip(newest, completions, strict=True) if value == value]
+            values.append(_merged(name, known) if known else float("nan"))
+
+
+def _merged(name: str, values: list[tuple[float, int]]) -> float:
+    extreme = re.search(r"(?:^|[/_])(min|max)(?:[/_]|$)", name)
+    if extreme is not None:
+        return (min if extreme[1] == "min" else max)(value for value, _ in values)
+    return sum(value * count for value, count in values) / sum(count for _, count in values)
+
+
+def replace_newest(values: deque[Any], newest: list[Any]) -> None:
+    """Put `newest` in the place of the last values of a column, as many."""
+    for _ in newest:
+        values.pop()
+    values.extend(newest)
+
+
+def let_tables_hold(logs: dict[str, Any], count: int) -> None:
+    """Make room for `count` rows in the table of completions, in place; TRL's holds one rollout batch."""
+    for name, values in logs.items():
+        if isinstance(values, deque):
+            logs[name] = deque(values, maxlen=count)
+        else:
+            logs[name] = defaultdict(lambda: deque(maxlen=count), values)
+
+
+def keep_newest(logs: dict[str, Any], count: int) -> None:
+    """Drop all but the last `count` rows of the table of completions, in place: those of earlier rollouts."""
+    for values in logs.values():
+        for column in [values] if isinstance(values, deque) else values.values():
+            while len(column) > count:
+                column.popleft()
+
+
+@contextmanager
+def as_one_batch(trainer: GRPOTrainer, completions: int) -> Iterator[list[int]]:
+    """Let what TRL logs of rollout batches generated in this block belong to the one before it.
+
+    Args:
+        completions: of that batch, on this process.
+
+    Yields:
+        Completions of a process in that batch, and in each further one, for which the block adds an entry.
+    """
+    metrics = trainer._metrics["train"]
+    logged = {name: len(values) for name, values in metrics.items()}
+    keep_newest(trainer._logs, completions * trainer.accelerator.num_processes)
+    rounds = [completions]
+    yield rounds
+    merge_rounds(metrics, logged, rounds)
+
+
+@contextmanager
+def unlogged(trainer: GRPOTrainer) -> Iterator[None]:
+    """Generate and reward in this block without a trace in metrics, tables and counts."""
+    logs = *trainer._metrics.values(), trainer._pending_extra_logs, trainer._pending_metrics
+    before = [{name: list(values) for name, values in log.items()} for log in logs]
+    tokens = trainer.state.num_input_tokens_seen
+    try:
+        yield
+    finally:
+        for log, kept in zip(logs, before, strict=True):
+            log.clear()
+            log.update(kept)
+        trainer.state.num_input_tokens_seen = tokens
+
+
+# Completions without image tokens: TRL before 1.16 lets the policy sample them.
+#
+# A sampled image token stands for an image that is not there, and the next pass fails (`Image features and image
+# tokens do not match`). TRL 1.16 suppresses it; this does the same. Removable with TRL 1.15.
+
+
+def suppress_image_tokens(trainer: GRPOTrainer, installed: str | None = None) -> None:
+    """Let the constructed `trainer` generate no image tokens, where TRL does not see to it.
+
+    Args:
+        trainer: with transformers' generation; one with vLLM's is left alone, as by TRL.
+    """
+    model: Any = trainer.model
+    token = getattr(model.config, "image_token_id", None)
+    if release(installed) >= Version("1.16") or trainer.use_vllm or token is None:
+        return
+    if isinstance(trainer.processing_class, ProcessorMixin):
+        options = {"suppress_tokens": [token], **trainer.generation_kwargs}
+        trainer.generation_kwargs = options
+        trainer.generation_config = GenerationConfig(**options, disable_compile=True)
+
+
+# Pixels of Idefics and SmolVLM, which lie by rows, padded to the most images of a row.
+#
+# TRL 1.16 cuts them by images where a batch has as many images as rows, though rows differ (2, 1, 1, 0): rows then get
+# pixels of their neighbours, and nothing fails. Removable with a TRL that tells the two apart.
+
+
+def lie_by_rows(inputs: Mapping[str, Any]) -> bool:
+    """Whether the pixel inputs of a batch or a pass have one entry per row, as TRL too has it of their mask."""
+    return inputs.get("pixel_attention_mask") is not None and inputs.get("spatial_shapes") is None
+
+
+@contextmanager
+def rows_kept_whole() -> Iterator[None]:
+    """In this block TRL shuffles pixels that lie by rows with their rows."""
+    split = grpo_trainer.split_pixel_values_by_grid
+    with patched_attribute(
+        grpo_trainer, "split_pixel_values_by_grid", lambda batch: batch if lie_by_rows(batch) else split(batch)
+    ):
+        yield
+
+
+# Token types of completions, where prompts have some: they must not let a completion see what comes after it.
+
+
+def with_causal_completions(inputs: Mapping[str, Any], config: Any, completion_length: int) -> dict[str, Any]:
+    """Return inputs of a pass whose token types (N, P + T) are `causal_type` in the completions.
+
+    TRL pads them with 0 there, which in PaliGemma lets completions see their own future.
+
+    Args:
+        inputs: by name; those without token types are returned as they are.
+    """
+    changed = dict(inputs)
+    value = changed.get("token_type_ids")
+    if value is not None and (kind := causal_type(config, "token_type_ids")):
+        completions = value.new_full((len(value), completion_length), kind)
+        changed["token_type_ids"] = torch.cat([value[:, :-completion_length], completions], dim=1)
+    return changed

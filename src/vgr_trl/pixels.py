@@ -1,0 +1,293 @@
+"""Pixel inputs of a batch: which part of each belongs to which row, by one table of layouts.
+
+`LAYOUTS`: a family of models whose pixel inputs lie otherwise is one more `Layout`.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import xxhash
+from torch.nn.functional import pad
+
+from vgr_trl.utils import DataError
+
+IMAGE_INPUTS = (
+    *("pixel_values", "image_grid_thw", "pixel_attention_mask"),
+    *("image_sizes", "image_position_ids", "spatial_shapes"),
+)
+
+ImageInputs = Mapping[str, torch.Tensor]  # pixel inputs by name
+Parts = dict[str, list[slice]]  # pixel input -> the slice of its first dimension that belongs to each row
+Unit = Literal["row", "image", "tile", "patch"]
+
+
+class UnknownParts(DataError):
+    """Pixel inputs cannot be assigned to rows with certainty; `reason` names them, for a sentence of the caller."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"The images of a batch cannot be assigned to its rows ({reason}): give num_images, and num_tiles where "
+            "images are cut into tiles, one number for each row."
+        )
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the pixel inputs of some families of models lie.
+
+    Attributes:
+        units: of each input that there may be, what it has an entry for.
+        count: the rows' images or tiles, from the inputs and the placeholder tokens of images, (N, S) bool.
+    """
+
+    units: Mapping[str, Unit]
+    count: Callable[[ImageInputs, torch.Tensor], list[int]]
+
+
+def image_inputs_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pixel inputs among `inputs`."""
+    return {name: inputs[name] for name in IMAGE_INPUTS if inputs.get(name) is not None}
+
+
+def parts_by_counts(given: ImageInputs, num_images: Sequence[int], num_tiles: Sequence[int] | None = None) -> Parts:
+    """Return which part of each pixel input belongs to which row, given what the rows have.
+
+    Args:
+        given: pixel inputs by name.
+        num_images: (N,) images of each row.
+        num_tiles: (N,) tiles of each row; None: an image is a tile.
+
+    Raises:
+        UnknownParts: the inputs do not fit the counts.
+    """
+    images = [int(count) for count in num_images]
+    tiles = images if num_tiles is None else [int(count) for count in num_tiles]
+    layout = find_layout(given, sum(images))
+    return _parts(given, layout, {"row": [1] * len(images), "image": images, "tile": tiles})
+
+
+def parts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> Parts:
+    """Return which part of each pixel input belongs to which row, given placeholder tokens of images, (N, S) bool.
+
+    Raises:
+        UnknownParts: the tokens do not tell with certainty.
+    """
+    layout = find_layout(given)
+    return _parts(given, layout, dict.fromkeys(("row", "image", "tile"), layout.count(given, is_image)))
+
+
+def tiles_by_tokens(given: ImageInputs, num_images: Sequence[int], is_image: torch.Tensor) -> list[int] | None:
+    """Return the tiles of each row, None where there is one to an image or pixel inputs do not lie by tiles.
+
+    Raises:
+        UnknownParts: the tokens do not tell with certainty.
+    """
+    layout, pixels = find_layout(given, sum(num_images)), given["pixel_values"]
+    if layout.units["pixel_values"] != "tile" or not ("spatial_shapes" in given or pixels.ndim == 4):
+        return None
+    if len(pixels) == sum(num_images):
+        return list(num_images) if "spatial_shapes" in given else None  # as TRL has it
+    return layout.count(given, is_image)
+
+
+def on_device(numbers: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    """Return numbers as int64 on a device, without making the host wait for it as `torch.tensor(…, device=…)` does."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def find_layout(given: ImageInputs, images: int | None = None) -> Layout:
+    """Return how the pixel inputs lie; `images` are those of all rows, where they are known."""
+    if "pixel_values" not in given or any(not isinstance(value, torch.Tensor) for value in given.values()):
+        raise UnknownParts("pixel inputs of an unknown form")
+    pixels = given["pixel_values"]
+    # Images of a row lie together, padded to the most images, with a mask. PerceptionLM has tiles there, and no mask.
+    of_rows = "pixel_attention_mask" in given or len(pixels) != images
+    if "image_grid_thw" in given:
+        layout = PATCHES
+    elif "spatial_shapes" in given:
+        layout = UNEQUAL_TILES
+    elif pixels.ndim == 5 and "image_sizes" not in given and of_rows:
+        layout = PADDED_ROWS
+    else:
+        layout = UNEQUAL_IMAGES if "image_sizes" in given or "image_position_ids" in given else EQUAL_TILES
+    if unknown := given.keys() - layout.units.keys():
+        raise UnknownParts(f"the input {min(unknown)} beside pixel_values")
+    return layout
+
+
+def _parts(given: ImageInputs, layout: Layout, counts: dict[Unit, list[int]]) -> Parts:
+    slices = {unit: _slices(of_rows) for unit, of_rows in counts.items()}
+    if "patch" in layout.units.values():
+        patches = given["image_grid_thw"].prod(-1).tolist()
+        slices["patch"] = _slices([sum(patches[images]) for images in slices["image"]])
+    parts = {name: slices[layout.units[name]] for name in given}
+    for name, value in given.items():
+        if (parts[name][-1].stop if parts[name] else 0) != len(value):
+            raise UnknownParts(f"{name} of shape {tuple(value.shape)}")
+    return parts
+
+
+def _slices(counts: Sequence[int]) -> list[slice]:
+    return [slice(start, stop) for start, stop in pairwise([0, *accumulate(counts)])]
+
+
+def _count_by(name: str) -> Callable[[ImageInputs, torch.Tensor], list[int]]:
+    """Images or tiles in order, each worth patches / merge tokens; the input `name` holds their sides in patches."""
+
+    def count(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
+        if name not in given:
+            raise UnknownParts("image tokens and images that do not match")
+        tokens, patches = is_image.sum(1).tolist(), given[name].prod(-1).tolist()  # (N,)
+        merge, rest = divmod(sum(patches), sum(tokens)) if any(tokens) else (0, 1)
+        ends = [0, *accumulate(patches)]  # patches in front of each image, and of all
+        wanted = [merge * count for count in accumulate(tokens)]  # patches up to the end of each row
+        if rest or not set(wanted) <= set(ends):
+            raise UnknownParts("image tokens and image sizes that do not match")
+        return [stop - start for start, stop in pairwise([0, *map(ends.index, wanted)])]
+
+    return count
+
+
+def _count_runs(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
+    """An image per uninterrupted run of tokens; by area where families mark the rows of an image by other tokens."""
+    starts = is_image & ~pad(is_image, (1, 0))[:, :-1]  # (N, S)
+    counts: list[int] = starts.sum(1).tolist()
+    return counts if sum(counts) == len(given["pixel_values"]) else _count_by("image_sizes")(given, is_image)
+
+
+def _count_equal(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
+    """Images or tiles that are all worth the same number of tokens."""
+    tokens, tiles = is_image.sum(1).tolist(), len(given["pixel_values"])
+    if not tiles or not any(tokens) or sum(tokens) % tiles or any(count % (sum(tokens) // tiles) for count in tokens):
+        raise UnknownParts("image tokens and images that do not match")
+    return [count * tiles // sum(tokens) for count in tokens]
+
+
+# Qwen, GLM: patches of all images one behind the other.
+PATCHES = Layout({"pixel_values": "patch", "image_grid_thw": "image"}, _count_by("image_grid_thw"))
+# LFM2-VL.
+UNEQUAL_TILES = Layout(
+    dict.fromkeys(("pixel_values", "spatial_shapes", "pixel_attention_mask"), "tile"), _count_by("spatial_shapes")
+)
+# Idefics, SmolVLM.
+PADDED_ROWS = Layout(
+    dict.fromkeys(("pixel_values", "pixel_attention_mask"), "row"), lambda given, is_image: [1] * len(is_image)
+)
+# LLaVA-NeXT and -OneVision, Mistral 3, Gemma 4.
+UNEQUAL_IMAGES = Layout(dict.fromkeys(("pixel_values", "image_sizes", "image_position_ids"), "image"), _count_runs)
+# LLaVA, Gemma 3, InternVL: images or tiles of one size.
+EQUAL_TILES = Layout({"pixel_values": "tile"}, _count_equal)
+
+
+def counts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> dict[str, list[int]]:
+    """Return `num_images` and `num_tiles` of rows by their placeholder tokens of images, (N, S) bool.
+
+    Raises:
+        UnknownParts: the tokens do not tell with certainty.
+    """
+    counts, has_image = find_layout(given).count(given, is_image), is_image.any(1).tolist()
+    return {"num_images": [count * has for count, has in zip(counts, has_image, strict=True)], "num_tiles": counts}
+
+
+def joined(pixels: list[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """Return pixels of rows as the one tensor that a model takes."""
+    return torch.cat(pixels) if isinstance(pixels, list) else pixels
+
+
+def image_tensors(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the pixel inputs that a processor has made, which may be lists of arrays, as tensors."""
+    return {
+        name: value if isinstance(value, torch.Tensor) else torch.tensor(np.array(value))
+        for name, value in image_inputs_of(fields).items()
+    }
+
+
+PERTURBED = "perturbed_pixel_values"  # lie as `pixel_values` do
+ROW_INPUTS = (*IMAGE_INPUTS, PERTURBED)
+_PADDING = {"image_position_ids": -1}  # Gemma 4's mark of a patch that is none; everything else is padded with zeros
+
+Images = dict[str, torch.Tensor]  # the image inputs of one row, empty for a row without images
+
+
+def split_images(batch: Mapping[str, Any], count: int) -> tuple[list[Images], bool]:
+    """Return the image inputs of each row, and whether every row has an entry of its own even without an image.
+
+    Args:
+        batch: as TRL trains on it; `num_images` and `num_tiles` are lists with one number per row.
+
+    Raises:
+        DataError: an input cannot be assigned to rows.
+    """
+    given = image_inputs_of(batch)
+    if not given:
+        return [{} for _ in range(count)], False
+    num_images = batch.get("num_images") or []
+    parts = parts_by_counts(given, num_images, batch.get("num_tiles"))
+    if batch.get(PERTURBED) is not None:
+        given[PERTURBED], parts[PERTURBED] = batch[PERTURBED], parts["pixel_values"]
+    rows = [{name: value[parts[name][row]] for name, value in given.items()} for row in range(count)]
+    one_per_row = find_layout(image_inputs_of(batch), sum(num_images)).units["pixel_values"] == "row"
+    return [{name: value for name, value in row.items() if len(value)} for row in rows], one_per_row
+
+
+def stack_images(rows: Sequence[Images], one_per_row: bool) -> Images:
+    """Return the image inputs of a batch of these rows; the inverse of `split_images`.
+
+    Sizes that differ between rows (padding to the largest image, the most patches or the most images) are padded.
+
+    Args:
+        one_per_row: rows without images get an entry of zeros.
+    """
+    names = [name for name in ROW_INPUTS if any(name in row for row in rows)]
+    return {name: _stack([row.get(name) for row in rows], _PADDING.get(name, 0), one_per_row) for name in names}
+
+
+def _stack(parts: Sequence[torch.Tensor | None], padding: int, one_per_row: bool) -> torch.Tensor:
+    present = [part for part in parts if part is not None]
+    shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in present), strict=True)]
+    if one_per_row:
+        parts = [present[0].new_zeros((1, *shape)) if part is None else part for part in parts]
+    grown = []
+    for part in (part for part in parts if part is not None):
+        missing = [size - own for size, own in zip(shape, part.shape[1:], strict=True)]
+        widths = [width for size in reversed(missing) for width in (0, size)]  # the last dimension first
+        grown.append(pad(part, widths, value=padding).to(present[0]) if any(missing) else part.to(present[0]))
+    return torch.cat(grown)
+
+
+def move_images(rows: Sequence[Images], device: torch.device | str) -> list[Images]:
+    """Return the rows on `device`; rows that shared a tensor share it again."""
+    return _once_each(rows, lambda value: value.to(device))
+
+
+def store_images(rows: Sequence[Images]) -> list[Images]:
+    """Return copies on the CPU that keep no batch in memory; equal tensors become one object."""
+    return _once_each(rows, lambda value: owned(value, "cpu"), fingerprint)
+
+
+def _once_each(
+    rows: Sequence[Images], change: Callable[[Any], Any], key: Callable[[Any], Hashable] = id
+) -> list[Images]:
+    changed: dict[Hashable, Any] = {}
+    keys = [{name: key(value) for name, value in row.items()} for row in rows]
+    for row, of_row in zip(rows, keys, strict=True):
+        for name, value in row.items():
+            if of_row[name] not in changed:
+                changed[of_row[name]] = change(value)
+    return [{name: changed[one] for name, one in of_row.items()} for of_row in keys]
+
+
+def fingerprint(value: torch.Tensor) -> Hashable:
+    """Return what tells a tensor from others: its form and a hash of its bytes."""
+    data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return value.dtype, value.shape, xxhash.xxh3_128_digest(data)
+
+
+def owned(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return a copy of `value` on `device` that shares no memory with it and keeps nothing but its elements."""
+    return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value.detach())
