@@ -1,6 +1,5 @@
 """Callbacks of a run: the line of a step, SIGTERM, updates that are not finite, signs of collapse, failing trackers."""
 
-import math
 import re
 import signal
 import threading
@@ -9,9 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
@@ -23,12 +21,10 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers.integrations import integration_utils
 from transformers.utils import logging
 
-from vgr_trl.metrics import MetricHistory, StepMetrics, collapse_sentence, find_collapse
 from vgr_trl.reporting.markdown import evaluation_line, step_line
+from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.step_metrics import StepMetrics
 from vgr_trl.utils import ConfigError, NotFiniteError, error_text, patched_attribute
-
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
 
 logger = logging.get_logger(__name__)
 EXIT_STATUS = 128 + signal.SIGTERM  # what a shell says of a process that the signal has ended
@@ -67,7 +63,7 @@ class BarAndLines(StepLines, ProgressCallback):
     """The progress bar of transformers, above it the lines."""
 
 
-def print_lines(trainer: "DAPOTrainer") -> None:
+def print_lines(trainer: ConstructedTrainer) -> None:
     """Let lines stand for the dictionaries that transformers prints; in a notebook its table stays."""
     callbacks = trainer.callback_handler.callbacks
     ours = {PrinterCallback: StepLines, ProgressCallback: BarAndLines}
@@ -177,44 +173,10 @@ def are_finite(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
     return nn.utils.get_total_norm(here).isfinite()
 
 
-class CollapseWatch(TrainerCallback):
-    """Warns once of the signs of collapse, and ends the training if `stop_on_collapse` is on.
-
-    Attributes:
-        found: the sentence of the warning; None while there is none.
-    """
-
-    def __init__(self, trainer: "DAPOTrainer") -> None:
-        self.found: str | None = None
-        self._trainer = trainer
-        self._histories: dict[str, MetricHistory] = {}
-        self._read: dict[str, int] = {}
-
-    def start_window(self) -> None:
-        """Read the metrics of the trainer from their beginning again, since they were logged and cleared."""
-        self._read.clear()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the mean of every metric over the micro-batches of this step; all processes have the same values."""
-        if self.found is not None:
-            return
-        for name, values in self._trainer._metrics["train"].items():
-            new = [value for value in values[self._read.get(name, 0) :] if not math.isnan(value)]
-            self._read[name] = len(values)
-            if new:  # a micro-batch without a gradient has none
-                self._histories.setdefault(name, MetricHistory()).add(fmean(new))
-        weights = dict(zip(self._trainer.reward_func_names, self._trainer.reward_weights.tolist(), strict=True))
-        if signs := find_collapse(self._histories, weights):
-            self.found = collapse_sentence(signs, state.global_step)
-            if state.is_world_process_zero:
-                logger.warning(self.found)
-            control.should_training_stop |= args.stop_on_collapse
-
-
 _LATER = ("on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_predict", "on_train_end")
 
 
-def guard_trackers(trainer: "DAPOTrainer") -> None:
+def guard_trackers(trainer: ConstructedTrainer) -> None:
     """Let the trackers of `report_to` log by `metric_names`; one that fails in the run does not end it.
 
     Raises, at the start of training:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -21,12 +21,9 @@ from vgr_trl.signals.probe import GenerationProbe
 from vgr_trl.signals.scoring import Want
 from vgr_trl.utils import DataError, VLLMServerError, patched_attribute
 
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
-
 
 def generate(
-    trainer: "DAPOTrainer",
+    trainer: ConstructedTrainer,
     rollout: Rollout | None,
     prompts: Prompts,
     num_generations: int,
@@ -135,7 +132,7 @@ def named_server(trainer: ConstructedTrainer) -> Iterator[None]:
 
 
 def blind_answers(
-    trainer: "DAPOTrainer", rollout: Rollout, completion_ids: list[list[int]]
+    trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Return one more answer per completion as a column for rewards, None without a description, and metrics.
 
@@ -186,7 +183,7 @@ def blind_conversation(template: str, question: str, description: str) -> list[d
     return [{"role": "user", "content": "".join(known.get(part, part) for part in parts)}]
 
 
-def with_noise(trainer: "DAPOTrainer", rollout: Rollout) -> Prompts:
+def with_noise(trainer: ConstructedTrainer, rollout: Rollout) -> Prompts:
     """Return the prompts of a rollout as they are to be generated from; the rollout keeps them.
 
     The last completions of each prompt get one perturbed image, whichever process they are on.
@@ -244,7 +241,7 @@ def noisy_rows(rows: int, generations: int, count: int, first: int) -> list[bool
     return [(first + row) % generations >= generations - count for row in range(rows)]
 
 
-def finish_noise(trainer: "DAPOTrainer", rollout: Rollout) -> None:
+def finish_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     """Give a rollout the old log-probabilities that `noisy_importance` says, and metrics of the noise."""
     noise, args = rollout.noise, trainer.args
     if noise is None:

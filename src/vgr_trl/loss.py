@@ -19,6 +19,7 @@ from transformers.utils import logging
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.metrics import Totals
 from vgr_trl.pixels import joined
+from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.ratios import visual_dependency
@@ -28,7 +29,6 @@ from vgr_trl.utils import ConfigError, DataError, patched_attribute
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
     from vgr_trl.rollout import Rollout, TrainingPass
-    from vgr_trl.trainer import DAPOTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -345,7 +345,7 @@ class KLControl:
             logger.warning(f"{folder} was saved without an adaptive KL coefficient, which starts at kl_coef.")
 
 
-def added_loss(trainer: "DAPOTrainer", passed: "TrainingPass") -> tuple[torch.Tensor | float, dict[str, float]]:
+def added_loss(trainer: ConstructedTrainer, passed: "TrainingPass") -> tuple[torch.Tensor | float, dict[str, float]]:
     """Return the terms of a micro-batch that are no advantages, averaged as TRL averages its own loss, and metrics."""
     args, accelerator, totals = trainer.args, trainer.accelerator, Totals()
     mask, terms, metrics = valid_tokens(passed.inputs), list[torch.Tensor](), dict[str, float]()  # terms (N, T) each
@@ -374,7 +374,7 @@ def added_loss(trainer: "DAPOTrainer", passed: "TrainingPass") -> tuple[torch.Te
 
 
 def _perception_term(
-    trainer: "DAPOTrainer", passed: "TrainingPass", mask: torch.Tensor, totals: Totals
+    trainer: ConstructedTrainer, passed: "TrainingPass", mask: torch.Tensor, totals: Totals
 ) -> torch.Tensor:
     """The perception loss of every token (N, T), the one term that takes a further pass, through perturbed images."""
     args, inputs, logps = trainer.args, passed.inputs, passed.logps

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from PIL import Image
@@ -52,9 +52,6 @@ from vgr_trl.signals.regions import drawn, in_region, lit_share, token_shares
 from vgr_trl.signals.scoring import AttentionPlan, Head, Scores, Want
 from vgr_trl.signals.similarity import decoder_layers, hidden_state_number
 from vgr_trl.utils import ConfigError
-
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
 
 MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 10 rows of 1,024 tokens of a 7 B model
 _LATE = ("dependency", "shift", "views", "perception")  # what the pass over perturbed images is made for
@@ -224,7 +221,7 @@ def data_has_images(trainer: ConstructedTrainer) -> bool:
     )
 
 
-def completion_inputs(trainer: "DAPOTrainer", rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, Any]:
+def completion_inputs(trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, Any]:
     """Return the inputs of the scoring pass over a rollout whose batch TRL has not built yet."""
     end_tokens = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
     assert rollout.prompts is not None
@@ -238,7 +235,7 @@ def completion_inputs(trainer: "DAPOTrainer", rollout: Rollout, completion_ids: 
     )
 
 
-def wanted_scores(trainer: "DAPOTrainer", rollout: Rollout, inputs: Mapping[str, Any]) -> Want:
+def wanted_scores(trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping[str, Any]) -> Want:
     """Return what the scoring pass over a rollout has to give for everything that reads its signals."""
     args, measurement = trainer.args, trainer.measurement
     ids, length = inputs["input_ids"], inputs["logits_to_keep"]
@@ -306,7 +303,7 @@ def pad_to_length(mass: AttentionMass, mask: torch.Tensor) -> AttentionMass:
     return replace(mass, **padded | {"mask": mask})
 
 
-def signals_as_columns(trainer: "DAPOTrainer", rollout: Rollout) -> tuple[dict[str, list[Any]], dict[str, float]]:
+def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Return the columns that rewards get of the signals of a rollout, and its metrics; empty if there are none."""
     args, signals, gather = trainer.args, rollout.signals, trainer.accelerator.gather
     assert signals is not None
@@ -325,7 +322,7 @@ def signals_as_columns(trainer: "DAPOTrainer", rollout: Rollout) -> tuple[dict[s
 # The pass of a rollout over perturbed images: what its completions depend on the original ones for
 
 
-def score_perturbed(trainer: "DAPOTrainer", rollout: Rollout) -> None:
+def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     """Score the completions given perturbed images; the rollout gets their dependency among its signals.
 
     Its batch gets `perturbed_pixel_values` where the perception loss is on.
@@ -361,7 +358,7 @@ def score_perturbed(trainer: "DAPOTrainer", rollout: Rollout) -> None:
     rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, trainer.accelerator.gather)
 
 
-def _inputs_under(name: str, trainer: "DAPOTrainer", rollout: Rollout) -> dict[str, Any]:
+def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, Any]:
     """Of the scoring of the rollout's rows with their images perturbed by `name`."""
     args, batch, rows = trainer.args, rollout.batch, len(rollout.batch["prompt_ids"])
     assert rollout.messages is not None
@@ -388,7 +385,7 @@ def _inputs_under(name: str, trainer: "DAPOTrainer", rollout: Rollout) -> dict[s
 _WHOLE: list[Box] = [(0.0, 0.0, 1.0, 1.0)]
 
 
-def region_mask(trainer: "DAPOTrainer", rollout: Rollout, prompt_ids: torch.Tensor) -> torch.Tensor | None:
+def region_mask(trainer: ConstructedTrainer, rollout: Rollout, prompt_ids: torch.Tensor) -> torch.Tensor | None:
     """Return the vision tokens of each row's boxes, (N, P) bool; None if nothing reads them.
 
     A row without a box, or with several images, has none.

@@ -1,6 +1,7 @@
 """What a rollout batch, and a micro-batch of it, have become so far: filled in by the hooks of the trainer."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +14,19 @@ from trl import GRPOTrainer
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
+from vgr_trl.efficiency.vision_cache import VisionCache
+from vgr_trl.metrics import StageClock
 from vgr_trl.rows import Placement, Prompts
+from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
-from vgr_trl.signals.scoring import Scores
-from vgr_trl.utils import DataError
+from vgr_trl.signals.scoring import Scores, Want
+from vgr_trl.utils import DataError, Feature
 
 if TYPE_CHECKING:
 
     class ConstructedTrainer(GRPOTrainer):
-        """For annotations: TRL's trainer with the narrower types of a constructed one."""
+        """For annotations: a constructed trainer of TRL with the attributes and methods that `DAPOTrainer` adds."""
 
         args: DAPOConfig
         model: PreTrainedModel
@@ -35,6 +39,42 @@ if TYPE_CHECKING:
         pad_to_multiple_of: int | None
         _logs: dict[str, Any]
         _buffered_inputs: Any
+
+        # Planned before the first generation; types that depend on this class are Any.
+        measurement: Any
+        has_credit: bool
+        features: dict[str, Feature]
+        reward_schedule: Any
+        passes: Any
+        vision_cache: VisionCache
+        shared_passes: SharedPasses
+        dummy_image: Any
+        vllm_images: Any
+        idle_options: dict[str, str]
+        # Kept from step to step.
+        clock: StageClock
+        step_metrics: Any
+        zero_variance_streak: Any
+        replay: Any
+        further_prompts: Any
+        kl: Any
+        critic: Any
+        selects_groups: bool
+
+        @property
+        def mode(self) -> str: ...
+        @property
+        def completions_per_prompt(self) -> int: ...
+        def newest_metrics(self) -> dict[str, float]: ...
+        def named_reward_weights(self) -> dict[str, float]: ...
+        def new_rollout(self, rows: list[dict[str, Any]], **options: Any) -> AbstractContextManager["Rollout"]: ...
+        def generate_and_score(self, rollout: "Rollout") -> None: ...
+        def score(
+            self, inputs: dict[str, Any], want: Want, model: nn.Module | None = None, *, stage: str = "old_logps"
+        ) -> Scores: ...
+        def tokenize(self, prompts: list[Any]) -> Prompts: ...
+        def greedy_rewards(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor: ...
+        def answer(self, rows: list[dict[str, Any]], conversations: list[Any]) -> list[str]: ...
 
 else:
     ConstructedTrainer = GRPOTrainer

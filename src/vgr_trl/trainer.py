@@ -13,8 +13,9 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 
-from vgr_trl.callbacks import CollapseWatch, FiniteUpdates, SaveOnTermination, guard_trackers, print_lines
+from vgr_trl.callbacks import FiniteUpdates, SaveOnTermination, guard_trackers, print_lines
 from vgr_trl.checkpoints import ResumableTrainer
+from vgr_trl.collapse import CollapseWatch
 from vgr_trl.credit import OF_REWARD, as_weights, own_rules, shape_advantages
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
@@ -34,7 +35,7 @@ from vgr_trl.measure import (
     signals_of_scores,
     wanted_scores,
 )
-from vgr_trl.metrics import OptimizerClock, StageClock, StepMetrics
+from vgr_trl.metrics import OptimizerClock, StageClock
 from vgr_trl.patches.trl import (
     beside_training,
     images_logged_by_all,
@@ -69,6 +70,7 @@ from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, unmeasured
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
+from vgr_trl.step_metrics import StepMetrics
 from vgr_trl.training_pass import shuffle_rows, training_pass
 from vgr_trl.utils import RewardError, check_release, initialise_loader, patched_attribute
 from vgr_trl.validate import (
@@ -139,7 +141,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             super().__init__(model, rewards, args, *rest, **options)
         self.beta = args.beta
         make_ready(self, options.get("peft_config"))
-        self.clock, self.step_metrics = StageClock(), StepMetrics(self)
+        self.clock, self.step_metrics = StageClock(), StepMetrics(args, self.accelerator)
         self.measurement = plan_measurement(self)
         check_data(self, self.measurement.columns)
         self._plan_passes()
@@ -206,6 +208,10 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     def completions_per_prompt(self) -> int:
         """G in this mode."""
         return int(self.num_generations if self.model.training else self.num_generations_eval)
+
+    def named_reward_weights(self) -> dict[str, float]:
+        """Return the weight of each reward in this step."""
+        return dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
 
     def newest_metrics(self) -> dict[str, float]:
         """Return the last value of everything that waits to be logged in this mode."""
@@ -309,7 +315,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self._show_columns({name: measured[name] for name in SINGLE_COLUMNS})
         penalties, of_kl = self.kl.penalise(rollout)
         self._log_metrics(metrics | of_kl)
-        return columns | measured | penalties
+        return {**columns, **measured, **penalties}
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Add to TRL's: when training, measure what depends on the image, select groups, apply token credit."""
@@ -409,7 +415,11 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         """Add to TRL's: rates, timings and reward weights, once per log of training; texts that tables can hold."""
         training = self.model.training
         if training and (seconds := sum(times := self._metrics["train"].get("step_time", []))):
-            logs |= self.step_metrics.of_window(seconds) | self.shared_passes.metrics() | self.vision_cache.metrics()
+            logs |= (
+                self.step_metrics.summarise_window(seconds, self.named_reward_weights())
+                | self.shared_passes.metrics()
+                | self.vision_cache.metrics()
+            )
             logs |= self.clock.metrics(self.accelerator, len(times))
         if training:
             self.step_metrics.merge(self._metrics["train"])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
@@ -54,6 +54,7 @@ from vgr_trl.rewards.loading import (
     load_reward,
     reads_solution,
 )
+from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.sampling.zero_variance import filter_index
 from vgr_trl.sharing.model_support import (
     DROPS_CACHES,
@@ -76,9 +77,6 @@ from vgr_trl.utils import (
     naming_torchvision,
     release,
 )
-
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -158,7 +156,7 @@ def refuse_differing_options(args: DAPOConfig) -> None:
 # The data
 
 
-def make_ready(trainer: "DAPOTrainer", peft_config: PeftConfig | None) -> None:
+def make_ready(trainer: ConstructedTrainer, peft_config: PeftConfig | None) -> None:
     """Check what TRL has constructed, and make prompts of its data.
 
     Raises:
@@ -187,7 +185,7 @@ def make_ready(trainer: "DAPOTrainer", peft_config: PeftConfig | None) -> None:
             )
 
 
-def make_data_ready(trainer: "DAPOTrainer") -> None:
+def make_data_ready(trainer: ConstructedTrainer) -> None:
     """Make prompts of rows that are questions; leave out rows that cannot be used, with a warning.
 
     Raises:
@@ -225,7 +223,7 @@ def make_data_ready(trainer: "DAPOTrainer") -> None:
     change_data(trainer, ready)
 
 
-def change_data(trainer: "DAPOTrainer", change: Callable[[Any, str, str | None], Any]) -> None:
+def change_data(trainer: ConstructedTrainer, change: Callable[[Any, str, str | None], Any]) -> None:
     """Replace the data of `trainer`, called `train`, and `eval` with the name of a part if it has several."""
 
     def changed(dataset: Any, split: str) -> Any:
@@ -295,7 +293,7 @@ def _warn(sentence: str) -> None:
         logger.warning(sentence)
 
 
-def check_data(trainer: "DAPOTrainer", measured_columns: Iterable[str]) -> None:
+def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str]) -> None:
     """Refuse rewards and data that cannot be trained with; leave out prompts over `max_prompt_length`.
 
     Environments add columns of their own later.
@@ -330,7 +328,7 @@ def check_data(trainer: "DAPOTrainer", measured_columns: Iterable[str]) -> None:
 # Options that do not fit the model, the data or the launch
 
 
-def refuse_unfit_options(trainer: "DAPOTrainer", sharded: bool, has_images: bool) -> None:
+def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images: bool) -> None:
     """Raise `ConfigError` for the first option that does not go with a trainer, a `filter_key` without reward too."""
     args, generations = trainer.args, int(trainer.num_generations)
     estimator, aggregation = args.advantage_estimator, args.multi_objective_aggregation
@@ -429,7 +427,7 @@ def _first(reasons: Mapping[str, Any]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def plan_features(trainer: "DAPOTrainer") -> dict[str, Feature]:
+def plan_features(trainer: ConstructedTrainer) -> dict[str, Feature]:
     """Return what the `trainer` computes once and leaves out, or why not, by its options, its loss and its model."""
     args, model = trainer.args, trainer.model
     causal = causal_model(model)
@@ -486,7 +484,7 @@ def plan_features(trainer: "DAPOTrainer") -> dict[str, Feature]:
     return {name: Feature(reason) for name, reason in reasons.items()}
 
 
-def _why_not_train(trainer: "DAPOTrainer") -> str | None:
+def _why_not_train(trainer: ConstructedTrainer) -> str | None:
     """What only shows once the trainer has started: it wraps the model and switches checkpointing on later."""
     checkpointing, options = trainer.args.gradient_checkpointing, trainer.args.gradient_checkpointing_kwargs
     if checkpointing:
@@ -525,7 +523,7 @@ def what_reads_every_token(args: DAPOConfig) -> str | None:
 _REGROUPABLE_LOSSES = {"dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "luspo"}
 
 
-def _why_rows_matter(trainer: "DAPOTrainer", loss_type: str) -> str | None:
+def _why_rows_matter(trainer: ConstructedTrainer, loss_type: str) -> str | None:
     """Why a loss depends on which rows share a micro-batch; None if it does not."""
     reasons = {
         f"the loss {loss_type} divides by the tokens of a micro-batch": loss_type not in _REGROUPABLE_LOSSES,
@@ -536,7 +534,7 @@ def _why_rows_matter(trainer: "DAPOTrainer", loss_type: str) -> str | None:
     return _first(reasons)
 
 
-def _why_old_logps_are_scored(trainer: "DAPOTrainer", spread: str | None) -> str | None:
+def _why_old_logps_are_scored(trainer: ConstructedTrainer, spread: str | None) -> str | None:
     """Why old log-probabilities cannot come from the first training pass; None if they can."""
     args, needed = trainer.args, trainer.measurement.needed
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
@@ -552,7 +550,7 @@ def _why_old_logps_are_scored(trainer: "DAPOTrainer", spread: str | None) -> str
     return "dropout, or the noise of NEFTune" if random else None
 
 
-def plan_dummy_image(trainer: "DAPOTrainer", has_images: bool) -> DummyImage | None:
+def plan_dummy_image(trainer: ConstructedTrainer, has_images: bool) -> DummyImage | None:
     """Return what takes part in the vision tower where no image of a process does; None: nothing need, or can."""
     base = base_of(causal_model(trainer.model))
     processor = getattr(trainer.processing_class, "image_processor", None)
@@ -564,7 +562,7 @@ def plan_dummy_image(trainer: "DAPOTrainer", has_images: bool) -> DummyImage | N
     return DummyImage(processor, trainer.accelerator, is_sharded(trainer))
 
 
-def plan_vision(trainer: "DAPOTrainer", has_images: bool) -> VisionCache:
+def plan_vision(trainer: ConstructedTrainer, has_images: bool) -> VisionCache:
     """Return the cache of the constructed `trainer`, off or on; `has_images`: whether its data have any."""
     base, megabytes = base_of(causal_model(trainer.model)), trainer.args.vision_cache_megabytes
     reasons = {
@@ -576,17 +574,17 @@ def plan_vision(trainer: "DAPOTrainer", has_images: bool) -> VisionCache:
     return VisionCache(base, megabytes, _first(reasons) or why_not_once(base))
 
 
-def _compiles(trainer: "DAPOTrainer") -> bool:
+def _compiles(trainer: ConstructedTrainer) -> bool:
     return bool(trainer.accelerator.state.dynamo_plugin.backend.value != "NO")
 
 
-def is_sharded(trainer: "DAPOTrainer") -> bool:
+def is_sharded(trainer: ConstructedTrainer) -> bool:
     """Whether a process has only parts of the parameters, under FSDP and ZeRO-3."""
     plugin = trainer.args.deepspeed_plugin if trainer.is_deepspeed_enabled else None
     return bool(trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3))
 
 
-def find_idle_options(trainer: "DAPOTrainer") -> dict[str, str]:
+def find_idle_options(trainer: ConstructedTrainer) -> dict[str, str]:
     """Return why each option of the trainer that is not at its default has no effect, by name."""
     needed = trainer.measurement.needed
     facts = {
@@ -612,7 +610,7 @@ def describe_sharing(features: Mapping[str, Feature], num_generations: int) -> s
     return f"Each prompt is computed once for its {num_generations} completions: {'; '.join(where)}."
 
 
-def announce(trainer: "DAPOTrainer") -> None:
+def announce(trainer: ConstructedTrainer) -> None:
     """Let the main process log where prompts are computed once, and which options are risky or idle."""
     if not trainer.accelerator.is_main_process:
         return

@@ -17,7 +17,7 @@ from hashlib import sha1
 from itertools import chain, cycle, groupby, islice, repeat
 from math import isnan, isqrt, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,9 +47,6 @@ from vgr_trl.signals.ratios import late_layers, measure_segments, token_vision_g
 from vgr_trl.signals.regions import in_pixels
 from vgr_trl.utils import ConfigError, DataError, error_text
 
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
-
 logger = logging.get_logger(__name__)
 
 LONGEST_SIDE = 256  # of a thumbnail, in pixels
@@ -76,7 +73,7 @@ class RolloutRecorder:
         ConfigError: a file or folder cannot be written, or nothing is measured for a log.
     """
 
-    def __init__(self, trainer: "DAPOTrainer") -> None:
+    def __init__(self, trainer: ConstructedTrainer) -> None:
         self.trainer, self.args = trainer, trainer.args
         self.is_on = self.args.rollout_log_steps > 0
         self.output_dir = Path(str(self.args.output_dir))

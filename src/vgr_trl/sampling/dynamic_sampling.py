@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -17,17 +17,16 @@ from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.data.images import images_of
 from vgr_trl.data.rows import ReadOnce, pop_replaced, reads_alike
 from vgr_trl.patches.trl import as_one_batch
-from vgr_trl.rollout import Rollout
+from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.rows import Placement
 from vgr_trl.sampling.zero_variance import find_zero_variance
-
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
 
 logger = logging.get_logger(__name__)
 
 
-def resample(trainer: "DAPOTrainer", rounds: list[Rollout]) -> tuple[dict[int, tuple[Rollout, int]], dict[str, float]]:
+def resample(
+    trainer: ConstructedTrainer, rounds: list[Rollout]
+) -> tuple[dict[int, tuple[Rollout, int]], dict[str, float]]:
     """Generate for further prompts; return rollout and number of the group that takes each place, and metrics.
 
     The rollouts are added to `rounds`.
@@ -76,7 +75,7 @@ class FurtherPrompts:
         self._used: set[str] = set()
 
     @classmethod
-    def of(cls, trainer: "DAPOTrainer") -> "FurtherPrompts":
+    def of(cls, trainer: ConstructedTrainer) -> "FurtherPrompts":
         """Return those of a trainer's data, a stream in another order than that in which TRL reads it."""
         dataset, seed = trainer.train_dataset, trainer.args.seed
         if isinstance(dataset, IterableDataset) and trainer.shuffle_dataset:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -10,12 +10,9 @@ from transformers.utils import logging
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.credit import active_rules
 from vgr_trl.registries import short_name
-from vgr_trl.rollout import Rollout
+from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.sampling.groups import Group, cut_groups, priority, with_measured_logps
 from vgr_trl.sampling.zero_variance import group_spread
-
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -173,7 +170,7 @@ def split_state(state: Mapping[str, Any], process_index: int, num_processes: int
 class Replay:
     """Groups of earlier rollout batches, which take the place of zero-variance ones."""
 
-    def __init__(self, trainer: "DAPOTrainer") -> None:
+    def __init__(self, trainer: ConstructedTrainer) -> None:
         args, self._trainer = trainer.args, trainer
         self.buffer = ReplayBuffer(
             args.replay_buffer_size,
@@ -189,7 +186,7 @@ class Replay:
         self.buffer.advance(self._trainer.state.global_step)
         return self.buffer.sample(count)
 
-    def keep(self, trainer: "DAPOTrainer", rollout: Rollout, fresh: dict[int, Group]) -> None:
+    def keep(self, trainer: ConstructedTrainer, rollout: Rollout, fresh: dict[int, Group]) -> None:
         """Put groups with a gradient into the buffer.
 
         Args:

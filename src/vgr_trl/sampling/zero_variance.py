@@ -12,20 +12,19 @@ from vgr_trl.advantages import estimate_advantages
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.credit import masked_mean
 from vgr_trl.patches.trl import replace_newest
-from vgr_trl.rollout import GroupSelection, Rollout, weighted_sums
+from vgr_trl.rollout import ConstructedTrainer, GroupSelection, Rollout, weighted_sums
 from vgr_trl.rows import Placement, valid_tokens
 from vgr_trl.utils import ConfigError
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
-    from vgr_trl.trainer import DAPOTrainer
 
 
 logger = logging.get_logger(__name__)
 
 
 def find_zero_variance(
-    trainer: "DAPOTrainer", rollout: Rollout, bounds: tuple[float, float] | None = None
+    trainer: ConstructedTrainer, rollout: Rollout, bounds: tuple[float, float] | None = None
 ) -> GroupSelection:
     """Find advantages by the estimator and the groups without a gradient; correct the advantages of batch and table.
 
@@ -73,7 +72,7 @@ def find_zero_variance(
     return selection
 
 
-def greedy_baseline(trainer: "DAPOTrainer", rollout: Rollout, placement: Placement) -> torch.Tensor:
+def greedy_baseline(trainer: ConstructedTrainer, rollout: Rollout, placement: Placement) -> torch.Tensor:
     """Return the reward of one greedy completion per prompt for ReMax, (num_groups,), the same on every process.
 
     The process with a prompt's first completion generates it. Rewards that compare a group count as 0. Every process
