@@ -173,7 +173,7 @@ def are_finite(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
     return nn.utils.get_total_norm(here).isfinite()
 
 
-_LATER = ("on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_predict", "on_train_end")
+_GUARDED_EVENTS = ("on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_predict", "on_train_end")
 
 
 def guard_trackers(trainer: ConstructedTrainer) -> None:
@@ -182,7 +182,10 @@ def guard_trackers(trainer: ConstructedTrainer) -> None:
     Raises, at the start of training:
         ConfigError: a tracker cannot be started.
     """
-    names, processes = {"trl": None, "verl": in_verl, "mtrl": in_mtrl}, trainer.accelerator.num_processes
+    names, processes = (
+        {"trl": None, "verl": rename_for_verl, "mtrl": rename_for_mtrl},
+        trainer.accelerator.num_processes,
+    )
     renamed = names[trainer.args.metric_names]
     for tracker in trainer.callback_handler.callbacks:
         if type(tracker).__module__ != integration_utils.__name__:
@@ -190,8 +193,8 @@ def guard_trackers(trainer: ConstructedTrainer) -> None:
         name, failed = type(tracker).__name__.removesuffix("Callback"), set[str]()
         tracker.on_train_begin = partial(_start, tracker.on_train_begin, name)
         tracker.on_log = partial(_log, tracker.on_log, renamed and partial(renamed, processes=processes))
-        for event in _LATER:
-            setattr(tracker, event, partial(_go_on, getattr(tracker, event), name, failed))
+        for event in _GUARDED_EVENTS:
+            setattr(tracker, event, partial(_call_or_warn, getattr(tracker, event), name, failed))
 
 
 def _start(begin: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +207,7 @@ def _start(begin: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> A
         ) from error
 
 
-def _go_on(call: Callable[..., Any], name: str, failed: set[str], *args: Any, **kwargs: Any) -> Any:
+def _call_or_warn(call: Callable[..., Any], name: str, failed: set[str], *args: Any, **kwargs: Any) -> Any:
     try:
         return call(*args, **kwargs)
     except Exception as error:
@@ -231,7 +234,7 @@ VERL_NAMES: dict[str, list[str]] = yaml.safe_load(
 )
 
 
-def in_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
+def rename_for_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
     """Return what is logged under verl's names; metrics that it has no name for keep theirs.
 
     `actor/pg_loss` is the whole loss where TRL logs no part of it; `perf/throughput` tokens per second and process;
@@ -242,7 +245,7 @@ def in_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in logs.items():
-        for other in _names_in_verl(name):
+        for other in _verl_names(name):
             if other == name or other not in logs:
                 found[other] = value
     if "loss" in logs:
@@ -254,16 +257,16 @@ def in_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
     return found
 
 
-_IN_MTRL = {"actor/kl_loss": "agent/divergence_loss", "actor/kl_coef": "agent/divergence_coef"}
+_MTRL_NAMES = {"actor/kl_loss": "agent/divergence_loss", "actor/kl_coef": "agent/divergence_coef"}
 
 
-def in_mtrl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
+def rename_for_mtrl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
     """Return what is logged under MTRL's names: verl's, but `agent/` for `actor/` and `divergence` for `kl`."""
-    named = in_verl(logs, processes).items()
-    return {_IN_MTRL.get(name, re.sub("^actor/", "agent/", name)): value for name, value in named}
+    named = rename_for_verl(logs, processes).items()
+    return {_MTRL_NAMES.get(name, re.sub("^actor/", "agent/", name)): value for name, value in named}
 
 
-def _names_in_verl(name: str) -> Sequence[str]:
+def _verl_names(name: str) -> Sequence[str]:
     plain = name.removeprefix("eval_")
     if name in VERL_NAMES:
         return VERL_NAMES[name]

@@ -46,7 +46,7 @@ def generate(
             fields = {} if pixels is None else {"pixel_values": trainer._prepare_input(pixels)}
             prompts = replace(prompts, fields={**prompts.fields, **fields})
         rollout.prompts = prompts
-        prompts = with_noise(trainer, rollout)
+        prompts = perturb_noisy_prompts(trainer, rollout)
         if rollout.noise is not None or rollout.blind:  # what is asked differs within a group
             num_generations = 1
     ids, images = prompts.ids, prompts.images
@@ -55,8 +55,8 @@ def generate(
     with (
         trainer.clock.stage("generation", model.training),
         trainer.passes.around(model, counts=model.training),
-        sampling_of_mode(trainer),
-        named_server(trainer),
+        use_eval_sampling(trainer),
+        explain_server_errors(trainer),
     ):
         measures = "attention" in measurement.needed and trainer.args.attention_source == "generate"
         if rollout is None or rollout.blind or not (first_turn and measures):
@@ -72,7 +72,7 @@ def generate(
 
 
 @contextmanager
-def sampling_of_mode(trainer: ConstructedTrainer) -> Iterator[None]:
+def use_eval_sampling(trainer: ConstructedTrainer) -> Iterator[None]:
     """In this block completions are sampled with the options of the current mode, training or evaluation."""
     args = trainer.args
     given = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
@@ -109,7 +109,7 @@ def _changed(options: dict[str, Any], wanted: Mapping[str, float]) -> dict[str, 
 
 
 @contextmanager
-def named_server(trainer: ConstructedTrainer) -> Iterator[None]:
+def explain_server_errors(trainer: ConstructedTrainer) -> Iterator[None]:
     """In this block answers of a server are read, and one that cannot be reached is an error that says what to do.
 
     TRL's client has then asked it again for about a minute.
@@ -141,7 +141,7 @@ def blind_answers(
     """
     args, accelerator = trainer.args, trainer.accelerator
     texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    described = [description_in(text, args.blind_tag, args.blind_without_tag == "completion") for text in texts]
+    described = [extract_description(text, args.blind_tag, args.blind_without_tag == "completion") for text in texts]
     conversations = [
         blind_conversation(args.blind_prompt, question_of(row), found or "")
         for row, found in zip(rollout.rows, described, strict=True)
@@ -153,7 +153,7 @@ def blind_answers(
     return {BLIND_ANSWERS: answers}, {"blind/described": described_share}
 
 
-def description_in(text: str, tag: str, or_all: bool) -> str | None:
+def extract_description(text: str, tag: str, or_all: bool) -> str | None:
     """Return what stands between the first tags of that name, stripped; None, or all of the text, without any."""
     _, opened, rest = text.partition(f"<{tag}>")
     description, closed, _ = rest.partition(f"</{tag}>")
@@ -183,7 +183,7 @@ def blind_conversation(template: str, question: str, description: str) -> list[d
     return [{"role": "user", "content": "".join(known.get(part, part) for part in parts)}]
 
 
-def with_noise(trainer: ConstructedTrainer, rollout: Rollout) -> Prompts:
+def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prompts:
     """Return the prompts of a rollout as they are to be generated from; the rollout keeps them.
 
     The last completions of each prompt get one perturbed image, whichever process they are on.
@@ -241,7 +241,7 @@ def noisy_rows(rows: int, generations: int, count: int, first: int) -> list[bool
     return [(first + row) % generations >= generations - count for row in range(rows)]
 
 
-def finish_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
+def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     """Give a rollout the old log-probabilities that `noisy_importance` says, and metrics of the noise."""
     noise, args = rollout.noise, trainer.args
     if noise is None:
@@ -249,7 +249,7 @@ def finish_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     if noise.generations and args.noisy_importance == "perturbed":
         rollout.batch = {
             **rollout.batch,
-            OLD_LOGPS: trainer.score(scoring_inputs(_as_shown(rollout, noise)), Want()).logps,
+            OLD_LOGPS: trainer.score(scoring_inputs(_batch_with_noisy_images(rollout, noise)), Want()).logps,
         }
     rollout.metrics |= {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
     if rollout.rewards is not None and noise.generations:
@@ -260,7 +260,7 @@ def finish_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         rollout.metrics["noisy/reward_clean"] = rewards[~noisy].mean().item()
 
 
-def _as_shown(rollout: Rollout, noise: Noise) -> dict[str, Any]:
+def _batch_with_noisy_images(rollout: Rollout, noise: Noise) -> dict[str, Any]:
     """The batch with the images that each row was generated from."""
     if noise.prompts is None or noise.prompts.images is None:
         return rollout.batch

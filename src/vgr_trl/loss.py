@@ -1,7 +1,7 @@
 """Loss terms beside TRL's: KL divergences of all kinds, perception loss, entropy penalty; and signs of a collapse.
 
 Terms are per token, (N, T), and 0 on invalid tokens: the caller sums and divides them as it does its policy loss.
-`KLControl` and `added_loss` are those of a run of `DAPOTrainer`; nothing here needs TRL to be imported.
+`KLControl` and `auxiliary_loss` are those of a run of `DAPOTrainer`; nothing here needs TRL to be imported.
 """
 
 import math
@@ -233,7 +233,7 @@ def kl_penalty_reward(
 PENALTY = kl_penalty_reward.__name__
 
 
-def with_reference(owner: Any, args: "DAPOConfig") -> AbstractContextManager[None]:
+def enable_reference_model(owner: Any, args: "DAPOConfig") -> AbstractContextManager[None]:
     """Let TRL build a reference, or score by it, in this block if a KL needs it: it does so where `beta` is not 0."""
     return patched_attribute(owner, "beta", 1.0) if args.kl_coef > 0 else nullcontext()
 
@@ -271,7 +271,7 @@ class KLControl:
         rollout.kl_penalty = -self.controller.coefficient * kl
         return {"kl_penalty": rollout.kl_penalty.sum(dim=1).tolist()}, self._measured(kl, mask)
 
-    def without_unscored(self, rewards: torch.Tensor) -> torch.Tensor:
+    def drop_unscored_penalties(self, rewards: torch.Tensor) -> torch.Tensor:
         """Return rewards (N of all, F) in which a completion that no other reward applies to has no penalty either.
 
         Args:
@@ -345,7 +345,9 @@ class KLControl:
             logger.warning(f"{folder} was saved without an adaptive KL coefficient, which starts at kl_coef.")
 
 
-def added_loss(trainer: ConstructedTrainer, passed: "TrainingPass") -> tuple[torch.Tensor | float, dict[str, float]]:
+def auxiliary_loss(
+    trainer: ConstructedTrainer, passed: "TrainingPass"
+) -> tuple[torch.Tensor | float, dict[str, float]]:
     """Return the terms of a micro-batch that are no advantages, averaged as TRL averages its own loss, and metrics."""
     args, accelerator, totals = trainer.args, trainer.accelerator, Totals()
     mask, terms, metrics = valid_tokens(passed.inputs), list[torch.Tensor](), dict[str, float]()  # terms (N, T) each

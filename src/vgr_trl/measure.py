@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from vgr_trl.config import REMOVE_IMAGE
-from vgr_trl.credit import own_rules
+from vgr_trl.credit import builtin_rules
 from vgr_trl.data.images import COLUMNS, Box, boxes_of
 from vgr_trl.data.read_row import image_columns
 from vgr_trl.pixels import image_inputs_of, image_tensors, joined, parts_by_counts, tiles_by_tokens
@@ -31,14 +31,14 @@ from vgr_trl.signals.named import (
     RolloutSignals,
     add_named,
     attention_metrics,
-    columns_needed_by,
+    build_unmeasured_signals,
     named_columns,
     named_metrics,
     named_signals,
+    needed_signal_columns,
     reward_columns,
-    unmeasured,
 )
-from vgr_trl.signals.perturbation import images_in, perturb_images, perturbed_prompts, without_images
+from vgr_trl.signals.perturbation import drop_images, images_in, perturb_images, perturbed_prompts
 from vgr_trl.signals.probe import count_attention_layers, find_decoder, why_not_measurable
 from vgr_trl.signals.ratios import (
     AttentionMass,
@@ -109,7 +109,7 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     Raises:
         ConfigError: a feature needs a measurement that model, data or generation do not allow; it is named.
     """
-    args, needed = trainer.args, needed_measurements(trainer)
+    args, needed = trainer.args, find_needed_measurements(trainer)
     model = trainer.accelerator.unwrap_model(trainer.model)
     ids = tuple(args.vision_token_ids or vision_token_ids(model, trainer.processing_class))
     for need, reader in needed.items():
@@ -137,12 +137,12 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     return Measurement(needed, ids, tuple(special_token_ids(trainer.processing_class)), views, named, layers)
 
 
-def needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
+def find_needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
     """Return what rewards, rules of credit, signals and other options read -> the first of them that does."""
     args, needed = trainer.args, dict[str, str]()
     data_columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
     for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
-        if columns_needed_by(reward) - data_columns:
+        if needed_signal_columns(reward) - data_columns:
             needed.setdefault("attention", f"the reward {name}")
         if BLIND_ANSWERS in needs_of(reward):
             needed.setdefault("blind", f"the reward {name}")
@@ -152,7 +152,7 @@ def needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
                     f"The reward {name} needs {need}, measured after the rewards: let a signal or rule read it."
                 )
             needed.setdefault(need, f"the reward {name}")
-    for rule, need in own_rules(args).items():
+    for rule, need in builtin_rules(args).items():
         needed.setdefault(need, rule)
     for need, readers in args.readers().items():
         needed.setdefault("views" if need.startswith(VIEW) else need, readers[0])
@@ -206,7 +206,7 @@ def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequ
     return why
 
 
-def named_datasets(trainer: ConstructedTrainer) -> Iterator[tuple[str, Any]]:
+def iterate_datasets(trainer: ConstructedTrainer) -> Iterator[tuple[str, Any]]:
     """The train data and every part of the eval data, with a name for messages."""
     for name, dataset in (("train", trainer.train_dataset), ("eval", trainer.eval_dataset)):
         parts = dataset.values() if isinstance(dataset, dict) else [dataset]
@@ -217,7 +217,7 @@ def data_has_images(trainer: ConstructedTrainer) -> bool:
     """Whether the data have a column of images, or are a stream whose columns are not known."""
     return any(
         getattr(dataset, "column_names", None) is None or image_columns(dataset)
-        for _, dataset in named_datasets(trainer)
+        for _, dataset in iterate_datasets(trainer)
     )
 
 
@@ -252,7 +252,7 @@ def wanted_scores(trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping
             measurement.special_token_ids,
             mass=measures,
             region=region_mask(trainer, rollout, prompt_ids) if measures else None,
-            keep_rows=_rows_that_fit(vision, length * len(late), rollout.recorded or ()),
+            keep_rows=_limit_kept_rows(vision, length * len(late), rollout.recorded or ()),
             keep_layers=late,
             measure_prompt=rollout.generated_mass is None,
             similarity=(args.hidden_similarity_layer, args.hidden_similarity_over)
@@ -267,7 +267,7 @@ def wanted_scores(trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping
     )
 
 
-def signals_of_scores(scores: Scores, generated_mass: AttentionMass | None) -> RolloutSignals:
+def make_signals(scores: Scores, generated_mass: AttentionMass | None) -> RolloutSignals:
     """Return the signals of a rollout, with the attention that was measured in generation where there is some."""
     mass = scores.attention if generated_mass is None else pad_to_length(generated_mass, scores.mask)
     assert scores.entropies is not None
@@ -276,7 +276,7 @@ def signals_of_scores(scores: Scores, generated_mass: AttentionMass | None) -> R
     )
 
 
-def _rows_that_fit(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> list[int]:
+def _limit_kept_rows(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> list[int]:
     """Those of `rows` whose attention, token by token, takes no more than `MOST_KEPT` bytes together.
 
     Args:
@@ -335,7 +335,7 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
             batch["perturbed_pixel_values"] = inputs[name]["pixel_values"]
     if not measurement.views:
         return
-    rollout.signals = signals = rollout.signals or unmeasured(valid_tokens(batch).bool())
+    rollout.signals = signals = rollout.signals or build_unmeasured_signals(valid_tokens(batch).bool())
     scores = trainer.score(
         stacked_inputs([inputs[name] for name in measurement.views]), Want(hidden=measurement.needs("shift"))
     )
@@ -363,7 +363,7 @@ def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout) -> d
     args, batch, rows = trainer.args, rollout.batch, len(rollout.batch["prompt_ids"])
     assert rollout.messages is not None
     if name == REMOVE_IMAGE:
-        prompts = trainer.tokenize([without_images(prompt) for prompt in rollout.messages])
+        prompts = trainer.tokenize([drop_images(prompt) for prompt in rollout.messages])
         return text_inputs(batch, prompts, trainer._tokenizer.pad_token_id)
     first = trainer.accelerator.process_index * rows
     shared_by = trainer.completions_per_prompt if args.perturb_per == "prompt" else 1

@@ -110,7 +110,7 @@ def add_weights(totals: Totals, name: str, weights: torch.Tensor, mask: torch.Te
 
 
 STAGES = ("generation", "reward", "old_logps", "reference", "values", "perturbed", "selection", "update", "optimizer")
-_OF_TWO = "perturbed"  # whose passes are its own
+NO_NESTED_STAGES = "perturbed"  # whose passes are its own
 
 
 def moment() -> Any:
@@ -142,7 +142,7 @@ class StageClock:
         Args:
             counts: False: it is one of an evaluation, and counts nowhere.
         """
-        if not counts or (self._running and self._running[-1] == _OF_TWO):
+        if not counts or (self._running and self._running[-1] == NO_NESTED_STAGES):
             yield
             return
         self._turn()

@@ -262,15 +262,15 @@ def _stack(parts: Sequence[torch.Tensor | None], padding: int, one_per_row: bool
 
 def move_images(rows: Sequence[Images], device: torch.device | str) -> list[Images]:
     """Return the rows on `device`; rows that shared a tensor share it again."""
-    return _once_each(rows, lambda value: value.to(device))
+    return _map_shared_tensors(rows, lambda value: value.to(device))
 
 
 def store_images(rows: Sequence[Images]) -> list[Images]:
     """Return copies on the CPU that keep no batch in memory; equal tensors become one object."""
-    return _once_each(rows, lambda value: owned(value, "cpu"), fingerprint)
+    return _map_shared_tensors(rows, lambda value: clone_to(value, "cpu"), fingerprint)
 
 
-def _once_each(
+def _map_shared_tensors(
     rows: Sequence[Images], change: Callable[[Any], Any], key: Callable[[Any], Hashable] = id
 ) -> list[Images]:
     changed: dict[Hashable, Any] = {}
@@ -288,6 +288,6 @@ def fingerprint(value: torch.Tensor) -> Hashable:
     return value.dtype, value.shape, xxhash.xxh3_128_digest(data)
 
 
-def owned(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+def clone_to(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Return a copy of `value` on `device` that shares no memory with it and keeps nothing but its elements."""
     return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value.detach())

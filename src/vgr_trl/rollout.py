@@ -221,7 +221,7 @@ class TrainingPass:
     rows_run: int = 0
 
 
-def with_image_lists(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def normalise_image_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of which those with a null image have an empty list of images, which TRL knows; null fails there."""
     columns = [name for name in IMAGE_COLUMNS if name in rows[0]]
     if columns and not all(any(row.get(name) for name in columns) for row in rows):

@@ -16,15 +16,15 @@ from vgr_trl.efficiency.loss_mask import (
     find_text,
     find_window,
     group_by_length,
-    only_tokens,
     scatter_back,
+    score_only_tokens,
     trim,
 )
 from vgr_trl.rollout import ConstructedTrainer, TrainingPass
 from vgr_trl.rows import OLD_LOGPS, valid_tokens
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.prefix_forward import has_images, is_image_token
-from vgr_trl.sharing.sharing import shuffle_by_group
+from vgr_trl.sharing.sharing import shuffle_whole_groups
 from vgr_trl.signals.scoring import read_hidden_states
 from vgr_trl.utils import DataError
 
@@ -66,7 +66,7 @@ def training_pass(
         part = trim(inputs, window, cut)
     passed.loss_mask, passed.rows_run = loss_mask, len(window.rows)
     causal = causal_model(model)
-    head = only_tokens(causal, base_of(causal), loss_mask[window.rows, : window.completion])
+    head = score_only_tokens(causal, base_of(causal), loss_mask[window.rows, : window.completion])
     packs = features["pack_completions"].enabled
     if trainer.dummy_image is not None:
         trainer.dummy_image.stands_in = has_images(inputs) and not has_images(part)
@@ -119,13 +119,13 @@ def _extents(trainer: ConstructedTrainer, batch: dict[str, Any]) -> list[Extent]
 def shuffle_rows(trainer: ConstructedTrainer) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
     """Return what takes the place of TRL's `shuffle_sequence_dict`; None: nothing does."""
     if not trainer.features["group_by_length"].enabled:
-        return shuffle_by_group if trainer.features["regroup"].enabled else None
+        return shuffle_whole_groups if trainer.features["regroup"].enabled else None
     args = trainer.args
     accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
     window = args.per_device_train_batch_size * min(accumulated, generated)  # rows of a rollout in an optimizer step
 
     def by_length(batch: dict[str, Any]) -> dict[str, Any]:
         lengths = [extent.completion if extent.runs else 0 for extent in _extents(trainer, batch)]
-        return shuffle_by_group(batch, lambda order, groups: group_by_length(order, groups, lengths, window))
+        return shuffle_whole_groups(batch, lambda order, groups: group_by_length(order, groups, lengths, window))
 
     return by_length

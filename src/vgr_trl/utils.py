@@ -315,7 +315,7 @@ _SILENT = (
     *("Timed out waiting", "timed out after", "Application timeout caused pair closure"),
     *("Watchdog caught collective operation timeout", "before timing out"),  # NCCL's, where it does not end the process
 )
-_GONE = (
+_DISCONNECTED = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused"),
     *("ncclRemoteError", "remote process exiting prematurely"),
 )
@@ -344,7 +344,7 @@ def naming_silent_process(timeout: int, step: Callable[[], int]) -> Iterator[Non
             raise
         if any(words in str(error) for words in _SILENT):
             why = f"has not answered for ddp_timeout={timeout} seconds"
-        elif any(words in str(error) for words in _GONE):
+        elif any(words in str(error) for words in _DISCONNECTED):
             why = "has ended"
         else:
             raise
@@ -419,7 +419,7 @@ def _belong_to_parent() -> None:
 
 
 @contextmanager
-def at_most(seconds: float, error: type[BaseException]) -> Iterator[None]:
+def limit_seconds(seconds: float, error: type[BaseException]) -> Iterator[None]:
     """Raise `error` when the process has computed for `seconds` in this block, and again should it be caught.
 
     The limit is of computing time, so that it does not depend on what else runs. Python handles signals in its main

@@ -22,7 +22,7 @@ from vgr_trl.config import SWITCHES
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import COLUMNS as BOX_COLUMNS
 from vgr_trl.data.images import IMAGE_COLUMNS, PLACE, box_problem
-from vgr_trl.data.lengths import SIZES, PromptLengths, sizes_of
+from vgr_trl.data.lengths import SIZES, PromptLengths, image_sizes_of
 from vgr_trl.data.prompts import special_problem, special_tokens
 from vgr_trl.data.read_row import image_columns, undecoded
 from vgr_trl.data.rows import (
@@ -32,27 +32,27 @@ from vgr_trl.data.rows import (
     drop_long_prompts,
     map_rows,
     prepare_rows,
-    shown_by,
+    prepared_transform,
     skipped_rows,
 )
 from vgr_trl.efficiency.vision_cache import VisionCache, parts_of_tower, tower_trains, why_not_once
 from vgr_trl.forward_passes import DummyImage
 from vgr_trl.loss import coefficient_warning, kl_penalty_reward
-from vgr_trl.measure import named_datasets
+from vgr_trl.measure import iterate_datasets
 from vgr_trl.options import unused_options
 from vgr_trl.patches.distributed import close_group_at_exit, give_timeout
-from vgr_trl.patches.transformers import without_cudnn_attention
+from vgr_trl.patches.transformers import disable_cudnn_attention
 from vgr_trl.patches.trl import suppress_image_tokens
 from vgr_trl.registries import BLIND_ANSWERS, measurements, needs_of
-from vgr_trl.rewards.attention import scaled_by_accuracy
+from vgr_trl.rewards.attention import scale_by_accuracy
 from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.loading import (
     RewardSchedule,
     check_callable,
-    hardened,
     is_reward_name,
     load_reward,
     reads_solution,
+    replace_by_hard_negative,
 )
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.sampling.zero_variance import filter_index
@@ -81,7 +81,7 @@ from vgr_trl.utils import (
 logger = logging.get_logger(__name__)
 
 
-def checked_config(args: DAPOConfig | None, model: str | PreTrainedModel, options: Mapping[str, Any]) -> DAPOConfig:
+def validate_config(args: DAPOConfig | None, model: str | PreTrainedModel, options: Mapping[str, Any]) -> DAPOConfig:
     """Return the options of a trainer; raise `ConfigError` if they do not fit its other named arguments.
 
     TRL loads the model before the processor, so a processor that lacks torchvision is refused here.
@@ -118,9 +118,9 @@ def plan_rewards(
     sizes: Any = {"max_completion_length": args.max_completion_length, "soft_punish_cache": args.soft_punish_cache}
     rewards = [load_reward(each, **sizes) if is_reward_name(each) else each for each in several if each is not None]
     if args.vgr_hard_negative:
-        rewards = hardened(rewards)
+        rewards = replace_by_hard_negative(rewards)
     if args.attention_reward_scale == "accuracy":
-        rewards = scaled_by_accuracy(rewards)
+        rewards = scale_by_accuracy(rewards)
     schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
     state = PartialState()
     over_groups = [
@@ -132,7 +132,7 @@ def plan_rewards(
     return over_groups + [kl_penalty_reward] * args.penalises_kl, schedule
 
 
-_OF_ONE_PROCESS = {  # options that may differ between the processes of a run
+MAY_DIFFER_BY_PROCESS = {  # options that may differ between the processes of a run
     "local_rank", "output_dir", "logging_dir", "run_name", "rollout_log_path", "eval_log_path", "log_level",
     "log_level_replica", "disable_tqdm", "report_to", "dataloader_num_workers", "dataloader_prefetch_factor",
     "dataloader_pin_memory", "hub_token", "resume_from_checkpoint",
@@ -143,7 +143,7 @@ def refuse_differing_options(args: DAPOConfig) -> None:
     """Raise `ConfigError` on all processes if their options differ, which would train something else in silence."""
     plain = (str, int, float, list, dict, type(None))
     given = {name: repr(value) for name, value in vars(args).items() if isinstance(value, plain) and name[0] != "_"}
-    of_all = gather_object([{name: value for name, value in given.items() if name not in _OF_ONE_PROCESS}])
+    of_all = gather_object([{name: value for name, value in given.items() if name not in MAY_DIFFER_BY_PROCESS}])
     for name in of_all[0]:
         for number, each in enumerate(of_all):
             if each.get(name) != of_all[0][name]:
@@ -156,7 +156,7 @@ def refuse_differing_options(args: DAPOConfig) -> None:
 # The data
 
 
-def make_ready(trainer: ConstructedTrainer, peft_config: PeftConfig | None) -> None:
+def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None) -> None:
     """Check what TRL has constructed, and make prompts of its data.
 
     Raises:
@@ -170,13 +170,13 @@ def make_ready(trainer: ConstructedTrainer, peft_config: PeftConfig | None) -> N
     give_timeout(trainer.args.ddp_timeout)
     check_head(trainer.accelerator.device)
     suppress_image_tokens(trainer)
-    notice = None if trainer.args.cudnn_attention else without_cudnn_attention()
+    notice = None if trainer.args.cudnn_attention else disable_cudnn_attention()
     if notice and trainer.accelerator.is_main_process:
         logger.warning(notice)
     if peft_config is not None:
         refuse_targets_without_module(trainer.accelerator.unwrap_model(trainer.model))
-    make_data_ready(trainer)
-    for name, dataset in named_datasets(trainer):
+    prepare_data(trainer)
+    for name, dataset in iterate_datasets(trainer):
         if not trainer._is_vlm and (columns := image_columns(dataset)):
             raise ConfigError(
                 f"The {name} data has a column `{columns[0]}`, but {type(trainer.model).__name__} with "
@@ -185,7 +185,7 @@ def make_ready(trainer: ConstructedTrainer, peft_config: PeftConfig | None) -> N
             )
 
 
-def make_data_ready(trainer: ConstructedTrainer) -> None:
+def prepare_data(trainer: ConstructedTrainer) -> None:
     """Make prompts of rows that are questions; leave out rows that cannot be used, with a warning.
 
     Raises:
@@ -213,9 +213,9 @@ def make_data_ready(trainer: ConstructedTrainer) -> None:
             _warn_left_out(split, skipped)
             return dataset
         if isinstance(dataset, Dataset):
-            return _without_bad_rows(dataset, split, special, boxes)
+            return _drop_bad_rows(dataset, split, special, boxes)
         if boxes:
-            sieve = Sieve(split, lambda row: box_problem(row, sizes_of(row)))
+            sieve = Sieve(split, lambda row: box_problem(row, image_sizes_of(row)))
             dataset = dataset.filter(sieve.keeps, with_indices=True)
             sieve.require_row(dataset)
         return dataset
@@ -253,12 +253,12 @@ def _names(dataset: Any) -> list[str]:
     return list(next(iter(dataset), {}) if dataset.column_names is None else dataset.column_names)
 
 
-def _without_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None, boxes: bool) -> Dataset:
+def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None, boxes: bool) -> Dataset:
     """The rows, with prompts, whose conversations hold no special token, and whose boxes can be read.
 
     A text is a prompt in its final form, and may hold special tokens.
     """
-    if (shown := shown_by(dataset)) and shown.rules.special == special and shown.rules.boxes >= boxes:
+    if (shown := prepared_transform(dataset)) and shown.rules.special == special and shown.rules.boxes >= boxes:
         return dataset  # `prepare_rows` has checked it
     names = set(dataset.column_names or ())
     boxes = boxes and bool(names & set(BOX_COLUMNS))
@@ -279,7 +279,7 @@ def _without_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | N
 
 def _problem(row: Mapping[str, Any], special: re.Pattern[str] | None, boxes: bool) -> dict[str, str | None]:
     reason = None if special is None else special_problem(special, row["prompt"])
-    return {REASON: box_problem(row, sizes_of(row)) if reason is None and boxes else reason}
+    return {REASON: box_problem(row, image_sizes_of(row)) if reason is None and boxes else reason}
 
 
 def _warn_left_out(split: str, skipped: Sequence[SkippedRow]) -> None:
@@ -300,7 +300,7 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str]) -> 
     """
     args = trainer.args
     if trainer.environment_factories is None and trainer.rollout_func is None:
-        for _, dataset in named_datasets(trainer):
+        for _, dataset in iterate_datasets(trainer):
             for reward in trainer.reward_funcs if getattr(dataset, "column_names", None) is not None else ():
                 check_callable(reward, [*dataset.column_names, *measured_columns])
     if (limit := args.max_prompt_length) is not None:
@@ -439,7 +439,7 @@ def plan_features(trainer: ConstructedTrainer) -> dict[str, Feature]:
     compiled = compiles or ("torch.compile" if is_compiled(model) else None)
     headless = "a model that is its own base" if base is causal else None
     router = "the load-balancing loss reads all tokens" if trainer.aux_loss_enabled else None
-    option = what_reads_every_token(args)
+    option = find_every_token_option(args)
     read = compiled or router or (option and f"{option} reads all tokens")
     unshared = off["share_prompts"] or columns
     training = unshared or compiles or _why_not_train(trainer) or why_not_share(model, gradients=True)
@@ -501,7 +501,7 @@ def _why_not_train(trainer: ConstructedTrainer) -> str | None:
     return _first(reasons)
 
 
-def what_reads_every_token(args: DAPOConfig) -> str | None:
+def find_every_token_option(args: DAPOConfig) -> str | None:
     """Return the option by which tokens that have no advantage are trained on too, a term of the loss or a critic."""
     return _first(
         {

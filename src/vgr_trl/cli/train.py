@@ -26,8 +26,8 @@ from vgr_trl.callbacks import EXIT_STATUS
 from vgr_trl.checkpoints import (
     TRACES,
     how_to_go_on,
+    lacks_final_model_only,
     load_trained,
-    only_lacks_its_model,
     refuse_finished,
     resolve_checkpoint,
     resume_mode,
@@ -53,12 +53,12 @@ from vgr_trl.data.merge import train_test_split
 from vgr_trl.data.read_row import FLAGS
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.options import changed_options
-from vgr_trl.patches.distributed import close_group_at_exit, let_gloo_finish
+from vgr_trl.patches.distributed import close_group_at_exit, wait_for_gloo
 from vgr_trl.reporting.markdown import duration, print_record, reached_lines
 from vgr_trl.reporting.recorder import RecordBefore, is_recorded_before
 from vgr_trl.reporting.records import read_run, refuse_unwritable
 from vgr_trl.rewards.attention import ATTENTION_REWARDS
-from vgr_trl.rewards.loading import hardened, reads_solution
+from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.utils import (
     CollapseError,
@@ -128,7 +128,7 @@ def train(
         trainer = build()
     trainer.data_source = source_of(data)
     metrics_file, steps, is_main = output_dir / METRICS, total_steps(trainer), trainer.accelerator.is_main_process
-    is_trained = only_lacks_its_model(trainer, checkpoint, steps, metrics_file)  # metrics are written last
+    is_trained = lacks_final_model_only(trainer, checkpoint, steps, metrics_file)  # metrics are written last
     if not is_trained:
         refuse_finished(checkpoint, steps)
     trainer.add_callback(RecordBefore(trainer))
@@ -163,7 +163,7 @@ def train(
                 print(*reached_lines(trainer.state.log_history, evaluated), sep="\n")
                 print(f"Model, metrics and completions are in {output_dir}. Next: vgr-trl report {output_dir}")
     trainer.accelerator.wait_for_everyone()
-    let_gloo_finish()
+    wait_for_gloo()
     trainer.accelerator.end_training()  # what `trainer.end` does, which transformers 5.17 has not
     if collapsed is not None:
         raise CollapseError(f"{collapsed} Training was stopped there, and no model was saved.")
@@ -196,7 +196,7 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
     if data.dataset_streaming:
         config.shuffle_dataset = False  # TRL's buffer would hold a thousand rows with decoded images
     load_test = partial(load, evaluation_source(data), limit=data.max_test_rows)
-    rows, test_rows, skipped_tests, note = rows_to_evaluate(data, config, rows, load_test)
+    rows, test_rows, skipped_tests, note = select_evaluation_rows(data, config, rows, load_test)
     notes = [note, unscaled_attention(reward_funcs, config), _unused_adapter_options(model)]
     if is_main:
         for sentence in filter(None, notes):
@@ -216,7 +216,7 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
     )
 
 
-def rows_to_evaluate(
+def select_evaluation_rows(
     data: DataArguments, config: DAPOConfig, train_rows: Any, load: Callable[[str], tuple[Any, list[SkippedRow]]]
 ) -> tuple[Any, Any, list[SkippedRow], str | None]:
     """Return rows to train and to evaluate on, those left out of the latter, and a sentence about it for the start.
@@ -291,7 +291,9 @@ def identity_of(
         "data": "".join([source, *columns]),
         "dataset_config": data.dataset_config,
         "dataset_train_split": data.dataset_train_split,
-        "reward_funcs": hardened(rewards.reward_funcs or ()) if config.vgr_hard_negative else rewards.reward_funcs,
+        "reward_funcs": replace_by_hard_negative(rewards.reward_funcs or ())
+        if config.vgr_hard_negative
+        else rewards.reward_funcs,
         "reward_model": rewards.reward_model_name_or_path,
         "lora": [model.lora_r, model.lora_target_modules, model.use_dora] if model.use_peft else None,
     }

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from vgr_trl.utils import ConfigError, DataError, at_most, error_text
+from vgr_trl.utils import ConfigError, DataError, error_text, limit_seconds
 
 LETTERS = "ABCDEFGHIJ"
 VIDEO_PLACEHOLDER = re.compile(r"[ \t]*<video>[ \t]*\n?")
@@ -144,7 +144,7 @@ class SystemTemplate:
     def _filled(self, **values: Any) -> str | None:
         text = ""
         try:
-            with at_most(SECONDS, TimeoutError):
+            with limit_seconds(SECONDS, TimeoutError):
                 for part in self._template.generate(**values):
                     text += part
                     if len(text) > CHARACTERS:

@@ -42,9 +42,9 @@ from vgr_trl.reporting.records import (
     refuse_unwritable,
 )
 from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.signals.named import QUANTITIES, RolloutSignals, reward_columns, signals_of_rows
+from vgr_trl.signals.named import QUANTITIES, RolloutSignals, reward_columns, take_signal_rows
 from vgr_trl.signals.ratios import late_layers, measure_segments, token_vision_gain_ratio
-from vgr_trl.signals.regions import in_pixels
+from vgr_trl.signals.regions import boxes_in_pixels
 from vgr_trl.utils import ConfigError, DataError, error_text
 
 logger = logging.get_logger(__name__)
@@ -135,7 +135,7 @@ class RolloutRecorder:
             data, place = rollout.rows[row], first + row
             ids, mask = batch["completion_ids"][row].tolist(), batch["completion_mask"][row].tolist()
             ids = without_padding(ids, mask, tokenizer.pad_token_id)
-            signals = None if rollout.signals is None else signals_of_rows(rollout.signals, [row])
+            signals = None if rollout.signals is None else take_signal_rows(rollout.signals, [row])
             num_vision = None if signals is None or signals.attention is None else int(signals.attention.num_vision)
             grids = grids_of_row(batch, row, merge_size, num_vision)
             images, thumbnails, digest = images_of_row(data, grids)
@@ -282,7 +282,7 @@ def images_of_row(
         size = recorded[0].width, recorded[0].height
         with suppress(DataError):  # the column holds something else
             if boxes := boxes_of(row, size):
-                recorded[0].regions = in_pixels(boxes, size) or None
+                recorded[0].regions = boxes_in_pixels(boxes, size) or None
     return recorded, thumbnails, digest.digest()
 
 

@@ -166,7 +166,7 @@ def _ranks(group: Sequence[float | None]) -> list[float | None]:
 ATTENTION_REWARDS: dict[Any, float] = {vgr_reward: 0.5, vgr_hard_negative_reward: 0.0, mdi_reward: 0.0}
 
 
-def scaled_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
+def scale_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
     """Return reward functions, those of attention drawn to their middle where accuracy differs little in a group.
 
     A reward v becomes m + 2·s·(v - m), with m the middle of its range (0.5 for VGR, else 0) and s the standard

@@ -18,7 +18,7 @@ from typing import Any
 from vgr_trl import registries
 from vgr_trl.rewards.answers import excerpt
 from vgr_trl.rewards.attention import mdi_reward, region_reward, vgr_hard_negative_reward, vgr_reward
-from vgr_trl.rewards.groups import WholeGroups, innermost
+from vgr_trl.rewards.groups import WholeGroups, unwrap_reward
 from vgr_trl.rewards.reward_files import OVERALL, FileOptions, ScoredFile, is_scored
 from vgr_trl.rewards.simple import (
     accuracy_reward,
@@ -160,7 +160,7 @@ def _bound(reward: Callable[..., Any], given: Mapping[str, Any]) -> Callable[...
     return bound
 
 
-def hardened(rewards: Iterable[Any]) -> list[Any]:
+def replace_by_hard_negative(rewards: Iterable[Any]) -> list[Any]:
     """Return reward functions, or names of them, with the hard negatives of `vgr` in the place of `vgr`.
 
     Raises:
@@ -242,7 +242,7 @@ ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "l
 
 def reads_solution(reward: Any) -> bool:
     """Whether a reward compares an answer with what the data say is right."""
-    return innermost(reward) in (accuracy_reward, blind_accuracy_reward)
+    return unwrap_reward(reward) in (accuracy_reward, blind_accuracy_reward)
 
 
 def check_callable(reward: Any, columns: Iterable[str]) -> None:
@@ -283,7 +283,7 @@ def checked(
             rewards are not watched.
     """
     given = {"trainer": trainer} if trainer is not None and _takes(reward, "trainer") else {}
-    function = innermost(reward)
+    function = unwrap_reward(reward)
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
 
         async def call_async(**kwargs: Any) -> list[float | None]:

@@ -11,7 +11,7 @@ from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.credit import active_rules
 from vgr_trl.registries import short_name
 from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.sampling.groups import Group, cut_groups, priority, with_measured_logps
+from vgr_trl.sampling.groups import Group, cut_groups, fill_old_logps, priority
 from vgr_trl.sampling.zero_variance import group_spread
 
 logger = logging.get_logger(__name__)
@@ -200,7 +200,7 @@ class Replay:
         groups = cut_groups(
             rollout, wanted, pad_token_id=trainer._tokenizer.pad_token_id, step=trainer.state.global_step
         )
-        for group in [*map(with_measured_logps, groups), *fresh.values()]:
+        for group in [*map(fill_old_logps, groups), *fresh.values()]:
             self.buffer.add(group)
 
     def metrics(self, replaced_fraction: float) -> dict[str, float]:

@@ -14,7 +14,7 @@ from vgr_trl.patches.trl import replace_newest
 from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.rows import OLD_LOGPS
 from vgr_trl.sampling.dynamic_sampling import resample
-from vgr_trl.sampling.groups import Group, correct_num_items, cut_groups, insert_groups, with_measured_logps
+from vgr_trl.sampling.groups import Group, correct_num_items, cut_groups, fill_old_logps, insert_groups
 from vgr_trl.sampling.zero_variance import find_zero_variance
 
 logger = logging.get_logger(__name__)
@@ -47,7 +47,7 @@ def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, fl
     stored = {"pad_token_id": trainer._tokenizer.pad_token_id, "step": trainer.state.global_step}
     fresh = {place: cut_groups(source, [number], **stored)[0] for place, (source, number) in chosen.items()}
     if replay is not None:
-        fresh = {place: with_measured_logps(group) for place, group in fresh.items()}
+        fresh = {place: fill_old_logps(group) for place, group in fresh.items()}
     replacements = fresh | replayed
     if replay is not None:
         replay.keep(trainer, rollout, fresh)

@@ -15,7 +15,7 @@ from vgr_trl.data.images import Box
 from vgr_trl.utils import DataError
 
 
-def in_pixels(boxes: Sequence[Box], size: tuple[int, int]) -> list[tuple[float, float, float, float]]:
+def boxes_in_pixels(boxes: Sequence[Box], size: tuple[int, int]) -> list[tuple[float, float, float, float]]:
     """Return boxes as (left, top, width, height) in pixels of an image of this size, to a millionth."""
     wide, high = size
     corners = (

@@ -14,7 +14,7 @@ from peft import PeftModel
 from torch import nn
 
 from vgr_trl.pixels import counts_by_tokens, image_inputs_of
-from vgr_trl.rows import TOKEN_TYPES, take_scoring_rows, with_completion_types
+from vgr_trl.rows import TOKEN_TYPES, extend_token_types, take_scoring_rows
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
@@ -451,7 +451,7 @@ class RolloutScorer:
         ids = torch.cat([prompt_ids, completion_ids], dim=1).to(device)  # (N, P + T)
         batch: dict[str, Any] = {
             **{name: value for name, value in given.items() if name not in TOKEN_TYPES},
-            **with_completion_types(given, self.causal.config, prompt_ids.size(1) + length),
+            **extend_token_types(given, self.causal.config, prompt_ids.size(1) + length),
             "input_ids": ids,
             "attention_mask": torch.cat([prompt_mask, completion_mask], dim=1).to(device),
             "logits_to_keep": length,

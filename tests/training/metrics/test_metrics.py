@@ -8,7 +8,7 @@ import torch
 from transformers.integrations import integration_utils
 
 from vgr_trl import metrics as clocks
-from vgr_trl.callbacks import guard_trackers, in_verl
+from vgr_trl.callbacks import guard_trackers, rename_for_verl
 from vgr_trl.metrics import OptimizerClock, StageClock
 from vgr_trl.rollout import TrainingPass
 from vgr_trl.step_metrics import StepMetrics, approximate_kl, weigh_by_tokens
@@ -119,8 +119,8 @@ LOGS = {
 
 
 def test_names_of_verl():
-    assert in_verl({"loss": 0.5}) == {"loss": 0.5, "actor/pg_loss": 0.5}
-    found = in_verl(LOGS, processes=3)
+    assert rename_for_verl({"loss": 0.5}) == {"loss": 0.5, "actor/pg_loss": 0.5}
+    found = rename_for_verl(LOGS, processes=3)
     expected = {
         "loss": 0.5, "actor/pg_loss": 0.4, "reward/overall": 1.5, "critic/rewards/mean": 1.5, "reward/accuracy": 0.7,
         "actor/approx_kl": 0.1, "timing_s/step": 2.0, "perf/time_per_step": 2.0, "actor/clipfrac": 0.2,
@@ -130,9 +130,12 @@ def test_names_of_verl():
     assert found == expected
     logs = {"eval_reward": 1.0, "eval_rewards/accuracy/mean": 0.5, "eval_reward/length": 7, "eval_loss": 2.0,
             "eval_completions/mean_length": 9.0}  # fmt: skip
-    assert in_verl(logs) == {"val/reward_score": 1.0, "val/accuracy_reward": 0.5, "val/length_reward": 7,
+    assert rename_for_verl(logs) == {"val/reward_score": 1.0, "val/accuracy_reward": 0.5, "val/length_reward": 7,
                              "eval_loss": 2.0, "val_response_length/mean": 9.0}  # fmt: skip
-    assert in_verl({"reward": 3.0, "reward/overall": 2.0}) == {"critic/rewards/mean": 3.0, "reward/overall": 2.0}
+    assert rename_for_verl({"reward": 3.0, "reward/overall": 2.0}) == {
+        "critic/rewards/mean": 3.0,
+        "reward/overall": 2.0,
+    }
 
 
 class Tracker(integration_utils.TensorBoardCallback):
