@@ -5,12 +5,13 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from vgr_trl.rollout import ConstructedTrainer
+if TYPE_CHECKING:
+    from vgr_trl.rollout import ConstructedTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -146,7 +147,7 @@ class CollapseWatch(TrainerCallback):
         found: the sentence of the warning; None while there is none.
     """
 
-    def __init__(self, trainer: ConstructedTrainer) -> None:
+    def __init__(self, trainer: "ConstructedTrainer") -> None:
         self.found: str | None = None
         self._trainer = trainer
         self._histories: dict[str, MetricHistory] = {}

@@ -19,7 +19,6 @@ from transformers.utils import logging
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.metrics import Totals
 from vgr_trl.pixels import joined
-from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.ratios import visual_dependency
@@ -28,7 +27,7 @@ from vgr_trl.utils import ConfigError, DataError, patched_attribute
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
-    from vgr_trl.rollout import Rollout, TrainingPass
+    from vgr_trl.rollout import ConstructedTrainer, Rollout, TrainingPass
 
 logger = logging.get_logger(__name__)
 
@@ -346,7 +345,7 @@ class KLControl:
 
 
 def auxiliary_loss(
-    trainer: ConstructedTrainer, passed: "TrainingPass"
+    trainer: "ConstructedTrainer", passed: "TrainingPass"
 ) -> tuple[torch.Tensor | float, dict[str, float]]:
     """Return the terms of a micro-batch that are no advantages, averaged as TRL averages its own loss, and metrics."""
     args, accelerator, totals = trainer.args, trainer.accelerator, Totals()
@@ -376,7 +375,7 @@ def auxiliary_loss(
 
 
 def _perception_term(
-    trainer: ConstructedTrainer, passed: "TrainingPass", mask: torch.Tensor, totals: Totals
+    trainer: "ConstructedTrainer", passed: "TrainingPass", mask: torch.Tensor, totals: Totals
 ) -> torch.Tensor:
     """The perception loss of every token (N, T), the one term that takes a further pass, through perturbed images."""
     args, inputs, logps = trainer.args, passed.inputs, passed.logps

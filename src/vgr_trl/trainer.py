@@ -73,19 +73,9 @@ from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
 from vgr_trl.step_metrics import StepMetrics
 from vgr_trl.training_pass import shuffle_rows, training_pass
 from vgr_trl.utils import RewardError, check_release, initialise_loader, patched_attribute
-from vgr_trl.validate import (
-    announce,
-    check_data,
-    find_idle_options,
-    is_sharded,
-    plan_dummy_image,
-    plan_features,
-    plan_rewards,
-    plan_vision,
-    prepare_trainer,
-    refuse_unfit_options,
-    validate_config,
-)
+from vgr_trl.validate.data import check_data, prepare_trainer
+from vgr_trl.validate.features import announce, is_sharded, plan_dummy_image, plan_features, plan_vision
+from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
 
 logger = logging.get_logger(__name__)
 

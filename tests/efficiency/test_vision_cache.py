@@ -20,7 +20,7 @@ from vgr_trl.efficiency.vision_cache import VisionCache, images_processed_once, 
 from vgr_trl.forward_passes import add_zero_features
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of
-from vgr_trl.validate import plan_vision
+from vgr_trl.validate.features import plan_vision
 
 
 def noise(seed, *size, mode="RGB"):

@@ -68,7 +68,7 @@ from vgr_trl.utils import (
     describe_features,
     write_atomic,
 )
-from vgr_trl.validate import reads_boxes
+from vgr_trl.validate.data import reads_boxes
 
 RUN_FILE = "run.json"
 METRICS = "metrics.json"
