@@ -11,59 +11,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from vgr_trl import registries
-from vgr_trl.options import changed_options, option
+from vgr_trl.options import option
 from vgr_trl.registries import VIEW, Registry, needs_of, option_values, short_name
 from vgr_trl.utils import ConfigError
-
-# Other names of options, those of our users' scripts.
-
-ALIASES = {
-    "eval_num_generations": "num_generations_eval",
-    "prompt_preview_chars": "prompt_preview_length",
-    "completion_preview_chars": "completion_preview_length",
-    "out_dir": "output_dir",
-    "clip_ratio_low": "epsilon",
-    "clip_ratio_high": "epsilon_high",
-    "clip_ratio_dual": "delta",
-    "late_reward_weights": "reward_weights",
-    "token_weight_clip": "token_weights_clip",
-    "loss_avg_mode": "loss_type",
-}
-_LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "seq": "grpo"}  # of `loss_avg_mode`
-
-
-@dataclass
-class AliasOptions:
-    """Each option stands for the one that `ALIASES` names; None leaves that one as it is."""
-
-    # fmt: off
-    eval_num_generations: int | None = option(None, "Alias of num_generations_eval.", ge=1, needs="evaluation")
-    prompt_preview_chars: int | None = option(None, "Alias of prompt_preview_length.", ge=1)
-    completion_preview_chars: int | None = option(None, "Alias of completion_preview_length.", ge=1)
-    out_dir: str | None = option(None, "Alias of output_dir.")
-    clip_ratio_low: float | None = option(None, "Alias of epsilon.", ge=0)
-    clip_ratio_high: float | None = option(None, "Alias of epsilon_high.", ge=0)
-    clip_ratio_dual: float | None = option(None, "Alias of delta, the dual clip, often 3.0.", ge=0)
-    loss_avg_mode: Literal["token", "sequence", "seq"] | None = option(None, "token: loss_type dapo, a mean over "
-        "tokens; sequence, seq: grpo.")
-    late_reward_weights: list[float] | None = option(None, "Alias of reward_weights.")
-    token_weight_clip: list[float] | None = option(None, "Alias of token_weights_clip.", ge=0)
-    use_segmented_reward_weights: bool = option(False, "Has no effect: early_reward_weights alone switch it on.")
-    # fmt: on
-
-    def resolve_aliases(self) -> None:
-        """Set the options that aliases stand for, or raise `ConfigError` where both are given and differ."""
-        changed = changed_options(self)
-        for alias, name in ALIASES.items():
-            given = getattr(self, alias)
-            value, before = _LOSS_TYPES[given] if alias == "loss_avg_mode" and given else given, getattr(self, name)
-            if given is not None and name in changed and before != value:
-                raise ConfigError(
-                    f"{alias} is {given}, an alias of {name} {value}, and {name} is {before}: give one of them."
-                )
-            if given is not None:
-                setattr(self, name, value)
-
 
 # What is added from outside: plug-ins by name, and their own options.
 
@@ -623,8 +573,6 @@ CONFLICTS: Conflicts = (
      "save_steps is 0: give more, or save_strategy no."),
     (lambda o: o.warmup_ratio is not None and o.warmup_steps not in (0, o.warmup_ratio),
      "warmup_ratio is {o.warmup_ratio} and warmup_steps is {o.warmup_steps}: give one of them."),
-    (lambda o: o.use_segmented_reward_weights and o.early_reward_weights is None,
-     "use_segmented_reward_weights is given without early_reward_weights: add them, or leave it out."),
     (lambda o: (o.soft_punish_cache or 0) > (o.max_completion_length or math.inf),
      "soft_punish_cache is {o.soft_punish_cache}: give at most max_completion_length, {o.max_completion_length}."),
     (lambda o: o.delta is not None and o.loss_type not in ("cispo", "sapo", "vespo")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trl import GRPOConfig
 
-from vgr_trl.config import AliasOptions, EfficiencyOptions, EvaluateOptions, ReportOptions
+from vgr_trl.config import EfficiencyOptions, EvaluateOptions, ReportOptions
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.loss import PENALTY
 from vgr_trl.options import options_in_effect
@@ -57,7 +57,7 @@ TAGS = ("dapo", "vgr_trl")
 TRL_PAPER = {  # the form in which TRL wants the paper
     "title": PAPERS[DAPO].title, "id": PAPERS[DAPO].arxiv, "citation": PAPERS[DAPO].bibtex,
 }  # fmt: skip
-_ASIDE = (AliasOptions, ReportOptions, EvaluateOptions, EfficiencyOptions, GRPOConfig)  # which steer no method
+_ASIDE = (ReportOptions, EvaluateOptions, EfficiencyOptions, GRPOConfig)  # which steer no method
 OF_THE_METHOD = {option.name for group in DAPOConfig.__bases__ if group not in _ASIDE for option in fields(group)}
 OF_THE_METHOD |= {"early_reward_weights", "vgr_hard_negative", "attention_reward_scale"}
 
