@@ -13,6 +13,7 @@ from vgr_trl.efficiency.loss_mask import (
     take_rows,
     tokens_of,
 )
+from vgr_trl.patches.trl import PER_WINDOW
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import OLD_LOGPS, valid_tokens
 from vgr_trl.sharing.prefix_forward import find_groups
@@ -22,9 +23,6 @@ Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]  # TRL's `_compute_lo
 
 
 # Dynamic batching: micro-batches in as many parts as a number of tokens needs, with the update of the whole
-
-
-_PER_WINDOW = ("dapo", "cispo", "vespo")  # TRL divides their sums by the tokens of the optimizer step
 
 
 def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[str, Any], compute: Loss) -> torch.Tensor:
@@ -39,7 +37,7 @@ def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[st
     accelerator = trainer.accelerator
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     options = {"scale_wrt_gas": False} if deepspeed else {}
-    *parts, last = _parts(trainer, inputs)
+    *parts, last = _split_rows(trainer, inputs)
     before: torch.Tensor | float = 0.0
     for rows in parts:
         state = accelerator.gradient_state
@@ -55,7 +53,7 @@ def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[st
     return _loss_of_rows(trainer, last, model, inputs, compute) + before
 
 
-def _parts(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[list[int]]:
+def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[list[int]]:
     """Rows of each part, the same on every process: TRL gathers metrics of rows after each."""
     count, accelerator = len(inputs["prompt_ids"]), trainer.accelerator
     shares = trainer.features["share_training"].enabled
@@ -80,7 +78,7 @@ def _loss_of_rows(
     loss = compute(model, part)
     if (old := part.get(OLD_LOGPS)) is not None:  # a first pass may have completed them
         inputs[OLD_LOGPS][rows] = old
-    if trainer.args.loss_type in _PER_WINDOW:
+    if trainer.args.loss_type in PER_WINDOW:
         return loss
     if trainer.args.loss_type == "bnpo":
         tokens, of_all = (float(valid_tokens(batch).sum().clamp(min=1)) for batch in (part, inputs))

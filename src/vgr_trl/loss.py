@@ -7,7 +7,7 @@ Terms are per token, (N, T), and 0 on invalid tokens: the caller sums and divide
 import math
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from accelerate import Accelerator
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
 from vgr_trl.checkpoints import load_shares, save_share
+from vgr_trl.config import KLKind
 from vgr_trl.metrics import Totals
 from vgr_trl.pixels import joined
 from vgr_trl.rows import scoring_inputs, valid_tokens
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-KINDS = ("kl", "abs", "mse", "low_var_kl", "full")
+KINDS = get_args(KLKind)
 _LARGEST = 10.0  # of `low_var_kl`
 _LARGEST_DIFFERENCE = 20.0
 _ROUNDING = 1e-6  # below it the sign of a difference is that of float32 rounding

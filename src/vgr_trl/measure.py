@@ -170,11 +170,16 @@ def find_needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
     return needed
 
 
+def find_completion_maker(trainer: ConstructedTrainer) -> str | None:
+    """Return the option by which completions are more than the policy's answer to its prompt, if one is on."""
+    makers = ("rollout_func", "tools", "environment_factories")
+    return next((name.removesuffix("_factories") for name in makers if getattr(trainer, name, None)), None)
+
+
 def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequence[int]) -> str | None:
     """Return why something cannot be measured with this model, these data and this generation; None if it can."""
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-    makers = ("rollout_func", "tools", "environment_factories")
-    maker = next((name.removesuffix("_factories") for name in makers if getattr(trainer, name, None)), None)
+    maker = find_completion_maker(trainer)
     columns = getattr(trainer.train_dataset, "column_names", None)
     beams = getattr(getattr(trainer, "generation_config", None), "num_beams", None) or 1
     backends = {

@@ -68,7 +68,7 @@ def parts_by_counts(given: ImageInputs, num_images: Sequence[int], num_tiles: Se
     images = [int(count) for count in num_images]
     tiles = images if num_tiles is None else [int(count) for count in num_tiles]
     layout = find_layout(given, sum(images))
-    return _parts(given, layout, {"row": [1] * len(images), "image": images, "tile": tiles})
+    return _slice_inputs(given, layout, {"row": [1] * len(images), "image": images, "tile": tiles})
 
 
 def parts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> Parts:
@@ -78,7 +78,7 @@ def parts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> Parts:
         UnknownParts: the tokens do not tell with certainty.
     """
     layout = find_layout(given)
-    return _parts(given, layout, dict.fromkeys(("row", "image", "tile"), layout.count(given, is_image)))
+    return _slice_inputs(given, layout, dict.fromkeys(("row", "image", "tile"), layout.count(given, is_image)))
 
 
 def tiles_by_tokens(given: ImageInputs, num_images: Sequence[int], is_image: torch.Tensor) -> list[int] | None:
@@ -120,7 +120,7 @@ def find_layout(given: ImageInputs, images: int | None = None) -> Layout:
     return layout
 
 
-def _parts(given: ImageInputs, layout: Layout, counts: dict[Unit, list[int]]) -> Parts:
+def _slice_inputs(given: ImageInputs, layout: Layout, counts: dict[Unit, list[int]]) -> Parts:
     slices = {unit: _slices(of_rows) for unit, of_rows in counts.items()}
     if "patch" in layout.units.values():
         patches = given["image_grid_thw"].prod(-1).tolist()

@@ -63,8 +63,8 @@ def build_scoring_inputs(
         valid: per row, whether its tokens count; None: all do.
         pad_to_multiple_of: P and T are made multiples of it.
     """
-    prompt_ids, prompt_mask = _padded(prompts.ids, pad_token_id, "left", pad_to_multiple_of)
-    completions, completion_mask = _padded(completion_ids, pad_token_id, "right", pad_to_multiple_of)
+    prompt_ids, prompt_mask = pad_rows(prompts.ids, pad_token_id, "left", pad_to_multiple_of)
+    completions, completion_mask = pad_rows(completion_ids, pad_token_id, "right", pad_to_multiple_of)
     if valid is not None:
         completion_mask = completion_mask * torch.tensor(valid).unsqueeze(1)
     inputs: dict[str, Any] = {
@@ -78,7 +78,7 @@ def build_scoring_inputs(
         return inputs
     inputs["num_images"] = [len(images or ()) for images in prompts.images]
     for name in prompts.fields.keys() & TOKEN_TYPES:
-        types, _ = _padded(prompts.fields[name], 0, "left", pad_to_multiple_of)
+        types, _ = pad_rows(prompts.fields[name], 0, "left", pad_to_multiple_of)
         padding = (prompt_ids.size(1) - types.size(1), completions.size(1))
         inputs[name] = pad(types, padding)
     if images := image_tensors(prompts.fields):
@@ -138,11 +138,11 @@ def text_inputs(batch: Mapping[str, Any], prompts: Prompts, pad_token_id: int) -
     if (longest := max(map(len, prompts.ids))) > width:
         raise DataError(f"A prompt without its image has {longest} tokens, with it at most {width}: images add some.")
     other: dict[str, Any] = dict(batch)
-    ids, mask = _padded(prompts.ids, pad_token_id, "left", width)
+    ids, mask = pad_rows(prompts.ids, pad_token_id, "left", width)
     other |= {"prompt_ids": ids.to(batch["prompt_ids"]), "prompt_mask": mask.to(batch["prompt_mask"])}
     for name in TOKEN_TYPES:
         if batch.get(name) is not None:
-            types, _ = _padded(prompts.fields.get(name) or [[0]] * rows, 0, "left", width)
+            types, _ = pad_rows(prompts.fields.get(name) or [[0]] * rows, 0, "left", width)
             missing = batch[name].size(1) - width
             other[name] = pad(types, (0, missing)).to(batch[name])
     if given := image_inputs_of(batch):
@@ -207,10 +207,10 @@ def split_perturbed_pixels(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, "perturbed_pixel_values": [perturbed[part] for part in parts]}
 
 
-def _padded(
-    rows: Sequence[Sequence[int]], value: int, side: Literal["left", "right"], multiple: int | None
+def pad_rows(
+    rows: Sequence[Sequence[int]], value: int, side: Literal["left", "right"], multiple: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their mask, (N, S) each, S a multiple of `multiple`."""
+    """Return tokens and their mask, (N, S) each, padded on one side; S is a multiple of `multiple`."""
     ids = [torch.tensor(row, dtype=torch.long) for row in rows]
     padded = []
     for tokens, padding in ((ids, value), ([torch.ones_like(row) for row in ids], 0)):

@@ -18,7 +18,7 @@ from vgr_trl.efficiency.loss_mask import (
     group_by_length,
     scatter_back,
     score_only_tokens,
-    trim,
+    trim_inputs,
 )
 from vgr_trl.rollout import ConstructedTrainer, TrainingPass
 from vgr_trl.rows import OLD_LOGPS, valid_tokens
@@ -60,10 +60,10 @@ def training_pass(
     window = _window(trainer, model, loss_mask, inputs)
     cut = loss_mask if features["skip_padding"].enabled else None
     try:
-        part = trim(inputs, window, cut)
+        part = trim_inputs(inputs, window, cut)
     except DataError:  # whose pixels belong to which row is not known: none is left out
         window = replace(window, rows=list(range(len(loss_mask))))
-        part = trim(inputs, window, cut)
+        part = trim_inputs(inputs, window, cut)
     passed.loss_mask, passed.rows_run = loss_mask, len(window.rows)
     causal = causal_model(model)
     head = score_only_tokens(causal, base_of(causal), loss_mask[window.rows, : window.completion])

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from vgr_trl.pixels import IMAGE_INPUTS, PERTURBED, on_device, split_images, stack_images
-from vgr_trl.rows import TOKEN_TYPES
 from vgr_trl.sharing.model_support import replace_hidden_states
+from vgr_trl.sharing.prefix_forward import PER_TOKEN
 from vgr_trl.utils import patched_method
 
 
@@ -221,11 +221,10 @@ def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> It
         yield
 
 
-_PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
 _OF_IMAGES = {*IMAGE_INPUTS, "num_images", "num_tiles"}
 
 
-def trim(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tensor | None = None) -> dict[str, Any]:
+def trim_inputs(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tensor | None = None) -> dict[str, Any]:
     """Return the inputs of TRL's `_get_per_token_logps_and_entropies` for a part of its rows and columns.
 
     Args:
@@ -241,7 +240,7 @@ def trim(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tensor | No
     part = dict(inputs) | {"logits_to_keep": window.completion}
     every = len(window.rows) == len(ids)
     rows = slice(None) if every else on_device(window.rows, ids.device)
-    for name in _PER_TOKEN:
+    for name in PER_TOKEN:
         if inputs.get(name) is not None:
             part[name] = inputs[name][rows, columns]
     if loss_mask is not None:

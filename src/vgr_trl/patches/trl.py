@@ -146,7 +146,7 @@ def _in_messages(prompt: Any) -> list[Any]:
 # tests compare with TRL's own loss for all its types (tests/training/test_loss_terms.py).
 
 _PER_COMPLETION = ("grpo", "sapo")
-_PER_WINDOW = ("dapo", "cispo", "vespo")
+PER_WINDOW = ("dapo", "cispo", "vespo")  # losses that are divided by the tokens of the optimizer step
 
 
 def average_as_loss(
@@ -167,7 +167,7 @@ def average_as_loss(
         accumulation_steps: micro-batches of the current optimizer step.
     """
     total = (per_token * mask).sum()
-    if args.loss_type in _PER_WINDOW:
+    if args.loss_type in PER_WINDOW:
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / num_processes
         of_window: torch.Tensor = tokens * accumulation_steps / args.steps_per_generation
         return total / of_window

@@ -17,6 +17,7 @@ from trl.trainer import utils
 
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.loss import kl_penalty_reward
+from vgr_trl.measure import find_completion_maker
 from vgr_trl.options import unused_options
 from vgr_trl.rewards.attention import scale_by_accuracy
 from vgr_trl.rewards.groups import gather_groups, needed_columns
@@ -118,8 +119,7 @@ def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images:
     """Raise `ConfigError` for the first option that does not go with a trainer, a `filter_key` without reward too."""
     args = trainer.args
     estimator, aggregation = args.advantage_estimator, args.multi_objective_aggregation
-    makers = ("rollout_func", "tools", "environment_factories")
-    maker = next((name.removesuffix("_factories") for name in makers if getattr(trainer, name, None)), None)
+    maker = find_completion_maker(trainer)
     of_transformers = {} if trainer.use_vllm else args.generation_kwargs or {}
     unknown = [name for name in of_transformers if not hasattr(GenerationConfig(), name)]
     # The losses of parts of a micro-batch add up to its loss; those of bnpo, if they are weighed by their tokens.
