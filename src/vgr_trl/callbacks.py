@@ -64,7 +64,7 @@ class BarAndLines(StepLines, ProgressCallback):
 
 
 def print_lines(trainer: ConstructedTrainer) -> None:
-    """Let lines stand for the dictionaries that transformers prints; in a notebook its table stays."""
+    """Print one line a step instead of the dictionaries of transformers; in a notebook its table stays."""
     callbacks = trainer.callback_handler.callbacks
     ours = {PrinterCallback: StepLines, ProgressCallback: BarAndLines}
     callbacks[:] = [ours[type(each)]() if type(each) in ours else each for each in callbacks]
@@ -177,7 +177,7 @@ _GUARDED_EVENTS = ("on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_
 
 
 def guard_trackers(trainer: ConstructedTrainer) -> None:
-    """Let the trackers of `report_to` log by `metric_names`; one that fails in the run does not end it.
+    """Rename the metrics of the trackers of `report_to` by `metric_names`; a tracker that fails does not end the run.
 
     Raises, at the start of training:
         ConfigError: a tracker cannot be started.

@@ -25,7 +25,7 @@ WATCHED = (
 
 
 class CollapseSign(NamedTuple):
-    """What was observed, and what may help; `kind` is the same for the same sign at another step."""
+    """A sign of collapse, with remedies; `kind` is the same for the same sign at another step."""
 
     kind: str
     seen: str

@@ -34,7 +34,7 @@ PERTURBATIONS = (  # of this library
 
 @dataclass
 class PluginOptions:
-    """What is added from outside; docs/extending.md says how."""
+    """Plug-ins: signals, credit rules and perturbations of your own; see docs/extending.md."""
 
     # fmt: off
     credit_rules: list[str] | None = option(None, f"Rules that give tokens credit: {', '.join(RULES)}; vgpo, pgpo, "
@@ -47,7 +47,7 @@ class PluginOptions:
 
     @property
     def plugin_rules(self) -> list[str]:
-        """Those of `credit_rules` that are not of this library."""
+        """Return the credit rules that are plug-ins."""
         return [name for name in self.credit_rules or () if name not in RULES]
 
     def plugin_values(self, plugin: Any, name: str) -> Any:
@@ -117,7 +117,7 @@ class PluginOptions:
 
 @dataclass
 class MeasureOptions(PluginOptions):
-    """How much attention the generated tokens pay to the image and to the instruction."""
+    """Attention of the generated tokens to the image and to the instruction."""
 
     # fmt: off
     compute_attention_metrics: bool | None = option(None, "Log how attention is shared between image and instruction. "
@@ -161,7 +161,7 @@ def scoring_perturbations(args: Any) -> set[str]:
 
 @dataclass
 class PerturbationOptions(PluginOptions):
-    """How an image is perturbed to see which tokens depend on it."""
+    """Perturbation of images, to find the tokens that depend on them."""
 
     # fmt: off
     perturbation: str = option("blacken_patches", f"How images are perturbed: {', '.join(PERTURBATIONS)}, those of "
@@ -257,7 +257,7 @@ class NoisyOptions(PerturbationOptions):
 
     @property
     def noisy_perturbations(self) -> list[str]:
-        """What images are perturbed by for generation: one perturbation, or none."""
+        """Return the perturbation of images for generation: one or none."""
         return [self.noisy_perturbation] if self.noisy_generations else []
 
     def noise_left(self, step: int, total: int) -> float:
@@ -320,7 +320,7 @@ BLIND_PROMPT = (
 
 @dataclass
 class BlindOptions:
-    """How a question is asked again without its image (Vision-SR1, https://huggingface.co/papers/2508.19652)."""
+    """Blind answers: the question is asked again without its image (Vision-SR1, https://huggingface.co/papers/2508.19652)."""
 
     # fmt: off
     blind_tag: str = option("description", "Tag around the image's description in a completion.", needs="blind_answers")
@@ -339,7 +339,7 @@ ESTIMATORS = get_args(Estimator)
 
 @dataclass
 class GroupOptions:
-    """How completions of a prompt are compared, and what happens to zero-variance groups, which have no gradient."""
+    """Advantages within a group, and zero-variance groups, which have no gradient."""
 
     # fmt: off
     advantage_estimator: Estimator = option("grpo", "How completions of a prompt are compared.")
@@ -371,7 +371,7 @@ class GroupOptions:
 
 @dataclass
 class CreditOptions(PluginOptions):
-    """Which tokens get the advantage of their completion, and how much of it."""
+    """Token credit: the share of the advantage that each token gets."""
 
     # fmt: off
     token_weights: bool = option(False, "Weigh tokens by how much they look at the image (VGR per token).")
@@ -422,7 +422,7 @@ LEARNING_RATES = {"head": 1e-3, "model": 1e-5}  # of the critic
 
 @dataclass
 class CriticOptions:
-    """How the values of tokens are learned, which `advantage_estimator gae` compares rewards with."""
+    """Critic: values of tokens for `advantage_estimator gae`."""
 
     # fmt: off
     gamma: float = option(1.0, "Discount of advantage_estimator gae.", ge=0, le=1, needs="advantage_estimator=gae")
@@ -444,7 +444,7 @@ KLKind = Literal["kl", "abs", "mse", "low_var_kl", "full"]
 
 @dataclass
 class KLOptions:
-    """What keeps the policy near its reference; TRL's `beta` is another way to do so, and never goes with these."""
+    """KL to the reference model; TRL's `beta` is the alternative, and excludes these."""
 
     # fmt: off
     kl_coef: float = option(0.0, "Coefficient of the KL to the reference, besides TRL's beta; 0: none.", ge=0)
@@ -482,7 +482,7 @@ AutoOrOff = Literal["auto", "off"]
 
 @dataclass
 class EfficiencyOptions:
-    """What training passes leave out because it has no gradient.
+    """Work that training passes skip because it has no gradient.
 
     Each is `auto`: on wherever nothing but rounding changes, with one line at the start that says where and why not
     elsewhere; or `off`.
@@ -504,7 +504,7 @@ class EfficiencyOptions:
 
 @dataclass
 class EvaluateOptions:
-    """How completions are sampled in evaluations, where that differs from training.
+    """Sampling in evaluations, where it differs from training.
 
     Log-probabilities are those of `temperature` all the same.
     """
@@ -524,7 +524,7 @@ def _no_markdown(args: Any) -> str | None:
 
 @dataclass
 class ReportOptions:
-    """What is recorded of the rollouts, for `vgr-trl report` and for the eye."""
+    """Records of rollouts, for `vgr-trl report` and console logs."""
 
     # fmt: off
     rollout_log_steps: int = option(10, "Record completions in output_dir/rollouts every so many steps and in "

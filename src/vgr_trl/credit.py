@@ -482,7 +482,7 @@ class _Checked:
 
 @dataclass
 class AnchorOptions(_Checked):
-    """Which tokens are anchors."""
+    """Return the anchor tokens."""
 
     top_p_anchor_tokens: float = option(
         0.15, "Share of a completion's tokens that are kept as anchors, in (0, 1].", gt=0, le=1

@@ -98,7 +98,7 @@ def rewards_of(
 
 @dataclass(frozen=True)
 class Scores:
-    """What was measured on a set of questions; rates lie in [0, 1].
+    """Results on a set of questions; rates lie in [0, 1].
 
     `accuracy` and `format` are those of the greedy completion, `mean_at_k` and `format_sampled` means over the k
     sampled completions, `pass_at_k` the share of questions with at least one right among them (None for k = 0).

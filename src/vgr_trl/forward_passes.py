@@ -67,7 +67,7 @@ class ForwardPasses:
 
 
 def score_labelled_tokens(model: nn.Module) -> AbstractContextManager[None]:
-    """Let TRL's fused head skip padding, which it scores too where it has no Triton."""
+    """Skip padding in TRL's fused head, which scores it where there is no Triton."""
     causal = causal_model(model)
     base = base_of(causal)
     return nullcontext() if base is causal or is_compiled(model) else score_only_tokens(causal, base, None)
@@ -114,7 +114,7 @@ def refuse_nan(logps: torch.Tensor, mask: torch.Tensor, step: int) -> None:
 
 
 class DummyImage:
-    """Lets every process call the vision tower of a pass if one of them does, or leaves its images out.
+    """Runs the vision tower on a dummy image in processes without images, if another process has some.
 
     Engines expect all processes to use the same parameters: under ZeRO-3 and FSDP2 their parts are gathered by all,
     under ZeRO-2 and DDP with checkpointing the gradients are. A process that left the tower out would wait for the

@@ -1,4 +1,4 @@
-"""What is around TRL's generation: perturbed images for some completions, answers without an image, a server."""
+"""Wrappers around generation: noisy views, blind answers, vLLM errors."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -73,7 +73,7 @@ def generate(
 
 @contextmanager
 def use_eval_sampling(trainer: ConstructedTrainer) -> Iterator[None]:
-    """In this block completions are sampled with the options of the current mode, training or evaluation."""
+    """Sample completions with the options of the current mode, training or evaluation, in this block."""
     args = trainer.args
     given = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
     wanted = {name: value for name, value in given.items() if value is not None}
@@ -91,7 +91,7 @@ def use_eval_sampling(trainer: ConstructedTrainer) -> Iterator[None]:
 
 @contextmanager
 def sampled(trainer: ConstructedTrainer, wanted: Mapping[str, float]) -> Iterator[None]:
-    """In this block transformers samples with other values of its options; a temperature of 0 is greedy."""
+    """Override sampling options of transformers in this block; a temperature of 0 is greedy."""
     config = GenerationConfig(**_changed(trainer.generation_config.to_diff_dict(), wanted))
     options = _changed(trainer.generation_kwargs, wanted)
     with (
@@ -110,7 +110,7 @@ def _changed(options: dict[str, Any], wanted: Mapping[str, float]) -> dict[str, 
 
 @contextmanager
 def explain_server_errors(trainer: ConstructedTrainer) -> Iterator[None]:
-    """In this block answers of a server are read, and one that cannot be reached is an error that says what to do.
+    """Read the answers of a vLLM server in this block, and explain the error if it cannot be reached.
 
     TRL's client has then asked it again for about a minute.
 

@@ -177,7 +177,7 @@ def entropy_penalty(logps: torch.Tensor, mask: torch.Tensor, coefficient: float 
 
 
 class FullKL:
-    """Takes hidden states through the heads of two models, some positions at a time.
+    """Full KL between two models from their hidden states, a few positions at a time.
 
     Args:
         reference: None: the policy without its adapter, which must leave the head as it is.
@@ -234,12 +234,12 @@ PENALTY = kl_penalty_reward.__name__
 
 
 def enable_reference_model(owner: Any, args: "DAPOConfig") -> AbstractContextManager[None]:
-    """Let TRL build a reference, or score by it, in this block if a KL needs it: it does so where `beta` is not 0."""
+    """Set beta to 1 in this block if a KL needs the reference, so that TRL builds and scores it."""
     return patched_attribute(owner, "beta", 1.0) if args.kl_coef > 0 else nullcontext()
 
 
 class KLControl:
-    """Takes the KL of a run from its rewards, or adds it to its loss, and lets the coefficient follow.
+    """KL penalty of a run, in its rewards or its loss, with a fixed or adaptive coefficient.
 
     Attributes:
         penalises, in_loss: which of the two it does, if any.
@@ -321,7 +321,7 @@ class KLControl:
         return metrics
 
     def update(self) -> dict[str, float]:
-        """Let the coefficient follow the completions since the last update; return metrics."""
+        """Update the coefficient by the completions since the last update; return metrics."""
         metrics = {"kl/coefficient": self.controller.coefficient}
         if self._completions:
             self.controller.update(self._sum / self._completions, self._completions)

@@ -1,4 +1,4 @@
-"""What has to be measured of a rollout for these options, and the passes that measure it."""
+"""Plan the measurements of rollouts, and score completions and perturbed views for them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,7 +60,7 @@ _OF_IMAGES = ("attention", "similarity", "regions", "blind", *_LATE)
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured of every rollout batch.
+    """Measurements of every rollout batch.
 
     Attributes:
         needed: name of a measurement -> the first option, reward or rule that needs it. `shift` is how distributions

@@ -1,4 +1,4 @@
-"""What can be added from outside: signals, credit rules, perturbations, rewards and data sets, by name or path.
+"""Registries of plug-ins: signals, credit rules, perturbations, rewards and data sets, by name or path.
 
 A plug-in is a function. It is named by what it is registered as (here, or as an entry point of an installed package),
 by a dotted path, or by its file: `my_rules.py:my_rule`. What it reads and which options it has, `declares` says.

@@ -1,4 +1,4 @@
-"""What a rollout batch, and a micro-batch of it, have become so far: filled in by the hooks of the trainer."""
+"""Per-rollout and per-micro-batch state, which the trainer's hooks fill in."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -82,7 +82,7 @@ else:
 
 @dataclass
 class GroupSelection:
-    """Which groups of a rollout batch have a gradient; the same on all processes.
+    """Groups of a rollout batch that have a gradient; the same on all processes.
 
     Attributes:
         placement: of the batch.
@@ -109,12 +109,12 @@ class GroupSelection:
 
     @property
     def local_advantages(self) -> torch.Tensor:
-        """Those of this process, (N,)."""
+        """Advantages of this process, (N,)."""
         first = self.placement.process_index * self.placement.rows
         return self.advantages[first : first + self.placement.rows]
 
     def rows_with_gradient(self, replaced: Iterable[int] = ()) -> torch.Tensor:
-        """Which rows of this process have a gradient once others took the place of the groups `replaced`, (N,) bool."""
+        """Return the rows of this process with a gradient, (N,) bool, once the groups `replaced` have been replaced."""
         found = torch.ones(self.placement.rows, dtype=torch.bool)
         for group in set(self.dropped).difference(replaced):
             found[[row for row, _ in self.placement.here(group)]] = False
@@ -123,7 +123,7 @@ class GroupSelection:
 
 @dataclass
 class Noise:
-    """How completions of a rollout were sampled from perturbed images.
+    """Completions of a rollout that were sampled from perturbed images.
 
     Attributes:
         rows: of this process, whether each was.

@@ -444,7 +444,7 @@ Piece = TypeVar("Piece")
 
 @dataclass(frozen=True)
 class Placement:
-    """How the completions of a rollout batch lie on the processes.
+    """Placement of the completions of a rollout batch on the processes.
 
     All rows of all processes, one process after the other, are the completions of one prompt after the other. A group
     is spread over several processes where their rows are no multiple of G.

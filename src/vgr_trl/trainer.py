@@ -443,7 +443,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     @contextmanager
     def new_rollout(self, rows: list[dict[str, Any]], **options: Any) -> Iterator[Rollout]:
-        """In this block the hooks fill in a new rollout; one within another is a further round of it."""
+        """Open a new rollout for the hooks in this block; a nested one is a further round."""
         if not self._rollouts:
             self.vision_cache.clear()
         self._rollouts.append(Rollout(normalise_image_columns(rows), **options))

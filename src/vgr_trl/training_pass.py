@@ -111,7 +111,7 @@ def _loss_mask(trainer: ConstructedTrainer, batch: dict[str, Any]) -> torch.Tens
 
 
 def _extents(trainer: ConstructedTrainer, batch: dict[str, Any]) -> list[Extent]:
-    """What runs of each row of a batch of TRL."""
+    """Return the columns of each row of a batch that run."""
     rows, padding = trainer.features["skip_zero_advantage"].enabled, trainer.features["skip_padding"].enabled
     return extents_of(_loss_mask(trainer, batch), batch["prompt_mask"], rows=rows, padding=padding)
 

@@ -138,7 +138,7 @@ class Line(NamedTuple):
 
 @dataclass
 class Conversion:
-    """What a configuration becomes.
+    """Result of converting a configuration.
 
     Attributes:
         values: of all keys of EasyR1, stated or default.
@@ -587,7 +587,7 @@ def rollout(c: Conversion) -> None:
 
 
 def advantages(c: Conversion) -> None:
-    """How completions are compared."""
+    """Convert the advantage estimator."""
     key = "algorithm.adv_estimator"
     if c[key] == "reinforce_plus_plus":
         c.refuse(key, "EasyR1's has no baseline, ours of that name has the mean of the group: use rloo or grpo")
@@ -676,7 +676,7 @@ def filtering(c: Conversion) -> None:
 
 
 def run(c: Conversion) -> None:
-    """Where the run is saved and continued, and which trackers log it."""
+    """Convert checkpoints, resuming and trackers."""
     key, project = "trainer.save_checkpoint_path", c["trainer.project_name"]
     folder = c[key] or os.path.join("checkpoints", project, c["trainer.experiment_name"])
     c.set("output_dir", folder, key)

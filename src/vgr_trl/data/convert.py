@@ -66,7 +66,7 @@ FEATURES = Features(
 
 @dataclass(frozen=True)
 class Rules:
-    """How rows are converted.
+    """Rules for converting rows.
 
     Attributes:
         converter: of the set.
@@ -270,7 +270,7 @@ def encode_image(value: Any, root: Path, limits: ImageLimits) -> Encoded:
 
 @dataclass(frozen=True)
 class Output:
-    """Where and how rows are written: `SPLIT-00000.parquet`, … and `skipped.jsonl` in `folder`.
+    """Output of a conversion: `SPLIT-00000.parquet`, … and `skipped.jsonl` in `folder`.
 
     Attributes:
         identity: what the rows depend on, as JSON; a split that is finished with the same identity is not made again.

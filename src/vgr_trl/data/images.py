@@ -352,7 +352,7 @@ ANY_SIZE = ImageLimits(max_short_side=None)
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """How frames are taken from videos.
+    """Options for sampling frames from videos.
 
     Attributes:
         fps: frames per second of the video, above 0.

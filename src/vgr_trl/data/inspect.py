@@ -41,7 +41,7 @@ SUMMARY = Features(
 
 @dataclass
 class Findings:
-    """What a pass over the rows of a split has found.
+    """Findings of a pass over the rows of a split.
 
     Attributes:
         split: its name.
@@ -78,7 +78,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """How rows are inspected.
+    """Options for inspecting rows.
 
     Attributes:
         options: what a row must satisfy, as in training.

@@ -26,7 +26,7 @@ TEST_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a row.
+    """Facts about a row.
 
     Attributes:
         source: which set it is in.

@@ -1,4 +1,4 @@
-"""How a question is written down for the model."""
+"""Write questions as prompts for the model."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -159,7 +159,7 @@ class SystemTemplate:
 
 
 class QuestionTemplate(SystemTemplate):
-    """What the user says in place of the question alone, a Jinja2 template that knows it as `content` (and `problem`).
+    """User message as a Jinja2 template, with the question as `content` (and `problem`).
 
     There is no system prompt then. Args and errors are those of `SystemTemplate`.
     """

@@ -91,7 +91,7 @@ OnSkipped = Callable[["SkippedRow"], None] | None
 
 @dataclass(frozen=True)
 class RowOptions:
-    """What a row needs before it can be trained on.
+    """Requirements of a row to be trained on.
 
     Attributes:
         root: folder that relative paths of images and videos start from.

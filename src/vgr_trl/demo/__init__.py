@@ -1,4 +1,4 @@
-"""What runs with no download: a real vision-language model of a third of a million parameters, and drawn questions.
+"""Demo without a download: a real vision-language model of a third of a million parameters, and drawn questions.
 
 Read `demo.py`, the whole demo on one page, then `tiny_model.py`. `write_folder.py` leaves model and questions as files
 for other commands.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Options:
-    """Of one run; the seed drives questions, weights, order and sampling."""
+    """Settings of one run; the seed drives questions, weights, order and sampling."""
 
     seed: int = 0
     steps: int = 100

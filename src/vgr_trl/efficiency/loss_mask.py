@@ -1,4 +1,4 @@
-"""Which tokens of a micro-batch have a loss, and the smallest part of it that has them all."""
+"""Find the loss mask of a micro-batch, and the smallest window that contains it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Extent:
-    """What runs of a row by itself: columns of its prompt and of its completion, and whether it runs at all."""
+    """Columns of the prompt and of the completion of a row that run, and whether it runs at all."""
 
     prompt: int
     completion: int
@@ -178,7 +178,7 @@ def tokens_of(rows: Sequence[int], extents: Sequence[Extent], groups: Sequence[i
 
 @contextmanager
 def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> Iterator[None]:
-    """Let TRL's fused head score these tokens alone: all others have log-probability and entropy 0, and no gradient.
+    """Restrict TRL's fused head to these tokens; others get log-probability and entropy 0, and no gradient.
 
     TRL leaves out positions only where it has Triton, and scores all that have a label.
 

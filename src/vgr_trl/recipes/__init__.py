@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class About:
-    """What a recipe says of its method.
+    """Description of a recipe and its method.
 
     Attributes:
         method: its name, and what it does, in one line.

@@ -1,4 +1,4 @@
-"""What a model card says beyond TRL's: origin, rewards, the options that were on, and the papers to cite."""
+"""Extend TRL's model card with origin, rewards, the options that were on, and the papers to cite."""
 
 import re
 from collections.abc import Sequence

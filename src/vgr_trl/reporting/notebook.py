@@ -25,7 +25,7 @@ _TEMPLATE = Path(__file__).with_name("completion.html")
 
 
 class Quantity(NamedTuple):
-    """How a number per token is read: its name, what values below and above the middle mean, and whether it is a ratio.
+    """Legend of a number per token: its name, the meaning of low and high values, and whether it is a ratio.
 
     The middle of a ratio is 1, and twice as far as half; otherwise it is 0.
     """

@@ -51,7 +51,7 @@ Answers = tuple[list[dict[str, Any]], dict[str, str]]  # completions of a questi
 
 @dataclass(frozen=True)
 class Report:
-    """What was written: file, bytes, number of recorded steps in it, and per run what the reader has to know."""
+    """A written page: file, bytes, number of recorded steps, and notes for the reader of each run."""
 
     path: Path
     size: int

@@ -1,4 +1,4 @@
-"""How rewards come to a trainer: loaded by name or path, weighted by step, their results checked."""
+"""Load rewards by name or path, schedule their weights, and check their results."""
 
 import inspect
 import logging

@@ -21,7 +21,7 @@ _pool = cache(pool)
 
 @dataclass(frozen=True)
 class FileOptions:
-    """How reward files are called.
+    """Options for calling reward files.
 
     Args:
         form: `batch` or `sequential`; None: as `REWARD_TYPE` in the file says, else by the name of the parameter.

@@ -134,7 +134,7 @@ class AttentionProbe:
 
     @property
     def mass(self) -> AttentionMass:
-        """What was measured, (L, N, T), with the layers that have attention; `mask` counts every token as valid.
+        """Attention mass (L, N, T) of the layers that have attention; `mask` counts every token as valid.
 
         Raises:
             ConfigError: fewer rows have passed through the model than `masks` has.
@@ -377,7 +377,7 @@ class GenerationProbe:
 
     @property
     def mass(self) -> AttentionMass:
-        """Of the latest generation, (L, N, T) with T the longest completion; `mask` counts every token as valid.
+        """Attention mass of the latest generation, (L, N, T); `mask` counts every token as valid.
 
         Raises:
             ConfigError: nothing has been generated.

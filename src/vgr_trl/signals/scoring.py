@@ -176,7 +176,7 @@ def read_hidden_states(model: nn.Module, completion_length: int) -> Iterator[lis
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Which attention a scoring pass measures.
+    """Attention to be measured by a scoring pass.
 
     Attributes:
         vision_token_ids: placeholder tokens of images and videos.
@@ -201,7 +201,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class Want:
-    """What a scoring pass returns beside log-probabilities.
+    """Quantities to read off a scoring pass beside log-probabilities.
 
     Attributes:
         entropies: entropies of the distributions that tokens are drawn from.
@@ -218,7 +218,7 @@ class Want:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a scoring pass found for N completions of T tokens; None unless it was wanted.
+    """Result of a scoring pass over N completions of T tokens; a field is None unless it was wanted.
 
     Attributes:
         logps: (N, T), log-probabilities of the tokens.

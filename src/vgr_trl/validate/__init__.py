@@ -1,1 +1,1 @@
-"""What is checked and planned before the first generation: options, data, and what passes share and skip."""
+"""Checks and plans before the first generation: options, data, and work that passes share and skip."""

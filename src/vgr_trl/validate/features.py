@@ -1,4 +1,4 @@
-"""What passes share and skip, or why not: one function per feature."""
+"""Plan what passes share and skip: one function per feature returns why it is off."""
 
 from collections.abc import Mapping
 
@@ -316,7 +316,7 @@ def describe_sharing(features: Mapping[str, Feature], num_generations: int) -> s
 
 
 def announce(trainer: ConstructedTrainer) -> None:
-    """Let the main process log where prompts are computed once, and which options are risky or idle."""
+    """Log in the main process where prompts are shared, and which options are risky or have no effect."""
     if not trainer.accelerator.is_main_process:
         return
     args, features = trainer.args, trainer.features

@@ -49,7 +49,7 @@ _WITHOUT_MEANING = {
 
 @dataclass
 class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
-    """What is measured in the actor, and what becomes of it: options of this library, and of these integrations."""
+    """Options of signals and credit in the actor, of this library and of these integrations."""
 
     # fmt: off
     estimator: str = option("grpo", "Advantage estimator of verl or EasyR1 whose advantages are shaped.")
@@ -165,7 +165,7 @@ COLUMNS = ("vgr_vision", "vgr_instruction", "vgr_token", "vgr_dependency")  # in
 
 @dataclass
 class SignalContext:
-    """What estimators and losses of this library read beside the arguments of verl and EasyR1.
+    """State that our estimators and losses read beside the arguments of verl and EasyR1.
 
     Attributes:
         options: of the run.
@@ -218,7 +218,7 @@ _CONTEXT: ContextVar[SignalContext | None] = ContextVar("signal_context", defaul
 
 @contextmanager
 def set_signal_context(context: SignalContext) -> Iterator[SignalContext]:
-    """Let estimators and losses find the signals of a batch for the duration."""
+    """Make the signals of a batch available to estimators and losses in this block."""
     token = _CONTEXT.set(context)
     try:
         yield context

@@ -132,7 +132,7 @@ def token_vgr_weights(
 
 @dataclass(frozen=True)
 class Layout:
-    """How the N sequences of a micro-batch pass through the model.
+    """Layout in which the N sequences of a micro-batch pass through the model.
 
     Attributes:
         input_ids: (N, S), or packed (1, tokens of all rows).

@@ -143,7 +143,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         return packed_layout(ids[present], present.sum(1).tolist(), prompt.sum(1).tolist())
 
     def _of_responses(self, column: torch.Tensor, micro_batch: dict[str, Any]) -> torch.Tensor:
-        """What stands at the positions that emit the tokens of the responses, (N, T)."""
+        """Return the values at the positions that emit response tokens, (N, T)."""
         if self.config.padding_free:
             present = micro_batch["attention_mask"].bool().to(column.device)
             along = torch.full(present.shape, torch.nan, device=column.device)

@@ -64,7 +64,7 @@ NAME = "_custom_flash_attention_forward"
 
 @contextmanager
 def looked_up(model: Any) -> Iterator[None]:
-    """Let the layers of `model` look their attention up, whichever function they call."""
+    """Make the layers of `model` look up their attention function in the registry."""
     running: list[Any] = []
 
     def enter(module: Any, args: Any) -> None:
@@ -272,7 +272,7 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         return super()._val_metrics_update(data_sources, sample_uids, infos, *rest, **more)
 
     def _actor_context(self) -> dict[str, Any]:
-        """What the engine gets with a batch: options, and what only the processor knows."""
+        """Options and processor facts that the engine gets with a batch."""
         processor = self.processor if self.processor is not None else self.tokenizer
         return actor_context(self.signal_options, int(self.global_steps), processor)
 
