@@ -134,7 +134,7 @@ class FiniteUpdates(TrainerCallback):
         self._left_out, self._streak = False, 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the gradients away if any is not finite: optimizers pass over parameters without one."""
+        """Zero the gradients if any is non-finite; optimizers skip parameters without one."""
         finite = are_finite(value.grad for value in kwargs["model"].parameters())
         self._left_out = not self._accelerator.gather(finite.to(self._accelerator.device).view(1)).all()
         if self._left_out:

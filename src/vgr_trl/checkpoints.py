@@ -132,7 +132,7 @@ def save_share(state: dict[str, Any], folder: Path, process_index: int, num_proc
 
     Args:
         state: tensors, numbers, texts, lists and dictionaries.
-        kind: what it is the state of, a word.
+        kind: file prefix, for example "replay".
     """
     path = folder / SHARE.format(kind, process_index, num_processes)
     unfinished = path.with_suffix(".unfinished")
@@ -363,7 +363,7 @@ class ResumableTrainer(ConstructedTrainer):
     train_sampler: Any = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> TrainOutput:
-        """Add to TRL's: `True` and `latest` find the newest complete checkpoint; one that is not is refused.
+        """Train; `True` and `latest` resume from the newest complete checkpoint, and an incomplete one is refused.
 
         Raises:
             ConfigError: the checkpoint is not complete, or another run is training in the folder.
@@ -385,7 +385,7 @@ class ResumableTrainer(ConstructedTrainer):
         return self.train_sampler  # type: ignore[no-any-return]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Add to TRL's: the checkpoint is complete once all is written, and not before; a full disk is named."""
+        """Save a checkpoint, mark it complete once all is written, and explain a full disk."""
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         with complete_checkpoint(folder, self.accelerator, self.args.should_save):
             super()._save_checkpoint(model, trial)
@@ -398,7 +398,7 @@ class ResumableTrainer(ConstructedTrainer):
         save_place(self, Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Add to TRL's: what else is resumed; an optimizer of other weights is refused.
+        """Load the optimizer and our own state; refuse an optimizer of other weights.
 
         Raises:
             ConfigError: naming the checkpoint.
@@ -469,7 +469,7 @@ def load_trained(trainer: ResumableTrainer, checkpoint: str) -> None:
         trainer._load_from_checkpoint(checkpoint)
 
 
-# Where a run stands in its data: the order of the prompts, and the generation batch.
+# Data position: sampler order and rollout buffer
 
 GENERATION = "generation"
 ORDER = "order.json"

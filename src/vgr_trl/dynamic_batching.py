@@ -22,9 +22,6 @@ from vgr_trl.training_pass import _extents
 Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]  # TRL's `_compute_loss`
 
 
-# Dynamic batching: micro-batches in as many parts as a number of tokens needs, with the update of the whole
-
-
 def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[str, Any], compute: Loss) -> torch.Tensor:
     """Return the loss of a micro-batch, through which the gradient of its last part is still to come.
 

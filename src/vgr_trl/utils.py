@@ -54,7 +54,7 @@ def error_text(error: BaseException, most: int = 200) -> str:
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that a run does unless there is a reason not to; printed as "on", or "off" and why.
+    """A feature that is on unless `reason` is set; printed as "on", or "off" and why.
 
     Attributes:
         reason: why it is off; None: it is on.
@@ -402,7 +402,7 @@ def kill_workers(executor: ProcessPoolExecutor) -> None:
 
 
 def _belong_to_parent() -> None:
-    """End this process when the one that started it is killed, for then nobody sends it anything, not even an end.
+    """Exit with the parent process, or this worker hangs for ever.
 
     Signals are passed over by a function, since what this process starts would inherit that they are ignored.
     """

@@ -76,7 +76,8 @@ class DataArguments:
     choices_key: str | None = option(None, "Column of the options (else choices or options); none: there are none.")
     image_key: str | None = option(None, "Column of the images (else images or image); none: train on the text alone.")
     video_key: str | None = option(None, "Column of the videos (else videos or video); none: there are none.")
-    image_dir: str | None = option(None, "Folder that paths of images start from and stay in (else the data's).")
+    image_dir: str | None = option(None, "Root folder for relative image paths; paths may not leave it (else the "
+        "data's).")
     min_pixels: int | None = option(None, "Enlarge smaller images to this area.")
     max_pixels: int | None = option(None, "Reduce larger images to this area.")
     max_short_side: int | None = option(None, "Reduce images whose shorter side has more pixels; 0: none.")
@@ -85,8 +86,8 @@ class DataArguments:
     dataset_test_split: str = option("test", "Split to evaluate on.")
     dataset_streaming: bool = option(False, "Read rows as they are needed (max_steps is set).")
     test_dataset: str | None = option(None, "Hub name, folder or file to evaluate on, if not a split of the same data.")
-    max_train_rows: int | None = option(None, "Train on the first so many rows only.", ge=1)
-    max_test_rows: int | None = option(None, "Evaluate on the first so many rows only.", ge=1)
+    max_train_rows: int | None = option(None, "Use only the first N training rows.", ge=1)
+    max_test_rows: int | None = option(None, "Use only the first N evaluation rows.", ge=1)
     system_prompt_file: str | None = option(None, "File with the system prompt: a text, or a Jinja2 template with "
         "problem, choices, letters and source; an empty file, or none: no system prompt.")
     question_template_file: str | None = option(None, "Jinja2 template of what the user says, with the question as "
@@ -202,8 +203,8 @@ class EvaluationArguments(RewardFileArguments):
     max_completion_length: int = option(512, "In tokens.", ge=1)
     soft_punish_cache: int | None = option(None, "In tokens, of the reward length.")
     batch_size: int = option(16, "Questions per generation call.", ge=1)
-    blank_images: bool = option(False, "Replace images by grey: what is answered blindly?")
-    blind_baseline: bool = option(True, "Answer greedily with grey images too, for the column blind.")
+    blank_images: bool = option(False, "Replace images with grey to measure accuracy without vision.")
+    blind_baseline: bool = option(True, "Also answer greedily with grey images, for the column blind.")
     reward_funcs: list[str] = option([], "Rewards whose means are given too: names, dotted paths, files, as for train.")
     group_by: str | None = option(None, "Column by whose values scores are given too (else family or source); none.")
     seed: int = option(0, "Of sampling.")

@@ -372,8 +372,8 @@ def describe_run(
           if verbose else []),
         *([("at step 0", f"{before} completions of the data to evaluate on, with their rewards, for the report")]
           if checkpoint is None and is_recorded_before(trainer) else []),
-        ("steps", f"{total_steps(trainer)} of {per_step} completions; a rollout, {rollout}, serves "
-                  f"{steps_per_rollout(args):g}"),
+        ("steps", f"{total_steps(trainer)} steps of {per_step} completions; each rollout ({rollout}) is used for "
+                  f"{steps_per_rollout(args):g} steps"),
         ("output", f"{args.output_dir}, {saved}" + (f", continued from {checkpoint}" if checkpoint else "")),
     ]  # fmt: skip
 
@@ -382,14 +382,14 @@ def describe_processes(accelerator: Accelerator) -> str:
     """Return how many processes train, on how many machines, by which engine, and how they compute."""
     count, precision = accelerator.num_processes, accelerator.mixed_precision
     machines = count // int(os.environ.get("LOCAL_WORLD_SIZE", count))
-    where = f"{count} on {machines} machines" if machines > 1 else str(count)
-    engine = "DDP" if count > 1 else "alone"
+    where = f"{count} process{'es' * (count > 1)}" + f" on {machines} machines" * (machines > 1)
+    engine = "DDP, " if count > 1 else ""
     if (plugin := accelerator.state.deepspeed_plugin) is not None:
-        engine = f"DeepSpeed ZeRO-{plugin.zero_stage}"
+        engine = f"DeepSpeed ZeRO-{plugin.zero_stage}, "
     elif accelerator.distributed_type == DistributedType.FSDP:
-        engine = f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}"
-    computes = "no mixed precision" if precision == "no" else f"computes in {precision}"
-    return f"{where}, {engine}, on {accelerator.device.type}, {computes}"
+        engine = f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}, "
+    device = {"cpu": "CPU", "cuda": "GPU"}.get(accelerator.device.type, accelerator.device.type)
+    return f"{where}, {engine}{device}, {'no mixed precision' if precision == 'no' else precision}"
 
 
 def print_plan(rows: list[tuple[str, str]]) -> None:

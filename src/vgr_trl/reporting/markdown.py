@@ -236,8 +236,8 @@ def reached_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list[
     accuracy = [entry[name] for entry in history for _, name, _ in _STEP_LINE[1:3] if name in entry]
     if accuracy and max(accuracy) < 0.01:
         lines.append(
-            "Almost no answer was right, so accuracy taught nothing: look at completions in the report; another model "
-            "or --system_prompt_file may help."
+            "Accuracy stayed near 0, so the accuracy reward gave no learning signal: look at completions in the "
+            "report; another model or --system_prompt_file may help."
         )
     return lines
 

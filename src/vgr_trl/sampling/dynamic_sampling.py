@@ -83,7 +83,7 @@ class FurtherPrompts:
         return cls(ReadOnce(dataset) if is_repeatable(dataset) else dataset, seed)
 
     def begin(self, rows: Sequence[Mapping[str, Any]], placement: Placement) -> None:
-        """Note the prompts of a batch, which no further round draws again."""
+        """Exclude this batch's prompts from resampling."""
         firsts = [row for group in range(placement.num_groups) for row, place in placement.here(group) if place == 0]
         self._used = set(gather_object([prompt_key(rows[row]) for row in firsts]))
 

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     pass
 
 
-# Groups: the completions of one prompt, taken out of a rollout batch, and put into one
-
-
 @dataclass(frozen=True, eq=False)  # tensors do not compare to a bool
 class Group:
     """The G completions of one prompt, with all that training on them again takes.

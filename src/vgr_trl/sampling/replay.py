@@ -70,7 +70,7 @@ class ReplayBuffer:
         return sum(ages) / len(ages) if ages else 0.0
 
     def advance(self, step: int) -> None:
-        """Say that `step` is the global step; groups older than `max_age` leave."""
+        """Set the step; evict groups older than `max_age`."""
         self.step = step
         if self.max_age is not None:
             self._groups = [group for group in self._groups if step - group.step <= self.max_age]

@@ -51,7 +51,7 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
     """Check what TRL has constructed, and make prompts of its data.
 
     Raises:
-        UnsupportedTRLError: TRL cannot score on its device.
+        UnsupportedTRLError: TRL's fused head does not support this device.
         ConfigError: options differ between the processes, the adapter names modules that the model lacks, or the data
             have images that it cannot read.
         DataError: the data are not understood, or no row can be used.
