@@ -147,7 +147,6 @@ class Critic:
         if values is None:
             self.module.eval()
             values = trainer.score(scoring_inputs(batch), Want(), self.module, stage="values").logps
-        assert rollout.rewards is not None
         without_kl = rollout.rewards[:, :-1] if args.penalises_kl else rollout.rewards
         sums = weighted_sums(without_kl, trainer.reward_weights[: without_kl.size(1)])  # (N of all,)
         first = trainer.accelerator.process_index * len(mask)
@@ -160,7 +159,6 @@ class Critic:
 
     def estimate(self, rollout: Rollout) -> dict[str, float]:
         """Give a rollout advantages (N, T), whitened over what is trained on in all processes; return metrics."""
-        assert rollout.with_gradient is not None
         batch = dict(rollout.batch)
         advantages = batch.pop("token_advantages")
         mask = (

@@ -39,7 +39,7 @@ def generate(
         VLLMServerError: the server of vLLM does not answer.
     """
     model, measurement = trainer.model, trainer.measurement
-    first_turn = rollout is not None and rollout.prompts is None
+    first_turn = rollout is not None and not rollout.has("prompts")
     if rollout is not None and first_turn:
         if measurement.scoring and not trainer.use_vllm:  # scoring reads the pixels of generation where they are
             pixels = image_tensors(prompts.fields).get("pixel_values")
@@ -192,7 +192,6 @@ def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prom
         DataError: a perturbed image makes other tokens than the image itself.
     """
     args, prompts, state = trainer.args, rollout.prompts, trainer.state
-    assert prompts is not None
     if not args.noisy_generations or not trainer.model.training or rollout.greedy or rollout.blind:
         return prompts
     step = state.global_step + 1
@@ -208,7 +207,6 @@ def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prom
     trainer._log_completion_extra("noisy", noisy)
     if not any(noisy) or prompts.images is None:  # another process may have images
         return prompts
-    assert rollout.messages is not None
     perturb = partial(
         perturb_images,
         name=args.noisy_perturbation,
@@ -252,7 +250,7 @@ def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
             OLD_LOGPS: trainer.score(scoring_inputs(_batch_with_noisy_images(rollout, noise)), Want()).logps,
         }
     rollout.metrics |= {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
-    if rollout.rewards is not None and noise.generations:
+    if noise.generations:
         rewards = weighted_sums(rollout.rewards, trainer.reward_weights).nan_to_num()  # (N of all,)
         rows = noisy_rows(len(rewards), trainer.completions_per_prompt, noise.generations, 0)
         noisy = torch.tensor(rows, device=rewards.device)

@@ -290,7 +290,6 @@ class KLControl:
 
     def term(self, passed: "TrainingPass", mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics."""
-        assert passed.logps is not None
         mask, coefficient = mask.bool(), self.controller.coefficient
         if self.full is None:
             kl = self._kl(passed.logps, passed.inputs["ref_per_token_logps"], mask)
@@ -351,7 +350,6 @@ def auxiliary_loss(
     """Return the terms of a micro-batch that are no advantages, averaged as TRL averages its own loss, and metrics."""
     args, accelerator, totals = trainer.args, trainer.accelerator, Totals()
     mask, terms, metrics = valid_tokens(passed.inputs), list[torch.Tensor](), dict[str, float]()  # terms (N, T) each
-    assert passed.logps is not None
     if args.use_entropy_penalty:
         terms.append(entropy_penalty(passed.logps, mask, args.entropy_penalty_coef))
         totals.add_mean("entropy_penalty", terms[0].detach(), mask.bool())
@@ -380,7 +378,6 @@ def _perception_term(
 ) -> torch.Tensor:
     """The perception loss of every token (N, T), the one term that takes a further pass, through perturbed images."""
     args, inputs, logps = trainer.args, passed.inputs, passed.logps
-    assert logps is not None
     perturbed_logps = logps
     if args.uses_perception_loss:
         pixels = inputs.get("perturbed_pixel_values")

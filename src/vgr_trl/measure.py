@@ -229,7 +229,6 @@ def data_has_images(trainer: ConstructedTrainer) -> bool:
 def completion_inputs(trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, Any]:
     """Return the inputs of the scoring pass over a rollout whose batch TRL has not built yet."""
     end_tokens = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
-    assert rollout.prompts is not None
     return build_scoring_inputs(
         rollout.prompts,
         completion_ids,
@@ -366,7 +365,6 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
 def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, Any]:
     """Of the scoring of the rollout's rows with their images perturbed by `name`."""
     args, batch, rows = trainer.args, rollout.batch, len(rollout.batch["prompt_ids"])
-    assert rollout.messages is not None
     if name == REMOVE_IMAGE:
         prompts = trainer.tokenize([drop_images(prompt) for prompt in rollout.messages])
         return text_inputs(batch, prompts, trainer._tokenizer.pad_token_id)
@@ -395,7 +393,7 @@ def region_mask(trainer: ConstructedTrainer, rollout: Rollout, prompt_ids: torch
 
     A row without a box, or with several images, has none.
     """
-    if "regions" not in trainer.measurement.needed or rollout.messages is None:
+    if "regions" not in trainer.measurement.needed:
         return None
     vision_tokens = torch.tensor(trainer.measurement.vision_token_ids, device=prompt_ids.device)
     vision = torch.isin(prompt_ids, vision_tokens)  # (N, P)

@@ -138,11 +138,9 @@ class Noise:
     prompts: Prompts | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class Rollout:
-    """One rollout batch of this process, from its rows to its advantages.
-
-    TRL's hooks and what they call fill it in, about in the order of the attributes.
+    """One rollout batch of this process, in stages; the attributes of a stage are set once, when it is reached.
 
     Attributes:
         rows: of the data, one per completion.
@@ -150,52 +148,66 @@ class Rollout:
             batch is recorded in any process.
         greedy: whether there is one greedy completion per row, of which nothing is logged (ReMax).
         blind: whether questions are answered without their images, for rewards of another rollout.
+
+        Generated:
         messages: the prompts as conversations with their images.
         prompts: of the first generation of the batch, with their own images.
         noise: how some were perturbed for generation; None: they were not.
-        generated_mass: attention measured while generating.
-        scores: of the completions under the policy.
+        generated_mass: attention measured while generating; None: it was not.
+
+        Scored:
+        scores: of the completions under the policy; None: nothing needs them.
         reference: likewise under the reference model.
-        signals: of the completions.
-        kl_penalty: (N, T), at most 0 for most kinds: what the KL adds to the reward of each token.
-        perturbed_images: of each row, as they were perturbed for the dependency.
-        changes: of the log-probabilities when images are perturbed, (N, T).
+        signals: of the completions; later those of the groups that are trained on.
+
+        Rewarded:
         rewards: unweighted, of all processes, (N of all, number of functions).
         token_weights: that reward files have returned, by completion of this process; None without such a file.
-        batch: what TRL trains on.
+        kl_penalty: (N, T), at most 0 for most kinds: the KL in the reward of each token.
+        batch: TRL's training batch.
+        perturbed_images: of each row, as they were perturbed for the dependency.
+        changes: of the log-probabilities when images are perturbed, (N, T).
+
+        Selected:
         selection: which groups have a gradient.
         replaced: numbers of the groups whose place others have taken.
         with_gradient: rows with a gradient, (N,) bool.
-        metrics: of what was measured on perturbed images.
+        metrics: of the perturbed views.
     """
 
     rows: list[dict[str, Any]]
     recorded: tuple[int, ...] | None = None
     greedy: bool = False
     blind: bool = False
-    messages: list[Any] | None = None
-    prompts: Prompts | None = None
+    messages: list[Any] = field(init=False)
+    prompts: Prompts = field(init=False)
     noise: Noise | None = None
     generated_mass: AttentionMass | None = None
     scores: Scores | None = None
     reference: Scores | None = None
     signals: RolloutSignals | None = None
+    rewards: torch.Tensor = field(init=False)
+    token_weights: list[Any] | None = None
     kl_penalty: torch.Tensor | None = None
+    batch: dict[str, Any] = field(default_factory=dict)
     perturbed_images: list[list[Any]] | None = None
     changes: torch.Tensor | None = None
-    rewards: torch.Tensor | None = None
-    token_weights: list[Any] | None = None
-    batch: dict[str, Any] = field(default_factory=dict)
-    selection: GroupSelection | None = None
+    selection: GroupSelection = field(init=False)
     replaced: list[int] = field(default_factory=list)
-    with_gradient: torch.Tensor | None = None
+    with_gradient: torch.Tensor = field(init=False)
     metrics: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def groups(self) -> GroupSelection:
-        """The selection, once zero-variance groups have been found."""
-        assert self.selection is not None
-        return self.selection
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SET_ONCE and vars(self).get(name) is not None:
+            raise AttributeError(f"Rollout.{name} is set already: a stage of a rollout is reached once.")
+        super().__setattr__(name, value)
+
+    def has(self, name: str) -> bool:
+        """Return whether the stage that sets this attribute has been reached."""
+        return name in vars(self)
+
+
+_SET_ONCE = {"messages", "prompts", "scores", "reference", "rewards", "kl_penalty", "selection", "with_gradient"}
 
 
 @dataclass
@@ -205,7 +217,7 @@ class TrainingPass:
     Attributes:
         inputs: of the loss.
         model: that is trained on it, as the loss got it.
-        logps: (N, T) with gradients, of the first pass through the model; None before it.
+        logps: (N, T) with gradients, of the first pass through the model, which sets it.
         values: (N, T) with gradients, that a critic has read off that pass.
         hidden: (N, T', D) with gradients, of its positions that emit; T' is T but for columns without loss.
         loss_mask: (N, T) bool, the tokens whose log-probabilities the loss reads; None before the first pass.
@@ -214,7 +226,7 @@ class TrainingPass:
 
     inputs: dict[str, Any]
     model: nn.Module | None = None
-    logps: torch.Tensor | None = None
+    logps: torch.Tensor = field(init=False)
     values: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
     loss_mask: torch.Tensor | None = None

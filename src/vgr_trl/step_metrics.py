@@ -75,7 +75,6 @@ class StepMetrics:
             of_trl: TRL's metrics; the newest values of its means over valid tokens, to which tokens that were not
                 scored add 0, become means over tokens with loss, NaN where there is none.
         """
-        assert passed.logps is not None
         inputs, logps, mask = passed.inputs, passed.logps.detach(), valid_tokens(passed.inputs)  # (N, T)
         loss_mask = mask if passed.loss_mask is None else passed.loss_mask
         rows_run = len(mask) if passed.loss_mask is None else passed.rows_run

@@ -247,7 +247,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         """Keep the prompts, refuse prompts that name files, and return [] for rows without images among others."""
         refuse_files_in_prompts(prompts)
-        if self._rollout is not None and self._rollout.messages is None:
+        if self._rollout is not None and not self._rollout.has("messages"):
             self._rollout.messages = prompts
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         return prompt_ids, None if images is None else [row_images or [] for row_images in images], fields
@@ -389,7 +389,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         self._pass = passed = TrainingPass(inputs, model)
         try:
             loss = super()._compute_loss(model, inputs)
-            if passed.logps is None or not self.model.training:
+            if not hasattr(passed, "logps") or not self.model.training:
                 return loss
             self._log_metrics(self.step_metrics.measure(passed, self._metrics["train"]))
             terms, metrics = auxiliary_loss(self, passed)
@@ -583,7 +583,6 @@ def keep_returned_weights(trainer: DAPOTrainer, rollout: Rollout) -> None:
 
 def apply_token_credit(trainer: DAPOTrainer, rollout: Rollout) -> dict[str, float]:
     """Give a rollout advantages (N, T) instead of (N,) by the rules of credit; return metrics."""
-    assert rollout.with_gradient is not None
     signals = rollout.signals or build_unmeasured_signals(valid_tokens(rollout.batch).bool())
     rows, device = len(signals.mask), signals.mask.device
     first = trainer.accelerator.process_index * rows

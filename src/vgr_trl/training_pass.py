@@ -79,7 +79,7 @@ def training_pass(
         states = stack.enter_context(read_hidden_states(model, window.completion)) if keeps_hidden else []
         logps, entropies, aux_loss = plain(model, **part)
     logps = scatter_back(logps, window, loss_mask, passed.inputs.get(OLD_LOGPS))
-    if passed.logps is None:
+    if not hasattr(passed, "logps"):
         if (old := passed.inputs.get(OLD_LOGPS)) is not None:
             # TRL's `_compute_loss` reads the inputs only after its pass through the model, so what is completed here is
             # what it divides by; `tests/credit/test_trl_losses.py` fails if that changes. Later iterations read it too.

@@ -129,7 +129,6 @@ class RolloutRecorder:
         def decode(ids: list[int]) -> str:
             return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-        assert rollout.rewards is not None
         recorded = []
         for row in chosen:
             data, place = rollout.rows[row], first + row
@@ -208,7 +207,6 @@ class RolloutRecorder:
         with self._failures_logged():
             self._writer_at(record.step).add(record, dict(chain(*(item.thumbnails.items() for item in recorded))))
         with self._failures_logged():
-            assert rollout.rewards is not None
             names, weights = trainer.reward_func_names, trainer.reward_weights.cpu()
             self.logs.add(record, summary_of(rollout.rewards.cpu(), names, weights, trainer.newest_metrics()))
         if self.args.colorize_output:

@@ -34,7 +34,7 @@ def resample(
     DAPO (https://huggingface.co/papers/2503.14476) generates until the batch is full of groups with a gradient; here
     the number of rounds is limited.
     """
-    prompts, first = trainer.further_prompts, rounds[0].groups
+    prompts, first = trainer.further_prompts, rounds[0].selection
     assert prompts is not None
     missing, chosen, generated = list(first.dropped), dict[int, tuple[Rollout, int]](), 0
     if missing:

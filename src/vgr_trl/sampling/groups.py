@@ -178,7 +178,7 @@ def priority(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
 
 def cut_groups(rollout: Rollout, wanted: list[int], *, pad_token_id: int, step: int) -> list[Group]:
     """Return groups of a rollout whose groups have been selected; see `groups_from_batch`."""
-    selection = rollout.groups
+    selection = rollout.selection
     return groups_from_batch(
         rollout.batch,
         wanted,

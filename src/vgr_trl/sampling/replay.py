@@ -192,7 +192,7 @@ class Replay:
         Args:
             fresh: groups of further prompts, by their place in the batch.
         """
-        selection = rollout.groups
+        selection = rollout.selection
         size = selection.placement.num_generations
         values = (each.cpu().view(-1, size) for each in (selection.advantages, selection.task_rewards))
         admitted = self.buffer.admits(*values)

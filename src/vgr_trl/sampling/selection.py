@@ -91,12 +91,12 @@ def divide_by_one_deviation(
     Returns:
         the replayed groups.
     """
-    estimator, selections = trainer.args.advantage_estimator, [rollout.groups for rollout in rounds]
+    estimator, selections = trainer.args.advantage_estimator, [rollout.selection for rollout in rounds]
     first, size = selections[0], selections[0].placement.num_generations
     own = torch.ones(first.placement.num_groups, dtype=torch.bool, device=first.rewards.device)
     own[[*first.filtered, *chosen, *replayed]] = False
     rewards = [first.rewards.view(-1, size)[own].flatten()]
-    rewards += [source.groups.rewards.view(-1, size)[number] for source, number in chosen.values()]
+    rewards += [source.selection.rewards.view(-1, size)[number] for source, number in chosen.values()]
     if estimator == "grpo":
         rewards += [group.rewards.to(first.rewards) for group in replayed.values()]
     trained = torch.cat(rewards)

@@ -34,7 +34,6 @@ def find_zero_variance(
     args, accelerator, size = trainer.args, trainer.accelerator, int(trainer.args.num_generations or 1)
     rows = len(rollout.batch["prompt_ids"])
     placement = Placement(rows, size, accelerator.process_index, accelerator.num_processes)
-    assert rollout.rewards is not None
     rewards = weighted_sums(rollout.rewards, trainer.reward_weights)
     tasks = rollout.rewards[:, :-1] if args.penalises_kl else rollout.rewards
     task_rewards = weighted_sums(tasks, trainer.reward_weights[: tasks.size(1)])
@@ -85,7 +84,6 @@ def greedy_baseline(trainer: ConstructedTrainer, rollout: Rollout, placement: Pl
     most, first_row = max(map(len, firsts)), placement.process_index * placement.rows
     mine = [group * placement.num_generations - first_row for group in firsts[placement.process_index]]
     rows = mine + [0] * (most - len(mine))  # others generate too, so that all make the same collective calls
-    assert rollout.messages is not None
     rewards = trainer.greedy_rewards([rollout.rows[row] for row in rows], [rollout.messages[row] for row in rows])
     sums = weighted_sums(rewards, trainer.reward_weights).nan_to_num().view(placement.num_processes, most)
     return torch.cat([sums[process, : len(groups)] for process, groups in enumerate(firsts)])
