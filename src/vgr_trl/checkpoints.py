@@ -352,7 +352,7 @@ class ResumableTrainer(ConstructedTrainer):
     Attributes:
         resumed: what is saved and loaded beside weights, optimizer and the place in the data: objects with
             `save(folder)` and `load(folder)`, which every process calls.
-        replay: the replay buffer, if there is one, whose groups may wait for the first training pass over a batch.
+        replay: the replay buffer, if there is one.
         termination: the callback that takes SIGTERM.
         train_sampler: TRL's `RepeatSampler`, whose order a continued run takes up.
     """

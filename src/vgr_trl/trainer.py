@@ -365,9 +365,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             return training_pass(self, model, plain, inputs, batch_size, self._pass)
         rollout, is_policy = self._rollout, model is self.model and policy_is_active(model)
         if is_policy and rollout is not None:
-            if (
-                self.features["reuse_first_pass"].enabled and self.model.training
-            ):  # they come from the first training pass
+            if self.features["reuse_first_pass"].enabled and self.model.training:
+                # The first training pass gives them.
                 return torch.full((len(input_ids), logits_to_keep), torch.nan, device=input_ids.device), None, None
             if self.measurement.scoring:
                 scores = self._score_rollout(rollout, inputs)
