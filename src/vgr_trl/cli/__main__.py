@@ -18,15 +18,17 @@ from vgr_trl import __version__
 from vgr_trl.recipes import read_recipe, recipe_file, recipe_names
 from vgr_trl.utils import ConfigError, VGRError, is_disk_full
 
-LEGEND = """
+RECIPES_LEGEND = """
 passes: over the completions of a rollout, beside generation, without + with gradients. The attention metrics of a run
 with images share the first of them; where there is none they are one more (not with --compute_attention_metrics false).
 vgr-trl recipes NAME shows one, with departures and numbers; vgr-trl train --recipe NAME starts from it."""
 TEMPLATES = Path(__file__).parent / "templates"
-RENAMED = r"`\w*gradient_checkpointing\w*` is deprecated"  # by transformers 5.23, and TRL 1.16 calls it at every step
+DEPRECATION_PATTERN = (
+    r"`\w*gradient_checkpointing\w*` is deprecated"  # by transformers 5.23, and TRL 1.16 calls it at every step
+)
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
+def _make_parser(command: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"vgr-trl {command}", description=COMMANDS[command][0])
 
 
@@ -34,14 +36,14 @@ def demo(argv: Sequence[str]) -> int:
     """Warm-start a tiny vision-language model, train it, and return 0 if its accuracy on new questions rose."""
     from vgr_trl.demo import Options
 
-    parser = _parser("demo")
+    parser = _make_parser("demo")
     parser.add_argument("--seed", type=int, default=0, help="of questions, weights and sampling (default 0)")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"), help="run folder (default runs/demo)")
     parser.add_argument("--steps", type=int, default=Options.steps, help=f"of reinforcement (default {Options.steps})")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where it runs (default cpu)")
     flags = parser.parse_args(argv)
-    _say_what_loads("demo")
+    _announce_command("demo")
     from vgr_trl.cli.arguments import keep_offline
     from vgr_trl.cli.train import check_output_dir, write_identity
     from vgr_trl.demo.demo import run_demo
@@ -59,7 +61,7 @@ def quickstart(argv: Sequence[str]) -> int:
 
     Flags of `train` may follow, and win.
     """
-    parser = _parser("quickstart")
+    parser = _make_parser("quickstart")
     parser.usage = "vgr-trl quickstart DATA --model MODEL [--output_dir DIR] [flags of train]"
     parser.add_argument("data", help="a file (JSONL, JSON, CSV, Parquet), a folder, or a name on the hub")
     parser.add_argument("--model", help="a folder, or a name on the hub")
@@ -73,19 +75,19 @@ def quickstart(argv: Sequence[str]) -> int:
         )
     if Path(flags.data).suffix and not Path(flags.data).exists() and "/" not in flags.data:
         raise ConfigError(f"{flags.data} does not exist: give a file, a folder, or a name on the hub.")
-    _say_what_loads("quickstart")
+    _announce_command("quickstart")
     import torch
 
-    from vgr_trl.cli.arguments import option_of_source
+    from vgr_trl.cli.arguments import source_option
     from vgr_trl.cli.evaluate import count_parameters
-    from vgr_trl.cli.train import fitting_options
     from vgr_trl.cli.train import main as train
+    from vgr_trl.cli.train import suggest_options
 
     device, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if torch.cuda.is_available():
         device, memory = "cuda", torch.cuda.mem_get_info()[1]
-    options = {"model_name_or_path": flags.model, option_of_source(flags.data): flags.data}
-    options |= {"output_dir": str(flags.output_dir)} | fitting_options(count_parameters(flags.model), memory, device)
+    options = {"model_name_or_path": flags.model, source_option(flags.data): flags.data}
+    options |= {"output_dir": str(flags.output_dir)} | suggest_options(count_parameters(flags.model), memory, device)
     given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in more if word.startswith("--")}
     words = [word for name, value in options.items() if name not in given for word in (f"--{name}", value)]
     words += more
@@ -103,7 +105,7 @@ def report(argv: Sequence[str]) -> int:
     from vgr_trl.reporting.page import MEGABYTE, write_report
     from vgr_trl.utils import printable
 
-    parser = _parser("report")
+    parser = _make_parser("report")
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a run, or a file of `evaluate`"
     )
@@ -134,7 +136,7 @@ def report(argv: Sequence[str]) -> int:
 
 def recipes(argv: Sequence[str]) -> int:
     """List the recipes, or print the file of one."""
-    parser = _parser("recipes")
+    parser = _make_parser("recipes")
     parser.add_argument("name", nargs="?", help="print this recipe: its paper, departures, options and their numbers")
     name = parser.parse_args(argv).name
     if name is not None:
@@ -146,13 +148,13 @@ def recipes(argv: Sequence[str]) -> int:
         assert about is not None  # a test checks this for every recipe
         signals, passes = ", ".join(about.signals) or "no signal", " + ".join(map(str, about.passes))
         print(f"{name:<{width}}{about.method}\n{'':<{width}}{about.paper}; {signals}; {passes} passes")
-    print(LEGEND)
+    print(RECIPES_LEGEND)
     return 0
 
 
 def init(argv: Sequence[str]) -> int:
     """Write a commented YAML file; for a laptop also the model and the questions that it names, in `tiny_vlm`."""
-    parser = _parser("init")
+    parser = _make_parser("init")
     parser.add_argument("file", nargs="?", type=Path, default=Path("train.yaml"), help="to write (default train.yaml)")
     parser.add_argument("--laptop", action="store_true", help="for a CPU, with a tiny model and data (a minute or two)")
     flags = parser.parse_args(argv)
@@ -177,7 +179,7 @@ def init(argv: Sequence[str]) -> int:
 
 def env(argv: Sequence[str]) -> int:
     """Print the versions of packages, and the devices."""
-    _parser("env").parse_args(argv)
+    _make_parser("env").parse_args(argv)
     from trl.scripts.env import print_env
 
     print(f"vgr_trl {__version__}")
@@ -185,21 +187,24 @@ def env(argv: Sequence[str]) -> int:
     return 0
 
 
-def _say_what_loads(command: str) -> None:
+def _announce_command(command: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"vgr-trl {__version__}: {command}; loading torch, transformers and TRL", file=sys.stderr, flush=True)
 
 
-def _imported(name: str) -> Callable[[Sequence[str]], int]:
+def _import_command(name: str) -> Callable[[Sequence[str]], int]:
     return lambda argv: int(importlib.import_module(f"vgr_trl.cli.{name}").main(argv))
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "quickstart": ("from a file of questions to a trained model, an evaluation and a page", quickstart),
-    "train": ("train a vision-language model with DAPO (the script of `accelerate launch`)", _imported("train")),
-    "evaluate": ("measure accuracy, mean@k, pass@k and format of a model, without training", _imported("evaluate")),
+    "train": ("train a vision-language model with DAPO (the script of `accelerate launch`)", _import_command("train")),
+    "evaluate": (
+        "measure accuracy, mean@k, pass@k and format of a model, without training",
+        _import_command("evaluate"),
+    ),
     "report": ("make one page of HTML of a run, or of several: curves, completions, what they looked at", report),
-    "data": ("convert public question sets to one schema, merge and inspect them", _imported("data")),
+    "data": ("convert public question sets to one schema, merge and inspect them", _import_command("data")),
     "demo": ("train the embedded vision-language model and show accuracy before and after", demo),
     "recipes": ("list the methods that `train --recipe NAME` starts from, or show one", recipes),
     "init": ("write a commented YAML file for `vgr-trl train --config`", init),
@@ -227,12 +232,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name == "train" and rest in (["--help"], ["-h"]):  # at once, as the groups take seconds to load
                 print((TEMPLATES / "train_help.txt").read_text(encoding="utf-8"), end="", flush=True)
             else:
-                _say_what_loads(name)
+                _announce_command(name)
             from vgr_trl.cli.arguments import convert_flags
 
             name, rest = convert_flags(name, rest)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=RENAMED, category=FutureWarning)
+            warnings.filterwarnings("ignore", message=DEPRECATION_PATTERN, category=FutureWarning)
             return COMMANDS[name][1](rest)
     except VGRError as error:
         print(f"vgr-trl {name}: {error}", file=sys.stderr)

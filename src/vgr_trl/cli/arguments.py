@@ -44,7 +44,7 @@ from vgr_trl.rewards.loading import load_rewards
 from vgr_trl.rewards.reward_files import FileOptions, ScoredFile
 from vgr_trl.utils import ConfigError, VGRError, error_text, naming_torchvision, parse_yaml
 
-SOURCES = ("dataset_name", "dataset_config", "dataset_path", "data_files")
+DATA_SOURCES = ("dataset_name", "dataset_config", "dataset_path", "data_files")
 
 
 # fmt: off
@@ -215,13 +215,13 @@ class EvaluationArguments(RewardFileArguments):
         check_options(self)
 
 
-OF_TRAINING = frozenset(  # options
+TRAINING_OPTIONS = frozenset(  # options
     option.name for group in (RunArguments, RewardArguments, DAPOConfig, ModelConfig) for option in fields(group)
 )
 
 
 @contextmanager
-def one_sentence() -> Iterator[None]:
+def raise_config_errors() -> Iterator[None]:
     """Turn what the libraries below raise for bad input, before any work is done, into a `ConfigError`."""
     try:
         yield
@@ -232,15 +232,15 @@ def one_sentence() -> Iterator[None]:
 
 
 # The options of TRL that most runs set: `--help training` lists them, `--help others` the rest.
-COMMON = (
+COMMON_OPTIONS = (
     "model_name_or_path", "dtype", "attn_implementation", "use_peft", "lora_r", "lora_alpha", "lora_target_modules",
     "load_in_4bit", "output_dir", "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_steps", "seed",
     "bf16", "use_cpu", "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations",
     "max_completion_length", "temperature", "reward_weights", "use_vllm", "vllm_mode", "save_steps", "eval_strategy",
     "eval_steps", "report_to",
 )  # fmt: skip
-RARE = "others"  # the stage of TRL's options that are seldom set
-ON_ONE_PAGE = 4  # stages whose options are shown at once
+OTHER_STAGE = "others"  # the stage of TRL's options that are seldom set
+MAX_STAGES_ON_A_PAGE = 4  # stages whose options are shown at once
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {"train": {"logging_steps": 1}}  # of a command, not of its dataclasses
 
 
@@ -260,7 +260,7 @@ class _Help(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if isinstance(values, str) and values not in parser.stages:
             raise ConfigError(f"There is no stage {values} in the help: give one of {', '.join(parser.stages)}.")
-        if not (self.const or values) and len(parser.stages) > ON_ONE_PAGE:
+        if not (self.const or values) and len(parser.stages) > MAX_STAGES_ON_A_PAGE:
             print("\nOptions, by group:")
             for name, group in parser.stages.items():
                 title = shorten(str(group.title).rpartition(" [")[0], 72, placeholder=" …")
@@ -308,7 +308,8 @@ class _Parser(HfArgumentParser):
                     stage = re.sub("(Options|Arguments|Config)$", "", base.__name__).lower()
                     title = re.split(r"[;:(]|\.?\n|\.$", base.__doc__ or stage)[0].strip()
                 else:
-                    stage, title = ("training", "Training") if name in COMMON else (RARE, "TRL and transformers")
+                    is_common = name in COMMON_OPTIONS
+                    stage, title = ("training", "Training") if is_common else (OTHER_STAGE, "TRL and transformers")
                 section = self.stages.get(stage) or self.add_argument_group(f"{title} [{stage}]")
                 self.stages[stage], each.type = section, hints[name]
                 self._parse_dataclass_field(section, each)  # type: ignore[arg-type]
@@ -324,7 +325,7 @@ class _Parser(HfArgumentParser):
         message = re.sub(r"^argument (?:-\w/)?(--\w+)[^:]*", r"\1", message)
         raise ConfigError(f"{message}; {self.prog} --help describes the flags.")
 
-    def words_for(self, values: Mapping[str, Any]) -> list[str]:
+    def to_words(self, values: Mapping[str, Any]) -> list[str]:
         """Return the words of a command line that give the values of a file; what none can give becomes a default."""
         words = []
         for name, value in values.items():
@@ -366,12 +367,12 @@ def parse(
         if flag is None:
             raise ConfigError(f"{rest[0]!r} stands among the flags but belongs to none: take it out, or quote it.")
         raise ConfigError(f"There is no flag {flag}.{did_you_mean(flag, parser._option_string_actions)}")
-    values = {} if given.config is None else _read(Path(given.config), parser.options, ignored)
+    values = {} if given.config is None else _read_config_file(Path(given.config), parser.options, ignored)
     recipe = getattr(given, "recipe", None) or values.get("recipe")
     if recipe is not None:
-        values = _checked(load_recipe(str(recipe)), f"The recipe {recipe}", parser.options) | values
+        values = _check_names(load_recipe(str(recipe)), f"The recipe {recipe}", parser.options) | values
     stated = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    words = parser.words_for({name: value for name, value in values.items() if name not in stated})
+    words = parser.to_words({name: value for name, value in values.items() if name not in stated})
     try:
         *filled, _ = parser.parse_args_into_dataclasses([*words, *argv], look_for_args_file=False)
     except VGRError:
@@ -381,7 +382,7 @@ def parse(
     return tuple(filled)
 
 
-def _read(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
+def _read_config_file(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
     """Return the options in the file of `--config`, and set its environment variables (`env`)."""
     try:
         values = parse_yaml(file.read_text(encoding="utf-8-sig"))
@@ -394,10 +395,10 @@ def _read(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[
     if left_out:
         left_out += ["reward_funcs"] * ("reward_funcs" in values)
         print(f"Without effect here: {', '.join(left_out)}.", file=sys.stderr)
-    return _checked({name: value for name, value in values.items() if name not in left_out}, str(file), known)
+    return _check_names({name: value for name, value in values.items() if name not in left_out}, str(file), known)
 
 
-def _checked(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
+def _check_names(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
     for name, value in values.items():
         if name not in known:
             raise ConfigError(f"{where} has {name}, which is not an option.{did_you_mean(str(name), known)}")
@@ -406,7 +407,7 @@ def _checked(values: dict[str, Any], where: str, known: Collection[str]) -> dict
     return values
 
 
-def _without(words: Sequence[str], names: Collection[str]) -> list[str]:
+def _drop_flags(words: Sequence[str], names: Collection[str]) -> list[str]:
     """A command line without the flags of these names and what stands behind them; they are named."""
     kept, left_out, is_left_out = [], [], False
     for word in words:
@@ -433,7 +434,7 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
         return command, list(argv)
     found = convert(given, int(os.environ.get("WORLD_SIZE", "1")))
     if os.environ.get("RANK", "0") == "0":
-        print(found.table(), flush=True)
+        print(found.format_table(), flush=True)
     flags = {word.partition("=")[0] for word in kept}
     evaluates = command == "evaluate" or bool(found["trainer.val_only"])
     found.check("--ignore_unknown_keys" in flags, "--reward_funcs" in flags, evaluates)
@@ -444,7 +445,7 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
         known = {each.name for group in (DataArguments, EvaluationArguments) for each in fields(group)}
         options = {name: value for name, value in found.evaluation_options().items() if name in known}
         kept = [word for word in kept if word != "--ignore_unknown_keys"]
-        command, kept = "evaluate", kept if command == "evaluate" else _without(kept, OF_TRAINING - known)
+        command, kept = "evaluate", kept if command == "evaluate" else _drop_flags(kept, TRAINING_OPTIONS - known)
     words = []
     for name, value in options.items():
         items = value if isinstance(value, list) else [value]
@@ -452,17 +453,17 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
     return command, [*words, *kept]
 
 
-def system_prompt_of(arguments: DataArguments) -> str | SystemTemplate | None:
+def load_system_prompt(arguments: DataArguments) -> str | SystemTemplate | None:
     """Return the system prompt that the flags name: a file's, or the standard one in their language."""
     if (path := arguments.question_template_file) is not None:
-        return QuestionTemplate(_text_of("question_template_file", path), f"question_template_file {path}")
+        return QuestionTemplate(_read_text("question_template_file", path), f"question_template_file {path}")
     if (path := arguments.system_prompt_file) is None:
         return SYSTEM_PROMPTS[arguments.prompt_language or "en"]
-    text = "" if path == "none" else _text_of("system_prompt_file", path)
+    text = "" if path == "none" else _read_text("system_prompt_file", path)
     return SystemTemplate(text, f"system_prompt_file {path}") if text else None
 
 
-def _text_of(option: str, path: str) -> str:
+def _read_text(option: str, path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -474,13 +475,13 @@ def evaluation_source(arguments: DataArguments) -> DataArguments:
     test = arguments.test_dataset
     if test is None:
         return arguments
-    source: dict[str, Any] = dict.fromkeys((*SOURCES, "test_dataset"))
-    kind = option_of_source(test)
+    source: dict[str, Any] = dict.fromkeys((*DATA_SOURCES, "test_dataset"))
+    kind = source_option(test)
     source[kind] = f"{arguments.dataset_test_split}={test}" if kind == "data_files" else test
     return replace(arguments, **source)
 
 
-def option_of_source(name: str) -> str:
+def source_option(name: str) -> str:
     """Return the option that takes `name`: a folder, a file, or else a data set on the hub."""
     path = Path(name)
     is_file = path.is_file() or path.suffix.lower() in BUILDERS
@@ -496,7 +497,7 @@ def keep_offline(*names: str | None) -> None:
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS, constants.HF_HUB_DISABLE_TELEMETRY = False, True
 
 
-def source_of(data: DataArguments) -> str:
+def source_name(data: DataArguments) -> str:
     """Return what names the data: a name on the hub, a folder or files."""
     return str(data.dataset_name or data.dataset_path or data.data_files)
 
@@ -514,12 +515,12 @@ def load_rows(
     Raises:
         ConfigError, DataError: an option or the data cannot be used.
     """
-    streaming, source = arguments.dataset_streaming, {name: getattr(arguments, name) for name in SOURCES}
+    streaming, source = arguments.dataset_streaming, {name: getattr(arguments, name) for name in DATA_SOURCES}
     dataset = load_split(split, streaming=streaming, with_folders=arguments.image_dir is None, **source)
     if limit is not None:
         dataset = dataset.take(limit if streaming else min(limit, len(dataset)))
     keys = keys_of(**vars(arguments))
-    with readable(source_of(arguments), "the data"):  # damage in a stream is found only now
+    with readable(source_name(arguments), "the data"):  # damage in a stream is found only now
         if processor is not None and set(keys.video) & set(dataset.column_names or ()):
             refuse_single_image_models(processor())
         return prepare_rows(
@@ -527,7 +528,7 @@ def load_rows(
             split=split,
             keys=keys,
             root=image_root(arguments, split),
-            system_prompt=system_prompt_of(arguments),
+            system_prompt=load_system_prompt(arguments),
             videos=VideoOptions(arguments.video_fps, arguments.max_video_frames),
             special=None if processor is None else special_tokens(processor()),
             images=arguments.image_limits(),
@@ -568,7 +569,7 @@ def require_model(name: str) -> None:
     raise ConfigError(f"There is no model folder {name}{hint}{f' (from the hub: {why})' if why else ''}")
 
 
-def adapter_of(name: str, revision: str | None) -> PeftConfig | None:
+def load_adapter_config(name: str, revision: str | None) -> PeftConfig | None:
     """Return the configuration of a LoRA adapter, None for a whole model."""
     with naming_model(name):
         is_adapter = find_adapter_config_file(name, revision=revision) is not None
@@ -584,7 +585,7 @@ def load_processor(name: str, revision: str | None = None, trust_remote_code: bo
     Raises:
         ConfigError: there is none, or it needs torchvision, which is missing.
     """
-    adapter, files = adapter_of(name, revision), ("processor_config.json", "tokenizer_config.json")
+    adapter, files = load_adapter_config(name, revision), ("processor_config.json", "tokenizer_config.json")
     if adapter is not None and not any((Path(name) / file).exists() for file in files):
         name, revision = str(adapter.base_model_name_or_path), adapter.revision
     with naming_torchvision(name), naming_model(name):

@@ -42,10 +42,10 @@ from vgr_trl.cli.arguments import (
     keep_offline,
     load_processor,
     load_rows,
-    one_sentence,
     parse,
+    raise_config_errors,
     require_model,
-    source_of,
+    source_name,
 )
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.load import MEANT, parse_data_files, readable
@@ -73,16 +73,16 @@ from vgr_trl.validate import reads_boxes
 RUN_FILE = "run.json"
 METRICS = "metrics.json"
 FIRST_ROWS = 16  # of a stream, which show whether it has images
-SHOWN = "learning_rate", "temperature", "max_completion_length", "loss_type", "beta", "use_vllm", "seed"
-SHOWN_IF_VERBOSE = (
+PLAN_OPTIONS = "learning_rate", "temperature", "max_completion_length", "loss_type", "beta", "use_vllm", "seed"
+VERBOSE_PLAN_OPTIONS = (
     "loss_type", "epsilon", "epsilon_high", "beta", "learning_rate", "lr_scheduler_type", "warmup_steps",
     "temperature", "max_completion_length", "num_iterations", "scale_rewards", "importance_sampling_level",
     "mask_truncated_completions", "use_vllm", "bf16", "gradient_checkpointing", "seed",
 )  # fmt: skip
 OWN_OPTIONS = tuple(option.name for option in fields(DAPOConfig) if option.name not in GRPOConfig.__dataclass_fields__)
-PROMPTS = 3  # of a dry run
-TINY = 1e8  # parameters below which a model learns at the rate of the demo
-LARGE = 40e9  # bytes beside the weights in which eight completions of 512 tokens and their images have room
+DRY_RUN_PROMPTS = 3  # of a dry run
+TINY_MODEL_PARAMETERS = 1e8  # parameters below which a model learns at the rate of the demo
+LARGE_FREE_MEMORY = 40e9  # bytes beside the weights in which eight completions of 512 tokens and their images have room
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,10 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     config.disable_tqdm = True  # lines of steps, and no bar
     build = partial(build_trainer, data, rewards, config, model)
     if how.dry_run:
-        with one_sentence():
-            dry_run(config, source_of(data), build, how.verbose)
+        with raise_config_errors():
+            dry_run(config, source_name(data), build, how.verbose)
         return 0
-    trainer = train(data, config, identity_of(data, rewards, config, model), build, how.verbose)
+    trainer = train(data, config, run_identity(data, rewards, config, model), build, how.verbose)
     return EXIT_STATUS if trainer.termination.stopped else 0
 
 
@@ -124,9 +124,9 @@ def train(
     output_dir, resume = Path(config.output_dir or "trainer_output"), resume_mode(config.resume_from_checkpoint)
     check_output_dir(output_dir, identity, resume)
     checkpoint = resolve_checkpoint(resume, output_dir)
-    with one_sentence():
+    with raise_config_errors():
         trainer = build()
-    trainer.data_source = source_of(data)
+    trainer.data_source = source_name(data)
     metrics_file, steps, is_main = output_dir / METRICS, total_steps(trainer), trainer.accelerator.is_main_process
     is_trained = only_lacks_its_model(trainer, checkpoint, steps, metrics_file)  # metrics are written last
     if not is_trained:
@@ -134,14 +134,14 @@ def train(
     trainer.add_callback(RecordBefore(trainer))
     if is_main:
         write_identity(output_dir, identity)
-        print_plan(describe_run(trainer, source_of(data), checkpoint, verbose))
+        print_plan(describe_run(trainer, source_name(data), checkpoint, verbose))
     trainer.accelerator.wait_for_everyone()  # all have looked for the metrics
     if is_trained:
         load_trained(trainer, str(checkpoint))
     else:
         metrics_file.unlink(missing_ok=True)
         try:
-            with readable(source_of(data), "the data") if data.dataset_streaming else nullcontext():
+            with readable(source_name(data), "the data") if data.dataset_streaming else nullcontext():
                 trainer.train(resume_from_checkpoint=checkpoint)
         except KeyboardInterrupt as interrupted:
             raise KeyboardInterrupt(how_to_go_on(output_dir)) from interrupted
@@ -159,7 +159,7 @@ def train(
             metrics = final_metrics(trainer)
             if is_main:
                 write_atomic(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
-                evaluated = f"{_rows(trainer.eval_dataset)} of {source_of(evaluation_source(data))}"
+                evaluated = f"{_count_rows(trainer.eval_dataset)} of {source_name(evaluation_source(data))}"
                 print(*reached_lines(trainer.state.log_history, evaluated), sep="\n")
                 print(f"Model, metrics and completions are in {output_dir}. Next: vgr-trl report {output_dir}")
     trainer.accelerator.wait_for_everyone()
@@ -196,8 +196,8 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
     if data.dataset_streaming:
         config.shuffle_dataset = False  # TRL's buffer would hold a thousand rows with decoded images
     load_test = partial(load, evaluation_source(data), limit=data.max_test_rows)
-    rows, test_rows, skipped_tests, note = rows_to_evaluate(data, config, rows, load_test)
-    notes = [note, unscaled_attention(reward_funcs, config), _unused_adapter_options(model)]
+    rows, test_rows, skipped_tests, note = load_evaluation_rows(data, config, rows, load_test)
+    notes = [note, attention_scale_warning(reward_funcs, config), _adapter_options_warning(model)]
     if is_main:
         for sentence in filter(None, notes):
             print(sentence, file=sys.stderr)
@@ -216,7 +216,7 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
     )
 
 
-def rows_to_evaluate(
+def load_evaluation_rows(
     data: DataArguments, config: DAPOConfig, train_rows: Any, load: Callable[[str], tuple[Any, list[SkippedRow]]]
 ) -> tuple[Any, Any, list[SkippedRow], str | None]:
     """Return rows to train and to evaluate on, those left out of the latter, and a sentence about it for the start.
@@ -247,7 +247,7 @@ def rows_to_evaluate(
     return kept, test_rows, [], note
 
 
-def unscaled_attention(functions: list[Any], config: DAPOConfig) -> str | None:
+def attention_scale_warning(functions: list[Any], config: DAPOConfig) -> str | None:
     """Return what was measured about an attention reward that counts where accuracy does not differ."""
     if config.attention_reward_scale == "accuracy" or not any(reward in ATTENTION_REWARDS for reward in functions):
         return None
@@ -257,7 +257,7 @@ def unscaled_attention(functions: list[Any], config: DAPOConfig) -> str | None:
     )
 
 
-def _unused_adapter_options(model: ModelConfig) -> str | None:
+def _adapter_options_warning(model: ModelConfig) -> str | None:
     unused = [name for name in changed_options(model) if name.startswith(("lora_", "use_rslora", "use_dora"))]
     if model.use_peft or not unused:
         return None
@@ -277,7 +277,7 @@ def separate_lora_modules(model: ModelConfig) -> None:
         model.lora_target_modules = names
 
 
-def identity_of(
+def run_identity(
     data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig
 ) -> dict[str, Any]:
     """Return what must be the same for a run to be continued."""
@@ -360,13 +360,14 @@ def describe_run(
     return [
         ("model", f"{model.config._name_or_path or type(model).__name__} ({type(model).__name__}), trains {trained}"),
         ("processes", describe_processes(trainer.accelerator)),
-        ("data", f"{source}: {_rows(trainer.train_dataset)} to train on, {_rows(trainer.eval_dataset)} to evaluate on"),
-        ("rewards", _rewards(trainer)),
-        ("options", _values(args, SHOWN_IF_VERBOSE if verbose else SHOWN)),
-        *([("on", _values(args, switched_on))] if switched_on else []),
+        ("data", f"{source}: {_count_rows(trainer.train_dataset)} to train on, "
+                 f"{_count_rows(trainer.eval_dataset)} to evaluate on"),
+        ("rewards", _format_rewards(trainer)),
+        ("options", _format_options(args, VERBOSE_PLAN_OPTIONS if verbose else PLAN_OPTIONS)),
+        *([("on", _format_options(args, switched_on))] if switched_on else []),
         *([("step", f"{step} completions"), ("passes", describe_features(trainer.features)),
            ("images", str(trainer.vision_cache)),
-           *[("without effect", f"{_values(args, [name])} because {why}") for name, why in idle.items()]]
+           *[("without effect", f"{_format_options(args, [name])} because {why}") for name, why in idle.items()]]
           if verbose else []),
         *([("at step 0", f"{before} completions of the data to evaluate on, with their rewards, for the report")]
           if checkpoint is None and is_recorded_before(trainer) else []),
@@ -405,19 +406,19 @@ def total_steps(trainer: DAPOTrainer) -> int:
     return trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
 
 
-def _rows(dataset: Any) -> str:
+def _count_rows(dataset: Any) -> str:
     if isinstance(dataset, dict):
-        return " + ".join(f"{name} {_rows(part)}" for name, part in dataset.items())
+        return " + ".join(f"{name} {_count_rows(part)}" for name, part in dataset.items())
     return "none" if dataset is None else f"{len(dataset):,} rows" if hasattr(dataset, "__len__") else "a stream"
 
 
-def _rewards(trainer: DAPOTrainer) -> str:
+def _format_rewards(trainer: DAPOTrainer) -> str:
     early: Sequence[float | None] = trainer.args.early_reward_weights or [None] * len(trainer.reward_func_names)
     weights = zip(trainer.reward_func_names, trainer.reward_weights.tolist(), early, strict=True)
     return ", ".join(f"{name} x {late:g}{'' if one is None else f' (early {one:g})'}" for name, late, one in weights)
 
 
-def _values(args: DAPOConfig, names: Iterable[str]) -> str:
+def _format_options(args: DAPOConfig, names: Iterable[str]) -> str:
     return ", ".join(f"{name}={getattr(getattr(args, name), 'value', getattr(args, name))}" for name in names)
 
 
@@ -436,7 +437,7 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], v
     """
     whole = copy(config)
     with tempfile.TemporaryDirectory(prefix="vgr_trl_dry_run_") as folder:
-        _make_small(config, folder)
+        _shrink_config(config, folder)
         trainer = build()
         trainer.remove_callback(PrinterCallback)
         trainer.args.eval_strategy = "no"
@@ -469,24 +470,24 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], v
           "completions")  # fmt: skip
 
 
-def _make_small(config: DAPOConfig, folder: str) -> None:
+def _shrink_config(config: DAPOConfig, folder: str) -> None:
     """Change the options to one step with a few whole groups, recorded in `folder` and nowhere else."""
     batch, group = config.per_device_train_batch_size * config.world_size, config.num_generations or 1
     whole = [parts for parts in range(1, (config.steps_per_generation or 1) + 1) if batch * parts % group == 0]
-    enough = [parts for parts in whole if batch * parts >= PROMPTS * group]
+    enough = [parts for parts in whole if batch * parts >= DRY_RUN_PROMPTS * group]
     parts = (enough or whole[-1:] or [config.steps_per_generation or 1])[0]
     config.steps_per_generation = config.gradient_accumulation_steps = parts
     config.generation_batch_size = batch * parts
     config.num_iterations, config.max_steps = 1, 1
     config.output_dir, config.report_to, config.push_to_hub = folder, [], False
     config.save_strategy, config.load_best_model_at_end, config.logging_steps = "no", False, 1
-    config.rollout_log_steps, config.rollout_log_samples = 1, 2 * PROMPTS
+    config.rollout_log_steps, config.rollout_log_samples = 1, 2 * DRY_RUN_PROMPTS
     config.markdown_logs = config.log_completions = config.colorize_output = False
     config.rollout_log_path = config.eval_log_path = None
     config.attention_diag_log_path = config.token_weights_log_path = None
 
 
-def fitting_options(parameters: float, memory: float, device: str) -> dict[str, str]:
+def suggest_options(parameters: float, memory: float, device: str) -> dict[str, str]:
     """Return options with which a first training of a model takes minutes, or up to an hour on a GPU, and fits.
 
     Args:
@@ -497,7 +498,7 @@ def fitting_options(parameters: float, memory: float, device: str) -> dict[str, 
     Raises:
         ConfigError: the model alone takes most of the memory.
     """
-    on_cpu, is_tiny = device == "cpu", parameters < TINY
+    on_cpu, is_tiny = device == "cpu", parameters < TINY_MODEL_PARAMETERS
     adapts = 16 * parameters > memory / 2  # weights, gradients and two moments in float32, and as much for activations
     weights = parameters * (4 if on_cpu or not adapts else 2)
     if weights > 0.7 * memory:
@@ -506,7 +507,10 @@ def fitting_options(parameters: float, memory: float, device: str) -> dict[str, 
             f"{memory / 2**30:.0f} GiB: choose a smaller model."
         )
     free = memory - weights * (1 if adapts else 4)
-    batch, steps = 64 if is_tiny else 8 if free > LARGE else 4 if free > LARGE / 4 else 2, 80 if on_cpu else 100
+    batch, steps = (
+        64 if is_tiny else 8 if free > LARGE_FREE_MEMORY else 4 if free > LARGE_FREE_MEMORY / 4 else 2,
+        80 if on_cpu else 100,
+    )
     fitting: dict[str, Any] = {
         "dtype": "bfloat16" if adapts and not on_cpu else "float32", "max_completion_length": 64 if on_cpu else 512,
         "learning_rate": "3e-4" if is_tiny else "1e-5" if adapts else "1e-6", "max_pixels": 1_000_000,
