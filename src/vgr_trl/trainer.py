@@ -46,7 +46,7 @@ from vgr_trl.patches.trl import (
     with_causal_completions,
 )
 from vgr_trl.patches.vllm import forget_with_new_weights, plan_vllm_images
-from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, rewards_of
+from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.groups import WholeGroups
@@ -427,7 +427,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     ) -> None:
         """Add to TRL's: tags, rewards, the options that were on, and the papers to cite."""
         own = [tags] if isinstance(tags, str) else tags or []
-        super().create_model_card(model_name, dataset_name, [*own, *method_tags(self.args, rewards_of(self))])
+        super().create_model_card(model_name, dataset_name, [*own, *method_tags(self.args, user_rewards(self))])
         if self.is_world_process_zero():
             extend_card(self, model_name, dataset_name or self.data_source)
 

@@ -28,7 +28,7 @@ from vgr_trl.cli.arguments import (
 from vgr_trl.data.prompts import as_parts
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
-from vgr_trl.reporting.recorder import images_of_row
+from vgr_trl.reporting.recorder import read_row_images
 from vgr_trl.utils import ConfigError
 
 EVALUATE_OPTIONS = ("num_samples", "temperature", "max_completion_length", "batch_size", "blank_images", "seed")
@@ -85,7 +85,7 @@ def evaluate_models(data: DataArguments, options: EvaluationArguments) -> dict[s
 
 def _report_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `vgr-trl report` shows of a question: its text, and thumbnails of its images in base64."""
-    pictures, thumbnails, _ = images_of_row(row, [])
+    pictures, thumbnails, _ = read_row_images(row, [])
     parts = [part for turn in row["prompt"] if turn["role"] != "system" for part in as_parts(turn["content"])]
     return {
         "prompt": "\n".join(part.get("text") or f"<{part['type']}>" for part in parts),

@@ -54,8 +54,8 @@ from vgr_trl.data.read_row import FLAGS
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.options import changed_options
 from vgr_trl.patches.distributed import close_group_at_exit, let_gloo_finish
-from vgr_trl.reporting.markdown import duration, print_record, reached_lines
-from vgr_trl.reporting.recorder import RecordBefore, is_recorded_before
+from vgr_trl.reporting.markdown import format_duration, print_record, progress_lines
+from vgr_trl.reporting.recorder import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import read_run, refuse_unwritable
 from vgr_trl.rewards.attention import ATTENTION_REWARDS
 from vgr_trl.rewards.loading import hardened, reads_solution
@@ -131,7 +131,7 @@ def train(
     is_trained = only_lacks_its_model(trainer, checkpoint, steps, metrics_file)  # metrics are written last
     if not is_trained:
         refuse_finished(checkpoint, steps)
-    trainer.add_callback(RecordBefore(trainer))
+    trainer.add_callback(RecordBeforeTraining(trainer))
     if is_main:
         write_identity(output_dir, identity)
         print_plan(describe_run(trainer, source_name(data), checkpoint, verbose))
@@ -160,7 +160,7 @@ def train(
             if is_main:
                 write_atomic(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
                 evaluated = f"{_count_rows(trainer.eval_dataset)} of {source_name(evaluation_source(data))}"
-                print(*reached_lines(trainer.state.log_history, evaluated), sep="\n")
+                print(*progress_lines(trainer.state.log_history, evaluated), sep="\n")
                 print(f"Model, metrics and completions are in {output_dir}. Next: vgr-trl report {output_dir}")
     trainer.accelerator.wait_for_everyone()
     let_gloo_finish()
@@ -370,7 +370,7 @@ def describe_run(
            *[("without effect", f"{_format_options(args, [name])} because {why}") for name, why in idle.items()]]
           if verbose else []),
         *([("at step 0", f"{before} completions of the data to evaluate on, with their rewards, for the report")]
-          if checkpoint is None and is_recorded_before(trainer) else []),
+          if checkpoint is None and needs_record_before_training(trainer) else []),
         ("steps", f"{total_steps(trainer)} of {per_step} completions; a rollout, {rollout}, serves "
                   f"{steps_per_rollout(args):g}"),
         ("output", f"{args.output_dir}, {saved}" + (f", continued from {checkpoint}" if checkpoint else "")),
@@ -466,7 +466,7 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], v
     # An upper bound: the small step also chooses kernels and takes memory.
     print(f"measured: {small} completions of at most {config.max_completion_length} tokens in {seconds:.1f} s, "
           f"memory {peak / 2**30:.2f} GiB per process ({where})\n"
-          f"total: at most about {duration(steps * per_step * seconds / small)} for {steps} steps of {per_step} "
+          f"total: at most about {format_duration(steps * per_step * seconds / small)} for {steps} steps of {per_step} "
           "completions")  # fmt: skip
 
 

@@ -30,8 +30,8 @@ from vgr_trl.data.prompts import LETTERS, build_prompt
 from vgr_trl.demo import Options
 from vgr_trl.demo.tiny_model import EOS, build_tiny_vlm
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
-from vgr_trl.reporting.markdown import reached_lines
-from vgr_trl.reporting.recorder import RecordBefore
+from vgr_trl.reporting.markdown import progress_lines
+from vgr_trl.reporting.recorder import RecordBeforeTraining
 from vgr_trl.rewards.simple import accuracy_reward, think_format_reward
 from vgr_trl.trainer import DAPOTrainer
 
@@ -371,7 +371,7 @@ def reinforce(
     )
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(ReinforceBar())
-    trainer.add_callback(RecordBefore(trainer))
+    trainer.add_callback(RecordBeforeTraining(trainer))
     trainer.train()
     trainer.save_model(str(output_dir))
     trainer.save_state()
@@ -442,7 +442,7 @@ def run_demo(options: Options, output_dir: Path, questions: Questions | None = N
     (output_dir / "metrics.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     print(f"On {len(questions.test)} held-out questions, of which the report shows none:")
     print_scores(results)
-    print(*reached_lines(history, f"{RECORDED} validation questions"), sep="\n")
+    print(*progress_lines(history, f"{RECORDED} validation questions"), sep="\n")
     first, last = (f"{result.mean_at_k or 0:.3f}" for result in results.values())
     verdict = f"{'rose' if rose else 'did not rise'}: {first} → {last}"
     print(f"In {seconds:.0f} s sampled accuracy on {len(questions.test)} new questions {verdict}.")

@@ -15,12 +15,14 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from vgr_trl.reporting.records import Completion, Record, as_json
+from vgr_trl.reporting.records import Completion, Record, to_json_value
 from vgr_trl.utils import append_atomic, printable
 
-FOLDER = "training_logs"
-REACHED = 10  # steps whose mean is where a training begins, and where it ends
-FULL = b"\n\nThis file has reached rollout_log_max_megabytes: `vgr-trl report` shows the completions that came later.\n"
+LOG_FOLDER = "training_logs"
+MEAN_LOGS = 10  # steps whose mean is where a training begins, and where it ends
+FILE_FULL_NOTE = (
+    b"\n\nThis file has reached rollout_log_max_megabytes: `vgr-trl report` shows the completions that came later.\n"
+)
 
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # what CommonMark lets a backslash precede
 _COLUMNS = {
@@ -29,7 +31,7 @@ _COLUMNS = {
 }  # fmt: skip
 # From little to much of the image, distinguishable by readers who do not see red and green alike (viridis, light half).
 _SHADES = ("#8a8a8a", "#3b8ac4", "#21a5a5", "#5ec962", "#fde725")
-_STEP_LINE = (  # heading, name under which trainers log it (of EasyR1's reward files: reward/…), format
+_STEP_QUANTITIES = (  # heading, name under which trainers log it (of EasyR1's reward files: reward/…), format
     ("reward", "reward", "{:.3f}"),
     ("accuracy", "rewards/accuracy_reward/mean", "{:.3f}"),
     ("accuracy", "reward/accuracy", "{:.3f}"),
@@ -84,7 +86,7 @@ class MarkdownLogs:
         ):
             self.paths[title] = getattr(options, option)
             if self.paths[title] is None and options.markdown_logs and default:
-                self.paths[title] = Path(options.output_dir, FOLDER, f"{default}_{started}.md")
+                self.paths[title] = Path(options.output_dir, LOG_FOLDER, f"{default}_{started}.md")
         if options.token_weights and options.rollout_log_path and options.token_weights_log_path is None:
             self.paths["Token weights"] = Path(options.rollout_log_path).with_name("token_weights.md")
 
@@ -92,10 +94,10 @@ class MarkdownLogs:
         """Append a section to each file that is wanted."""
         lengths = self.options.prompt_preview_length, self.options.completion_preview_length
         title = "Rollouts" if record.mode == "train" else "Evaluations"
-        self._append(title, sections().rollouts(record, summary, *lengths))
-        self._append("Attention", sections().attention(record, summary))
+        self._append(title, load_sections().rollouts(record, summary, *lengths))
+        self._append("Attention", load_sections().attention(record, summary))
         if record.mode == "train":
-            self._append("Token weights", sections().token_weights(record, summary))
+            self._append("Token weights", load_sections().token_weights(record, summary))
 
     def _append(self, title: str, section: str) -> None:
         if (path := self.paths[title]) is None:
@@ -103,27 +105,29 @@ class MarkdownLogs:
         file, data = Path(path), printable(section).encode("utf-8", "replace")
         size, most = file.stat().st_size if file.exists() else 0, self.options.rollout_log_max_megabytes * 1e6
         if size < most:
-            append_atomic(file, data + FULL if size + len(data) >= most else data, head=f"# {title}\n\n".encode())
+            append_atomic(
+                file, data + FILE_FULL_NOTE if size + len(data) >= most else data, head=f"# {title}\n\n".encode()
+            )
 
 
-def fenced(text: str, language: str = "text") -> str:
+def code_block(text: str, language: str = "text") -> str:
     """Return a fenced block of code with `text` in it, whose fence is longer than any in the text."""
     fence = "`" * (1 + max((len(run) for run in re.findall("`{3,}", text)), default=2))
     return f"{fence}{language}\n{text}\n{fence}\n"
 
 
-def fenced_json(value: Any) -> str:
+def json_block(value: Any) -> str:
     """Return a fenced block of JSON with a line for each item of a list or dictionary, numbers as in records."""
-    value = as_json(value)
+    value = to_json_value(value)
     if isinstance(value, dict):
         lines = [f"{json.dumps(name)}: {json.dumps(item, ensure_ascii=False)}" for name, item in value.items()]
     else:
         lines = [json.dumps(item, ensure_ascii=False) for item in value]
     start, end = "{}" if isinstance(value, dict) else "[]"
-    return fenced("\n".join([start, ",\n".join(lines), end]), "json")
+    return code_block("\n".join([start, ",\n".join(lines), end]), "json")
 
 
-def inline(text: str) -> str:
+def escape_inline(text: str) -> str:
     """Return `text` for a heading or the cell of a table: on one line, with all punctuation escaped."""
     return _PUNCTUATION.sub(r"\\\1", " ".join(text.split()))
 
@@ -135,22 +139,22 @@ def preview(text: str, length: int | None) -> str:
     return f"{text[:length]}\n[… {len(text) - length} more characters]"
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Return a number with four significant digits, a dash for None and NaN."""
     return "–" if value is None or value != value else f"{value:.4g}"
 
 
-def share_of_weights(record: Record, sign: int) -> float | None:
+def weight_share(record: Record, sign: int) -> float | None:
     """Return which share of the recorded token weights lie above 1 (`sign` 1), or below (-1); None without any."""
     weights = [weight for item in record.completions for weight in item.weights or [] if weight is not None]
     return sum(sign * (weight - 1) > 0 for weight in weights) / len(weights) if weights else None
 
 
 @cache
-def sections() -> Any:
+def load_sections() -> Any:
     """Return the functions of `sections.md`: rollouts, attention and token_weights of a record and its summary."""
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
-    for function in (fenced, fenced_json, inline, preview, number, share_of_weights):
+    for function in (code_block, json_block, escape_inline, preview, format_number, weight_share):
         environment.filters[function.__name__] = function
     source = Path(__file__).with_name("sections.md").read_text(encoding="utf-8")
     return environment.from_string(source, {"columns": _COLUMNS, "zip": zip}).module
@@ -170,10 +174,10 @@ def print_record(record: Record, console: Console | None = None, prompt_length: 
         body.append(f"{printable(preview(item.prompt.strip(), prompt_length))}\n", style="dim")
         for token, shade in zip(item.tokens, token_shades(item), strict=True):
             body.append(printable(token), style=shade)
-        rewards = ", ".join(f"{printable(name)} {number(value)}" for name, value in item.rewards.items())
+        rewards = ", ".join(f"{printable(name)} {format_number(value)}" for name, value in item.rewards.items())
         mark, style = marks[item.correct]
         body.append(f"\n{mark} ", style=style)
-        body.append(f"{rewards}, advantage {number(item.advantage)}")
+        body.append(f"{rewards}, advantage {format_number(item.advantage)}")
         console.print(Panel(body, title=f"step {record.step}, prompt {item.group}", title_align="left"))
 
 
@@ -199,21 +203,23 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
     if "frac_reward_zero_std" in logs:
         logs = {"sampling/nonzero_variance_fraction": 1 - logs["frac_reward_zero_std"], **logs}
     parts = [f"step {step:>{len(str(total))}}/{total}"]
-    for heading, name, form in _STEP_LINE:
+    for heading, name, form in _STEP_QUANTITIES:
         if (value := logs.get(name)) is not None:
             parts.append(f"{heading} {form.format(value)}")
     if seconds_per_step is not None:
-        parts += [f"{seconds_per_step:.1f} s/step", f"{duration((total - step) * seconds_per_step)} left"]
+        parts += [f"{seconds_per_step:.1f} s/step", f"{format_duration((total - step) * seconds_per_step)} left"]
     return "  ".join(parts)
 
 
 def evaluation_line(step: int, logs: Mapping[str, float]) -> str:
     """Return one line on what the trainer logged of an evaluation: step, reward, accuracy."""
-    shown = [f"{heading} {logs[f'eval_{name}']:.3f}" for heading, name, _ in _STEP_LINE[:3] if f"eval_{name}" in logs]
+    shown = [
+        f"{heading} {logs[f'eval_{name}']:.3f}" for heading, name, _ in _STEP_QUANTITIES[:3] if f"eval_{name}" in logs
+    ]
     return f"evaluation at step {step}  {'  '.join(shown)}"
 
 
-def reached_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list[str]:
+def progress_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list[str]:
     """Return lines with reward and accuracy at the beginning and at the end, of training and of evaluations.
 
     Args:
@@ -223,9 +229,9 @@ def reached_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list[
     lines = []
     for title, prefix in (("training", ""), ("evaluation", "eval_")):
         logs = [entry for entry in history if f"{prefix}reward" in entry]
-        few = 1 if prefix else min(REACHED, (len(logs) + 1) // 2)
+        few = 1 if prefix else min(MEAN_LOGS, (len(logs) + 1) // 2)
         parts = []
-        for heading, name, _ in _STEP_LINE[:3]:
+        for heading, name, _ in _STEP_QUANTITIES[:3]:
             if values := [entry[prefix + name] for entry in logs if prefix + name in entry]:
                 ends = [fmean(values[:few]), fmean(values[-few:])][len(values) == 1 :]
                 parts.append(f"{heading} {' → '.join(f'{end:.3f}' for end in ends)}")
@@ -233,7 +239,7 @@ def reached_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list[
             which = f"on {evaluated}" if prefix else f"in the first and last {few} of {len(logs)} logs"
             steps = " to ".join(str(entry["step"]) for entry in logs[:: max(1, len(logs) - 1)])
             lines.append(f"{title:<12}{', '.join(parts)} {which}, step {steps}")
-    accuracy = [entry[name] for entry in history for _, name, _ in _STEP_LINE[1:3] if name in entry]
+    accuracy = [entry[name] for entry in history for _, name, _ in _STEP_QUANTITIES[1:3] if name in entry]
     if accuracy and max(accuracy) < 0.01:
         lines.append(
             "Almost no answer was right, so accuracy taught nothing: look at completions in the report; another model "
@@ -242,7 +248,7 @@ def reached_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list[
     return lines
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a time as people say it: 45 s, 12 min, 3 h 05."""
     if seconds < 90:
         return f"{seconds:.0f} s"

@@ -16,11 +16,11 @@ from vgr_trl.utils import ConfigError, printable
 Colour = tuple[int, int, int]
 
 # Blue and orange, which colour-blind readers can tell apart, both light enough for black text.
-LOW: Colour = (67, 147, 195)
-MIDDLE: Colour = (247, 247, 247)
-HIGH: Colour = (224, 130, 20)
-WIDTH = 224  # pixels of the longer side of an image
-DARKEST = 0.8  # opacity over a cell without attention
+LOW_COLOUR: Colour = (67, 147, 195)
+MIDDLE_COLOUR: Colour = (247, 247, 247)
+HIGH_COLOUR: Colour = (224, 130, 20)
+IMAGE_SIDE = 224  # pixels of the longer side of an image
+MAX_OPACITY = 0.8  # opacity over a cell without attention
 _TEMPLATE = Path(__file__).with_name("completion.html")
 
 
@@ -80,34 +80,38 @@ def show_completion(
         raise ConfigError(f"token is {token}, and the completion has {count} tokens: give one in [{-count}, {count}).")
     quantity, values = QUANTITIES[color_by], getattr(completion, color_by) or [None] * count
     tokens = [
-        (_visible(text), _number(value), None if place is None else colour_at(place))
-        for text, value, place in zip(completion.tokens, values, positions(values, quantity.is_ratio), strict=True)
+        (_mark_line_ends(text), _format_number(value), None if place is None else position_colour(place))
+        for text, value, place in zip(
+            completion.tokens, values, colour_positions(values, quantity.is_ratio), strict=True
+        )
     ]
     known = [value for value in values if value is not None]
-    html = _template().render(
-        prompt=_visible(completion.prompt),
-        solution=None if completion.solution is None else _visible(completion.solution),
-        reward=_number(completion.reward),
-        rewards=", ".join(f"{_visible(name)} {_number(value)}" for name, value in completion.rewards.items()),
+    html = _load_template().render(
+        prompt=_mark_line_ends(completion.prompt),
+        solution=None if completion.solution is None else _mark_line_ends(completion.solution),
+        reward=_format_number(completion.reward),
+        rewards=", ".join(
+            f"{_mark_line_ends(name)} {_format_number(value)}" for name, value in completion.rewards.items()
+        ),
         right={None: None, True: "right", False: "wrong"}[completion.correct],
         quantity=quantity,
         tokens=tokens,
-        range=f"{_number(min(known))} to {_number(max(known))}" if known else None,
-        colours=",".join(map(colour_at, (-1.0, 0.0, 1.0))),
-        images=_images(completion, records_folder(Path(run_folder)), token),
+        range=f"{_format_number(min(known))} to {_format_number(max(known))}" if known else None,
+        colours=",".join(map(position_colour, (-1.0, 0.0, 1.0))),
+        images=_build_images(completion, records_folder(Path(run_folder)), token),
         of="all tokens" if token is None else f"token {token % count}",
-        darkest=DARKEST,
+        darkest=MAX_OPACITY,
     )
     return CompletionView(html)
 
 
 @cache
-def _template() -> Template:
+def _load_template() -> Template:
     source = _TEMPLATE.read_text(encoding="utf-8")
     return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
 
 
-def positions(values: Numbers, is_ratio: bool) -> Numbers:
+def colour_positions(values: Numbers, is_ratio: bool) -> Numbers:
     """Return where each value lies between the farthest value below the middle, -1, and above it, 1; the middle is 0.
 
     Both sides have the same scale, that of the farthest value. None stays None.
@@ -124,13 +128,13 @@ def positions(values: Numbers, is_ratio: bool) -> Numbers:
     return [None if distance is None else max(-1.0, min(1.0, distance / farthest)) for distance in distances]
 
 
-def colour_at(position: float) -> str:
+def position_colour(position: float) -> str:
     """Return the colour of a position in [-1, 1], as CSS writes it."""
-    end = LOW if position < 0 else HIGH
-    return "#" + "".join(f"{round(m + abs(position) * (e - m)):02x}" for m, e in zip(MIDDLE, end, strict=True))
+    end = LOW_COLOUR if position < 0 else HIGH_COLOUR
+    return "#" + "".join(f"{round(m + abs(position) * (e - m)):02x}" for m, e in zip(MIDDLE_COLOUR, end, strict=True))
 
 
-def _images(completion: Completion, folder: Path, token: int | None) -> list[dict[str, Any]]:
+def _build_images(completion: Completion, folder: Path, token: int | None) -> list[dict[str, Any]]:
     """Return per image its thumbnail, size and grid, and of each cell the share of all attention and of the most."""
     cells = [image.grid[0] * image.grid[1] if image.grid else 0 for image in completion.images]
     attention: list[float] = []  # on each cell of all images: of one token, or the mean over the tokens
@@ -141,7 +145,7 @@ def _images(completion: Completion, folder: Path, token: int | None) -> list[dic
     images, rest = [], iter(attention if any(attention) else ())
     for image, count in zip(completion.images, cells, strict=True):
         longer = max(image.width, image.height, 1)
-        size = [max(1, round(side * WIDTH / longer)) for side in (image.width, image.height)]
+        size = [max(1, round(side * IMAGE_SIDE / longer)) for side in (image.width, image.height)]
         content = None if image.file is None else read_thumbnail(folder, image.file)
         data = content and "data:image/webp;base64," + base64.b64encode(content).decode()
         shares = [(value / sum(attention), value / max(attention)) for value in islice(rest, count)]
@@ -149,10 +153,10 @@ def _images(completion: Completion, folder: Path, token: int | None) -> list[dic
     return images
 
 
-def _visible(text: str) -> str:
+def _mark_line_ends(text: str) -> str:
     """Return `text` with line ends marked, and characters that do not show or that reorder text as their numbers."""
     return printable(text).replace("\n", "↵\n")
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.4g}"

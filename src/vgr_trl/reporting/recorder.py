@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-LONGEST_SIDE = 256  # of a thumbnail, in pixels
-QUALITY = 80  # of WebP, of 100: about 5 kB for a photograph of that size
+THUMBNAIL_SIDE = 256  # of a thumbnail, in pixels
+WEBP_QUALITY = 80  # of WebP, of 100: about 5 kB for a photograph of that size
 _SEGMENT_METRIC = re.compile(rf"attention/(\w+)/({'|'.join(QUANTITIES)})")
 
 Grid = tuple[int, int]
@@ -118,7 +118,7 @@ class RolloutRecorder:
             return None
         self._last[mode] = step
         first, total = trainer.accelerator.process_index * rows, rows * trainer.accelerator.num_processes
-        chosen = rows_to_record(self.args.rollout_log_samples, trainer.completions_per_prompt, total)
+        chosen = choose_rows(self.args.rollout_log_samples, trainer.completions_per_prompt, total)
         return tuple(row - first for row in chosen if first <= row < first + rows)
 
     def snapshot(self, rollout: Rollout) -> list[RecordedRow]:
@@ -137,14 +137,14 @@ class RolloutRecorder:
         for row in chosen:
             data, place = rollout.rows[row], first + row
             ids, mask = batch["completion_ids"][row].tolist(), batch["completion_mask"][row].tolist()
-            ids = without_padding(ids, mask, tokenizer.pad_token_id)
+            ids = strip_padding(ids, mask, tokenizer.pad_token_id)
             signals = None if rollout.signals is None else signals_of_rows(rollout.signals, [row])
             num_vision = None if signals is None or signals.attention is None else int(signals.attention.num_vision)
-            grids = grids_of_row(batch, row, merge_size, num_vision)
-            images, thumbnails, digest = images_of_row(data, grids)
+            grids = find_image_grids(batch, row, merge_size, num_vision)
+            images, thumbnails, digest = read_row_images(data, grids)
             perturbed_images = rollout.perturbed_images[row] if rollout.perturbed_images is not None else []
             for image, perturbed in zip(images, perturbed_images, strict=False):
-                image.perturbed, content = thumbnail(perturbed)
+                image.perturbed, content = make_thumbnail(perturbed)
                 thumbnails[image.perturbed] = content
             prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
             prompt = prompt_text(prompt_ids, trainer.measurement.vision_token_ids, decode)
@@ -153,17 +153,17 @@ class RolloutRecorder:
                 group=place // size,
                 prompt=prompt,
                 text=str(tokenizer.decode(ids, skip_special_tokens=True)),
-                tokens=token_pieces(ids, decode),
+                tokens=split_tokens(ids, decode),
                 solution=None if data.get("solution") is None else str(data["solution"]),
                 advantage=batch["advantages"][row].item(),
                 images=images,
-                **({} if signals is None else measurements(signals, len(ids), self.args)),
+                **({} if signals is None else completion_measurements(signals, len(ids), self.args)),
             )
             if rollout.changes is not None and images:
                 completion.changes = rollout.changes[row, : len(ids)].tolist()
             maps = {} if rollout.scores is None else rollout.scores.maps or {}
             if row in maps:
-                completion.attention = quantised(maps[row].mean(0)[: len(ids)], grids)
+                completion.attention = quantise_attention(maps[row].mean(0)[: len(ids)], grids)
             self._add_rewards(completion, rollout.rewards[place].tolist())
             recorded.append(RecordedRow(place, completion, thumbnails))
         return recorded
@@ -173,7 +173,7 @@ class RolloutRecorder:
         completion.rewards = dict(zip(names, values, strict=True))
         weighted = (value * weight for value, weight in zip(values, weights, strict=True))
         completion.reward = sum(value for value in weighted if not isnan(value))
-        accuracy = completion.rewards.get(accuracy_name(names) or "")
+        accuracy = completion.rewards.get(accuracy_reward_name(names) or "")
         completion.correct = None if accuracy is None or isnan(accuracy) else accuracy == 1
 
     def add_credit(
@@ -208,12 +208,12 @@ class RolloutRecorder:
             return
         recorded = sorted(recorded, key=lambda item: item.place)
         record = Record(trainer.state.global_step, trainer.mode, time.time(), [item.completion for item in recorded])
-        with self._failures_logged():
-            self._writer_at(record.step).add(record, dict(chain(*(item.thumbnails.items() for item in recorded))))
-        with self._failures_logged():
+        with self._log_failures():
+            self._open_writer(record.step).add(record, dict(chain(*(item.thumbnails.items() for item in recorded))))
+        with self._log_failures():
             assert rollout.rewards is not None
             names, weights = trainer.reward_func_names, trainer.reward_weights.cpu()
-            self.logs.add(record, summary_of(rollout.rewards.cpu(), names, weights, trainer.newest_metrics()))
+            self.logs.add(record, summarise_rollout(rollout.rewards.cpu(), names, weights, trainer.newest_metrics()))
         if self.args.colorize_output:
             print_record(record, prompt_length=self.args.prompt_preview_length)
 
@@ -222,11 +222,11 @@ class RolloutRecorder:
         if self.is_on and self.trainer.accelerator.is_main_process:
             values = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
             entry = LogEntry(self.trainer.state.global_step, mode, time.time(), {**values})
-            with self._failures_logged():
-                self._writer_at(entry.step).log(entry)
+            with self._log_failures():
+                self._open_writer(entry.step).log(entry)
 
     @contextmanager
-    def _failures_logged(self) -> Iterator[None]:
+    def _log_failures(self) -> Iterator[None]:
         """Whatever fails here must not end the training that it describes."""
         try:
             yield
@@ -236,7 +236,7 @@ class RolloutRecorder:
                 reason = error_text(error).rstrip(".")
                 logger.warning(f"Rollouts cannot be recorded ({reason}); training continues without these records.")
 
-    def _writer_at(self, step: int) -> RecordWriter:
+    def _open_writer(self, step: int) -> RecordWriter:
         """Opened at the first record: a run that begins behind step 0 is one that continues."""
         if self._writer is None:
             model = self.trainer.model
@@ -252,7 +252,7 @@ class RolloutRecorder:
         return self._writer
 
 
-def rows_to_record(samples: int, num_generations: int, total: int) -> list[int]:
+def choose_rows(samples: int, num_generations: int, total: int) -> list[int]:
     """Return which of all rows of a rollout batch are recorded: the first two of each prompt, prompt by prompt.
 
     Two completions of a prompt can be compared; a third says less than another prompt.
@@ -264,7 +264,7 @@ def rows_to_record(samples: int, num_generations: int, total: int) -> list[int]:
     return sorted(in_pairs[:samples])
 
 
-def images_of_row(
+def read_row_images(
     row: Mapping[str, Any], grids: Sequence[Grid | None]
 ) -> tuple[list[RecordedImage], dict[str, bytes], bytes]:
     """Return the images of a row of the data, their thumbnails by name, and a digest; one that is none has no size."""
@@ -278,7 +278,7 @@ def images_of_row(
             recorded.append(RecordedImage(None, 0, 0, grid))
             continue
         digest.update(f"{image.mode} {image.size} ".encode() + image.tobytes())
-        name, content = thumbnail(image)
+        name, content = make_thumbnail(image)
         thumbnails[name] = content
         recorded.append(RecordedImage(name, *image.size, grid))
     if len(recorded) == 1:
@@ -289,20 +289,20 @@ def images_of_row(
     return recorded, thumbnails, digest.digest()
 
 
-def thumbnail(image: Image.Image) -> tuple[str, bytes]:
+def make_thumbnail(image: Image.Image) -> tuple[str, bytes]:
     """Return name and content of a WebP file of at most 256 pixels along a side; what is transparent shows white.
 
     The same picture has the same name.
     """
     small, data = image.copy(), io.BytesIO()
-    small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
     if small.has_transparency_data:
         small = Image.alpha_composite(Image.new("RGBA", small.size, "white"), small.convert("RGBA"))
-    small.convert("RGB").save(data, "WEBP", quality=QUALITY)
+    small.convert("RGB").save(data, "WEBP", quality=WEBP_QUALITY)
     return f"images/{sha1(data.getvalue(), usedforsecurity=False).hexdigest()}.webp", data.getvalue()
 
 
-def grids_of_row(
+def find_image_grids(
     batch: Mapping[str, Any], row: int, merge_size: int | None, num_vision: int | None
 ) -> list[Grid | None]:
     """Return rows and columns of the vision tokens of each image of a row; None where they are not known.
@@ -327,7 +327,7 @@ def grids_of_row(
     return [(side, side) if side and side * side * count == num_vision else None] * count
 
 
-def quantised(attention: torch.Tensor, grids: Sequence[Grid | None]) -> AttentionMap | None:
+def quantise_attention(attention: torch.Tensor, grids: Sequence[Grid | None]) -> AttentionMap | None:
     """Return attention (T, V) over vision tokens with a byte per number; None unless the grids have V cells.
 
     An error is at most 1 / 510 of the largest attention of its token.
@@ -341,7 +341,7 @@ def quantised(attention: torch.Tensor, grids: Sequence[Grid | None]) -> Attentio
     return AttentionMap(scale.tolist(), (shares * 255).round().to(torch.uint8).cpu().numpy().tobytes())
 
 
-def without_padding(ids: Sequence[int], mask: Sequence[int], pad_token_id: int) -> list[int]:
+def strip_padding(ids: Sequence[int], mask: Sequence[int], pad_token_id: int) -> list[int]:
     """Return the tokens of a completion; the mask of a truncated one may be empty, then they end before the padding."""
     length = sum(mask) or max((index + 1 for index, token in enumerate(ids) if token != pad_token_id), default=0)
     return list(ids[:length])
@@ -352,7 +352,7 @@ def question_id(prompt: str, images: bytes) -> str:
     return sha1(prompt.encode("utf-8", "replace") + b"\0" + images, usedforsecurity=False).hexdigest()[:16]
 
 
-def token_pieces(ids: Sequence[int], decode: Decode) -> list[str]:
+def split_tokens(ids: Sequence[int], decode: Decode) -> list[str]:
     """Return a piece of text for each token; together they are the text of all tokens.
 
     A character whose bytes are spread over several tokens belongs to the last of them; the others are empty. So are
@@ -382,7 +382,7 @@ def prompt_text(ids: Sequence[int], vision_token_ids: Sequence[int], decode: Dec
     return "".join("<image>" if is_vision else decode(list(run)) for is_vision, run in runs)
 
 
-def measurements(signals: RolloutSignals, length: int, options: Any) -> dict[str, Any]:
+def completion_measurements(signals: RolloutSignals, length: int, options: Any) -> dict[str, Any]:
     """Return what was measured of a completion of `length` tokens, by attributes of `Completion`; others are left out.
 
     Args:
@@ -403,12 +403,12 @@ def measurements(signals: RolloutSignals, length: int, options: Any) -> dict[str
     return found
 
 
-def accuracy_name(names: Sequence[str]) -> str | None:
+def accuracy_reward_name(names: Sequence[str]) -> str | None:
     """Return the name of the reward that says whether a completion is right; None if there is none."""
     return next((name for name in names if name.startswith("accuracy")), None)
 
 
-def summary_of(
+def summarise_rollout(
     rewards: torch.Tensor, names: Sequence[str], weights: torch.Tensor, metrics: Mapping[str, float]
 ) -> Summary:
     """Return a rollout batch in numbers.
@@ -424,7 +424,7 @@ def summary_of(
         values = column[~column.isnan()]
         mean = values.mean().item() if len(values) else None
         summary.rewards[name] = mean, values.std().item() if len(values) > 1 else None
-        if name == accuracy_name(names) and len(values):
+        if name == accuracy_reward_name(names) and len(values):
             summary.success_rate = (values == 1).double().mean().item()
     for name, value in metrics.items():
         if found := _SEGMENT_METRIC.fullmatch(name):
@@ -434,7 +434,7 @@ def summary_of(
     return summary
 
 
-class RecordBefore(TrainerCallback):
+class RecordBeforeTraining(TrainerCallback):
     """Records the first batch of the evaluation data at step 0, where evaluations will ask the same questions again.
 
     It costs one rollout, which calls the reward functions, and leaves no other trace: random state, metrics and tables
@@ -447,9 +447,9 @@ class RecordBefore(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Answer, unless the run continues."""
         trainer = self._trainer
-        if state.global_step > 0 or not is_recorded_before(trainer):
+        if state.global_step > 0 or not needs_record_before_training(trainer):
             return
-        data, size = _first_eval_set(trainer), trainer.args.eval_batch_size
+        data, size = _first_eval_dataset(trainer), trainer.args.eval_batch_size
         first = trainer.accelerator.process_index * size
         rows = [data[row] for row in islice(cycle(trainer._get_eval_sampler(data)), first, first + size)]
         metrics, logs = copy.deepcopy(trainer._metrics["eval"]), copy.deepcopy(trainer._logs)
@@ -466,13 +466,13 @@ class RecordBefore(TrainerCallback):
             trainer._metrics["eval"], trainer._logs = metrics, logs
 
 
-def is_recorded_before(trainer: ConstructedTrainer) -> bool:
+def needs_record_before_training(trainer: ConstructedTrainer) -> bool:
     """Whether a run that begins records, evaluates rows of a known number, and does not evaluate at once."""
-    args, data = trainer.args, _first_eval_set(trainer)
+    args, data = trainer.args, _first_eval_dataset(trainer)
     wanted = args.rollout_log_steps > 0 and not args.eval_on_start and args.eval_strategy != "no"
     return wanted and hasattr(data, "__len__") and len(data) > 0
 
 
-def _first_eval_set(trainer: ConstructedTrainer) -> Any:
+def _first_eval_dataset(trainer: ConstructedTrainer) -> Any:
     data = trainer.eval_dataset
     return next(iter(data.values()), None) if isinstance(data, dict) else data

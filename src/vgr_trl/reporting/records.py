@@ -26,13 +26,13 @@ from vgr_trl.utils import ConfigError, DataError, append_atomic, is_writable, wr
 logger = logging.get_logger(__name__)
 
 VERSION = 1
-FOLDER, RUN_FILE, LOGS_FILE, RECORDS = "rollouts", "run.json", "logs.jsonl", "records-*.jsonl"
+FOLDER, RUN_FILE, LOGS_FILE, RECORD_FILES = "rollouts", "run.json", "logs.jsonl", "records-*.jsonl"
 Numbers = list[float | None]
 
-_HEAD = re.compile(rb'\{"version":(\d{1,9}),"step":(\d{1,18}),"mode":"(train|eval)"')
-_THUMBNAIL = re.compile(rb'"images/(\w+\.webp)"')
-_DAMAGED = (ValueError, TypeError, KeyError, AttributeError)  # what a line raises that a kill has cut
-_FILES = 16  # of records within the bound of bytes, beyond which the oldest is removed
+_HEAD_PATTERN = re.compile(rb'\{"version":(\d{1,9}),"step":(\d{1,18}),"mode":"(train|eval)"')
+_THUMBNAIL_PATTERN = re.compile(rb'"images/(\w+\.webp)"')
+_DAMAGED_LINE_ERRORS = (ValueError, TypeError, KeyError, AttributeError)  # what a line raises that a kill has cut
+_MAX_FILES = 16  # of records within the bound of bytes, beyond which the oldest is removed
 
 
 @dataclass
@@ -149,23 +149,23 @@ class LogEntry:
     values: dict[str, float | None]
 
 
-def encode(entry: Record | LogEntry) -> bytes:
+def encode_entry(entry: Record | LogEntry) -> bytes:
     """Return a line of JSON; version, step and mode come first."""
-    content = as_json({"version": VERSION, **asdict(entry)})
+    content = to_json_value({"version": VERSION, **asdict(entry)})
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.encode("utf-8", "replace") + b"\n"  # a lone surrogate becomes a question mark
 
 
-def as_json(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Return what JSON can hold: floats with six digits, None for those that are not finite, bytes in base64."""
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
         return (float(f"{value:.6g}") if abs(value) < 1e5 else round(value, 1)) or 0.0  # not -0.0
     if isinstance(value, dict):
-        return {name: as_json(item) for name, item in value.items()}
+        return {name: to_json_value(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
+        return [to_json_value(item) for item in value]
     return base64.b64encode(value).decode("ascii") if isinstance(value, bytes) else value
 
 
@@ -174,15 +174,15 @@ def decode_record(line: bytes) -> Record:
     content = json.loads(line)
     completions = []
     for item in content["completions"]:
-        values = _known(Completion, item)
-        values["images"] = [RecordedImage(**_known(RecordedImage, image)) for image in item.get("images", ())]
+        values = _known_fields(Completion, item)
+        values["images"] = [RecordedImage(**_known_fields(RecordedImage, image)) for image in item.get("images", ())]
         if (attention := item.get("attention")) is not None:
             values["attention"] = AttentionMap(attention["scale"], base64.b64decode(attention["values"]))
         completions.append(Completion(**values))
     return Record(content["step"], content["mode"], content["time"], completions)
 
 
-def _known(kind: type, item: Mapping[str, Any]) -> dict[str, Any]:
+def _known_fields(kind: type, item: Mapping[str, Any]) -> dict[str, Any]:
     return {known.name: item[known.name] for known in fields(kind) if known.name in item}
 
 
@@ -210,7 +210,7 @@ class RecordWriter:
             write_atomic(self.folder / RUN_FILE, text.encode(), sync=False)
         if (self.folder / LOGS_FILE).exists():
             append_atomic(self.folder / LOGS_FILE, b"\n")  # ends a line that a kill has cut
-        self._file, self._size = self._next_file(), self._measure()
+        self._file, self._size = self._new_file(), self._count_bytes()
 
     def add(self, record: Record, thumbnails: Mapping[str, bytes]) -> None:
         """Append a record, and write the files `images/….webp` that it names and that do not exist yet."""
@@ -218,33 +218,35 @@ class RecordWriter:
             if not (self.folder / name).exists():
                 write_atomic(self.folder / name, content, sync=False)
                 self._size += len(content)
-        line = encode(record)
-        if self._file.exists() and self._file.stat().st_size + len(line) > self.max_bytes // _FILES:
-            self._file = self._next_file()
+        line = encode_entry(record)
+        if self._file.exists() and self._file.stat().st_size + len(line) > self.max_bytes // _MAX_FILES:
+            self._file = self._new_file()
         append_atomic(self._file, line)
         self._size += len(line)
-        for oldest in sorted(self.folder.glob(RECORDS))[1:-1]:
+        for oldest in sorted(self.folder.glob(RECORD_FILES))[1:-1]:
             if self._size <= self.max_bytes:
                 return
             oldest.unlink()
-            lines = b"".join(file.read_bytes() for file in self.folder.glob(RECORDS))
-            named = {name.decode() for name in _THUMBNAIL.findall(lines)}
+            lines = b"".join(file.read_bytes() for file in self.folder.glob(RECORD_FILES))
+            named = {name.decode() for name in _THUMBNAIL_PATTERN.findall(lines)}
             for image in (self.folder / "images").iterdir():
                 if image.name not in named:
                     image.unlink()
-            self._size = self._measure()
+            self._size = self._count_bytes()
 
     def log(self, entry: LogEntry) -> None:
         """Append what the trainer has logged."""
-        append_atomic(self.folder / LOGS_FILE, encode(entry))
+        append_atomic(self.folder / LOGS_FILE, encode_entry(entry))
 
-    def _next_file(self) -> Path:
+    def _new_file(self) -> Path:
         """A new file, also for a run that continues: a kill may have cut the last line of the one before."""
-        numbers = [int(path.stem.removeprefix("records-")) for path in self.folder.glob(RECORDS)]
+        numbers = [int(path.stem.removeprefix("records-")) for path in self.folder.glob(RECORD_FILES)]
         return self.folder / f"records-{max(numbers, default=0) + 1:06d}.jsonl"
 
-    def _measure(self) -> int:
-        return sum(path.stat().st_size for path in (*self.folder.glob(RECORDS), *(self.folder / "images").iterdir()))
+    def _count_bytes(self) -> int:
+        return sum(
+            path.stat().st_size for path in (*self.folder.glob(RECORD_FILES), *(self.folder / "images").iterdir())
+        )
 
 
 class Run:
@@ -265,15 +267,15 @@ class Run:
         self.name = str(self.description.get("name") or folder.resolve().parent.name)
         self.rewards: list[str] = self.description.get("rewards", [])
         self._places: dict[tuple[int, str], tuple[Path, int]] = {}
-        for path in sorted(folder.glob(RECORDS)):
+        for path in sorted(folder.glob(RECORD_FILES)):
             offset = 0
             with path.open("rb") as file:
                 for line in file:
-                    if (head := _HEAD.match(line)) and line.endswith(b"}\n"):
+                    if (head := _HEAD_PATTERN.match(line)) and line.endswith(b"}\n"):
                         _check_version(int(head[1]), path)
                         self._places[int(head[2]), head[3].decode()] = path, offset
                     else:
-                        _warn(path)
+                        _warn_unreadable(path)
                     offset += len(line)
 
     def steps(self, mode: str | None = None) -> list[tuple[int, str]]:
@@ -293,8 +295,8 @@ class Run:
             with path.open("rb") as file:
                 file.seek(offset)
                 return decode_record(file.readline())
-        except (OSError, *_DAMAGED):
-            _warn(path)
+        except (OSError, *_DAMAGED_LINE_ERRORS):
+            _warn_unreadable(path)
             return None
 
 
@@ -320,7 +322,7 @@ def records_folder(path: Path) -> Path:
 
 def has_records(folder: Path) -> bool:
     """Whether anything was recorded or logged in this folder of records."""
-    return (folder / LOGS_FILE).is_file() or any(folder.glob(RECORDS))
+    return (folder / LOGS_FILE).is_file() or any(folder.glob(RECORD_FILES))
 
 
 def read_logs(path: Path) -> Iterator[LogEntry]:
@@ -336,8 +338,8 @@ def read_logs(path: Path) -> Iterator[LogEntry]:
                 content = json.loads(line)
                 values = {intern(name): value for name, value in content["values"].items()}
                 entry, version = LogEntry(content["step"], content["mode"], content["time"], values), content["version"]
-            except _DAMAGED:
-                _warn(path)
+            except _DAMAGED_LINE_ERRORS:
+                _warn_unreadable(path)
                 continue
             _check_version(version, path)
             yield entry
@@ -372,5 +374,5 @@ def _check_version(version: int, path: Path) -> None:
         )
 
 
-def _warn(path: Path) -> None:
+def _warn_unreadable(path: Path) -> None:
     logger.warning_once(f"{path} has lines that cannot be read; they are left out.")
