@@ -32,7 +32,7 @@ def blank_image(image: Image.Image) -> Image.Image:
     return Image.new("RGB", image.size, (128, 128, 128))
 
 
-def conversation_of(row: Mapping[str, Any], blank_images: bool, system_prompt: str | None) -> Any:
+def build_conversation(row: Mapping[str, Any], blank_images: bool, system_prompt: str | None) -> Any:
     """Return the prompt of a row, made of its question if it has none; a text stays one.
 
     Raises:
@@ -52,8 +52,8 @@ def conversation_of(row: Mapping[str, Any], blank_images: bool, system_prompt: s
 def grade(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, Any]:
     """Return the record of a question: what was written, and what each completion is worth."""
     completions = [greedy, *sampled]
-    correct = correct_of(row, completions)
-    solution = solution_of(row)
+    correct = grade_completions(row, completions)
+    solution = read_solution(row)
     well_formed = think_format_reward(completions)
     return {
         **{key: row[key] for key in ("id", "source", "problem", "solution") if key in row},
@@ -68,13 +68,13 @@ def grade(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, 
     }
 
 
-def correct_of(row: Mapping[str, Any], completions: list[str]) -> list[float | None]:
+def grade_completions(row: Mapping[str, Any], completions: list[str]) -> list[float | None]:
     """Return for each completion whether it is right, None without a usable solution."""
     columns = {key: [row[key]] * len(completions) for key in ("solution", "choices", "label_idx") if key in row}
     return accuracy_reward(completions, **columns)
 
 
-def solution_of(row: Mapping[str, Any]) -> Solution | None:
+def read_solution(row: Mapping[str, Any]) -> Solution | None:
     """Return the right answer, None if the row does not state it."""
     try:
         return resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx"))
@@ -82,7 +82,7 @@ def solution_of(row: Mapping[str, Any]) -> Solution | None:
         return None
 
 
-def rewards_of(
+def compute_rewards(
     functions: Sequence[Any], rows: Sequence[Mapping[str, Any]], completions: list[str], tokenizer: Any
 ) -> dict[str, list[float | None]]:
     """Return what each function gives the greedy completions of all rows, by the names of the functions."""
@@ -137,7 +137,7 @@ class Evaluation(Scores):
         return values
 
 
-def evaluation_of(records: list[dict[str, Any]], groups: Sequence[str] | None = None) -> Evaluation:
+def build_evaluation(records: list[dict[str, Any]], groups: Sequence[str] | None = None) -> Evaluation:
     """Return the scores of all records with a solution, one at least, and of each of their groups.
 
     Args:
@@ -150,14 +150,14 @@ def evaluation_of(records: list[dict[str, Any]], groups: Sequence[str] | None = 
         if record["correct"] is not None:
             members[group].append(record)
     return Evaluation(
-        **asdict(scores_of(scored)),
+        **asdict(compute_scores(scored)),
         skipped=len(records) - len(scored),
-        groups={name: scores_of(of_group) for name, of_group in sorted(members.items())},
+        groups={name: compute_scores(of_group) for name, of_group in sorted(members.items())},
         records=records,
     )
 
 
-def scores_of(records: Sequence[dict[str, Any]]) -> Scores:
+def compute_scores(records: Sequence[dict[str, Any]]) -> Scores:
     """Return the scores of at least one record with correct, correct_sampled, format and format_sampled."""
     k = len(records[0]["correct_sampled"])
     right = sum(record["correct"] for record in records)
@@ -170,20 +170,20 @@ def scores_of(records: Sequence[dict[str, Any]]) -> Scores:
         pass_at_k=fmean(max(record["correct_sampled"]) for record in records) if k else None,
         format=fmean(record["format"] for record in records),
         format_sampled=fmean(fmean(record["format_sampled"]) for record in records) if k else None,
-        interval=wilson(right, len(records)),
+        interval=wilson_interval(right, len(records)),
         unparsable=fmean(not record["parsed"] for record in records),
-        majority=majority([record["answer"] for record in records]),
-        blind=_mean_of_known(record.get("correct_blind") for record in records),
-        rewards={name: _mean_of_known(values) for name, values in columns.items()},
+        majority=majority_accuracy([record["answer"] for record in records]),
+        blind=_mean_known(record.get("correct_blind") for record in records),
+        rewards={name: _mean_known(values) for name, values in columns.items()},
     )
 
 
-def _mean_of_known(values: Iterable[float | None]) -> float | None:
+def _mean_known(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
-def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
+def wilson_interval(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
     """Return the interval of a share of `right` among `count` trials (E. B. Wilson, 1927), z deviations wide."""
     share, spread = right / count, z * z / count
     centre = (share + spread / 2) / (1 + spread)
@@ -191,7 +191,7 @@ def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def majority(answers: Sequence[int | str | None]) -> float:
+def majority_accuracy(answers: Sequence[int | str | None]) -> float:
     """Return what share is right where letters always get the commonest letter, open questions the commonest text.
 
     Args:
@@ -201,7 +201,7 @@ def majority(answers: Sequence[int | str | None]) -> float:
     return sum(max(counts, default=0) for counts in best) / len(answers)
 
 
-class Writer:
+class CompletionGenerator:
     """Generates completions with a model and its processor (or tokenizer).
 
     Args:
@@ -214,7 +214,7 @@ class Writer:
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.max_completion_length = max_completion_length
 
-    def prompt(self, conversations: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def encode_prompts(self, conversations: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Return the model's inputs for conversations (or texts), padded on the left, on the model's device."""
         if isinstance(conversations[0], str):
             fields = dict(self.processor(text=list(conversations)))
@@ -229,29 +229,29 @@ class Writer:
         ids = fields.pop("input_ids")
         fields.pop("attention_mask", None)
         inputs = {
-            "input_ids": _left_padded(ids, self._pad_id()),
-            "attention_mask": _left_padded([[1] * len(row) for row in ids], 0),
+            "input_ids": _pad_left(ids, self._pad_id()),
+            "attention_mask": _pad_left([[1] * len(row) for row in ids], 0),
         }
         for name, value in fields.items():
             if isinstance(value, list) and value and isinstance(value[0], list):
-                inputs[name] = _left_padded(value, 0)  # one value per token
+                inputs[name] = _pad_left(value, 0)  # one value per token
             else:
                 inputs[name] = torch.as_tensor(value)
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
-    def greedy(self, inputs: dict[str, torch.Tensor]) -> list[str]:
+    def generate_greedy(self, inputs: dict[str, torch.Tensor]) -> list[str]:
         """Return the most likely completion, token by token, of each prompt."""
-        return self._write(inputs, do_sample=False)
+        return self._generate(inputs, do_sample=False)
 
     def sample(self, inputs: dict[str, torch.Tensor], count: int, temperature: float) -> list[list[str]]:
         """Return `count` completions of each prompt, drawn from the whole distribution at `temperature`."""
         if count == 0:
             return [[] for _ in inputs["input_ids"]]
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "num_return_sequences": count}
-        texts = self._write(inputs, **sampling)
+        texts = self._generate(inputs, **sampling)
         return [texts[start : start + count] for start in range(0, len(texts), count)]
 
-    def _write(self, inputs: dict[str, torch.Tensor], **sampling: Any) -> list[str]:
+    def _generate(self, inputs: dict[str, torch.Tensor], **sampling: Any) -> list[str]:
         settings = GenerationConfig(
             max_new_tokens=self.max_completion_length,
             eos_token_id=self._stop_ids(),
@@ -280,7 +280,7 @@ class Writer:
         return [image_id] if isinstance(image_id, int) and self.tokenizer is not self.processor else None
 
 
-def _left_padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
+def _pad_left(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
     longest = max(len(row) for row in rows)
     return torch.tensor([[value] * (longest - len(row)) + list(row) for row in rows])
 
@@ -321,7 +321,7 @@ def evaluate(
         ConfigError: `group_by` is not a column.
         DataError: there is no row with a usable solution, or no image to blank.
     """
-    if not any(solution_of(row) is not None for row in rows):
+    if not any(read_solution(row) is not None for row in rows):
         raise DataError(f"None of the {len(rows)} rows has a usable `solution`: give a letter, an index or a text.")
     if group_by is not None and group_by not in rows[0]:
         raise ConfigError(f"group_by is {group_by!r}: give one of the columns {', '.join(rows[0])}.")
@@ -329,31 +329,31 @@ def evaluate(
         raise DataError("blank_images=True needs images, but no row has an `image` or `images`.")
     for function in reward_funcs:
         check_callable(function, rows[0])
-    writer = Writer(model, processor, max_completion_length)
+    generator = CompletionGenerator(model, processor, max_completion_length)
     title = "evaluate (blank images)" if blank_images else "evaluate"
     records: list[dict[str, Any]] = []
-    with _inference(model, seed):
+    with _inference_mode(model, seed):
         for start in tqdm(range(0, len(rows), batch_size), desc=title, disable=not progress):
             batch = [rows[index] for index in range(start, min(start + batch_size, len(rows)))]
-            inputs = writer.prompt([conversation_of(row, blank_images, system_prompt) for row in batch])
-            greedy, sampled = writer.greedy(inputs), writer.sample(inputs, num_samples, temperature)
+            inputs = generator.encode_prompts([build_conversation(row, blank_images, system_prompt) for row in batch])
+            greedy, sampled = generator.generate_greedy(inputs), generator.sample(inputs, num_samples, temperature)
             graded = [grade(*each) for each in zip(batch, greedy, sampled, strict=True)]
             if blind and not blank_images and any(images_of(row) for row in batch):
-                blind_answers = writer.greedy(
-                    writer.prompt([conversation_of(row, True, system_prompt) for row in batch])
+                blind_answers = generator.generate_greedy(
+                    generator.encode_prompts([build_conversation(row, True, system_prompt) for row in batch])
                 )
                 for record, row, text in zip(graded, batch, blind_answers, strict=True):
-                    record["correct_blind"] = correct_of(row, [text])[0]
+                    record["correct_blind"] = grade_completions(row, [text])[0]
             records += graded
     greedy = [record["greedy"] for record in records]
-    for name, values in rewards_of(reward_funcs, rows, greedy, writer.tokenizer).items():
+    for name, values in compute_rewards(reward_funcs, rows, greedy, generator.tokenizer).items():
         for record, value in zip(records, values, strict=True):
             record.setdefault("rewards", {})[name] = value
-    return evaluation_of(records, None if group_by is None else [str(row[group_by]) for row in rows])
+    return build_evaluation(records, None if group_by is None else [str(row[group_by]) for row in rows])
 
 
 @contextmanager
-def _inference(model: Any, seed: int) -> Iterator[None]:
+def _inference_mode(model: Any, seed: int) -> Iterator[None]:
     """Nothing is trained, and the random state is what it was afterwards."""
     was_training = model.training
     model.eval()
@@ -381,11 +381,16 @@ def print_scores(results: Mapping[str, Evaluation]) -> None:
                 rates = [scores.majority, scores.blind, scores.unparsable, scores.mean_at_k, scores.pass_at_k]
                 rates += [scores.format, *(scores.rewards.get(name) for name in rewards)]
                 low, high = scores.interval
-                cells = [str(scores.questions), _rate(scores.accuracy), f"{low:.3f}–{high:.3f}", *map(_rate, rates)]
+                cells = [
+                    str(scores.questions),
+                    _format_rate(scores.accuracy),
+                    f"{low:.3f}–{high:.3f}",
+                    *map(_format_rate, rates),
+                ]
                 names = [group or "all", *[model] * has_several]
                 table.add_row(*names, *cells, end_section=model == list(results)[-1])
     (Console() if sys.stdout.isatty() else Console(width=240)).print(table)
 
 
-def _rate(value: float | None) -> str:
+def _format_rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"

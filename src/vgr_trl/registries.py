@@ -25,12 +25,12 @@ from vgr_trl.utils import ConfigError, RewardError, VGRError
 Plugin = TypeVar("Plugin")
 # Signals that are not made of others. Beside them, `logps:gaussian_blur` is what its name says, of any perturbation.
 MEASUREMENTS = ("attention", "dependency", "entropies", "logps", "regions", "shift", "similarity", "views")
-VIEW = "logps:"
+LOGPS_PREFIX = "logps:"
 BLIND_ANSWERS = "blind_answers"  # which rewards may need: generated, not measured
 
 
 @contextmanager
-def _importing(where: str, kind: str, error_type: type[VGRError]) -> Iterator[None]:
+def _naming_import_errors(where: str, kind: str, error_type: type[VGRError]) -> Iterator[None]:
     """Raise `error_type` where importing a plug-in fails, with the reason."""
     try:
         yield
@@ -45,7 +45,7 @@ def _importing(where: str, kind: str, error_type: type[VGRError]) -> Iterator[No
 def _import_module(name: str, kind: str, error_type: type[VGRError]) -> ModuleType:
     """Return the module with this dotted name, from the working directory too."""
     _make_importable(os.getcwd())
-    with _importing(name, kind, error_type):
+    with _naming_import_errors(name, kind, error_type):
         return importlib.import_module(name)
 
 
@@ -65,7 +65,7 @@ def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = C
         raise error_type(f"The file {path} of a {kind} does not exist (looked for {file}): give its path.")
     _make_importable(str(file.parent))
     name = file.stem
-    if not _is_free(name, file):
+    if not _imports_file(name, file):
         name = f"{name}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -74,7 +74,7 @@ def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = C
     assert spec.loader is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
-        with _importing(str(file), kind, error_type):
+        with _naming_import_errors(str(file), kind, error_type):
             spec.loader.exec_module(module)
     except error_type:
         del sys.modules[name]
@@ -82,7 +82,7 @@ def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = C
     return module
 
 
-def _is_free(name: str, file: Path) -> bool:
+def _imports_file(name: str, file: Path) -> bool:
     """Return whether `import name` means `file`."""
     loaded = sys.modules.get(name) or (importlib.util.find_spec(name) if name.isidentifier() else None)
     origin = getattr(loaded, "__file__", None) or getattr(loaded, "origin", None)
@@ -95,7 +95,7 @@ def _make_importable(folder: str) -> None:
     importlib.invalidate_caches()
 
 
-def _file_form(kind: str) -> str:
+def _example_file(kind: str) -> str:
     """Return how a function of a file is named, for messages: `my_rewards.py:my_reward`."""
     noun = kind.replace(" ", "_").replace("-", "_")
     return f"my_{noun}s.py:my_{noun}"
@@ -148,11 +148,11 @@ class Registry:
                 type that the registry has.
         """
         if not isinstance(spec, str):
-            return self.checked(spec, repr(spec))
+            return self.check_function(spec, repr(spec))
         name = spec.strip()
         path, colon, attribute = name.rpartition(":")
         if not colon and ("." not in name or name in self.names()):
-            return self.checked(self._named(name), repr(name))
+            return self.check_function(self._find(name), repr(name))
         if not colon:
             path, _, attribute = name.rpartition(".")
         load = import_file if path.endswith(".py") else _import_module
@@ -163,21 +163,21 @@ class Registry:
                 f"{path} has no {self.kind} {attribute!r}: give one of its functions "
                 f"({', '.join(functions) or 'it has none'})."
             )
-        return self.checked(getattr(module, attribute), repr(name))
+        return self.check_function(getattr(module, attribute), repr(name))
 
-    def checked(self, plugin: Any, shown: str) -> Any:
+    def check_function(self, plugin: Any, shown: str) -> Any:
         """Return the plug-in, or raise if it is no function; `shown` is its name for the message."""
         if not callable(plugin) or inspect.isclass(plugin):
             raise self.error_type(f"The {self.kind} {shown} is of type {type(plugin).__name__}: give {self.form}.")
         return plugin
 
-    def _named(self, name: str) -> Any:
+    def _find(self, name: str) -> Any:
         importlib.import_module(self.module)
         own = self._own.get(name)
         registered = {entry.value: entry for entry in entry_points(group=self.group, name=name)}
         others = [entry for entry in registered.values() if own is None or not entry.value.startswith("vgr_trl.")]
         if len(others) + (own is not None) > 1:
-            owners = ["vgr_trl"] * (own is not None) + [f"{_package(entry)} ({entry.value})" for entry in others]
+            owners = ["vgr_trl"] * (own is not None) + [f"{_package_name(entry)} ({entry.value})" for entry in others]
             raise self.error_type(
                 f"The {self.kind} {name!r} is registered more than once, by {' and by '.join(owners)}: give"
                 f" the one you mean as a dotted path, such as {others[0].value.replace(':', '.')}."
@@ -185,7 +185,7 @@ class Registry:
         if own is not None:
             return own
         if not others:
-            file = _file_form(self.kind)
+            file = _example_file(self.kind)
             noun = file.partition(":")[2]
             nearest = get_close_matches(name, self.names(), n=1)
             meant = f". Did you mean {nearest[0]}? Else give" if nearest else ": give"
@@ -193,11 +193,11 @@ class Registry:
                 f"There is no {self.kind} {name!r}{meant} one of {', '.join(self.names())}, or a dotted path or file "
                 f"such as my_package.{noun.removeprefix('my_')}s.{noun} or {file}."
             )
-        with _importing(f"{name} of {_package(others[0])}", self.kind, self.error_type):
+        with _naming_import_errors(f"{name} of {_package_name(others[0])}", self.kind, self.error_type):
             return others[0].load()
 
 
-def _package(entry: EntryPoint) -> str:
+def _package_name(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist is not None else entry.value
 
 
@@ -243,22 +243,22 @@ def short_name(spec: str) -> str:
     return spec.strip().rpartition(":")[2].rpartition(".")[2]
 
 
-def needs_of(plugin: Any) -> tuple[str, ...]:
+def needed_signals(plugin: Any) -> tuple[str, ...]:
     """Return the names of the signals that a plug-in reads."""
     return tuple(getattr(plugin, "needs", ()))
 
 
 def is_measurement(name: str) -> bool:
     """Whether a signal of that name is measured, not made of others."""
-    return name in MEASUREMENTS or name.startswith(VIEW)
+    return name in MEASUREMENTS or name.startswith(LOGPS_PREFIX)
 
 
-def is_late(name: str) -> bool:
+def is_measured_after_rewards(name: str) -> bool:
     """Whether a measurement is made after the rewards, in the pass over perturbed images."""
-    return name in ("dependency", "shift", "views") or name.startswith(VIEW)
+    return name in ("dependency", "shift", "views") or name.startswith(LOGPS_PREFIX)
 
 
-def measurements(names: Iterable[str]) -> list[str]:
+def find_measurements(names: Iterable[str]) -> list[str]:
     """Return which measurements signals read, through the signals that they are made of.
 
     Args:
@@ -267,20 +267,20 @@ def measurements(names: Iterable[str]) -> list[str]:
     Raises:
         ConfigError: one is not found, or is made of itself.
     """
-    return list(dict.fromkeys(name for chain in map(_chains, names) for name in chain))
+    return list(dict.fromkeys(name for chain in map(_find_measurements, names) for name in chain))
 
 
-def _chains(name: str, within: tuple[str, ...] = ()) -> Iterator[str]:
+def _find_measurements(name: str, within: tuple[str, ...] = ()) -> Iterator[str]:
     if name in within:
         raise ConfigError(f"The signal {name} needs itself ({' needs '.join([*within, name])}): take one need away.")
     if is_measurement(name):
         yield name
         return
-    for need in needs_of(signals.load(name)):
-        yield from _chains(need, (*within, name))
+    for need in needed_signals(signals.load(name)):
+        yield from _find_measurements(need, (*within, name))
 
 
-def option_values(options: type, given: Mapping[str, Any]) -> Any:
+def build_options(options: type, given: Mapping[str, Any]) -> Any:
     """Return an instance of a plug-in's options, with the values of `given` that are its own."""
     fields: Any = dataclasses.fields(options)
     return options(**{field.name: given[field.name] for field in fields if field.name in given})

@@ -43,16 +43,16 @@ from vgr_trl.options import unused_options
 from vgr_trl.patches.distributed import close_group_at_exit, give_timeout
 from vgr_trl.patches.transformers import without_cudnn_attention
 from vgr_trl.patches.trl import suppress_image_tokens
-from vgr_trl.registries import BLIND_ANSWERS, measurements, needs_of
-from vgr_trl.rewards.attention import scaled_by_accuracy
+from vgr_trl.registries import BLIND_ANSWERS, find_measurements, needed_signals
+from vgr_trl.rewards.attention import scale_by_accuracy
 from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.loading import (
     RewardSchedule,
     check_callable,
-    hardened,
     is_reward_name,
     load_reward,
     reads_solution,
+    use_hard_negatives,
 )
 from vgr_trl.sampling.zero_variance import filter_index
 from vgr_trl.sharing.model_support import (
@@ -120,9 +120,9 @@ def plan_rewards(
     sizes: Any = {"max_completion_length": args.max_completion_length, "soft_punish_cache": args.soft_punish_cache}
     rewards = [load_reward(each, **sizes) if is_reward_name(each) else each for each in several if each is not None]
     if args.vgr_hard_negative:
-        rewards = hardened(rewards)
+        rewards = use_hard_negatives(rewards)
     if args.attention_reward_scale == "accuracy":
-        rewards = scaled_by_accuracy(rewards)
+        rewards = scale_by_accuracy(rewards)
     schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
     state = PartialState()
     over_groups = [
@@ -239,8 +239,8 @@ def change_data(trainer: "DAPOTrainer", change: Callable[[Any, str, str | None],
 
 def reads_boxes(args: DAPOConfig, rewards: Iterable[Any]) -> bool:
     """Return whether a signal, a rule of credit or one of the rewards reads the boxes of rows."""
-    needs = {need for reward in rewards for need in needs_of(reward)} - {BLIND_ANSWERS}
-    return "regions" in {*args.readers(), *measurements(needs)}
+    needs = {need for reward in rewards for need in needed_signals(reward)} - {BLIND_ANSWERS}
+    return "regions" in {*args.readers(), *find_measurements(needs)}
 
 
 def _has_prompts(dataset: Any) -> bool:

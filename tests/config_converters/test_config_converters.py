@@ -20,7 +20,7 @@ from vgr_trl.config_converters import (
     read_configuration,
 )
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.integrations.verl.credit import NAMES_OF_NOTES
+from vgr_trl.integrations.verl.credit import OPTION_ALIASES
 from vgr_trl.utils import ConfigError
 
 EASYR1 = Path(__file__).with_name("easyr1_keys.txt").read_text().splitlines()[1:]
@@ -202,7 +202,7 @@ def test_a_default_that_nobody_wrote_stops_nothing(monkeypatch):
 
 def test_token_weights_of_a_port():
     """The names inside EasyR1 and the options here are the same table; also under worker.rollout and worker.actor."""
-    for name, option in NAMES_OF_NOTES.items():
+    for name, option in OPTION_ALIASES.items():
         assert EASYR1_KEYS[f"algorithm.{name}"].option == option
     given = {
         "algorithm.enable_token_weights": True, "algorithm.token_weight_clip": [0.5, 2.0],

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_hard_negative_reward, vgr_reward
-from vgr_trl.rewards.attention import scaled_by_accuracy
+from vgr_trl.rewards.attention import scale_by_accuracy
 from vgr_trl.utils import RewardError
 
 NAN, INF = math.nan, math.inf
@@ -73,7 +73,7 @@ def test_mdi_by_hand(value, ratio, expected):
 
 def scaled(reward, values, right, **columns):
     texts, solutions = answered(right)
-    (changed,) = scaled_by_accuracy([reward])
+    (changed,) = scale_by_accuracy([reward])
     return changed(texts, vgr=values, solution=solutions, num_generations=len(values), **columns)
 
 
@@ -105,6 +105,6 @@ def test_hard_negatives_and_mdi_are_scaled_towards_0():
 
 
 def test_other_rewards_are_left_alone():
-    assert scaled_by_accuracy([accuracy_reward, vgr_reward])[0] is accuracy_reward
+    assert scale_by_accuracy([accuracy_reward, vgr_reward])[0] is accuracy_reward
     with pytest.raises(RewardError, match="the rows of vgr_reward have no column solution: add one, or give"):
-        scaled_by_accuracy([vgr_reward])[0](["a", "b"], vgr=[1.0, 2.0], num_generations=2)
+        scale_by_accuracy([vgr_reward])[0](["a", "b"], vgr=[1.0, 2.0], num_generations=2)

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from support.launching import join_group, results_of
 
 from vgr_trl.rewards import gather_groups, needs_whole_groups, vgr_reward
-from vgr_trl.rewards.attention import scaled_by_accuracy
+from vgr_trl.rewards.attention import scale_by_accuracy
 from vgr_trl.utils import RewardError
 
 
@@ -50,7 +50,7 @@ def run_in_group():
         error = None
     except RewardError as raised:
         error = str(raised)
-    scaled = gather_groups(*scaled_by_accuracy([vgr_reward]), gather_object, rank, num_generations=GROUP)(
+    scaled = gather_groups(*scale_by_accuracy([vgr_reward]), gather_object, rank, num_generations=GROUP)(
         completions=[f"<answer>{'blue' if i == 2 else 'red'}</answer>" for i in rows],
         solution=["red"] * len(rows),
         vgr=[float(1 + i % GROUP) for i in rows],

@@ -58,7 +58,7 @@ from vgr_trl.reporting.markdown import format_duration, print_record, progress_l
 from vgr_trl.reporting.recorder import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import read_run, refuse_unwritable
 from vgr_trl.rewards.attention import ATTENTION_REWARDS
-from vgr_trl.rewards.loading import hardened, reads_solution
+from vgr_trl.rewards.loading import reads_solution, use_hard_negatives
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.utils import (
     CollapseError,
@@ -291,7 +291,9 @@ def run_identity(
         "data": "".join([source, *columns]),
         "dataset_config": data.dataset_config,
         "dataset_train_split": data.dataset_train_split,
-        "reward_funcs": hardened(rewards.reward_funcs or ()) if config.vgr_hard_negative else rewards.reward_funcs,
+        "reward_funcs": use_hard_negatives(rewards.reward_funcs or ())
+        if config.vgr_hard_negative
+        else rewards.reward_funcs,
         "reward_model": rewards.reward_model_name_or_path,
         "lora": [model.lora_r, model.lora_target_modules, model.use_dora] if model.use_peft else None,
     }

@@ -54,7 +54,9 @@ FAMILIES = {
     "corner": ("which corner is it in?", tuple(PAPERS)),
 }
 EVALUATION = {"max_completion_length": 16, "system_prompt": None}
-RECORDED = 32  # questions of the evaluation, answered twice each, before the first step and after the last one
+RECORDED_QUESTIONS = (
+    32  # questions of the evaluation, answered twice each, before the first step and after the last one
+)
 
 
 @dataclass(frozen=True)
@@ -84,19 +86,19 @@ def draw_questions(count: int, *, seed: int, split: Split, multiple_choice: bool
         multiple_choice: the solution is a letter; otherwise there are no choices and the solution is the word.
     """
     rng = random.Random(f"{split} {seed}")  # a text seed, because seeds of numbers that are close give similar streams
-    scenes = _scenes(rng, split)
-    return [_question(next(scenes), rng, f"{split}-{seed}-{index}", multiple_choice) for index in range(count)]
+    scenes = _draw_scenes(rng, split)
+    return [_build_question(next(scenes), rng, f"{split}-{seed}-{index}", multiple_choice) for index in range(count)]
 
 
 def draw_scene(scene: Scene) -> Image.Image:
     """Return the scene as an RGB image of 56 x 56 pixels."""
     image = Image.new("RGB", (2 * CELL, 2 * CELL))
     for corner, paper in PAPERS.items():
-        x, y = _origin(corner)
-        image.paste(_shaded(paper, scene.paper - 255), (x, y, x + CELL, y + CELL))
-    left, top = (start + shift for start, shift in zip(_origin(scene.corner), (scene.x, scene.y), strict=True))
+        x, y = _corner_origin(corner)
+        image.paste(_shade(paper, scene.paper - 255), (x, y, x + CELL, y + CELL))
+    left, top = (start + shift for start, shift in zip(_corner_origin(scene.corner), (scene.x, scene.y), strict=True))
     right, bottom = left + scene.size - 1, top + scene.size - 1
-    fill, arm = _shaded(COLOURS[scene.colour], scene.shade - 128), math.ceil(scene.size / 3)
+    fill, arm = _shade(COLOURS[scene.colour], scene.shade - 128), math.ceil(scene.size / 3)
     pen = ImageDraw.Draw(image)
     if scene.shape == "circle":
         pen.ellipse((left, top, right, bottom), fill=fill)
@@ -110,15 +112,15 @@ def draw_scene(scene: Scene) -> Image.Image:
     return image
 
 
-def _origin(corner: str) -> tuple[int, int]:
+def _corner_origin(corner: str) -> tuple[int, int]:
     return (CELL if corner.endswith("east") else 0, CELL if corner.startswith("south") else 0)
 
 
-def _shaded(colour: tuple[int, int, int], change: int) -> tuple[int, ...]:
+def _shade(colour: tuple[int, int, int], change: int) -> tuple[int, ...]:
     return tuple(min(255, max(0, channel + change)) for channel in colour)
 
 
-def _scenes(rng: random.Random, split: Split) -> Iterator[Scene]:
+def _draw_scenes(rng: random.Random, split: Split) -> Iterator[Scene]:
     while True:
         size = rng.randint(17, 25)
         scene = Scene(
@@ -135,7 +137,7 @@ def _scenes(rng: random.Random, split: Split) -> Iterator[Scene]:
             yield scene
 
 
-def _question(scene: Scene, rng: random.Random, name: str, multiple_choice: bool) -> dict[str, Any]:
+def _build_question(scene: Scene, rng: random.Random, name: str, multiple_choice: bool) -> dict[str, Any]:
     family = rng.choice(tuple(FAMILIES))
     problem, words = FAMILIES[family]
     choices, solution = rng.sample(words, len(words)), getattr(scene, family)
@@ -172,21 +174,21 @@ def draw(seed: int) -> Questions:
     )
 
 
-def prompt_of(row: Row) -> list[dict[str, Any]]:
+def build_row_prompt(row: Row) -> list[dict[str, Any]]:
     """Return the conversation that asks a question, without its image."""
     return build_prompt(row["problem"], row.get("choices"), system_prompt=None)
 
 
 def words_of(rows: Rows) -> list[str]:
     """Return the distinct texts that the model is going to read and write."""
-    return list(dict.fromkeys(text for row in rows for text in (prompt_of(row)[0]["content"], target_text(row))))
+    return list(dict.fromkeys(text for row in rows for text in (build_row_prompt(row)[0]["content"], target_text(row))))
 
 
 def as_dataset(rows: Rows) -> Dataset:
     """Return the columns that the trainer and the rewards read."""
     names = [name for name in ("id", "image", "solution", "choices", "family", "source") if name in rows[0]]
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in names}
-    return Dataset.from_dict({"prompt": [prompt_of(row) for row in rows]} | columns)
+    return Dataset.from_dict({"prompt": [build_row_prompt(row) for row in rows]} | columns)
 
 
 def target_text(row: Row) -> str:
@@ -196,9 +198,9 @@ def target_text(row: Row) -> str:
     return f"<think>{row['thought']}</think><answer>{row['solution']}</answer>{EOS}"
 
 
-def encode(processor: Any, rows: Sequence[Row], *, images: bool) -> tuple[Any, torch.Tensor]:
+def encode_rows(processor: Any, rows: Sequence[Row], *, images: bool) -> tuple[Any, torch.Tensor]:
     """Return the model's inputs for prompts with their targets, and the length of each row's target, (N,)."""
-    prompts = [prompt_of(row) for row in rows]
+    prompts = [build_row_prompt(row) for row in rows]
     if images:
         prompts = [prepare_multimodal_messages(prompts[i], images=[row["image"]]) for i, row in enumerate(rows)]
     texts = processor.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
@@ -223,7 +225,7 @@ def supervised_loss(
         images: whether the model sees the images.
         thought_weight: weight of the tokens that are not the answer; theirs and the answer's mean are added.
     """
-    inputs, lengths = encode(processor, rows, images=images)
+    inputs, lengths = encode_rows(processor, rows, images=images)
     longest = int(lengths.max())
     inputs, lengths = inputs.to(model.device), lengths.to(model.device)
     logits = model(**inputs, logits_to_keep=longest + 1).logits[:, :-1].float()  # (N, T, vocabulary)
@@ -233,11 +235,11 @@ def supervised_loss(
     opened, closed = ((labels == tag).cumsum(1) > 0 for tag in (opening, closing))
     is_target = torch.arange(longest, device=model.device) >= longest - lengths[:, None]
     is_answer = opened & ~closed & (labels != opening) & is_target
-    rest = losses[is_target & ~is_answer].mean()
+    other_loss = losses[is_target & ~is_answer].mean()
     if not is_answer.any():
-        return rest, rest.item()
-    answer = losses[is_answer].mean()
-    return answer + thought_weight * rest, answer.item()
+        return other_loss, other_loss.item()
+    answer_mean = losses[is_answer].mean()
+    return answer_mean + thought_weight * other_loss, answer_mean.item()
 
 
 def fit(
@@ -252,7 +254,7 @@ def fit(
     batch_size: int = 32,
     learning_rate: float = 2e-3,
     seed: int = 0,
-    **of_loss: Any,
+    **loss_options: Any,
 ) -> int:
     """Train on random batches of `rows` and return the number of steps.
 
@@ -260,14 +262,14 @@ def fit(
         target_loss: stop when a moving average of the answer tokens' loss, which starts at 3, is below it, in nats.
         is_done: whether to stop after a step, counted from 1.
         max_steps: stop here at the latest.
-        of_loss: options of `supervised_loss`.
+        loss_options: options of `supervised_loss`.
     """
     rng, was_training, step, average = random.Random(seed), model.training, 0, 3.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     for step in tqdm(range(1, max_steps + 1), desc=title):
         model.train()
-        loss, answer_loss = supervised_loss(model, processor, rng.sample(rows, batch_size), **of_loss)
+        loss, answer_loss = supervised_loss(model, processor, rng.sample(rows, batch_size), **loss_options)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -360,14 +362,14 @@ def reinforce(
     between they would change what is sampled in training.
     """
     evaluated: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": options.steps, "num_generations_eval": 2}
-    batch = {"per_device_eval_batch_size": 2 * RECORDED, "rollout_log_samples": 16}
+    batch = {"per_device_eval_batch_size": 2 * RECORDED_QUESTIONS, "rollout_log_samples": 16}
     trainer = DAPOTrainer(
         model=model,
         processing_class=processor,
         reward_funcs=[accuracy_reward, think_format_reward],
         args=trainer_options(options, output_dir, **evaluated, **batch),
         train_dataset=as_dataset(questions.train),
-        eval_dataset=as_dataset(questions.validation[:RECORDED]),
+        eval_dataset=as_dataset(questions.validation[:RECORDED_QUESTIONS]),
     )
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(ReinforceBar())
@@ -442,7 +444,7 @@ def run_demo(options: Options, output_dir: Path, questions: Questions | None = N
     (output_dir / "metrics.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     print(f"On {len(questions.test)} held-out questions, of which the report shows none:")
     print_scores(results)
-    print(*progress_lines(history, f"{RECORDED} validation questions"), sep="\n")
+    print(*progress_lines(history, f"{RECORDED_QUESTIONS} validation questions"), sep="\n")
     first, last = (f"{result.mean_at_k or 0:.3f}" for result in results.values())
     verdict = f"{'rose' if rose else 'did not rise'}: {first} → {last}"
     print(f"In {seconds:.0f} s sampled accuracy on {len(questions.test)} new questions {verdict}.")

@@ -12,7 +12,7 @@ from vgr_trl.utils import ConfigError, parse_yaml
 
 __all__ = ["About", "Recipe", "load_recipe", "read_recipe", "recipe_names"]
 
-FOLDER = Path(__file__).parent
+RECIPE_FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Recipe:
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes of this library."""
-    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
+    return sorted(file.stem for file in RECIPE_FOLDER.glob("*.yaml"))
 
 
 def recipe_file(spec: str) -> Path:
@@ -66,7 +66,7 @@ def recipe_file(spec: str) -> Path:
         nearest = get_close_matches(spec, names, n=1)
         meant = f"Did you mean {nearest[0]}? Else give" if nearest else "Give"
         raise ConfigError(f"There is no recipe {spec!r}. {meant} one of {', '.join(names)}, or a file (my.yaml).")
-    return FOLDER / f"{spec}.yaml"
+    return RECIPE_FOLDER / f"{spec}.yaml"
 
 
 def read_recipe(spec: str) -> Recipe:
@@ -83,7 +83,7 @@ def read_recipe(spec: str) -> Recipe:
     if not isinstance(values, dict):
         raise ConfigError(f"The recipe {file} holds no options: give lines of the form `learning_rate: 1.0e-6`.")
     about = values.pop("about", None)
-    return Recipe(file.stem, None if about is None else _about(about, file), values)
+    return Recipe(file.stem, None if about is None else _parse_about(about, file), values)
 
 
 def load_recipe(spec: str) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def load_recipe(spec: str) -> dict[str, Any]:
     return read_recipe(spec).options
 
 
-def _about(given: Any, file: Path) -> About:
+def _parse_about(given: Any, file: Path) -> About:
     known = [item.name for item in fields(About)]
     if not isinstance(given, dict) or not {"method", "paper"} <= set(given) <= set(known):
         raise ConfigError(f"about of the recipe {file} is {given!r}: give method and paper, and of {known} what holds.")

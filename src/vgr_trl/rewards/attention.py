@@ -11,7 +11,7 @@ from vgr_trl.rewards.groups import group_size, needs_whole_groups
 from vgr_trl.rewards.simple import accuracy_reward
 from vgr_trl.utils import RewardError
 
-_SMALLEST_SPREAD = 1e-5  # of Q3: equal completions of a group differ by the rounding of float32, 1e-7 to 1e-6
+_MIN_SPREAD = 1e-5  # of Q3: equal completions of a group differ by the rounding of float32, 1e-7 to 1e-6
 
 
 @needs_whole_groups("vgr")
@@ -35,7 +35,7 @@ def vgr_reward(
     Raises:
         RewardError: the values are not those of whole groups.
     """
-    return _by_group(len(vgr), num_generations, lambda rows: _ranks([vgr[row] for row in rows]))
+    return _map_groups(len(vgr), num_generations, lambda rows: _rank_group([vgr[row] for row in rows]))
 
 
 @needs_whole_groups("vgr", optional=("solution", "choices", "label_idx"))
@@ -62,10 +62,10 @@ def vgr_hard_negative_reward(
     Raises:
         RewardError: the values are not those of whole groups.
     """
-    return hard_negative_rewards(accuracy_reward(completions, solution, **kwargs), vgr, num_generations)
+    return compute_hard_negative_rewards(accuracy_reward(completions, solution, **kwargs), vgr, num_generations)
 
 
-def hard_negative_rewards(
+def compute_hard_negative_rewards(
     accuracy: Sequence[float | None], vgr: Sequence[float | None], num_generations: int | Sequence[int]
 ) -> list[float | None]:
     """Return `vgr_hard_negative_reward` of completions whose accuracy is known.
@@ -79,16 +79,16 @@ def hard_negative_rewards(
         RewardError: the values are not those of whole groups.
     """
 
-    def of_group(rows: range) -> list[float | None]:
+    def score_group(rows: range) -> list[float | None]:
         right = [row for row in rows if accuracy[row] == 1]
-        ranks = dict(zip(right, _ranks([vgr[row] for row in right]), strict=True))
+        ranks = dict(zip(right, _rank_group([vgr[row] for row in right]), strict=True))
         rewards: list[float | None] = []
         for row in rows:
             rank = ranks.get(row, 0.5 if accuracy[row] is not None else None)
             rewards.append(None if rank is None else (rank - 0.5) * (len(right) > 1))
         return rewards
 
-    return _by_group(len(vgr), num_generations, of_group)
+    return _map_groups(len(vgr), num_generations, score_group)
 
 
 def mdi_reward(
@@ -138,14 +138,14 @@ def region_reward(
     return list(region_share)
 
 
-def _by_group(
-    count: int, num_generations: int | Sequence[int], of_group: Callable[[range], list[float | None]]
+def _map_groups(
+    count: int, num_generations: int | Sequence[int], score_group: Callable[[range], list[float | None]]
 ) -> list[float | None]:
     size = group_size(count, num_generations)
-    return [reward for start in range(0, count, size) for reward in of_group(range(start, start + size))]
+    return [reward for start in range(0, count, size) for reward in score_group(range(start, start + size))]
 
 
-def _ranks(group: Sequence[float | None]) -> list[float | None]:
+def _rank_group(group: Sequence[float | None]) -> list[float | None]:
     finite = [value for value in group if value is not None and math.isfinite(value)]
     first, third = 0.0, 0.0
     if len(finite) > 1:
@@ -156,7 +156,7 @@ def _ranks(group: Sequence[float | None]) -> list[float | None]:
             return None
         if math.isinf(value):
             return 0.0
-        if third - first <= _SMALLEST_SPREAD * third:
+        if third - first <= _MIN_SPREAD * third:
             return 0.5
         return min(max((third - value) / (third - first), 0.0), 1.0)
 
@@ -166,7 +166,7 @@ def _ranks(group: Sequence[float | None]) -> list[float | None]:
 ATTENTION_REWARDS: dict[Any, float] = {vgr_reward: 0.5, vgr_hard_negative_reward: 0.0, mdi_reward: 0.0}
 
 
-def scaled_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
+def scale_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
     """Return reward functions, those of attention drawn to their middle where accuracy differs little in a group.
 
     A reward v becomes m + 2·s·(v - m), with m the middle of its range (0.5 for VGR, else 0) and s the standard
@@ -179,10 +179,13 @@ def scaled_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
     Raises:
         RewardError: when called, the rows have no answers.
     """
-    return [_scaled(reward, ATTENTION_REWARDS[reward]) if reward in ATTENTION_REWARDS else reward for reward in rewards]
+    return [
+        _scale_reward(reward, ATTENTION_REWARDS[reward]) if reward in ATTENTION_REWARDS else reward
+        for reward in rewards
+    ]
 
 
-def _scaled(reward: Any, middle: float) -> Any:
+def _scale_reward(reward: Any, middle: float) -> Any:
     @needs_whole_groups("vgr", optional=("solution", "choices", "label_idx", "mdi_balance_ratio"))
     @wraps(reward)
     def scaled(completions: Sequence[Any], num_generations: int | Sequence[int], **kwargs: Any) -> list[float | None]:
@@ -194,13 +197,13 @@ def _scaled(reward: Any, middle: float) -> Any:
         rewards = reward(completions, num_generations=num_generations, **kwargs)
         accuracy = accuracy_reward(completions, **kwargs)
 
-        def of_group(rows: range) -> list[float | None]:
+        def score_group(rows: range) -> list[float | None]:
             known = [each for row in rows if (each := accuracy[row]) is not None]
             if not known:
                 return [None] * len(rows)
             scale = 2 * statistics.pstdev(known)
             return [None if rewards[row] is None else middle + scale * (rewards[row] - middle) for row in rows]
 
-        return _by_group(len(rewards), num_generations, of_group)
+        return _map_groups(len(rewards), num_generations, score_group)
 
     return scaled

@@ -34,7 +34,7 @@ def needed_columns(reward: Any) -> tuple[tuple[str, ...], tuple[str, ...]] | Non
     return getattr(reward, "whole_group_columns", None)
 
 
-def innermost(reward: Any) -> Any:
+def unwrap_reward(reward: Any) -> Any:
     """Return the function within `functools.partial` and its like."""
     while hasattr(reward, "func"):
         reward = reward.func
@@ -62,7 +62,7 @@ class WholeGroups:
         process_index: int,
         num_generations: int | Callable[[], int] | None = None,
     ) -> None:
-        self.__name__ = str(getattr(reward, "__name__", None) or innermost(reward).__name__)
+        self.__name__ = str(getattr(reward, "__name__", None) or unwrap_reward(reward).__name__)
         if (columns := needed_columns(reward)) is None:
             raise RewardError(
                 f"{self.__name__} is not marked as needing whole groups: decorate it with needs_whole_groups."

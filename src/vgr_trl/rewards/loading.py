@@ -18,8 +18,8 @@ from typing import Any
 from vgr_trl import registries
 from vgr_trl.rewards.answers import excerpt
 from vgr_trl.rewards.attention import mdi_reward, region_reward, vgr_hard_negative_reward, vgr_reward
-from vgr_trl.rewards.groups import WholeGroups, innermost
-from vgr_trl.rewards.reward_files import OVERALL, FileOptions, ScoredFile, is_scored
+from vgr_trl.rewards.groups import WholeGroups, unwrap_reward
+from vgr_trl.rewards.reward_files import OVERALL, FileOptions, ScoredFile, is_easyr1_reward
 from vgr_trl.rewards.simple import (
     accuracy_reward,
     blind_accuracy_reward,
@@ -48,7 +48,7 @@ for _names, _reward in (
     ),
 ):
     registries.rewards.register(*_names)(_reward)
-_HARD: dict[Any, Any] = {
+_HARD_NEGATIVES: dict[Any, Any] = {
     vgr_reward: vgr_hard_negative_reward,
     "vgr": "vgr_hard_negative",
     "vgr_reward": "vgr_hard_negative_reward",
@@ -81,7 +81,7 @@ def load_rewards(
         RewardError: one cannot be loaded, or is named twice, whose metrics would be one.
     """
     specs = [specs] if isinstance(specs, str) else list(specs)
-    rewards = [_loaded(spec, options or {}, max_completion_length, soft_punish_cache, files) for spec in specs]
+    rewards = [_load(spec, options or {}, max_completion_length, soft_punish_cache, files) for spec in specs]
     first: dict[Any, ScoredFile] = {}
     for place, reward in enumerate(rewards):
         if reward in rewards[:place] or specs[place] in specs[:place]:
@@ -117,7 +117,7 @@ def load_reward(
         RewardError: nothing has this name, two packages have it, it cannot be imported, it is not a function, or it
             declares no such option.
     """
-    reward = _loaded(spec, options or {}, max_completion_length, soft_punish_cache, files)
+    reward = _load(spec, options or {}, max_completion_length, soft_punish_cache, files)
     own = getattr(reward, "options", None)
     known = [] if own is None else [field.name for field in fields(own)]
     for name in options or ():
@@ -127,14 +127,14 @@ def load_reward(
     return reward
 
 
-def _loaded(
+def _load(
     spec: Any, options: Mapping[str, Any], longest: int | None, cache: int | None, files: FileOptions | None
 ) -> Callable[..., Any]:
     name, key = spec, ""
     if isinstance(spec, str):
         name, _, key = spec.strip().removesuffix("]").partition("[")
     reward: Callable[..., Any] = registries.rewards.load(name)
-    if is_scored(reward) and isinstance(spec, str):
+    if is_easyr1_reward(reward) and isinstance(spec, str):
         return ScoredFile(reward, key or OVERALL, files or FileOptions())
     if key:
         raise RewardError(f"The reward {spec!r} names the score {key!r}, but {name} returns one number: drop [{key}].")
@@ -142,15 +142,15 @@ def _loaded(
         if longest is None:
             raise RewardError(f"The reward {name!r} needs max_completion_length, which is None: give it in tokens.")
         return get_soft_overlong_punishment(longest, longest // 5 if cache is None else cache)
-    return reward if reward is spec and not options else _bound(reward, options)
+    return reward if reward is spec and not options else _bind_options(reward, options)
 
 
-def _bound(reward: Callable[..., Any], given: Mapping[str, Any]) -> Callable[..., Any]:
+def _bind_options(reward: Callable[..., Any], given: Mapping[str, Any]) -> Callable[..., Any]:
     """The reward with its own options as named arguments, if it declares any."""
     options = getattr(reward, "options", None)
     if options is None:
         return reward
-    filled = partial(reward, **vars(registries.option_values(options, given)))
+    filled = partial(reward, **vars(registries.build_options(options, given)))
 
     @wraps(reward)
     def bound(*args: Any, **kwargs: Any) -> Any:
@@ -160,15 +160,15 @@ def _bound(reward: Callable[..., Any], given: Mapping[str, Any]) -> Callable[...
     return bound
 
 
-def hardened(rewards: Iterable[Any]) -> list[Any]:
+def use_hard_negatives(rewards: Iterable[Any]) -> list[Any]:
     """Return reward functions, or names of them, with the hard negatives of `vgr` in the place of `vgr`.
 
     Raises:
         RewardError: there is neither among them.
     """
     rewards = list(rewards)
-    changed = [_HARD.get(reward, reward) for reward in rewards]
-    if not set(changed) & set(_HARD.values()):
+    changed = [_HARD_NEGATIVES.get(reward, reward) for reward in rewards]
+    if not set(changed) & set(_HARD_NEGATIVES.values()):
         names = " ".join(map(reward_name, rewards)) or "none"
         raise RewardError(f"vgr_hard_negative is on, but the rewards are {names}: name vgr there, or switch it off.")
     return changed
@@ -233,16 +233,16 @@ class RewardSchedule:
         return list(self.early if self.early is not None and step < early_steps else self.regular)
 
 
-ADVICE = (
+HANGING_ADVICE = (
     "Nothing ends this call: end the run (Ctrl-C, or SIGKILL), give what the reward waits for a limit of its own, and "
     "continue with resume_from_checkpoint latest."
 )
-ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+PASSED_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 def reads_solution(reward: Any) -> bool:
     """Whether a reward compares an answer with what the data say is right."""
-    return innermost(reward) in (accuracy_reward, blind_accuracy_reward)
+    return unwrap_reward(reward) in (accuracy_reward, blind_accuracy_reward)
 
 
 def check_callable(reward: Any, columns: Iterable[str]) -> None:
@@ -253,7 +253,7 @@ def check_callable(reward: Any, columns: Iterable[str]) -> None:
         columns: of the data, each of which is passed as a list.
     """
     columns, name = list(columns), reward_name(reward)
-    missing = [each for each in getattr(reward, "required", ()) if each not in {*columns, *ALWAYS_PASSED}]
+    missing = [each for each in getattr(reward, "required", ()) if each not in {*columns, *PASSED_COLUMNS}]
     if reads_solution(reward) and not {"solution", "label_idx"} & set(columns):
         missing = ["solution"]
     if missing:
@@ -261,7 +261,7 @@ def check_callable(reward: Any, columns: Iterable[str]) -> None:
     if isinstance(reward, WholeGroups) or not callable(reward) or hasattr(reward, "forward"):
         return
     try:
-        passed = dict.fromkeys([*ALWAYS_PASSED, *columns])
+        passed = dict.fromkeys([*PASSED_COLUMNS, *columns])
         inspect.signature(reward).bind(**{key: None for key in passed if key not in ("prompt", "completion")})
     except TypeError as error:
         raise RewardError(
@@ -270,7 +270,7 @@ def check_callable(reward: Any, columns: Iterable[str]) -> None:
         ) from error
 
 
-def checked(
+def wrap_reward(
     reward: Any, name: str, on_nan: Callable[[str, int], None], trainer: object = None, seconds: float | None = None
 ) -> Callable[..., Any]:
     """Return `reward`, asynchronous if it is, such that it returns a list of floats and Nones or fails with its name.
@@ -282,24 +282,26 @@ def checked(
         seconds: after which a call that has not returned is reported, as `_watched` does; None: never. Asynchronous
             rewards are not watched.
     """
-    given = {"trainer": trainer} if trainer is not None and _takes(reward, "trainer") else {}
-    function = innermost(reward)
+    given = {"trainer": trainer} if trainer is not None and _takes_argument(reward, "trainer") else {}
+    function = unwrap_reward(reward)
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
 
         async def call_async(**kwargs: Any) -> list[float | None]:
-            return _read(await reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)
+            return _parse_rewards(await reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)
 
         return call_async
 
     def call(**kwargs: Any) -> list[float | None]:
-        with _watched(seconds, name, kwargs), _restored(kwargs):
-            return _read(reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)  # a generator runs here
+        with _report_hanging(seconds, name, kwargs), _restore_columns(kwargs):
+            return _parse_rewards(
+                reward(**given | kwargs), len(kwargs["completions"]), name, on_nan
+            )  # a generator runs here
 
     return call
 
 
 @contextmanager
-def _watched(seconds: float | None, name: str, columns: Mapping[str, Any]) -> Iterator[None]:
+def _report_hanging(seconds: float | None, name: str, columns: Mapping[str, Any]) -> Iterator[None]:
     """Log every `seconds` until this block ends which reward has not returned, for which rows, and its stack.
 
     Nothing is interrupted: an exception raised from outside can leave a lock held or a file half written. The stack is
@@ -317,7 +319,7 @@ def _watched(seconds: float | None, name: str, columns: Mapping[str, Any]) -> It
             logger.warning(
                 f"The reward {name} has not returned for {times} x reward_timeout={seconds:g} seconds. It was given "
                 f"{len(rows)} completions, of the rows {rows[0]!r} to {rows[-1]!r}, and is here:\n"
-                f"{stack}{ADVICE * (times >= 10)}"
+                f"{stack}{HANGING_ADVICE * (times >= 10)}"
             )
 
     if seconds is not None:
@@ -329,24 +331,24 @@ def _watched(seconds: float | None, name: str, columns: Mapping[str, Any]) -> It
 
 
 @contextmanager
-def _restored(columns: dict[str, Any]) -> Iterator[None]:
+def _restore_columns(columns: dict[str, Any]) -> Iterator[None]:
     """After this block all lists and dicts in the columns are what they were: other rewards read them too."""
-    before = [(each, each.copy()) for each in _containers(list(columns.values()))]
+    before = [(each, each.copy()) for each in _find_containers(list(columns.values()))]
     yield
     for each, items in before:
         each.clear()
         each.extend(items) if isinstance(each, list) else each.update(items)
 
 
-def _containers(items: Iterable[Any]) -> Iterator[Any]:
+def _find_containers(items: Iterable[Any]) -> Iterator[Any]:
     """The lists and dicts among `items`, and those in them; images and tensors are left alone."""
     for item in items:
         if isinstance(item, list | dict):
             yield item
-            yield from _containers(item.values() if isinstance(item, dict) else item)
+            yield from _find_containers(item.values() if isinstance(item, dict) else item)
 
 
-def _takes(reward: Any, name: str) -> bool:
+def _takes_argument(reward: Any, name: str) -> bool:
     """Whether a reward can be called with a keyword that no `functools.partial` has bound."""
     if name in getattr(reward, "keywords", {}):
         return False
@@ -354,7 +356,7 @@ def _takes(reward: Any, name: str) -> bool:
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def _read(returned: Any, count: int, name: str, on_nan: Callable[[str, int], None]) -> list[float | None]:
+def _parse_rewards(returned: Any, count: int, name: str, on_nan: Callable[[str, int], None]) -> list[float | None]:
     try:
         rewards = [None if value is None else float(value) for value in returned]
         if isinstance(returned, str | Mapping | Set) or len(rewards) != count:

@@ -38,10 +38,10 @@ def accuracy_reward(
             raise RewardError(
                 f"{name} is {excerpt(values)} for {len(completions)} completions: give a list with a value for each."
             )
-    return [_accuracy(*row) for row in zip(map(completion_text, completions), *columns.values(), strict=True)]
+    return [_grade(*row) for row in zip(map(completion_text, completions), *columns.values(), strict=True)]
 
 
-def _accuracy(text: str, *row: Any) -> float | None:
+def _grade(text: str, *row: Any) -> float | None:
     try:
         return float(is_right(text, resolve_solution(*row)))
     except RewardError:
@@ -69,7 +69,7 @@ def blind_accuracy_reward(
 
 
 _HANGUL_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters to Unicode, but nothing to see
-_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
+_TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -100,13 +100,13 @@ def think_only_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[
     Raises:
         RewardError: a completion is no text.
     """
-    return [float(_is_thought_and_text(completion_text(completion))) for completion in completions]
+    return [float(_has_thought_and_text(completion_text(completion))) for completion in completions]
 
 
-def _is_thought_and_text(text: str) -> bool:
+def _has_thought_and_text(text: str) -> bool:
     thought, _, rest = text.strip().removeprefix("<think>").partition("</think>")
     is_one = text.count("<think>") == text.count("</think>") == 1 and text.lstrip().startswith("<think>")
-    return is_one and _says_something(thought) and _says_something(rest)
+    return is_one and _has_content(thought) and _has_content(rest)
 
 
 def tag_count_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
@@ -120,7 +120,7 @@ def tag_count_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     Raises:
         RewardError: a completion is no text.
     """
-    return [sum(text.count(line) == 1 for line in _LINES) / 4 for text in map(completion_text, completions)]
+    return [sum(text.count(line) == 1 for line in _TAG_LINES) / 4 for text in map(completion_text, completions)]
 
 
 def _is_well_formed(text: str) -> bool:
@@ -129,10 +129,10 @@ def _is_well_formed(text: str) -> bool:
         return False
     thought, _, rest = text.removeprefix("<think>").partition("</think>")
     answer = rest.lstrip()
-    return answer.startswith("<answer>") and _says_something(thought) and _says_something(answer[8:-9])
+    return answer.startswith("<answer>") and _has_content(thought) and _has_content(answer[8:-9])
 
 
-def _says_something(text: str) -> bool:
+def _has_content(text: str) -> bool:
     return any(character.isalnum() and character not in _HANGUL_FILLERS for character in text)
 
 

@@ -26,12 +26,12 @@ from vgr_trl.credit import active_rules, attention_weights, given_weights, shape
 from vgr_trl.loss import entropy_penalty, perception_loss, surprisal
 from vgr_trl.metrics import Totals, add_weights
 from vgr_trl.options import FACTS, changed_options, check_options, option, unused_options
-from vgr_trl.rewards.attention import hard_negative_rewards, mdi_reward, vgr_reward
+from vgr_trl.rewards.attention import compute_hard_negative_rewards, mdi_reward, vgr_reward
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass, vision_gain_ratio
 from vgr_trl.utils import ConfigError, parse_yaml
 
-NAMES_OF_NOTES = {
+OPTION_ALIASES = {
     "enable_token_weights": "token_weights",
     "token_weight_clip": "token_weights_clip",
     "token_weight_smooth_sigma": "token_weights_smooth_sigma",
@@ -39,8 +39,8 @@ NAMES_OF_NOTES = {
     "token_weight_topk_ratio": "token_weights_topk_ratio",
     "positive_only": "token_weights_positive_only",
 }
-_MEASURED = ("attention", "dependency", "entropies", "logps")  # what rules of credit may read here
-_WITHOUT_MEANING = {
+_AVAILABLE_SIGNALS = ("attention", "dependency", "entropies", "logps")  # what rules of credit may read here
+_UNSUPPORTED_OPTIONS = {
     "compute_attention_metrics", "attention_source", "perturbation", "further_perturbations", "dependency_over",
     "patch_size", "noise_std", "blur_radius", "diffusion_steps", "crop_share", "mask_value", "perturb_per", "signals",
     "hidden_similarity_layer", "hidden_similarity_over",
@@ -74,12 +74,12 @@ class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
         Raises:
             ConfigError: an option is unknown, without meaning here, given twice, out of range, or without effect.
         """
-        known = {each.name for each in fields(cls)} - _WITHOUT_MEANING
+        known = {each.name for each in fields(cls)} - _UNSUPPORTED_OPTIONS
         values: dict[str, Any] = {}
         for key, value in dict(given or {}).items():
-            name = NAMES_OF_NOTES.get(key, key)
+            name = OPTION_ALIASES.get(key, key)
             if name not in known:
-                accepted = ", ".join(sorted(known | set(NAMES_OF_NOTES)))
+                accepted = ", ".join(sorted(known | set(OPTION_ALIASES)))
                 raise ConfigError(f"The option {key} is not known here: give some of {accepted}.")
             if name in values:
                 raise ConfigError(f"The option {name} is given twice, as {key} too: give it once.")
@@ -96,10 +96,10 @@ class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
         self.check_plugins()
         check_conflicts(self, PERTURBATION_CONFLICTS)
         for need, readers in self.readers().items():
-            if need not in _MEASURED:
+            if need not in _AVAILABLE_SIGNALS:
                 raise ConfigError(
                     f"{readers[0]} reads {need}, which is not measured here: give one that reads no more than "
-                    f"{', '.join(_MEASURED)}."
+                    f"{', '.join(_AVAILABLE_SIGNALS)}."
                 )
         absent = FACTS.keys() - ({"attention"} if self.measures_attention else set())
         for name, why in unused_options(self, absent).items():
@@ -118,7 +118,7 @@ class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, as `read` takes them."""
-        return {name: value for name, value in changed_options(self).items() if name not in _WITHOUT_MEANING}
+        return {name: value for name, value in changed_options(self).items() if name not in _UNSUPPORTED_OPTIONS}
 
 
 ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
@@ -129,7 +129,7 @@ ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
 LOSSES = ("vgr", "vgr_vppo", "vgr_papo")  # verl's vanilla loss, and the terms that the options switch on
 
 
-def options_of(adv_estimator: str, given: Mapping[str, Any] | None, loss_mode: str | None = None) -> SignalOptions:
+def resolve_options(adv_estimator: str, given: Mapping[str, Any] | None, loss_mode: str | None = None) -> SignalOptions:
     """Return the options of a run: those given, on top of what the names of estimator and loss switch on.
 
     Args:
@@ -140,7 +140,7 @@ def options_of(adv_estimator: str, given: Mapping[str, Any] | None, loss_mode: s
     Raises:
         ConfigError: an option is unknown, out of range, or would have no effect.
     """
-    stated = {NAMES_OF_NOTES.get(key, key) for key in given or ()}
+    stated = {OPTION_ALIASES.get(key, key) for key in given or ()}
     named = {name: value for name, value in ESTIMATORS.get(adv_estimator, {}).items() if name not in stated}
     options = SignalOptions.read(named | dict(given or {}))
     shapes = options.shapes_advantages or options.rewards_attention
@@ -226,7 +226,7 @@ def set_signal_context(context: SignalContext) -> Iterator[SignalContext]:
         _CONTEXT.reset(token)
 
 
-def signal_context(reader: str) -> SignalContext:
+def get_signal_context(reader: str) -> SignalContext:
     """Return the signals of the batch in work, for an estimator or a loss, which a message would name.
 
     Raises:
@@ -271,7 +271,7 @@ def add_signal_rewards(
     for name, weight, reward in (
         ("vgr", options.vgr_reward_weight, lambda own, right: vgr_reward(own, own, len(own))),
         ("vgr_hard_negative", options.hard_negative_reward_weight,
-         lambda own, right: hard_negative_rewards(right, own, len(own))),
+         lambda own, right: compute_hard_negative_rewards(right, own, len(own))),
         ("mdi", options.mdi_reward_weight, lambda own, right: mdi_reward(own, own, options.mdi_balance_ratio)),
     ):  # fmt: skip
         if not weight:
@@ -293,32 +293,32 @@ def add_signal_rewards(
 Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def named_estimator(name: str, base_of: Callable[[str], Estimator]) -> Estimator:
+def make_estimator(name: str, find_base: Callable[[str], Estimator]) -> Estimator:
     """Return the advantage estimator that is registered under a name.
 
     Args:
-        base_of: returns an estimator of verl or EasyR1 by its name, that of the option `estimator`.
+        find_base: returns an estimator of verl or EasyR1 by its name, that of the option `estimator`.
     """
 
     def estimator(
         token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return advantages and returns, (N, T) each, with the signals of the batch."""
-        context = signal_context(f"The advantage estimator {name}")
-        base = base_of(context.options.estimator)
+        context = get_signal_context(f"The advantage estimator {name}")
+        base = find_base(context.options.estimator)
         taken = inspect.signature(base).parameters
         if "norm_adv_by_std_in_grpo" in taken and more.get("config") is not None:
             more["norm_adv_by_std_in_grpo"] = more["config"].get("norm_adv_by_std_in_grpo", True)
         if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
             more = {key: value for key, value in more.items() if key in taken}
-        return estimate(
+        return estimate_advantages(
             base, context, token_level_rewards=token_level_rewards, response_mask=response_mask, index=index, **more
         )
 
     return estimator
 
 
-def estimate(
+def estimate_advantages(
     base: Estimator,
     context: SignalContext,
     *,
@@ -344,10 +344,10 @@ def estimate(
     prompts = torch.tensor([numbers[key] for key in index])  # (N,)
     nonzero = ((advantages * response_mask) != 0).any(1)
     varied = torch.isin(prompts, prompts[nonzero])  # prompts whose advantages are not all 0
-    return shape(advantages, response_mask, context, varied, prompts), returns
+    return shape_credit(advantages, response_mask, context, varied, prompts), returns
 
 
-def shape(
+def shape_credit(
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     context: SignalContext,
@@ -374,7 +374,7 @@ def shape(
         credit, metrics = shape_advantages(credit, context.signals(mask), others, shaped=shaped, groups=prompts)
         context.metrics |= {f"vgr/{name}": value for name, value in metrics.items()}
     if options.token_weights:
-        weights = _token_weights(context, mask)
+        weights = _compute_token_weights(context, mask)
         if options.token_weights_positive_only:
             weights = weights.masked_fill(advantages < 0, 1)
         add_weights(totals := Totals(), "vgr/token_weight", weights, mask)
@@ -386,7 +386,7 @@ def shape(
     return credit * mask
 
 
-def _token_weights(context: SignalContext, mask: torch.Tensor) -> torch.Tensor:
+def _compute_token_weights(context: SignalContext, mask: torch.Tensor) -> torch.Tensor:
     """Weights (N, T) of mean 1 over each completion: those that came with the rollout, else those measured, else 1."""
     if (weights := context.token_weights) is not None:
         return given_weights(weights, mask, torch.ones(mask.shape, device=mask.device))
@@ -403,7 +403,7 @@ def _token_weights(context: SignalContext, mask: torch.Tensor) -> torch.Tensor:
 Loss = tuple[torch.Tensor, dict[str, Any]]
 
 
-def with_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Tensor], name: str) -> Callable[..., Loss]:
+def add_loss_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Tensor], name: str) -> Callable[..., Loss]:
     """Return a policy loss of verl that is `base` plus the terms that are on, divided as `base` divides.
 
     Args:
@@ -420,12 +420,12 @@ def with_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Tensor]
         config: Any = None,
         rollout_is_weights: torch.Tensor | None = None,
     ) -> Loss:
-        context = signal_context(f"The policy loss {name}")
+        context = get_signal_context(f"The policy loss {name}")
         how = {"loss_agg_mode": loss_agg_mode, "config": config, "rollout_is_weights": rollout_is_weights}
         value, metrics = base(
             old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask, **how
         )
-        for term, per_token in token_terms(context, log_prob, response_mask).items():
+        for term, per_token in compute_loss_terms(context, log_prob, response_mask).items():
             share = aggregate(
                 loss_mat=per_token, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
             )
@@ -436,7 +436,7 @@ def with_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Tensor]
     return loss
 
 
-def token_terms(context: SignalContext, logps: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+def compute_loss_terms(context: SignalContext, logps: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the terms that are on, (N, T) each, 0 outside the mask.
 
     Args:

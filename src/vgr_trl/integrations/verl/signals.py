@@ -26,7 +26,7 @@ from vgr_trl.signals.ratios import (
 )
 from vgr_trl.utils import ConfigError, DataError
 
-LAST_LAYERS = "token_weight_last_k_layers"  # the option, as the notes name it
+LAST_LAYERS_OPTION = "token_weight_last_k_layers"  # the option, as the notes name it
 
 
 def build_token_vgr_weights_for_batch(
@@ -117,7 +117,7 @@ def token_vgr_weights(
     Raises:
         ConfigError: an option is out of range.
     """
-    layers = last_layers(len(mass.vision), last_k_layers, "thirds", LAST_LAYERS)
+    layers = last_layers(len(mass.vision), last_k_layers, "thirds", LAST_LAYERS_OPTION)
     token_vgr, mask = token_vision_gain_ratio(mass, layers), mass.mask.bool()  # (N, T)
     weights = token_weights(token_vgr, mask, clip=clip, smooth_sigma=smooth_sigma, topk_ratio=topk_ratio)
     info = {
@@ -215,9 +215,9 @@ class MeasuredPass:
         probe = AttentionProbe(self.model, masks, emitting, packed=layout.packed)
         with probe:
             yield self
-        self.columns = self._columns(probe.mass, masks, emitting)
+        self.columns = self._build_columns(probe.mass, masks, emitting)
 
-    def _columns(self, mass: AttentionMass, masks: ModalityMasks, emitting: slice) -> dict[str, torch.Tensor]:
+    def _build_columns(self, mass: AttentionMass, masks: ModalityMasks, emitting: slice) -> dict[str, torch.Tensor]:
         """Per token of the layout: attention per vision and per instruction token of its own prompt, and their ratio.
 
         What stands at a position belongs to the token that it emits, which is the next one.
@@ -233,13 +233,13 @@ class MeasuredPass:
         late = late_layers(len(mass.vision), self.options.attention_segments)
         columns = {f"vgr_{name}": side[late].mean(0) for name, side in sides.items()}
         if self.options.token_weights and last_k is not None:
-            chosen = last_layers(len(mass.vision), last_k, "thirds", LAST_LAYERS)
+            chosen = last_layers(len(mass.vision), last_k, "thirds", LAST_LAYERS_OPTION)
             columns["vgr_token"] = sides["instruction"][chosen].mean(0) / sides["vision"][chosen].mean(0)
         margins = (emitting.start, layout.input_ids.size(1) - emitting.stop)
         return {name: torch.nn.functional.pad(each, margins, value=torch.nan) for name, each in columns.items()}
 
 
-def rows_of_images(micro_batch: Any, count: int) -> list[dict[str, Any]]:
+def split_pixel_inputs(micro_batch: Any, count: int) -> list[dict[str, Any]]:
     """Return the pixel inputs of each of the rows of a micro-batch, empty for rows without images."""
     rows = micro_batch.get("multi_modal_inputs", None)
     return [dict(getattr(row, "data", row) or {}) for row in ([None] * count if rows is None else rows)]
@@ -277,23 +277,25 @@ def perturb_row(
     return {**inputs, "pixel_values": torch.where(dark, colours, pixels)}
 
 
-def perturbed_rows(micro_batch: Any, count: int, context: Mapping[str, Any]) -> list[dict[str, Any]]:
+def perturb_rows(micro_batch: Any, count: int, context: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the pixel inputs of each row, perturbed as the context of the actor says."""
     options = SignalOptions.read(context["options"])
-    return [perturb_row(row, options, context["step"], context["black"]) for row in rows_of_images(micro_batch, count)]
+    return [
+        perturb_row(row, options, context["step"], context["black"]) for row in split_pixel_inputs(micro_batch, count)
+    ]
 
 
-def actor_context(options: SignalOptions, step: int, processor: Any) -> dict[str, Any]:
+def build_actor_context(options: SignalOptions, step: int, processor: Any) -> dict[str, Any]:
     """Return what the actor gets with a batch: options, and what only the processor knows."""
     return {
         "options": options.to_dict(),
         "step": step,
         "special_token_ids": list(special_token_ids(processor)),
-        "black": black_of(processor),
+        "black": normalised_black(processor),
     }
 
 
-def black_of(processor: Any) -> list[float]:
+def normalised_black(processor: Any) -> list[float]:
     """Return what black is, per channel, after the normalisation of a processor."""
     images = getattr(processor, "image_processor", None)
     mean, std = getattr(images, "image_mean", None), getattr(images, "image_std", None)

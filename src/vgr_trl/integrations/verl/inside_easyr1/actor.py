@@ -24,25 +24,25 @@ from vgr_trl.integrations.verl.credit import (
     ESTIMATORS,
     SignalContext,
     SignalOptions,
-    named_estimator,
-    options_of,
+    compute_loss_terms,
+    make_estimator,
+    resolve_options,
     set_signal_context,
-    token_terms,
 )
 from vgr_trl.integrations.verl.signals import (
     Layout,
     MeasuredPass,
-    actor_context,
+    build_actor_context,
     packed_layout,
     padded_layout,
-    perturbed_rows,
-    rows_of_images,
+    perturb_rows,
+    split_pixel_inputs,
 )
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.utils import ConfigError, patched_attribute
 
-KEY = "vgr"  # of a batch's `meta_info`
-PRESET = "preset"  # among the options: the name of our estimator
+CONTEXT_KEY = "vgr"  # of a batch's `meta_info`
+PRESET_OPTION = "preset"  # among the options: the name of our estimator
 
 
 class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
@@ -61,7 +61,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
     @torch.no_grad()
     def compute_log_prob(self, data: Any) -> torch.Tensor:
         """Return log-probabilities (N, T)."""
-        context = data.meta_info.get(KEY)
+        context = data.meta_info.get(CONTEXT_KEY)
         if context is None or self.actor_optimizer is None:  # the reference has none
             return super().compute_log_prob(data)
         self._context, self._names = context, ()
@@ -82,7 +82,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         options = SignalOptions.read(context["options"])
 
         def perturbed_logps() -> torch.Tensor:
-            rows = perturbed_rows(micro_batch, len(micro_batch["input_ids"]), context)
+            rows = perturb_rows(micro_batch, len(micro_batch["input_ids"]), context)
             return plain({**micro_batch, "multi_modal_inputs": rows}, temperature)
 
         if torch.is_grad_enabled():
@@ -91,16 +91,16 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
             return logps
         columns: dict[str, torch.Tensor] = {}
         if options.measures_attention:
-            layout = self._layout(micro_batch)
+            layout = self._build_layout(micro_batch)
             measured = MeasuredPass(self.actor_module, layout, options, context["special_token_ids"])
             with measured.active():
                 logps = plain(micro_batch, temperature)
-            columns = {name: self._of_responses(column, micro_batch) for name, column in measured.columns.items()}
+            columns = {name: self._select_responses(column, micro_batch) for name, column in measured.columns.items()}
         else:
             logps = plain(micro_batch, temperature)
         if options.needs_dependency:
             dependency = visual_dependency(logps, perturbed_logps())
-            images = rows_of_images(micro_batch, len(dependency))
+            images = split_pixel_inputs(micro_batch, len(dependency))
             blind = torch.tensor(["pixel_values" not in row for row in images], device=dependency.device)
             columns["vgr_dependency"] = dependency.masked_fill(blind.unsqueeze(1), torch.nan)
         self._names = tuple(columns)
@@ -108,7 +108,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
 
     def update_policy(self, data: Any) -> dict[str, Any]:
         """Train on the batch, and return metrics."""
-        context = data.meta_info.get(KEY)
+        context = data.meta_info.get(CONTEXT_KEY)
         if context is None:
             return super().update_policy(data)
         options, plain = SignalOptions.read(context["options"]), dp_actor.compute_policy_loss
@@ -117,7 +117,9 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
             value, metrics = plain(
                 log_probs=log_probs, response_mask=response_mask, loss_avg_mode=loss_avg_mode, **others
             )
-            terms = token_terms(SignalContext(options, perturbed_logps=self._perturbed_logps), log_probs, response_mask)
+            terms = compute_loss_terms(
+                SignalContext(options, perturbed_logps=self._perturbed_logps), log_probs, response_mask
+            )
             for name, per_token in terms.items():
                 share = average_loss(per_token, response_mask, mode=loss_avg_mode)
                 value, metrics[name] = value + share, share.detach().item()
@@ -130,7 +132,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         finally:
             self._context = self._perturbed_logps = None
 
-    def _layout(self, micro_batch: dict[str, Any]) -> Layout:
+    def _build_layout(self, micro_batch: dict[str, Any]) -> Layout:
         ids, present = micro_batch["input_ids"], micro_batch["attention_mask"].bool()
         length = micro_batch["responses"].size(-1)
         prompt = present & (torch.arange(ids.size(1), device=ids.device) < ids.size(1) - length)
@@ -142,7 +144,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
             )
         return packed_layout(ids[present], present.sum(1).tolist(), prompt.sum(1).tolist())
 
-    def _of_responses(self, column: torch.Tensor, micro_batch: dict[str, Any]) -> torch.Tensor:
+    def _select_responses(self, column: torch.Tensor, micro_batch: dict[str, Any]) -> torch.Tensor:
         """What stands at the positions that emit the tokens of the responses, (N, T)."""
         if self.config.padding_free:
             present = micro_batch["attention_mask"].bool().to(column.device)
@@ -182,8 +184,8 @@ def read_options(given: Mapping[str, Any], estimator: str, filters: bool = False
     Raises:
         ConfigError: an option is unknown, out of range, or cannot be followed in this run.
     """
-    preset = given.get(PRESET, "vgr")
-    options = options_of(preset, {name: value for name, value in given.items() if name != PRESET})
+    preset = given.get(PRESET_OPTION, "vgr")
+    options = resolve_options(preset, {name: value for name, value in given.items() if name != PRESET_OPTION})
     if options.enable_entropy_filtering:
         raise ConfigError("enable_entropy_filtering reads entropies, which EasyR1's actor does not compute.")
     if estimator == "gae" and options.rewards_attention:
@@ -219,7 +221,7 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super()._balance_batch(batch, metrics, *args, **kwargs)
         processor = self.processor if self.processor is not None else self.tokenizer
-        batch.meta_info[KEY] = actor_context(self.options, int(self.global_step), processor)
+        batch.meta_info[CONTEXT_KEY] = build_actor_context(self.options, int(self.global_step), processor)
         self._metrics = metrics
 
     def fit(self) -> None:
@@ -227,10 +229,10 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
         plain_reduce, plain_advantage = ray_trainer.reduce_metrics, ray_trainer.compute_advantage
 
         def reduce_metrics(metrics: Mapping[str, Any]) -> Any:
-            return plain_reduce(self.without_weights(metrics))
+            return plain_reduce(self.take_token_weights(metrics))
 
         def compute_advantage(data: Any, adv_estimator: Any, gamma: float = 1.0, lam: float = 1.0) -> Any:
-            return self.advantages(plain_advantage, data, gamma, lam)
+            return self.compute_advantages(plain_advantage, data, gamma, lam)
 
         with (
             patched_attribute(ray_trainer, "reduce_metrics", reduce_metrics),
@@ -238,7 +240,7 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
         ):
             super().fit()
 
-    def without_weights(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    def take_token_weights(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return metrics of a reward without token weights, of which EasyR1 would take means; those are kept."""
         others = dict(metrics)
         weights = others.pop("token_weights", None)
@@ -246,7 +248,7 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
             self._weights = self._weights if weights is None else weights
         return others
 
-    def advantages(self, plain: Any, data: Any, gamma: float, lam: float) -> Any:
+    def compute_advantages(self, plain: Any, data: Any, gamma: float, lam: float) -> Any:
         """Return the batch with advantages by our estimator, and where `apply_to` is mask with a weighted mask."""
         mask = data.batch["response_mask"]
         weights, self._weights = self._weights, None
@@ -264,4 +266,4 @@ def register() -> None:
     """Register every name that is not registered yet."""
     for name in ESTIMATORS:
         if name not in core_algos.ADV_ESTIMATOR_MAP:
-            core_algos.register_adv_estimator(name)(named_estimator(name, core_algos.ADV_ESTIMATOR_MAP.__getitem__))
+            core_algos.register_adv_estimator(name)(make_estimator(name, core_algos.ADV_ESTIMATOR_MAP.__getitem__))

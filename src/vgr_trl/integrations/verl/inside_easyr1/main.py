@@ -11,17 +11,17 @@ import yaml
 
 from vgr_trl.utils import patched_attribute
 
-PREFIX = "vgr."
+OPTION_PREFIX = "vgr."
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Return EasyR1's arguments, and the options of this library."""
-    own = [argument for argument in arguments if argument.startswith(PREFIX)]
-    pairs = (argument.removeprefix(PREFIX).partition("=") for argument in own)
+    own = [argument for argument in arguments if argument.startswith(OPTION_PREFIX)]
+    pairs = (argument.removeprefix(OPTION_PREFIX).partition("=") for argument in own)
     return [each for each in arguments if each not in own], {name: yaml.safe_load(value) for name, _, value in pairs}
 
 
-def runner_with(options: dict[str, Any]) -> Any:
+def make_runner(options: dict[str, Any]) -> Any:
     """Return EasyR1's runner, which in its own process runs with our worker and trainer."""
     import ray
     from verl.trainer import main as theirs
@@ -50,7 +50,7 @@ def main() -> None:
     from verl.trainer import main as theirs  # isort: skip
 
     read_options(options, "grpo")  # so that errors come before Ray starts
-    with patched_attribute(theirs, "Runner", runner_with(options)):
+    with patched_attribute(theirs, "Runner", make_runner(options)):
         theirs.main()
 
 
