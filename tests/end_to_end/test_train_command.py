@@ -152,7 +152,7 @@ def test_a_run_that_collapses_ends_with_the_sign_if_it_shall(model_folder, quest
     said, message = capsys.readouterr()
     assert re.findall(r"^step (\d+)/30", said, re.M)[-1] == "21"
     assert "at step 21: format_reward fell from 0.5 to 0.188 (means of 8 steps)" in message
-    assert message.endswith("Training was stopped there, and no model was saved.\n")
+    assert message.endswith("Training stopped; no model was saved.\n")
     assert not (output / "model.safetensors").exists()
 
 

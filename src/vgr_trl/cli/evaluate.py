@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.save_completions and output is None:
         raise ConfigError("save_completions is on, but there is no file to save them in: give --output_file FILE.")
     if output is not None:
-        with raise_config_errors():  # before the work whose numbers it is for
+        with raise_config_errors():  # fail before the evaluation, not after it
             output.parent.mkdir(parents=True, exist_ok=True)
             output.open("a").close()
     results = evaluate_models(data, options)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate_models(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluation]:
-    """Evaluate each model that the options name on the same questions; rows left out are listed in a file."""
+    """Evaluate each model on the same questions; list skipped rows in a file."""
     if not options.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder, an adapter folder or a hub name.")
     if data.dataset_streaming:
@@ -66,10 +66,10 @@ def evaluate_models(data: DataArguments, options: EvaluationArguments) -> dict[s
     keep_offline(source.dataset_name, *options.model_name_or_path)
     questions: dict[str, tuple[Any, list[SkippedRow]]] = {}
     results: dict[str, Evaluation] = {}
-    for name in dict.fromkeys(options.model_name_or_path):  # a missing one is named before the first answers
+    for name in dict.fromkeys(options.model_name_or_path):  # report a missing model before evaluating any
         with raise_config_errors():
             processor = partial(load_processor, name, **loading)
-            rules = {"needs_solution": True, "decodes": True}  # a row that cannot be read is left out, not replaced
+            rules = {"needs_solution": True, "decodes": True}  # skip unreadable rows instead of replacing them
             questions[name] = load_rows(source, split, limit=limit, processor=processor, **rules)
     for name, (rows, _) in questions.items():
         with raise_config_errors():
@@ -84,7 +84,7 @@ def evaluate_models(data: DataArguments, options: EvaluationArguments) -> dict[s
 
 
 def _report_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `vgr-trl report` shows of a question: its text, and thumbnails of its images in base64."""
+    """Return the prompt text and base64 image thumbnails of a row, for `vgr-trl report`."""
     pictures, thumbnails, _ = read_row_images(row, [])
     parts = [part for turn in row["prompt"] if turn["role"] != "system" for part in as_parts(turn["content"])]
     return {
@@ -101,7 +101,7 @@ def _report_fields(row: Mapping[str, Any]) -> dict[str, Any]:
 def load_for_inference(
     name: str, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
-    """Return the model and the processor of a checkpoint, a LoRA adapter (on its base model) or a hub name.
+    """Load model and processor from a checkpoint, a LoRA adapter (with its base model) or the hub.
 
     Raises:
         ConfigError: it does not exist or cannot be loaded.
@@ -121,10 +121,10 @@ def load_for_inference(
 
 
 def count_parameters(name: str) -> int:
-    """Return the number of parameters of a model folder or a hub name, by its configuration alone.
+    """Count the parameters of a model folder or hub model from its configuration, without loading weights.
 
     Raises:
-        ConfigError: it does not exist, or its class is not one of transformers.
+        ConfigError: the model does not exist, or transformers lacks its class.
     """
     with naming_model(name), torch.device("meta"):
         config = AutoConfig.from_pretrained(name)
@@ -135,7 +135,7 @@ def count_parameters(name: str) -> int:
 
 
 def _choose_group_column(given: str | None, rows: Any) -> str | None:
-    """The column that is asked for, else one of families in which there are several."""
+    """Return the given column, else `family` or `source` if it has several values."""
     if given is not None:
         return None if given == "none" else given
     several = (name for name in ("family", "source") if name in rows.column_names and len(set(rows[name])) > 1)

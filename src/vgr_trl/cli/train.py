@@ -1,4 +1,4 @@
-"""`vgr-trl train`: train a vision-language model with DAPO; what a run will do, and `--dry_run`."""
+"""`vgr-trl train`: train a vision-language model with DAPO; describe the run; `--dry_run`."""
 
 import json
 import os
@@ -72,7 +72,6 @@ from vgr_trl.validate import reads_boxes
 
 RUN_FILE = "run.json"
 METRICS = "metrics.json"
-FIRST_ROWS = 16  # of a stream, which show whether it has images
 PLAN_OPTIONS = "learning_rate", "temperature", "max_completion_length", "loss_type", "beta", "use_vllm", "seed"
 VERBOSE_PLAN_OPTIONS = (
     "loss_type", "epsilon", "epsilon_high", "beta", "learning_rate", "lr_scheduler_type", "warmup_steps",
@@ -80,9 +79,9 @@ VERBOSE_PLAN_OPTIONS = (
     "mask_truncated_completions", "use_vllm", "bf16", "gradient_checkpointing", "seed",
 )  # fmt: skip
 OWN_OPTIONS = tuple(option.name for option in fields(DAPOConfig) if option.name not in GRPOConfig.__dataclass_fields__)
-DRY_RUN_PROMPTS = 3  # of a dry run
-TINY_MODEL_PARAMETERS = 1e8  # parameters below which a model learns at the rate of the demo
-LARGE_FREE_MEMORY = 40e9  # bytes beside the weights in which eight completions of 512 tokens and their images have room
+DRY_RUN_PROMPTS = 3
+TINY_MODEL_PARAMETERS = 1e8  # models below this use the learning rate of the demo
+LARGE_FREE_MEMORY = 40e9  # bytes beside the weights: enough for 8 completions of 512 tokens and their images
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sources = data.dataset_name, evaluation_source(data).dataset_name
     keep_offline(model.model_name_or_path, rewards.reward_model_name_or_path, *sources)
     separate_lora_modules(model)
-    config.disable_tqdm = True  # lines of steps, and no bar
+    config.disable_tqdm = True  # step lines replace the progress bar
     build = partial(build_trainer, data, rewards, config, model)
     if how.dry_run:
         with raise_config_errors():
@@ -110,16 +109,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(
     data: DataArguments, config: DAPOConfig, identity: dict[str, Any], build: Callable[[], DAPOTrainer], verbose: bool
 ) -> DAPOTrainer:
-    """Train, save model, state and metrics to `output_dir`, return the trainer.
+    """Train, save model, state and metrics to `output_dir`, and return the trainer.
 
     Args:
-        identity: what must be the same for the run to be continued.
+        identity: as `run_identity` returns it.
         build: makes the trainer from `config`.
         verbose: as `describe_run` takes it.
 
     Raises:
         ConfigError, DataError, RewardError: an option, the data or a reward cannot be used; nothing was trained.
-        CollapseError: `stop_on_collapse` ended the training.
+        CollapseError: `stop_on_collapse` stopped the training.
     """
     output_dir, resume = Path(config.output_dir or "trainer_output"), resume_mode(config.resume_from_checkpoint)
     check_output_dir(output_dir, identity, resume)
@@ -128,14 +127,16 @@ def train(
         trainer = build()
     trainer.data_source = source_name(data)
     metrics_file, steps, is_main = output_dir / METRICS, total_steps(trainer), trainer.accelerator.is_main_process
-    is_trained = only_lacks_its_model(trainer, checkpoint, steps, metrics_file)  # metrics are written last
+    is_trained = only_lacks_its_model(
+        trainer, checkpoint, steps, metrics_file
+    )  # killed between training and saving: metrics are written last
     if not is_trained:
         refuse_finished(checkpoint, steps)
     trainer.add_callback(RecordBeforeTraining(trainer))
     if is_main:
         write_identity(output_dir, identity)
         print_plan(describe_run(trainer, source_name(data), checkpoint, verbose))
-    trainer.accelerator.wait_for_everyone()  # all have looked for the metrics
+    trainer.accelerator.wait_for_everyone()  # every process has checked for the metrics file
     if is_trained:
         load_trained(trainer, str(checkpoint))
     else:
@@ -146,7 +147,9 @@ def train(
         except KeyboardInterrupt as interrupted:
             raise KeyboardInterrupt(how_to_go_on(output_dir)) from interrupted
     if trainer.state.global_step == 0:
-        raise DataError("Nothing was trained: the data gave no whole rollout; see the rows left out above.")
+        raise DataError(
+            "Nothing was trained: there are fewer usable rows than a rollout needs; see the skipped rows above."
+        )
     is_terminated = trainer.termination.stopped
     collapsed = trainer.collapse_watch.found if config.stop_on_collapse and not is_terminated else None
     if is_terminated:
@@ -164,14 +167,14 @@ def train(
                 print(f"Model, metrics and completions are in {output_dir}. Next: vgr-trl report {output_dir}")
     trainer.accelerator.wait_for_everyone()
     let_gloo_finish()
-    trainer.accelerator.end_training()  # what `trainer.end` does, which transformers 5.17 has not
+    trainer.accelerator.end_training()  # `trainer.end` does this, but transformers 5.17 lacks it
     if collapsed is not None:
-        raise CollapseError(f"{collapsed} Training was stopped there, and no model was saved.")
+        raise CollapseError(f"{collapsed} Training stopped; no model was saved.")
     return trainer
 
 
 def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig) -> DAPOTrainer:
-    """Return the trainer of a run, its data loaded; the main process prints which rows and options are left out.
+    """Load data and rewards and return the trainer; the main process reports skipped rows and unused options.
 
     Raises:
         ConfigError, DataError, RewardError: an option, the data or a reward cannot be used.
@@ -194,7 +197,7 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
     order = config.seed if config.shuffle_dataset else None
     rows, skipped = load(data, data.dataset_train_split, limit=data.max_train_rows, shuffle_seed=order)
     if data.dataset_streaming:
-        config.shuffle_dataset = False  # TRL's buffer would hold a thousand rows with decoded images
+        config.shuffle_dataset = False  # TRL's shuffle buffer would hold 1,000 rows of decoded images
     load_test = partial(load, evaluation_source(data), limit=data.max_test_rows)
     rows, test_rows, skipped_tests, note = load_evaluation_rows(data, config, rows, load_test)
     notes = [note, attention_scale_warning(reward_funcs, config), _adapter_options_warning(model)]
@@ -219,14 +222,13 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
 def load_evaluation_rows(
     data: DataArguments, config: DAPOConfig, train_rows: Any, load: Callable[[str], tuple[Any, list[SkippedRow]]]
 ) -> tuple[Any, Any, list[SkippedRow], str | None]:
-    """Return rows to train and to evaluate on, those left out of the latter, and a sentence about it for the start.
+    """Return training rows, evaluation rows, skipped evaluation rows, and a note about their origin.
 
     Args:
-        load: gives the rows of a split. Where there is no `test`, that of validation is evaluated on, and where there
-            is none either, some of `train_rows`.
+        load: loads a split. Without a split `test` the validation split is used; without that, part of `train_rows`.
 
     Raises:
-        DataError: evaluation is asked for, and there are no rows for it.
+        DataError: evaluation is on, but there are no rows for it.
     """
     if config.eval_strategy == "no":
         return train_rows, None, [], None
@@ -235,25 +237,25 @@ def load_evaluation_rows(
     except MissingSplitError as missing:
         others = [split for split in missing.splits if MEANT.get(split) == "validation"]
         if data.dataset_test_split == "test" and others and data.dataset_train_split not in others:
-            return train_rows, *load(others[0]), f"The data have no split test: {others[0]} is evaluated on."
+            return train_rows, *load(others[0]), f"The data have no split test: evaluating on {others[0]}."
         if data.test_dataset is not None or data.dataset_streaming:
             raise
     root = image_root(data, data.dataset_train_split)
     kept, test_rows = train_test_split(train_rows, config.seed, root, data.max_test_rows)
     note = (
-        f"The data have no split {data.dataset_test_split}: {len(test_rows)} of {len(train_rows)} rows are not trained "
-        f"on but evaluated, chosen by image and seed {config.seed}."
+        f"The data have no split {data.dataset_test_split}: {len(test_rows)} of {len(train_rows)} rows are held out "
+        f"for evaluation, chosen by image and seed {config.seed}."
     )
     return kept, test_rows, [], note
 
 
 def attention_scale_warning(functions: list[Any], config: DAPOConfig) -> str | None:
-    """Return what was measured about an attention reward that counts where accuracy does not differ."""
+    """Return a warning if an attention reward is not scaled by the spread of accuracy in its group."""
     if config.attention_reward_scale == "accuracy" or not any(reward in ATTENTION_REWARDS for reward in functions):
         return None
     return (
-        "attention_reward_scale is none: on the demo a VGR reward of weight 1.0 took accuracy from 0.69 to 0.26 "
-        "so, and kept it at 0.69 with accuracy, the default (benchmarks/results/vgr_drift.md)."
+        "attention_reward_scale is none: on the demo, a VGR reward of weight 1.0 lowered accuracy from 0.69 to 0.26; "
+        "with the default, accuracy, it stayed at 0.69 (benchmarks/results/vgr_drift.md)."
     )
 
 
@@ -265,9 +267,9 @@ def _adapter_options_warning(model: ModelConfig) -> str | None:
 
 
 def separate_lora_modules(model: ModelConfig) -> None:
-    """Take commas between names, and spaces, as separators; a text with other signs is a pattern of PEFT's.
+    """Split LoRA module names at commas and spaces; keep text with other characters as a PEFT pattern.
 
-    TRL turns a list of one module into a text, which PEFT reads as a pattern for the whole name.
+    TRL turns a list of one module into a string, which PEFT would match against the whole module name.
     """
     modules = model.lora_target_modules
     if isinstance(modules, str) and re.fullmatch(r"[\w.]+", modules.replace(",", "").replace(" ", "")):
@@ -280,9 +282,9 @@ def separate_lora_modules(model: ModelConfig) -> None:
 def run_identity(
     data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig
 ) -> dict[str, Any]:
-    """Return what must be the same for a run to be continued."""
+    """Return the settings that must not change when a run is resumed: model, data, rewards, adapter."""
     source = data.dataset_name or str(Path(str(data.dataset_path)).resolve())
-    if data.data_files:  # however its paths are spelled
+    if data.data_files:  # independent of how the paths are written
         files = parse_data_files(data.data_files)
         source = ",".join(f"{key}={'+'.join(str(path.resolve()) for path in files[key])}" for key in sorted(files))
     columns = [f" {flag}={getattr(data, flag)}" for flag in FLAGS.values() if getattr(data, flag) is not None]
@@ -300,15 +302,12 @@ def run_identity(
 
 
 def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | None, may_repeat: bool = False) -> None:
-    """Refuse a folder that has a run in it, unless that is continued with the same model, data set and rewards.
+    """Raise `ConfigError` if a folder has a run in it, unless that run is resumed with the same settings.
 
     Args:
-        identity: what makes the run the same one: model, data, reward functions.
+        identity: as `run_identity` returns it.
         resume: as `resume_mode` returns it.
-        may_repeat: the same run may overwrite itself.
-
-    Raises:
-        ConfigError: naming what is there, or what differs.
+        may_repeat: whether the same run may overwrite itself.
     """
     refuse_unwritable(output_dir, "output_dir", is_folder=True)
     file = output_dir / RUN_FILE
@@ -330,7 +329,7 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
 
 
 def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
-    """Write `run.json`, from which a later start knows which run the folder has."""
+    """Write `run.json`, by which a later start recognises the run in the folder."""
     output_dir.mkdir(parents=True, exist_ok=True)
     write_atomic(output_dir / RUN_FILE, (json.dumps(identity, indent=2) + "\n").encode())
 
@@ -338,19 +337,20 @@ def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
 def describe_run(
     trainer: DAPOTrainer, source: str, checkpoint: str | None, verbose: bool = False
 ) -> list[tuple[str, str]]:
-    """Return what the run is going to do as (what, value) pairs.
+    """Describe the run as (label, text) pairs, printed before the first step.
 
     Args:
-        checkpoint: where the run continues, or None.
-        verbose: add every feature, on or off and why, further options, and those without effect.
+        checkpoint: that the run resumes from, or None.
+        verbose: also list every feature with the reason why it is off, more options, and options without effect.
     """
     args, idle = trainer.args, trainer.idle_options
     switched_on = [name for name in changed_options(args) if name in OWN_OPTIONS and name not in idle]
     model = trainer.accelerator.unwrap_model(trainer.model)
-    sizes = [  # ZeRO-3 leaves nothing of a parameter on this process but its number of elements
+    sizes = [  # ZeRO-3 keeps only the number of elements of a parameter
         (int(getattr(each, "ds_numel", each.numel())), each.requires_grad) for each in model.parameters()
     ]
     per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    uses = steps_per_rollout(args)
     before = args.eval_batch_size * trainer.accelerator.num_processes
     trained = f"{sum(size for size, trains in sizes if trains):,} of {sum(size for size, _ in sizes):,} parameters"
     rollout = f"{args.prompts_per_rollout} prompts x {args.num_generations} completions = {args.generation_batch_size}"
@@ -361,7 +361,7 @@ def describe_run(
     )
     return [
         ("model", f"{model.config._name_or_path or type(model).__name__} ({type(model).__name__}), trains {trained}"),
-        ("processes", describe_processes(trainer.accelerator)),
+        ("hardware", describe_processes(trainer.accelerator)),
         ("data", f"{source}: {_count_rows(trainer.train_dataset)} to train on, "
                  f"{_count_rows(trainer.eval_dataset)} to evaluate on"),
         ("rewards", _format_rewards(trainer)),
@@ -371,30 +371,30 @@ def describe_run(
            ("images", str(trainer.vision_cache)),
            *[("without effect", f"{_format_options(args, [name])} because {why}") for name, why in idle.items()]]
           if verbose else []),
-        *([("at step 0", f"{before} completions of the data to evaluate on, with their rewards, for the report")]
+        *([("at step 0", f"{before} evaluation completions and their rewards are recorded for the report")]
           if checkpoint is None and needs_record_before_training(trainer) else []),
-        ("steps", f"{total_steps(trainer)} of {per_step} completions; a rollout, {rollout}, serves "
-                  f"{steps_per_rollout(args):g}"),
+        ("schedule", f"{total_steps(trainer)} steps of {per_step} completions; each rollout ({rollout}) is used for "
+                     f"{uses:g} step{'s' * (uses != 1)}"),
         ("output", f"{args.output_dir}, {saved}" + (f", continued from {checkpoint}" if checkpoint else "")),
     ]  # fmt: skip
 
 
 def describe_processes(accelerator: Accelerator) -> str:
-    """Return how many processes train, on how many machines, by which engine, and how they compute."""
+    """Return the number of processes and machines, the engine, the device and the precision."""
     count, precision = accelerator.num_processes, accelerator.mixed_precision
     machines = count // int(os.environ.get("LOCAL_WORLD_SIZE", count))
-    where = f"{count} on {machines} machines" if machines > 1 else str(count)
-    engine = "DDP" if count > 1 else "alone"
+    where = f"{count} process{'es' * (count > 1)}" + (f" on {machines} machines" if machines > 1 else "")
+    engine = "DDP, " if count > 1 else ""
     if (plugin := accelerator.state.deepspeed_plugin) is not None:
-        engine = f"DeepSpeed ZeRO-{plugin.zero_stage}"
+        engine = f"DeepSpeed ZeRO-{plugin.zero_stage}, "
     elif accelerator.distributed_type == DistributedType.FSDP:
-        engine = f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}"
-    computes = "no mixed precision" if precision == "no" else f"computes in {precision}"
-    return f"{where}, {engine}, on {accelerator.device.type}, {computes}"
+        engine = f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}, "
+    computes = "no mixed precision" if precision == "no" else f"mixed precision {precision}"
+    return f"{where}, {engine}{accelerator.device.type.upper()}, {computes}"
 
 
 def print_plan(rows: list[tuple[str, str]]) -> None:
-    """Print the description as a table."""
+    """Print the description of a run as a table."""
     table = Table(Column(style="bold", no_wrap=True), Column(overflow="fold"), show_header=False, box=None)
     for row in rows:
         table.add_row(*row)
@@ -402,7 +402,7 @@ def print_plan(rows: list[tuple[str, str]]) -> None:
 
 
 def total_steps(trainer: DAPOTrainer) -> int:
-    """Return the optimizer steps of the whole run."""
+    """Return the number of optimizer steps of the run."""
     if trainer.args.max_steps > 0:
         return trainer.args.max_steps
     return trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
@@ -425,15 +425,15 @@ def _format_options(args: DAPOConfig, names: Iterable[str]) -> str:
 
 
 def steps_per_rollout(config: DAPOConfig) -> float:
-    """Return the optimizer steps that a rollout is trained on."""
+    """Return how many optimizer steps use a rollout."""
     return (config.steps_per_generation or 1) * config.num_iterations / config.gradient_accumulation_steps
 
 
 def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], verbose: bool) -> None:
-    """Build a trainer, let it make one small step, and print what came out and what the whole run would take.
+    """Run one small step, and print its completions and an estimate of the time and memory of the whole run.
 
     Args:
-        config: of the run; it is changed, so that the step is small and writes to a folder that is removed.
+        config: of the run; modified in place so that the step is small and writes to a temporary folder.
         build: makes the trainer from `config`.
         verbose: as `describe_run` takes it.
     """
@@ -444,8 +444,8 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], v
         trainer.remove_callback(PrinterCallback)
         trainer.args.eval_strategy = "no"
         if trainer.accelerator.is_main_process:
-            of_small_step = ("step", "steps", "output")
-            print_plan([row for row in describe_run(trainer, source, None, verbose) if row[0] not in of_small_step])
+            small_step_rows = ("step", "schedule", "output")
+            print_plan([row for row in describe_run(trainer, source, None, verbose) if row[0] not in small_step_rows])
         started = time.monotonic()
         trainer.train()
         seconds = time.monotonic() - started
@@ -465,7 +465,7 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], v
     where, peak = "CPU", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if torch.cuda.is_available():
         where, peak = "GPU", torch.cuda.max_memory_allocated()
-    # An upper bound: the small step also chooses kernels and takes memory.
+    # An upper bound: the first step also selects kernels and allocates memory.
     print(f"measured: {small} completions of at most {config.max_completion_length} tokens in {seconds:.1f} s, "
           f"memory {peak / 2**30:.2f} GiB per process ({where})\n"
           f"total: at most about {format_duration(steps * per_step * seconds / small)} for {steps} steps of {per_step} "
@@ -473,7 +473,7 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], v
 
 
 def _shrink_config(config: DAPOConfig, folder: str) -> None:
-    """Change the options to one step with a few whole groups, recorded in `folder` and nowhere else."""
+    """Reduce the options to one step with a few whole groups that writes only to `folder`."""
     batch, group = config.per_device_train_batch_size * config.world_size, config.num_generations or 1
     whole = [parts for parts in range(1, (config.steps_per_generation or 1) + 1) if batch * parts % group == 0]
     enough = [parts for parts in whole if batch * parts >= DRY_RUN_PROMPTS * group]
@@ -490,15 +490,15 @@ def _shrink_config(config: DAPOConfig, folder: str) -> None:
 
 
 def suggest_options(parameters: float, memory: float, device: str) -> dict[str, str]:
-    """Return options with which a first training of a model takes minutes, or up to an hour on a GPU, and fits.
+    """Return options for a first training that fits in memory and takes minutes, or up to an hour on a GPU.
 
     Args:
-        parameters: of the model.
+        parameters: number of parameters of the model.
         memory: of the device, in bytes.
-        device: its type, as torch names it.
+        device: `cpu` or `cuda`.
 
     Raises:
-        ConfigError: the model alone takes most of the memory.
+        ConfigError: the weights alone take more than 70 % of the memory.
     """
     on_cpu, is_tiny = device == "cpu", parameters < TINY_MODEL_PARAMETERS
     adapts = 16 * parameters > memory / 2  # weights, gradients and two moments in float32, and as much for activations
@@ -529,7 +529,7 @@ def suggest_options(parameters: float, memory: float, device: str) -> dict[str, 
 
 
 def final_metrics(trainer: DAPOTrainer) -> dict[str, float]:
-    """Return the metrics of the model as it is once trained; nothing where there are no data to evaluate on."""
+    """Return the evaluation metrics of the trained model; empty without evaluation data."""
     state, is_best = trainer.state, trainer.args.load_best_model_at_end
 
     def logged() -> dict[str, float]:
