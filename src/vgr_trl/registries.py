@@ -1,7 +1,7 @@
-"""What can be added from outside: signals, credit rules, perturbations, rewards and data sets, by name or path.
+"""Registries of plug-ins: signals, credit rules, perturbations, rewards and data sets.
 
-A plug-in is a function. It is named by what it is registered as (here, or as an entry point of an installed package),
-by a dotted path, or by its file: `my_rules.py:my_rule`. What it reads and which options it has, `declares` says.
+A plug-in is a function. Name it by its registered name (here, or an entry point of an installed package), by a dotted
+path, or by file: `my_rules.py:my_rule`. The decorator `declares` states which signals it reads and its options.
 """
 
 import dataclasses
@@ -23,42 +23,44 @@ from typing import Any, TypeVar
 from vgr_trl.utils import ConfigError, RewardError, VGRError
 
 Plugin = TypeVar("Plugin")
-# Signals that are not made of others. Beside them, `logps:gaussian_blur` is what its name says, of any perturbation.
+# Signals that are measured, not computed from others; also `logps:NAME` for any perturbation NAME.
 MEASUREMENTS = ("attention", "dependency", "entropies", "logps", "regions", "shift", "similarity", "views")
 LOGPS_PREFIX = "logps:"
-BLIND_ANSWERS = "blind_answers"  # which rewards may need: generated, not measured
+BLIND_ANSWERS = "blind_answers"  # rewards may need these; they are generated, not measured
 
 
 @contextmanager
 def _naming_import_errors(where: str, kind: str, error_type: type[VGRError]) -> Iterator[None]:
-    """Raise `error_type` where importing a plug-in fails, with the reason."""
+    """Convert errors of importing a plug-in into `error_type`, with the reason."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise error_type(f"{where}, for a {kind}, imports {error.name}, which is missing: install it.") from error
+        raise error_type(
+            f"{where}, imported for a {kind}, needs {error.name}, which is not installed: install it."
+        ) from error
     except (Exception, SystemExit) as error:
         raise error_type(
-            f"Importing {where} for a {kind} failed with {type(error).__name__}: {error}; repair it."
+            f"Importing {where} for a {kind} failed with {type(error).__name__}: {error}; fix it."
         ) from error
 
 
 def _import_module(name: str, kind: str, error_type: type[VGRError]) -> ModuleType:
-    """Return the module with this dotted name, from the working directory too."""
+    """Import a module by dotted name, also from the working directory."""
     _make_importable(os.getcwd())
     with _naming_import_errors(name, kind, error_type):
         return importlib.import_module(name)
 
 
 def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = ConfigError) -> ModuleType:
-    """Return the module that the Python file `path` is, the same one each time.
+    """Import a Python file as a module, once per process, and make its folder importable.
 
-    It is registered under its own name where that is free, so that its functions can be pickled and unpickled in a
-    process started from this one, else under a name made from its path; its folder can be imported from.
+    The module keeps its file name if that is not taken, so that its functions can be pickled for child processes; else
+    its name is derived from its path.
 
     Args:
         path: of the file.
-        kind: what is looked for in it, for messages.
-        error_type: raised if it does not exist, or running it fails.
+        kind: kind of plug-in, for messages.
+        error_type: raised if the file does not exist or cannot be imported.
     """
     file = Path(path).expanduser().resolve()
     if not file.is_file():
@@ -83,7 +85,7 @@ def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = C
 
 
 def _imports_file(name: str, file: Path) -> bool:
-    """Return whether `import name` means `file`."""
+    """Whether `import name` imports `file`."""
     loaded = sys.modules.get(name) or (importlib.util.find_spec(name) if name.isidentifier() else None)
     origin = getattr(loaded, "__file__", None) or getattr(loaded, "origin", None)
     return origin is not None and Path(origin).resolve() == file
@@ -96,7 +98,7 @@ def _make_importable(folder: str) -> None:
 
 
 def _example_file(kind: str) -> str:
-    """Return how a function of a file is named, for messages: `my_rewards.py:my_reward`."""
+    """Return an example of a plug-in in a file, for messages: `my_rewards.py:my_reward`."""
     noun = kind.replace(" ", "_").replace("-", "_")
     return f"my_{noun}s.py:my_{noun}"
 
@@ -105,11 +107,11 @@ class Registry:
     """The plug-ins of one kind.
 
     Args:
-        kind: what one of them is called in messages.
-        group: of entry points, by which installed packages add theirs.
-        module: that registers those of this library; imported when a name is first looked up.
-        form: what one of them has to be, for messages.
-        error_type: raised if one is not found, or cannot be imported.
+        kind: name of the kind, for messages.
+        group: entry point group of installed packages.
+        module: registers the built-in plug-ins; imported when a name is first looked up.
+        form: signature that a plug-in must have, for messages.
+        error_type: raised if a plug-in is not found or cannot be imported.
     """
 
     def __init__(self, kind: str, group: str, module: str, form: str, error_type: type[VGRError] = ConfigError) -> None:
@@ -117,10 +119,10 @@ class Registry:
         self._own: dict[str, Any] = {}
 
     def register(self, *names: str) -> Callable[[Plugin], Plugin]:
-        """Return a decorator that makes a plug-in known by `names`; a name belongs to one plug-in.
+        """Return a decorator that registers a plug-in under `names`.
 
         Raises:
-            VGRError: another plug-in has the name; of the type that the registry has.
+            VGRError: another plug-in has one of the names. Its type is the registry's `error_type`.
         """
 
         def add(plugin: Plugin) -> Plugin:
@@ -132,7 +134,7 @@ class Registry:
         return add
 
     def names(self) -> list[str]:
-        """Return all names that are known, those of installed packages too."""
+        """Return all registered names, including those of installed packages."""
         importlib.import_module(self.module)
         return sorted({*self._own, *(entry.name for entry in entry_points(group=self.group))})
 
@@ -141,11 +143,11 @@ class Registry:
 
         Args:
             spec: a name, a dotted path `my_package.my_module.my_name`, or a file `my_file.py:my_name`, relative to the
-                working directory or absolute. What is no text is returned as it is, if it is a function.
+                working directory or absolute. A function is returned unchanged.
 
         Raises:
-            VGRError: nothing has this name, two packages have it, it cannot be imported, or it is no function; of the
-                type that the registry has.
+            VGRError: the name is unknown or registered twice, the import fails, or the object is not a function. Its
+                type is the registry's `error_type`.
         """
         if not isinstance(spec, str):
             return self.check_function(spec, repr(spec))
@@ -166,7 +168,7 @@ class Registry:
         return self.check_function(getattr(module, attribute), repr(name))
 
     def check_function(self, plugin: Any, shown: str) -> Any:
-        """Return the plug-in, or raise if it is no function; `shown` is its name for the message."""
+        """Return the plug-in, or raise if it is not a function; `shown` is its name for the message."""
         if not callable(plugin) or inspect.isclass(plugin):
             raise self.error_type(f"The {self.kind} {shown} is of type {type(plugin).__name__}: give {self.form}.")
         return plugin
@@ -224,11 +226,11 @@ datasets = Registry(
 
 
 def declares(*, needs: Sequence[str] = (), options: type | None = None) -> Callable[[Plugin], Plugin]:
-    """Return a decorator that says what a plug-in reads, and which options it has.
+    """Return a decorator that declares which signals a plug-in reads, and its options.
 
     Args:
-        needs: names of signals, of this library (`attention`, `dependency`, …) or plug-ins; only these are measured.
-        options: a dataclass, whose values are given in `plugin_options` (of a reward, in `reward_function_kwargs`).
+        needs: names of signals: built-in (`attention`, `dependency`, …) or plug-ins. Only these are measured.
+        options: a dataclass; users set its fields in `plugin_options` (rewards: in `reward_function_kwargs`).
     """
 
     def mark(plugin: Any) -> Any:
@@ -249,30 +251,32 @@ def needed_signals(plugin: Any) -> tuple[str, ...]:
 
 
 def is_measurement(name: str) -> bool:
-    """Whether a signal of that name is measured, not made of others."""
+    """Whether a signal is measured, not computed from others."""
     return name in MEASUREMENTS or name.startswith(LOGPS_PREFIX)
 
 
 def is_measured_after_rewards(name: str) -> bool:
-    """Whether a measurement is made after the rewards, in the pass over perturbed images."""
+    """Whether a measurement runs after the rewards, in the pass over perturbed images."""
     return name in ("dependency", "shift", "views") or name.startswith(LOGPS_PREFIX)
 
 
 def find_measurements(names: Iterable[str]) -> list[str]:
-    """Return which measurements signals read, through the signals that they are made of.
+    """Return the measurements that signals read, directly or through other signals.
 
     Args:
         names: of signals.
 
     Raises:
-        ConfigError: one is not found, or is made of itself.
+        ConfigError: a signal is not found or depends on itself.
     """
     return list(dict.fromkeys(name for chain in map(_find_measurements, names) for name in chain))
 
 
 def _find_measurements(name: str, within: tuple[str, ...] = ()) -> Iterator[str]:
     if name in within:
-        raise ConfigError(f"The signal {name} needs itself ({' needs '.join([*within, name])}): take one need away.")
+        raise ConfigError(
+            f"The signal {name} needs itself ({' needs '.join([*within, name])}): remove one of these needs."
+        )
     if is_measurement(name):
         yield name
         return
@@ -281,6 +285,6 @@ def _find_measurements(name: str, within: tuple[str, ...] = ()) -> Iterator[str]
 
 
 def build_options(options: type, given: Mapping[str, Any]) -> Any:
-    """Return an instance of a plug-in's options, with the values of `given` that are its own."""
+    """Return an instance of a plug-in's options dataclass, filled from the matching keys of `given`."""
     fields: Any = dataclasses.fields(options)
     return options(**{field.name: given[field.name] for field in fields if field.name in given})

@@ -104,11 +104,11 @@ def test_options_by_hand(given, expected):
 @pytest.mark.parametrize(
     ("kind", "key", "value", "why"),
     [
-        ("refused", "worker.actor.loss_type", "dppo", "here it can be default, gspo"),
-        ("refused", "algorithm.adv_estimator", "reinforce_plus_plus", "EasyR1's has no baseline"),
+        ("refused", "worker.actor.loss_type", "dppo", "supported values are default, gspo"),
+        ("refused", "algorithm.adv_estimator", "reinforce_plus_plus", "EasyR1's version has no baseline"),
         ("refused", "worker.actor.optim.strategy", "adamw_bf16", "the rounding of bfloat16 weights"),
         ("unsupported", "worker.actor.clip_ratio_lwo", 0.2, "Did you mean worker.actor.clip_ratio_low"),
-        ("unsupported", "worker.rollout.val_override_config", {"top_k": 5}, "no top_k of their own"),
+        ("unsupported", "worker.rollout.val_override_config", {"top_k": 5}, "top_k cannot be set for evaluation alone"),
     ],
 )
 def test_values_that_cannot_be_followed_are_named(kind, key, value, why):
@@ -127,7 +127,7 @@ def test_values_that_cannot_be_followed_are_named(kind, key, value, why):
     [
         ("algorithm.disable_kl", "flase", "is 'flase': give true or false"),
         ("algorithm.kl_coef", "much", "is 'much': give a number"),
-        ("data.train_files", "hub/a,hub/b", "several parts must all be files"),
+        ("data.train_files", "hub/a,hub/b", "several sources are supported only if all are files"),
     ],
 )
 def test_values_of_another_type_are_refused(key, value, message):
@@ -182,7 +182,9 @@ def test_mtrl():
         "lora_target_modules": ["q_proj", "v_proj"], "bf16": True, "output_dir": "checkpoints/mtrl_training/vl",
     }  # fmt: skip
     assert {name: found.options[name] for name in expected} == expected
-    with pytest.raises(ConfigError, match="divergence_coef is 0.01 and algorithm.kl_coef, which means the same, 0.1"):
+    with pytest.raises(
+        ConfigError, match="divergence_coef is 0.01, but algorithm.kl_coef, another name for it, is 0.1"
+    ):
         convert({"optimization.divergence_coef": 0.01, "algorithm.kl_coef": 0.1})
     assert is_convertible(yaml.safe_load(MTRL))
     assert not is_convertible({"learning_rate": 1e-5, "model_init_kwargs": {"a": 1}})
