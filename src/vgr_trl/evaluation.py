@@ -1,4 +1,4 @@
-"""Accuracy of a model on questions, without training."""
+"""Evaluate a model on questions, without training."""
 
 import math
 import sys
@@ -33,24 +33,24 @@ def blank_image(image: Image.Image) -> Image.Image:
 
 
 def build_conversation(row: Mapping[str, Any], blank_images: bool, system_prompt: str | None) -> Any:
-    """Return the prompt of a row, made of its question if it has none; a text stays one.
+    """Return the prompt of a row, built from its question if it has none; a text prompt is returned unchanged.
 
     Raises:
-        DataError: it is a text beside images.
+        DataError: a row with images has a text prompt.
     """
     prompt = row.get("prompt") or build_prompt(row["problem"], row.get("choices"), system_prompt=system_prompt)
     images = images_of(row)
     if not images:
         return prompt
     if isinstance(prompt, str):
-        raise DataError("A row with images has a text as its prompt: give a conversation (a list of messages).")
+        raise DataError("A row with images has a text prompt: give a conversation (a list of messages).")
     return prepare_multimodal_messages(
         placed(prompt), images=[blank_image(i) for i in images] if blank_images else images
     )
 
 
 def grade(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, Any]:
-    """Return the record of a question: what was written, and what each completion is worth."""
+    """Return the record of a question: completions, correctness and format."""
     completions = [greedy, *sampled]
     correct = grade_completions(row, completions)
     solution = read_solution(row)
@@ -69,13 +69,13 @@ def grade(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, 
 
 
 def grade_completions(row: Mapping[str, Any], completions: list[str]) -> list[float | None]:
-    """Return for each completion whether it is right, None without a usable solution."""
+    """Return the accuracy of each completion: 1, 0, or None without a usable solution."""
     columns = {key: [row[key]] * len(completions) for key in ("solution", "choices", "label_idx") if key in row}
     return accuracy_reward(completions, **columns)
 
 
 def read_solution(row: Mapping[str, Any]) -> Solution | None:
-    """Return the right answer, None if the row does not state it."""
+    """Return the reference answer of a row, or None if it has no usable one."""
     try:
         return resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx"))
     except RewardError:
@@ -85,7 +85,7 @@ def read_solution(row: Mapping[str, Any]) -> Solution | None:
 def compute_rewards(
     functions: Sequence[Any], rows: Sequence[Mapping[str, Any]], completions: list[str], tokenizer: Any
 ) -> dict[str, list[float | None]]:
-    """Return what each function gives the greedy completions of all rows, by the names of the functions."""
+    """Return the rewards of the greedy completions of all rows, by function name."""
     if not functions:
         return {}
     columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "image", "images")}
@@ -97,14 +97,19 @@ def compute_rewards(
 
 @dataclass(frozen=True)
 class Scores:
-    """What was measured on a set of questions; rates lie in [0, 1].
+    """Scores on a set of questions; rates are in [0, 1].
 
-    `accuracy` and `format` are those of the greedy completion, `mean_at_k` and `format_sampled` means over the k
-    sampled completions, `pass_at_k` the share of questions with at least one right among them (None for k = 0).
-    `interval` is where accuracy lies with 95 % confidence (Wilson), `unparsable` the share of greedy completions that
-    state no answer, `majority` what the commonest letter and the commonest open answer would reach, `blind` the
-    accuracy with grey images, None where that was not measured. `rewards` are means of further reward functions over
-    the greedy completions they apply to.
+    Attributes:
+        questions: number of questions.
+        k: sampled completions per question.
+        accuracy, format: rates of the greedy completion.
+        mean_at_k, format_sampled: means over the sampled completions; None for k = 0.
+        pass_at_k: share of questions with a right sampled completion; None for k = 0.
+        interval: 95 % confidence interval of the accuracy (Wilson).
+        unparsable: share of greedy completions that state no answer.
+        majority: accuracy of always giving the most common letter or open answer.
+        blind: accuracy with grey images; None if not measured.
+        rewards: means of further reward functions over the greedy completions that they apply to.
     """
 
     questions: int
@@ -123,14 +128,14 @@ class Scores:
 
 @dataclass(frozen=True)
 class Evaluation(Scores):
-    """Scores of all questions and of each group of them, what the model wrote, and how many rows had no solution."""
+    """Scores of all questions and of each group, the number of rows without a usable solution, and all completions."""
 
     skipped: int = 0
     groups: dict[str, Scores] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def to_dict(self, records: bool = False) -> dict[str, Any]:
-        """Return the numbers as plain Python values; with `records` also every completion."""
+        """Return the scores as plain Python values; with `records` also the completions."""
         values = asdict(self)
         if not records:
             del values["records"]
@@ -138,11 +143,11 @@ class Evaluation(Scores):
 
 
 def build_evaluation(records: list[dict[str, Any]], groups: Sequence[str] | None = None) -> Evaluation:
-    """Return the scores of all records with a solution, one at least, and of each of their groups.
+    """Compute scores of all records with a solution (at least one), and of each group.
 
     Args:
-        records: of the questions, as `grade` makes them.
-        groups: of each of them; None: there are none.
+        records: as `grade` returns them.
+        groups: group of each record; None: no groups.
     """
     scored = [record for record in records if record["correct"] is not None]
     members = defaultdict(list)
@@ -158,7 +163,7 @@ def build_evaluation(records: list[dict[str, Any]], groups: Sequence[str] | None
 
 
 def compute_scores(records: Sequence[dict[str, Any]]) -> Scores:
-    """Return the scores of at least one record with correct, correct_sampled, format and format_sampled."""
+    """Compute the scores of at least one record."""
     k = len(records[0]["correct_sampled"])
     right = sum(record["correct"] for record in records)
     columns = {name: [record["rewards"][name] for record in records] for name in records[0].get("rewards", {})}
@@ -184,7 +189,7 @@ def _mean_known(values: Iterable[float | None]) -> float | None:
 
 
 def wilson_interval(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """Return the interval of a share of `right` among `count` trials (E. B. Wilson, 1927), z deviations wide."""
+    """Return the Wilson score interval of `right` successes in `count` trials (E. B. Wilson, 1927)."""
     share, spread = right / count, z * z / count
     centre = (share + spread / 2) / (1 + spread)
     half = z * math.sqrt(share * (1 - share) / count + spread / count / 4) / (1 + spread)
@@ -192,20 +197,20 @@ def wilson_interval(right: float, count: int, z: float = 1.959964) -> tuple[floa
 
 
 def majority_accuracy(answers: Sequence[int | str | None]) -> float:
-    """Return what share is right where letters always get the commonest letter, open questions the commonest text.
+    """Return the accuracy of always giving the most common letter, or for open questions the most common text.
 
     Args:
-        answers: the right one of each question, the index of a letter or a text; None: not known, wrong.
+        answers: reference answers, letter indices or texts; None: unknown, counts as wrong.
     """
     best = (Counter(answer for answer in answers if isinstance(answer, kind)).values() for kind in (int, str))
     return sum(max(counts, default=0) for counts in best) / len(answers)
 
 
 class CompletionGenerator:
-    """Generates completions with a model and its processor (or tokenizer).
+    """Generate completions with a model and its processor.
 
     Args:
-        processor: its processor, or its tokenizer for a text-only model.
+        processor: of the model; a tokenizer for a text-only model.
         max_completion_length: in tokens, at least 1.
     """
 
@@ -215,7 +220,7 @@ class CompletionGenerator:
         self.max_completion_length = max_completion_length
 
     def encode_prompts(self, conversations: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Return the model's inputs for conversations (or texts), padded on the left, on the model's device."""
+        """Return model inputs for conversations (or texts), left-padded, on the model's device."""
         if isinstance(conversations[0], str):
             fields = dict(self.processor(text=list(conversations)))
         else:
@@ -240,11 +245,11 @@ class CompletionGenerator:
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
     def generate_greedy(self, inputs: dict[str, torch.Tensor]) -> list[str]:
-        """Return the most likely completion, token by token, of each prompt."""
+        """Return the greedy completion of each prompt."""
         return self._generate(inputs, do_sample=False)
 
     def sample(self, inputs: dict[str, torch.Tensor], count: int, temperature: float) -> list[list[str]]:
-        """Return `count` completions of each prompt, drawn from the whole distribution at `temperature`."""
+        """Return `count` completions of each prompt, sampled at `temperature` without top-k or top-p."""
         if count == 0:
             return [[] for _ in inputs["input_ids"]]
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "num_return_sequences": count}
@@ -259,7 +264,7 @@ class CompletionGenerator:
             suppress_tokens=self._image_ids(),
             **sampling,
         )
-        # What the checkpoint prefers (beams, a smaller top_k, …) would fill in what these settings leave open.
+        # Otherwise generate() takes unset values (beams, top_k, …) from the checkpoint.
         owner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         with patched_attribute(owner, "generation_config", settings):
             ids = self.model.generate(**inputs, generation_config=settings)
@@ -275,7 +280,7 @@ class CompletionGenerator:
         return sorted({*declared, self.tokenizer.eos_token_id})
 
     def _image_ids(self) -> list[int] | None:
-        """TRL suppresses the image token while it samples, so it is suppressed here too."""
+        """Return the image token to suppress, as TRL does during sampling."""
         image_id = getattr(getattr(self.model, "config", None), "image_token_id", None)
         return [image_id] if isinstance(image_id, int) and self.tokenizer is not self.processor else None
 
@@ -305,21 +310,21 @@ def evaluate(
     """Generate one greedy and `num_samples` sampled completions per question and score them.
 
     Args:
-        processor: its processor, or its tokenizer for a text-only model.
+        processor: of the model; a tokenizer for a text-only model.
         rows: questions with `prompt` (a conversation) or `problem` (text) and `choices`; `solution`; `image`/`images`.
         num_samples: k of mean@k and pass@k; 0 for greedy only.
-        temperature: of sampling, > 0.
+        temperature: sampling temperature, > 0.
         max_completion_length: in tokens, at least 1.
         batch_size: questions per generation call, at least 1.
-        blank_images: replace each image by mid-grey of the same size, to see what is answered without looking.
-        blind: also answer each question greedily with such images, beside the true ones.
-        reward_funcs: whose means over the greedy completions are given too; called with completions and columns.
-        group_by: a column; scores are also given for each of its values.
-        system_prompt: put before rows that have a `problem` and no `prompt`; None for none.
+        blank_images: replace each image with mid-grey, to measure accuracy without vision.
+        blind: also answer each question greedily with grey images.
+        reward_funcs: functions whose means over the greedy completions are also computed.
+        group_by: column; scores are also computed for each of its values.
+        system_prompt: for rows that have a `problem` but no `prompt`; None: no system prompt.
 
     Raises:
         ConfigError: `group_by` is not a column.
-        DataError: there is no row with a usable solution, or no image to blank.
+        DataError: no row has a usable solution, or there are no images to blank.
     """
     if not any(read_solution(row) is not None for row in rows):
         raise DataError(f"None of the {len(rows)} rows has a usable `solution`: give a letter, an index or a text.")
@@ -354,7 +359,7 @@ def evaluate(
 
 @contextmanager
 def _inference_mode(model: Any, seed: int) -> Iterator[None]:
-    """Nothing is trained, and the random state is what it was afterwards."""
+    """Run in eval mode without gradients, and restore mode and random state."""
     was_training = model.training
     model.eval()
     try:
@@ -366,7 +371,7 @@ def _inference_mode(model: Any, seed: int) -> Iterator[None]:
 
 
 def print_scores(results: Mapping[str, Evaluation]) -> None:
-    """Print a row for all questions of each model, and one for each group of them; models stand side by side."""
+    """Print a table with a row per model for all questions and for each group."""
     first, has_several = next(iter(results.values())), len(results) > 1
     rewards = list(dict.fromkeys(name for result in results.values() for name in result.rewards))
     numbers = ["questions", "accuracy", "95 %", "majority", "blind", "unparsable", f"mean@{first.k}", f"pass@{first.k}"]

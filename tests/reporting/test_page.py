@@ -130,14 +130,14 @@ def test_missing_and_foreign_thumbnails_stay_out(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     write_report([tmp_path / "run"], page)
     assert list(data_in(page)["images"]) == [f"images/{names[3]}"]
-    assert "missing: 3" in data_in(page)["runs"][0]["notes"][0]
+    assert "3 thumbnails are missing" in data_in(page)["runs"][0]["notes"][0]
     assert read_thumbnail(folder.parent, "../../secret.webp") is None
 
 
 def test_an_evaluation_that_falls_or_has_no_right_answer_is_flagged(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=4)
     logs = run / "rollouts/logs.jsonl"
-    cases = {(0.094, 1.0, 0.047): [" 9.4 % → 4.7 %"], (0.047, 1.0, 0.094): [], (0, 0, 0): ["0 from start to end"]}
+    cases = {(0.094, 1.0, 0.047): [" 9.4 % → 4.7 %"], (0.047, 1.0, 0.094): [], (0, 0, 0): ["accuracy is 0 throughout"]}
     for reached, flagged in cases.items():
         values = dict(zip((1, 2, 4), reached, strict=True))  # what it reached in between does not matter
         entries = [LogEntry(step, "eval", 0.0, {"eval_rewards/accuracy_reward/mean": x}) for step, x in values.items()]
@@ -173,7 +173,7 @@ def test_evaluated_completions_stand_beside_a_run(tmp_path: Path) -> None:
     assert data["images"][name] == picture["thumbnail"]
     for bad in ("{", "[]", '{"models": {"m": 1}}', '{"accuracy": 1.0, "records": [{"greedy": "a"}]}'):
         file.write_text(bad)
-        with pytest.raises(DataError, match="scores.json is no file of vgr-trl evaluate"):
+        with pytest.raises(DataError, match="scores.json was not written by vgr-trl evaluate"):
             write_report([file], page)
 
 

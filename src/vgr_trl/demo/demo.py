@@ -1,8 +1,7 @@
-"""The demo on one page: drawn questions, a warm start, reinforcement, and the comparison of before and after.
+"""The demo: draw questions, warm-start, train, and compare accuracy before and after.
 
-An image shows one shape in one of four 28-pixel cells of different paper. Three words describe it (colour, shape,
-corner), and all three have to be read off the image; a question asks for one of them, with or without the four words of
-its family as options.
+An image shows one shape in one of four 28-pixel cells with different backgrounds. A question asks for its colour, shape
+or corner, with or without the four words of this family as options.
 """
 
 import json
@@ -43,7 +42,7 @@ SPLITS = ("test", "validation", *8 * ("train",))  # by the hash of a scene, modu
 CELL = 28  # pixels: one token of a vision tower with patches of 14 pixels merged 2 x 2
 COLOURS = {"red": (214, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 214), "yellow": (236, 200, 40)}
 SHAPES = ("circle", "square", "triangle", "cross")
-# Each corner has a paper of its own: a place that shows only as a position takes a tiny model thousands of steps.
+# Each corner has its own background: from position alone, a tiny model needs thousands of steps to learn corners.
 PAPERS = {
     "northwest": (255, 255, 255), "northeast": (200, 200, 210),
     "southwest": (250, 215, 180), "southeast": (190, 235, 200),
@@ -54,14 +53,12 @@ FAMILIES = {
     "corner": ("which corner is it in?", tuple(PAPERS)),
 }
 EVALUATION = {"max_completion_length": 16, "system_prompt": None}
-RECORDED_QUESTIONS = (
-    32  # questions of the evaluation, answered twice each, before the first step and after the last one
-)
+RECORDED_QUESTIONS = 32  # evaluation questions, answered twice each before the first and after the last step
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One shape; `size`, `x` and `y` (of its top left pixel, in its cell) in pixels; `shade` and `paper` 0 to 255."""
+    """One shape: `size` and the offset `x`, `y` in its cell, in pixels; brightness `shade` and `paper`, 0 to 255."""
 
     colour: str
     shape: str
@@ -81,11 +78,11 @@ def draw_questions(count: int, *, seed: int, split: Split, multiple_choice: bool
 
     Args:
         count: at least 0.
-        seed: of scenes, families and order of options.
-        split: which of the three disjoint sets of scenes to draw from.
-        multiple_choice: the solution is a letter; otherwise there are no choices and the solution is the word.
+        seed: seed of scenes, families and order of options.
+        split: one of three disjoint sets of scenes.
+        multiple_choice: whether there are choices, with a letter as the solution; otherwise it is the word.
     """
-    rng = random.Random(f"{split} {seed}")  # a text seed, because seeds of numbers that are close give similar streams
+    rng = random.Random(f"{split} {seed}")  # a text seed, because close numbers give similar streams
     scenes = _draw_scenes(rng, split)
     return [_build_question(next(scenes), rng, f"{split}-{seed}-{index}", multiple_choice) for index in range(count)]
 
@@ -155,9 +152,14 @@ def _build_question(scene: Scene, rng: random.Random, name: str, multiple_choice
 
 @dataclass(frozen=True)
 class Questions:
-    """Rows for every use: `validation` stops the warm start, `test` measures; they share no image with each other or
-    with `train`. `text` teaches, without images, to go from a thought to an answer, `shown` what is in an image; where
-    they are empty, `train` does."""
+    """Rows by purpose; `train`, `validation` and `test` share no image.
+
+    Attributes:
+        validation: decides when the warm start stops.
+        test: measures accuracy before and after.
+        text: teaches without images to derive an answer from a thought; empty: `train`.
+        shown: teaches to describe images; empty: `train`.
+    """
 
     train: Rows
     validation: Rows
@@ -180,26 +182,26 @@ def build_row_prompt(row: Row) -> list[dict[str, Any]]:
 
 
 def words_of(rows: Rows) -> list[str]:
-    """Return the distinct texts that the model is going to read and write."""
+    """Return the distinct texts that the model reads and writes."""
     return list(dict.fromkeys(text for row in rows for text in (build_row_prompt(row)[0]["content"], target_text(row))))
 
 
 def as_dataset(rows: Rows) -> Dataset:
-    """Return the columns that the trainer and the rewards read."""
+    """Return the rows as a data set with the columns that the trainer and the rewards read."""
     names = [name for name in ("id", "image", "solution", "choices", "family", "source") if name in rows[0]]
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in names}
     return Dataset.from_dict({"prompt": [build_row_prompt(row) for row in rows]} | columns)
 
 
 def target_text(row: Row) -> str:
-    """Return what the model is to write for `row`, which has a `thought` and, unless it is a caption, a `solution`."""
+    """Return the target completion of a row; a row without a `solution` is a caption."""
     if row.get("solution") is None:
         return f"<think>{row['thought']}</think>"
     return f"<think>{row['thought']}</think><answer>{row['solution']}</answer>{EOS}"
 
 
 def encode_rows(processor: Any, rows: Sequence[Row], *, images: bool) -> tuple[Any, torch.Tensor]:
-    """Return the model's inputs for prompts with their targets, and the length of each row's target, (N,)."""
+    """Return model inputs for prompts followed by their targets, and the target lengths, (N,)."""
     prompts = [build_row_prompt(row) for row in rows]
     if images:
         prompts = [prepare_multimodal_messages(prompts[i], images=[row["image"]]) for i, row in enumerate(rows)]
@@ -218,12 +220,12 @@ def encode_rows(processor: Any, rows: Sequence[Row], *, images: bool) -> tuple[A
 def supervised_loss(
     model: Any, processor: Any, rows: Sequence[Row], *, images: bool, thought_weight: float = 1.0
 ) -> tuple[torch.Tensor, float]:
-    """Return the mean loss over target tokens, and that over answer tokens alone.
+    """Return the mean loss over target tokens, and over answer tokens alone.
 
     Args:
         rows: with problem, choices (or None), thought, solution, and image if `images`.
         images: whether the model sees the images.
-        thought_weight: weight of the tokens that are not the answer; theirs and the answer's mean are added.
+        thought_weight: weight of the mean over the other tokens, which is added to the mean over the answer.
     """
     inputs, lengths = encode_rows(processor, rows, images=images)
     longest = int(lengths.max())
@@ -259,10 +261,10 @@ def fit(
     """Train on random batches of `rows` and return the number of steps.
 
     Args:
-        target_loss: stop when a moving average of the answer tokens' loss, which starts at 3, is below it, in nats.
-        is_done: whether to stop after a step, counted from 1.
-        max_steps: stop here at the latest.
-        loss_options: options of `supervised_loss`.
+        target_loss: stop when the moving average of the answer loss (initially 3) is below this, in nats.
+        is_done: called with the step, counted from 1; returns whether to stop.
+        max_steps: maximum number of steps.
+        loss_options: arguments of `supervised_loss`.
     """
     rng, was_training, step, average = random.Random(seed), model.training, 0, 3.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -283,9 +285,9 @@ def fit(
 
 
 def learn_answers(model: Any, processor: Any, rows: Sequence[Row], **settings: Any) -> int:
-    """Teach, without images, to go from the words of a thought to the answer; return the number of steps.
+    """Teach the model without images to derive the answer from a thought; return the number of steps.
 
-    By default until the answer's loss is below 0.08 nats; `settings` go to `fit`.
+    Stops by default when the answer loss is below 0.08 nats; `settings` are arguments of `fit`.
     """
     settings = {"target_loss": 0.08, "max_steps": 1500, "learning_rate": 1e-3, **settings}
     return fit(model, processor, rows, "warm start (text)", images=False, thought_weight=0.2, **settings)

@@ -1,4 +1,4 @@
-"""What a model card says beyond TRL's: origin, rewards, the options that were on, and the papers to cite."""
+"""Extend TRL's model card: origin, rewards, options in effect, and papers to cite."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from vgr_trl.rollout import ConstructedTrainer
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper on arXiv, and the entry that cites it."""
+    """A paper on arXiv, and its BibTeX entry."""
 
     title: str
     arxiv: str
@@ -43,7 +43,7 @@ ESTIMATOR_PAPERS = {
     "rloo": "ahmadian2024back", "remax": "li2023remax", "reinforce_plus_plus": "hu2025reinforce",
     "gae": "schulman2015high", "grpo_passk": "tang2025optimizing",
 }  # fmt: skip
-OPTION_PAPERS = {  # option -> where what it switches on comes from
+OPTION_PAPERS = {  # option -> paper of the method that it turns on
     "token_weights": MDI, "enable_perception_filtering": VPPO, "enable_trajectory_reweighting": VPPO,
     "use_entropy_penalty": VPPO, "perception_loss_weight": PAPO, "der_loss_weight1": PAPO, "der_loss_weight2": PAPO,
     "noisy_generations": "liu2025noisyrollout", "enable_entropy_filtering": "wang2025beyond", "dynamic_sampling": DAPO,
@@ -54,7 +54,7 @@ REWARD_PAPERS = {
 }  # fmt: skip
 PAPER_TAGS = {MDI: "vision-gain-ratio", VPPO: "vppo", PAPO: "papo"}
 TAGS = ("dapo", "vgr_trl")
-TRL_PAPER = {  # the form in which TRL wants the paper
+TRL_PAPER = {  # in the form that TRL expects
     "title": PAPERS[DAPO].title, "id": PAPERS[DAPO].arxiv, "citation": PAPERS[DAPO].bibtex,
 }  # fmt: skip
 _UNRELATED_GROUPS = (
@@ -63,7 +63,7 @@ _UNRELATED_GROUPS = (
     EvaluateOptions,
     EfficiencyOptions,
     GRPOConfig,
-)  # which steer no method
+)  # options that do not change the method
 METHOD_OPTIONS = {
     option.name for group in DAPOConfig.__bases__ if group not in _UNRELATED_GROUPS for option in fields(group)
 }
@@ -71,21 +71,21 @@ METHOD_OPTIONS |= {"early_reward_weights", "vgr_hard_negative", "attention_rewar
 
 
 def user_rewards(trainer: ConstructedTrainer) -> list[str]:
-    """Return the names of the rewards that a user has given."""
+    """Return the names of the user's rewards."""
     return [name for name in trainer.reward_func_names if name != PENALTY]
 
 
 def method_tags(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
-    """Return the tags of a model trained with `options` and the rewards of these names."""
+    """Return the tags of a model trained with these options and rewards."""
     return [*TAGS, *(PAPER_TAGS[key] for key in find_papers(options, rewards) if key in PAPER_TAGS)]
 
 
 def extend_card(trainer: ConstructedTrainer, name: str | None, data: str | None) -> None:
-    """Add to the card that TRL has written: origin, rewards, the options that were on, the papers to cite.
+    """Add origin, rewards, options in effect and papers to cite to the card that TRL has written.
 
     Args:
-        name: of the model; None: that of its folder.
-        data: what it was trained on; None: not known.
+        name: of the model; None: name of its folder.
+        data: name of the training data; None: unknown.
     """
     file = Path(str(trainer.args.output_dir), "README.md")
     card = replace_origin(file.read_text(encoding="utf-8"), trainer, name, data)
@@ -93,7 +93,7 @@ def extend_card(trainer: ConstructedTrainer, name: str | None, data: str | None)
 
 
 def replace_origin(card: str, trainer: ConstructedTrainer, name: str | None, data: str | None) -> str:
-    """Return TRL's card with a title and an origin that name folders too, without its example, which has no image."""
+    """Set title and origin, also for local folders, and remove TRL's example, which has no image."""
     base = getattr(trainer.model.config, "_name_or_path", None)
     title = f"# Model Card for {name or Path(str(trainer.args.output_dir)).resolve().name}"
     sources = [f" {word} {inline_code(source)}" for word, source in (("from", base), ("on", data)) if source]
@@ -104,17 +104,17 @@ def replace_origin(card: str, trainer: ConstructedTrainer, name: str | None, dat
 
 
 def add_method_section(card: str, options: DAPOConfig, rewards: Sequence[str]) -> str:
-    """Return TRL's model card, as Markdown, with the section before the versions and the citations at the end."""
+    """Insert the method section before the framework versions, and append citations."""
     start, heading, rest = card.partition("### Framework versions")
     card = f"{start.rstrip()}\n\n{method_section(options, rewards)}\n{heading}{rest}".rstrip() + "\n"
-    entries = [PAPERS[key].bibtex for key in find_papers(options, rewards) if key != DAPO]  # DAPO's is in TRL's part
+    entries = [PAPERS[key].bibtex for key in find_papers(options, rewards) if key != DAPO]  # TRL's part cites DAPO
     if entries:
-        card += "\nCite what the training signal builds on as:\n\n```bibtex\n" + "\n\n".join(entries) + "\n```\n"
+        card += "\nCite the papers behind the training signal as:\n\n```bibtex\n" + "\n\n".join(entries) + "\n```\n"
     return card
 
 
 def method_section(options: DAPOConfig, rewards: Sequence[str]) -> str:
-    """Return, as Markdown, the rewards with their weights and the options that steered the method.
+    """Return the rewards with their weights and the options of the method, as Markdown.
 
     Args:
         rewards: names of the reward functions, in the order of their weights.
@@ -140,12 +140,12 @@ def method_section(options: DAPOConfig, rewards: Sequence[str]) -> str:
                 f"| {_format_option(options, name)} | {_escape_cell(what)} | {PAPERS[key].link if key else ''} |"
             )
     else:
-        lines.append("No option that `vgr_trl` adds to the method was on.")
+        lines.append("No option of `vgr_trl` changed the method.")
     return "\n".join([*lines, ""])
 
 
 def find_papers(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
-    """Return the keys in `papers.bib` of what was on, each once."""
+    """Return the distinct `papers.bib` keys of the options and rewards in effect."""
     keys = [_paper_key(options, name) for name in options_in_effect(options, METHOD_OPTIONS)]
     return list(dict.fromkeys(key for key in (*keys, *map(REWARD_PAPERS.get, rewards)) if key is not None))
 
@@ -161,7 +161,7 @@ def _format_option(options: DAPOConfig, name: str) -> str:
 
 
 def inline_code(text: str) -> str:
-    """Return `text` as code whose span it cannot end."""
+    """Return `text` as an inline code span that its content cannot close."""
     return f"`{' '.join(text.replace('`', chr(39)).split())}`"
 
 

@@ -1,4 +1,4 @@
-"""A recorded completion in a notebook: its tokens in colour, and its images beside what the model looked at."""
+"""Show a recorded completion in a notebook: coloured tokens, and images with the attention over them."""
 
 import base64
 import math
@@ -15,19 +15,19 @@ from vgr_trl.utils import ConfigError, printable
 
 Colour = tuple[int, int, int]
 
-# Blue and orange, which colour-blind readers can tell apart, both light enough for black text.
+# Blue and orange: distinguishable for colour-blind readers, and light enough for black text.
 LOW_COLOUR: Colour = (67, 147, 195)
 MIDDLE_COLOUR: Colour = (247, 247, 247)
 HIGH_COLOUR: Colour = (224, 130, 20)
-IMAGE_SIDE = 224  # pixels of the longer side of an image
-MAX_OPACITY = 0.8  # opacity over a cell without attention
+IMAGE_SIDE = 224  # longer side of an image, in pixels
+MAX_OPACITY = 0.8  # of the shade over a cell without attention
 _TEMPLATE = Path(__file__).with_name("completion.html")
 
 
 class Quantity(NamedTuple):
-    """How a number per token is read: its name, what values below and above the middle mean, and whether it is a ratio.
+    """A per-token quantity: title, meaning of values below and above the middle, and whether it is a ratio.
 
-    The middle of a ratio is 1, and twice as far as half; otherwise it is 0.
+    The middle of a ratio is 1, on a logarithmic scale; otherwise it is 0.
     """
 
     title: str
@@ -48,9 +48,9 @@ QUANTITIES = {
 
 @dataclass(frozen=True)
 class CompletionView:
-    """HTML that a notebook shows in the place of the object; self-contained, without scripts."""
+    """HTML that a notebook displays for the object; self-contained, without scripts."""
 
-    html: str = field(repr=False)  # a saved notebook holds it once
+    html: str = field(repr=False)  # keep it out of repr, which a saved notebook stores too
 
     def _repr_html_(self) -> str:
         return self.html
@@ -61,17 +61,17 @@ def show_completion(
 ) -> CompletionView:
     """Return a view of a recorded completion: coloured tokens, and each image beside the attention over it.
 
-    The value of a token, and the share of a cell of an image, stand in its tooltip. Cells are the darker the less
-    attention they get, relative to the cell that gets most.
+    Tooltips show the value of a token and the attention share of an image cell. Cells are darker the less attention
+    they get, relative to the cell with the most.
 
     Args:
-        completion: of a record that `vgr_trl.reporting.records.read_run` gives.
-        run_folder: the run's `output_dir`, for the thumbnails.
+        completion: from a record of `vgr_trl.reporting.records.read_run`.
+        run_folder: `output_dir` of the run, for the thumbnails.
         color_by: `vgr`, `weights`, `dependency`, `advantages`, `entropies` or `logps`.
-        token: whose attention to show, counted from 0, or from the end if negative; None: the mean over all tokens.
+        token: index of the token whose attention to show, negative from the end; None: mean over all tokens.
 
     Raises:
-        ConfigError: `color_by` or `token` is none of these.
+        ConfigError: `color_by` or `token` is out of range.
     """
     if color_by not in QUANTITIES:
         raise ConfigError(f"color_by is {color_by!r}: give {', '.join(QUANTITIES)}.")
@@ -112,14 +112,13 @@ def _load_template() -> Template:
 
 
 def colour_positions(values: Numbers, is_ratio: bool) -> Numbers:
-    """Return where each value lies between the farthest value below the middle, -1, and above it, 1; the middle is 0.
+    """Map values to colour positions in [-1, 1], with the middle at 0 and the same scale on both sides.
 
-    Both sides have the same scale, that of the farthest value. None stays None.
+    The value farthest from the middle is at -1 or 1. None stays None.
 
     Args:
-        values: finite numbers, or None where there is none.
-        is_ratio: the middle is 1, distances are those of logarithms, and 0 or less is as far as it gets; otherwise the
-            middle is 0 and distances are differences.
+        values: finite numbers or None.
+        is_ratio: the middle is 1 on a logarithmic scale, and values up to 0 are at -1; otherwise the middle is 0.
     """
     distances = list(values)
     if is_ratio:
@@ -129,15 +128,15 @@ def colour_positions(values: Numbers, is_ratio: bool) -> Numbers:
 
 
 def position_colour(position: float) -> str:
-    """Return the colour of a position in [-1, 1], as CSS writes it."""
+    """Return the CSS colour of a position in [-1, 1]."""
     end = LOW_COLOUR if position < 0 else HIGH_COLOUR
     return "#" + "".join(f"{round(m + abs(position) * (e - m)):02x}" for m, e in zip(MIDDLE_COLOUR, end, strict=True))
 
 
 def _build_images(completion: Completion, folder: Path, token: int | None) -> list[dict[str, Any]]:
-    """Return per image its thumbnail, size and grid, and of each cell the share of all attention and of the most."""
+    """Return per image: thumbnail, size, grid, and each cell's share of total and of maximum attention."""
     cells = [image.grid[0] * image.grid[1] if image.grid else 0 for image in completion.images]
-    attention: list[float] = []  # on each cell of all images: of one token, or the mean over the tokens
+    attention: list[float] = []  # per cell of all images, of one token or averaged over tokens
     if completion.attention is not None and all(cells) and completion.tokens:
         chosen = range(len(completion.tokens)) if token is None else [token % len(completion.tokens)]
         maps = [completion.attention.row(index) for index in chosen]
@@ -154,7 +153,7 @@ def _build_images(completion: Completion, folder: Path, token: int | None) -> li
 
 
 def _mark_line_ends(text: str) -> str:
-    """Return `text` with line ends marked, and characters that do not show or that reorder text as their numbers."""
+    """Return `text` with line ends marked and invisible or reordering characters escaped."""
     return printable(text).replace("\n", "↵\n")
 
 

@@ -1,4 +1,4 @@
-"""Runs as one page of HTML that opens from disk: curves, completions and thumbnails, within a bound of bytes."""
+"""Write runs as one HTML file that opens from disk: curves, completions and thumbnails, up to a maximum size."""
 
 import base64
 import json
@@ -37,23 +37,21 @@ MIN_MEGABYTES, MAX_MEGABYTES = 1.0, 100.0  # megabytes
 HIDDEN_CURVES = {"epoch", "step", "total_flos", "train_loss"} | {
     f"{mode}_{name}" for mode in ("train", "eval") for name in ("runtime", "samples_per_second", "steps_per_second")
 }
-TIME_CURVE = "time/seconds"  # name of the curve of the seconds since the first log
+TIME_CURVE = "time/seconds"  # seconds since the first log
 ACCURACY_PATTERN = re.compile("rewards/.*accuracy.*/mean")
-MAX_POINTS, MIN_POINTS = 1000, 50  # of a curve
-CURVES_SHARE = 0.3  # of the bytes
-ATTENTION_SHARE = 0.5
-MAX_RECORDS = 200  # of a run that are read
-_ZLIB_LEVEL = 6  # of zlib: 9 takes 3.5 times as long for a page 2 % smaller
+MAX_POINTS, MIN_POINTS = 1000, 50  # per curve
+CURVES_SHARE = 0.3  # maximum share of the page
+ATTENTION_SHARE = 0.5  # maximum share of the bytes of a run
+MAX_RECORDS = 200  # read per run
+_ZLIB_LEVEL = 6  # 9 takes 3.5 times as long for a page 2 % smaller
 
 Key = TypeVar("Key")
-AnsweredQuestion = tuple[
-    list[dict[str, Any]], dict[str, str]
-]  # completions of a question, and its thumbnails in base64
+AnsweredQuestion = tuple[list[dict[str, Any]], dict[str, str]]  # completions, and thumbnails in base64 by name
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was written: file, bytes, number of recorded steps in it, and per run what the reader has to know."""
+    """The written file: path, size in bytes, number of recorded steps in it, and notes for the reader by run."""
 
     path: Path
     size: int
@@ -66,9 +64,9 @@ class Curve:
     """A value over the steps of a run.
 
     Attributes:
-        name: as the trainer logs it in training; `eval_` is left out in evaluation.
+        name: of the metric in training; in evaluation without `eval_`.
         mode: `train` or `eval`.
-        steps: rising.
+        steps: ascending.
         values: one per step, None where it is not finite.
     """
 
@@ -78,7 +76,7 @@ class Curve:
     values: list[float | None]
 
     def thin(self, points: int) -> "Curve":
-        """Return at most `points` points, at even distances, first and last among them."""
+        """Return at most `points` evenly spaced points, including the first and the last."""
         if (count := len(self.steps)) <= points:
             return self
         kept = [index * (count - 1) // (points - 1) for index in range(points)]
@@ -120,18 +118,18 @@ def write_report(
     names: Sequence[str] | None = None,
     live: float | None = None,
 ) -> Report:
-    """Write a page that shows `runs`, and return what is in it.
+    """Write a page that shows `runs`, and return a summary of it.
 
     Args:
         runs: folders of runs (`output_dir`, or `rollouts` in it), and JSON files of `vgr-trl evaluate`.
-        path: of the page, which is replaced at once or not at all; its folder is made.
-        max_megabytes: bound of the page, in [1, 100].
-        names: of the runs, in order; by default those that were recorded, else those of their folders.
-        live: seconds after which the page loads itself again; None: it stays.
+        path: of the page, which is written atomically; its folder is created.
+        max_megabytes: maximum size of the page, in [1, 100].
+        names: names of the runs, in order; by default as recorded, else those of their folders.
+        live: interval in seconds at which the page reloads itself; None: it does not.
 
     Raises:
-        ConfigError: the bound is out of range, or there are not as many names as runs.
-        DataError: a run has no records, or was written by a later release.
+        ConfigError: `max_megabytes` is out of range, or the number of names differs from the number of runs.
+        DataError: a run has no records, or a later release wrote them.
     """
     if not MIN_MEGABYTES <= max_megabytes <= MAX_MEGABYTES:
         raise ConfigError(f"max_megabytes is {max_megabytes}: give a number in [{MIN_MEGABYTES:g}, {MAX_MEGABYTES:g}].")
@@ -149,14 +147,14 @@ def write_report(
 
 
 def load_template() -> str:
-    """Return the built page, without data."""
+    """Return the HTML of the page, without data."""
     return files("vgr_trl.reporting").joinpath(PAGE).read_text(encoding="utf-8")
 
 
 def build_page_runs(
     folders: Sequence[Path], max_bytes: int, names: Sequence[str] | None = None
 ) -> tuple[list[PageRun], dict[str, str]]:
-    """Return the runs, and their thumbnails in base64 by name, as many as fit."""
+    """Return the runs, and as many of their thumbnails (base64 by name) as fit."""
     found: list[tuple[PageRun, Path, Run | list[AnsweredQuestion]]] = []
     for name, path in zip(names or [""] * len(folders), folders, strict=True):
         if path.is_file():
@@ -182,7 +180,7 @@ def build_page_runs(
     )
     images: dict[str, str] = {}
     for index, (page, _, source) in enumerate(found):
-        room = left // (len(pages) - index)  # equal parts of the page; what a run leaves goes to those behind it
+        room = left // (len(pages) - index)  # equal shares; unused bytes go to later runs
         if isinstance(source, list):
             left -= add_answers(page, source, images, room)
         elif source.steps():
@@ -193,10 +191,10 @@ def build_page_runs(
 
 
 def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[AnsweredQuestion]]]:
-    """Return by model (one alone has the name "") the scores and the answers that `vgr-trl evaluate` has written.
+    """Read a file of `vgr-trl evaluate`: model (a single one is "") -> scores and answered questions.
 
     Raises:
-        DataError: the file holds something else.
+        DataError: the file is not one of `vgr-trl evaluate`.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -210,12 +208,12 @@ def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[Answere
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
-            f"{path} is no file of vgr-trl evaluate: give the output_dir of a run, or an --output_file."
+            f"{path} was not written by vgr-trl evaluate: give the output_dir of a run, or an --output_file."
         ) from error
 
 
 def _parse_question(item: Mapping[str, Any]) -> AnsweredQuestion:
-    """Return the greedy and the sampled completions of a question, as JSON objects, and its thumbnails."""
+    """Return the greedy and sampled completions of a question as JSON objects, and its thumbnails."""
     prompt, images = str(item.get("prompt") or item.get("problem") or ""), item.get("images", [])
     thumbnails = {each["file"]: each["thumbnail"] for each in images if is_webp(base64.b64decode(each["thumbnail"]))}
     question = sha1(f"{prompt} {sorted(thumbnails)}".encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:16]
@@ -238,10 +236,10 @@ def _parse_question(item: Mapping[str, Any]) -> AnsweredQuestion:
 
 
 def add_answers(page: PageRun, answered: Sequence[AnsweredQuestion], images: dict[str, str], max_bytes: int) -> int:
-    """Add what `vgr-trl evaluate` has saved, until the next question does not fit; return the bytes taken.
+    """Add questions that `vgr-trl evaluate` saved until the next does not fit; return the bytes used.
 
     Args:
-        images: as of `add_records`.
+        images: as in `add_records`.
     """
     left, shown = max_bytes, list[dict[str, Any]]()
     if not answered:
@@ -249,7 +247,7 @@ def add_answers(page: PageRun, answered: Sequence[AnsweredQuestion], images: dic
     for number, (completions, thumbnails) in enumerate(answered):
         new = {name: content for name, content in thumbnails.items() if name not in images}
         if (size := _compressed_size(completions) + sum(map(len, new.values()))) > left:
-            page.notes.append(f"{number} of {len(answered)} questions are shown; the others do not fit.")
+            page.notes.append(f"{number} of {len(answered)} questions are shown; the others exceed the maximum size.")
             break
         left, shown = left - size, shown + completions
         images |= new
@@ -258,11 +256,13 @@ def add_answers(page: PageRun, answered: Sequence[AnsweredQuestion], images: dic
 
 
 def add_curves(page: PageRun, output_dir: Path) -> None:
-    """Add the curves of a run, from the log beside its records."""
+    """Add the curves of a run from its `logs.jsonl`, and signs of collapse."""
     entries = list(read_logs(records_folder(output_dir) / LOGS_FILE))
     if not entries:
-        page.notes.append("Nothing was logged yet: there are no curves.")
-    trained = {entry.step: entry for entry in entries if entry.mode == "train"}  # of a step run twice, the last
+        page.notes.append("The run has no logs yet, so there are no curves.")
+    trained = {
+        entry.step: entry for entry in entries if entry.mode == "train"
+    }  # of a step that was run twice, the last
     signs = first_signs((step, trained[step].values) for step in sorted(trained))
     page.signs = [{"step": step, "seen": seen} for step, seen in signs]
     points: dict[tuple[str, str], dict[int, float | None]] = {}
@@ -282,15 +282,15 @@ def add_curves(page: PageRun, output_dir: Path) -> None:
             known = [(step, value) for step in steps if (value := by_step[step]) is not None]
             (first, before), (last, after) = known[0], known[-1]
             if mode == "eval" and ACCURACY_PATTERN.search(name) and after < before:
-                seen = f"accuracy in evaluation is below that of step {first}: "
+                seen = f"evaluation accuracy is below that of step {first}: "
                 page.signs.append({"step": last, "seen": f"{seen}{100 * before:.1f} % → {100 * after:.1f} %"})
             if ACCURACY_PATTERN.search(name) and max(value for _, value in known) < 0.01:
                 where = "evaluation" if mode == "eval" else "training"
-                page.signs.append({"step": last, "seen": f"accuracy in {where} is 0 from start to end"})
+                page.signs.append({"step": last, "seen": f"{where} accuracy is 0 throughout"})
 
 
 def _thin_curves(pages: Sequence[PageRun], max_bytes: int) -> int:
-    """Thin the curves until they fit; return their bytes."""
+    """Thin the curves until they fit; return their size in bytes."""
     points = 2 * MAX_POINTS
     size = max_bytes + 1
     while size > max_bytes and points > MIN_POINTS:
@@ -299,16 +299,16 @@ def _thin_curves(pages: Sequence[PageRun], max_bytes: int) -> int:
         size = sum(_compressed_size([vars(curve) for curve in curves]) for curves in thinned)
     for page, curves in zip(pages, thinned, strict=True):
         if (count := max((len(curve.steps) for curve in page.curves), default=0)) > points:
-            page.notes.append(f"Curves show {points} of {count} logged steps, at even distances.")
+            page.notes.append(f"Curves show {points} of {count} logged steps, evenly spaced.")
         page.curves = curves
     return size
 
 
 def add_records(page: PageRun, run: Run, images: dict[str, str], max_bytes: int) -> int:
-    """Add records, the ends of evaluation and training first, until the next does not fit; return the bytes taken.
+    """Add records, the ends of evaluation and training first, until the next does not fit; return the bytes used.
 
     Args:
-        images: thumbnails of the page in base64, by name, to which those of the records are added.
+        images: thumbnails of the page in base64, by name; extended by those of the records.
     """
     left, attention_left = max_bytes, int(ATTENTION_SHARE * max_bytes)
     maps = maps_left_out = 0
@@ -340,23 +340,23 @@ def add_records(page: PageRun, run: Run, images: dict[str, str], max_bytes: int)
     page.records.sort(key=lambda record: (record["step"], record["mode"]))
     count, recorded, small = len(page.records), len(run.steps()), "to keep the page small."
     notes = {
-        f"{count} of {recorded} recorded steps are shown, at even distances; the others do not fit, or cannot be "
-        "read.": count < recorded,
+        f"{count} of {recorded} recorded steps are shown, evenly spaced; the others exceed the maximum size or are "
+        "unreadable.": count < recorded,
         f"Attention over the image is shown for {maps} of {maps + maps_left_out} completions, {small}": maps_left_out,
-        f"Thumbnails that are missing: {len(missing)}; grey is shown instead.": missing,
+        f"{len(missing)} thumbnails are missing; grey is shown instead.": missing,
     }
     page.notes += [note for note, applies in notes.items() if applies]
     return max_bytes - left
 
 
 def order_ends_first(keys: Sequence[Key]) -> list[Key]:
-    """Return `keys` in an order whose every beginning is spread evenly: first, last, middle, middles of the halves, …
+    """Reorder `keys` so that every prefix is spread evenly: first, last, middle, middles of the halves, …
 
-    Worked case: [0, 1, 2, 3, 4] → [0, 4, 2, 1, 3].
+    Example: [0, 1, 2, 3, 4] → [0, 4, 2, 1, 3].
     """
-    order = dict.fromkeys((0, len(keys) - 1) if keys else ())  # a set that keeps its order
+    order = dict.fromkeys((0, len(keys) - 1) if keys else ())  # an ordered set
     spans = [(0, len(keys) - 1)]
-    for low, high in spans:  # to which finer ones are added
+    for low, high in spans:  # grows while it is iterated
         if high - low > 1:
             middle = (low + high) // 2
             order[middle] = None
@@ -365,7 +365,7 @@ def order_ends_first(keys: Sequence[Key]) -> list[Key]:
 
 
 def interleave(first: Sequence[Key], second: Sequence[Key]) -> list[Key]:
-    """Return the members of both, taken in turns; what is left of the longer one follows."""
+    """Return the members of both alternately, then the rest of the longer one."""
     return [key for pair in zip_longest(first, second) for key in pair if key is not None]
 
 
@@ -374,5 +374,5 @@ def _encode_json(content: Any) -> bytes:
 
 
 def _compressed_size(content: Any) -> int:
-    """Bytes it takes in the page: close to, and rather above, what it takes among everything else."""
+    """Return the compressed size: a slight overestimate of the bytes it adds to the page."""
     return len(zlib.compress(_encode_json(content), _ZLIB_LEVEL))

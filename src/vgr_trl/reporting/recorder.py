@@ -1,8 +1,8 @@
-"""Recording rollouts: a few rows of a batch become the completions of a record.
+"""Record rollouts: turn a few rows of a batch into the completions of a record.
 
-In the order of a rollout: `rows_due` says which rows are recorded, `snapshot` makes completions of them once their
-rewards are known, `add_credit` adds what the loss reads of them, and `write` gathers them and lets the main process
-write records, Markdown and printed text.
+In the order of a rollout: `rows_due` chooses the rows, `snapshot` makes completions of them once their rewards are
+known, `add_credit` adds advantages and weights, and `write` gathers them so that the main process writes records,
+Markdown and console logs.
 """
 
 import copy
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-THUMBNAIL_SIDE = 256  # of a thumbnail, in pixels
-WEBP_QUALITY = 80  # of WebP, of 100: about 5 kB for a photograph of that size
+THUMBNAIL_SIDE = 256  # maximum, in pixels
+WEBP_QUALITY = 80  # of 100: about 5 kB for a photograph of that size
 _SEGMENT_METRIC = re.compile(rf"attention/(\w+)/({'|'.join(QUANTITIES)})")
 
 Grid = tuple[int, int]
@@ -62,7 +62,7 @@ Decode = Callable[[list[int]], str]  # keeps special tokens, does not clean up
 
 @dataclass
 class RecordedRow:
-    """A recorded row: its number among the rows of all processes, its completion, the thumbnails that this names."""
+    """A recorded row: its index among the rows of all processes, its completion, and thumbnails by name."""
 
     place: int
     completion: Completion
@@ -70,10 +70,10 @@ class RecordedRow:
 
 
 class RolloutRecorder:
-    """Records a few completions of rollouts. All processes take part in what is gathered; the main one writes.
+    """Record a few completions of rollouts. Every process gathers its rows; the main process writes.
 
     Raises:
-        ConfigError: a file or folder cannot be written, or nothing is measured for a log.
+        ConfigError: a file or folder cannot be written, or a log is requested whose values are not measured.
     """
 
     def __init__(self, trainer: "DAPOTrainer") -> None:
@@ -94,8 +94,8 @@ class RolloutRecorder:
         ):
             if getattr(self.args, option) is not None and not is_measured:
                 raise ConfigError(
-                    f"{option} is {getattr(self.args, option)}, but nothing is measured for it: switch {cure} on, or "
-                    f"leave {option} out."
+                    f"{option} is {getattr(self.args, option)}, but its values are not measured: turn on {cure}, or "
+                    f"remove {option}."
                 )
         if trainer.accelerator.is_main_process:
             refuse_unwritable(self.output_dir / FOLDER, "output_dir", is_folder=True)
@@ -104,15 +104,15 @@ class RolloutRecorder:
                     refuse_unwritable(Path(path), option)
 
     def rows_due(self, rows: int) -> tuple[int, ...] | None:
-        """Return which rows of this process are recorded of a rollout that begins; None if none is in any process.
+        """Choose the rows of this process to record in the rollout that begins; None if no process records any.
 
         Args:
-            rows: completions of each process.
+            rows: completions per process.
         """
         if not self.is_on:
             return None
         trainer, mode, step = self.trainer, self.trainer.mode, self.trainer.state.global_step
-        # Of each evaluation the first batch; in training the first one after every so many steps.
+        # Record the first batch of each evaluation; in training, the first rollout of every N steps.
         last, every = self._last[mode], self.args.rollout_log_steps if mode == "train" else 1
         if last is not None and step // every == last // every:
             return None
@@ -122,7 +122,7 @@ class RolloutRecorder:
         return tuple(row - first for row in chosen if first <= row < first + rows)
 
     def snapshot(self, rollout: Rollout) -> list[RecordedRow]:
-        """Return the recorded rows of a rollout whose rewards are known, before groups are selected and credited."""
+        """Return the recorded rows of a rollout with rewards, before group selection and credit assignment."""
         trainer, batch, chosen = self.trainer, rollout.batch, list(rollout.recorded or ())
         size = trainer.completions_per_prompt
         first = trainer.accelerator.process_index * len(rollout.rows)
@@ -179,12 +179,12 @@ class RolloutRecorder:
     def add_credit(
         self, recorded: list[RecordedRow], selected: Rollout, before: torch.Tensor, after: torch.Tensor
     ) -> None:
-        """Add to recorded rows what the loss reads of them.
+        """Add advantages, and the weights in effect, to recorded rows.
 
         Args:
-            selected: the rollout after groups were selected.
-            before: its advantages, (N,), or (N, T) of a critic, whose mean is recorded as the completion's.
-            after: likewise with credit applied, (N,) or (N, T).
+            selected: the rollout after group selection.
+            before: advantages before credit assignment, (N,), or (N, T) with a critic (the mean is recorded).
+            after: advantages after credit assignment, (N,) or (N, T).
         """
         for item, row in zip(recorded, selected.recorded or (), strict=True):
             completion, length = item.completion, len(item.completion.tokens)
@@ -198,7 +198,7 @@ class RolloutRecorder:
                 completion.weights = [1.0] * length
 
     def write(self, rollout: Rollout, recorded: list[RecordedRow]) -> None:
-        """Gather the recorded rows of a rollout, and let the main process write them; every process calls."""
+        """Gather the recorded rows, and write them on the main process; every process must call this."""
         trainer = self.trainer
         if rollout.recorded is None:
             return
@@ -218,7 +218,7 @@ class RolloutRecorder:
             print_record(record, prompt_length=self.args.prompt_preview_length)
 
     def log(self, logs: dict[str, Any], mode: str) -> None:
-        """Record what the trainer has logged."""
+        """Record a log of the trainer."""
         if self.is_on and self.trainer.accelerator.is_main_process:
             values = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
             entry = LogEntry(self.trainer.state.global_step, mode, time.time(), {**values})
@@ -227,7 +227,7 @@ class RolloutRecorder:
 
     @contextmanager
     def _log_failures(self) -> Iterator[None]:
-        """Whatever fails here must not end the training that it describes."""
+        """Log errors instead of raising them: recording must not stop the training."""
         try:
             yield
         except Exception as error:
@@ -237,7 +237,7 @@ class RolloutRecorder:
                 logger.warning(f"Rollouts cannot be recorded ({reason}); training continues without these records.")
 
     def _open_writer(self, step: int) -> RecordWriter:
-        """Opened at the first record: a run that begins behind step 0 is one that continues."""
+        """Return the writer, opened at the first record: a run that begins after step 0 is a resumed one."""
         if self._writer is None:
             model = self.trainer.model
             description = {
@@ -253,12 +253,12 @@ class RolloutRecorder:
 
 
 def choose_rows(samples: int, num_generations: int, total: int) -> list[int]:
-    """Return which of all rows of a rollout batch are recorded: the first two of each prompt, prompt by prompt.
+    """Choose the rows of a rollout batch to record: the first two of each prompt, prompt by prompt.
 
-    Two completions of a prompt can be compared; a third says less than another prompt.
+    Two completions of a prompt can be compared; another prompt is more useful than a third completion.
 
     Args:
-        total: rows of all processes.
+        total: number of rows of all processes.
     """
     in_pairs = sorted(range(total), key=lambda row: (row % num_generations // 2, row))
     return sorted(in_pairs[:samples])
@@ -267,14 +267,14 @@ def choose_rows(samples: int, num_generations: int, total: int) -> list[int]:
 def read_row_images(
     row: Mapping[str, Any], grids: Sequence[Grid | None]
 ) -> tuple[list[RecordedImage], dict[str, bytes], bytes]:
-    """Return the images of a row of the data, their thumbnails by name, and a digest; one that is none has no size."""
+    """Return the images of a row, thumbnails by name, and a digest; an unreadable image has size 0."""
     recorded: list[RecordedImage] = []
     thumbnails: dict[str, bytes] = {}
     digest = sha1(usedforsecurity=False)
     for value, grid in zip(images_of(row), chain(grids, repeat(None)), strict=False):
         try:
             image = open_image(value)
-        except DataError:  # the model has read it all the same, from an address for instance
+        except DataError:  # the model can still read it, for example from a URL
             recorded.append(RecordedImage(None, 0, 0, grid))
             continue
         digest.update(f"{image.mode} {image.size} ".encode() + image.tobytes())
@@ -283,16 +283,16 @@ def read_row_images(
         recorded.append(RecordedImage(name, *image.size, grid))
     if len(recorded) == 1:
         size = recorded[0].width, recorded[0].height
-        with suppress(DataError):  # the column holds something else
+        with suppress(DataError):  # the column has no boxes
             if boxes := boxes_of(row, size):
                 recorded[0].regions = in_pixels(boxes, size) or None
     return recorded, thumbnails, digest.digest()
 
 
 def make_thumbnail(image: Image.Image) -> tuple[str, bytes]:
-    """Return name and content of a WebP file of at most 256 pixels along a side; what is transparent shows white.
+    """Return name and content of a WebP thumbnail of at most 256 pixels per side, on white if transparent.
 
-    The same picture has the same name.
+    Equal images get the same name.
     """
     small, data = image.copy(), io.BytesIO()
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
@@ -305,15 +305,15 @@ def make_thumbnail(image: Image.Image) -> tuple[str, bytes]:
 def find_image_grids(
     batch: Mapping[str, Any], row: int, merge_size: int | None, num_vision: int | None
 ) -> list[Grid | None]:
-    """Return rows and columns of the vision tokens of each image of a row; None where they are not known.
+    """Return rows and columns of the vision tokens of each image of a row; None if unknown.
 
-    Known are the grids that processors of the Qwen family give, and square ones of equal images without tiles.
+    Supported: grids from processors of the Qwen family, and square grids of equal images without tiles.
 
     Args:
-        batch: TRL's, with `num_images`, and `image_grid_thw` (images, 3) or not.
-        row: of the batch.
-        merge_size: patches per vision token along a side, which belongs to `image_grid_thw`.
-        num_vision: vision tokens of the row's prompt; None if they were not counted.
+        batch: batch of TRL with `num_images`, and optionally `image_grid_thw` (images, 3).
+        row: index in the batch.
+        merge_size: patches per vision token along a side, needed for `image_grid_thw`.
+        num_vision: vision tokens of the row's prompt; None if unknown.
     """
     counts: Sequence[int] = batch.get("num_images") or [0] * (row + 1)
     count, first = counts[row], sum(counts[:row])
@@ -328,9 +328,9 @@ def find_image_grids(
 
 
 def quantise_attention(attention: torch.Tensor, grids: Sequence[Grid | None]) -> AttentionMap | None:
-    """Return attention (T, V) over vision tokens with a byte per number; None unless the grids have V cells.
+    """Quantise attention (T, V) over vision tokens to one byte per number; None unless the grids have V cells.
 
-    An error is at most 1 / 510 of the largest attention of its token.
+    The error is at most 1 / 510 of the largest attention of its token.
     """
     cells = [prod(grid) if grid is not None else 0 for grid in grids]
     if not cells or not all(cells) or sum(cells) != attention.size(1) or not len(attention):
@@ -342,31 +342,31 @@ def quantise_attention(attention: torch.Tensor, grids: Sequence[Grid | None]) ->
 
 
 def strip_padding(ids: Sequence[int], mask: Sequence[int], pad_token_id: int) -> list[int]:
-    """Return the tokens of a completion; the mask of a truncated one may be empty, then they end before the padding."""
+    """Return the tokens of a completion without padding, also if the mask of a truncated one is empty."""
     length = sum(mask) or max((index + 1 for index, token in enumerate(ids) if token != pad_token_id), default=0)
     return list(ids[:length])
 
 
 def question_id(prompt: str, images: bytes) -> str:
-    """Return what is the same for the same prompt with the same images: 16 hexadecimal digits."""
+    """Return an ID of a prompt and its images: 16 hexadecimal digits."""
     return sha1(prompt.encode("utf-8", "replace") + b"\0" + images, usedforsecurity=False).hexdigest()[:16]
 
 
 def split_tokens(ids: Sequence[int], decode: Decode) -> list[str]:
-    """Return a piece of text for each token; together they are the text of all tokens.
+    """Return the text of each token; concatenated, they are the text of all tokens.
 
-    A character whose bytes are spread over several tokens belongs to the last of them; the others are empty. So are
-    bytes that are no text: those of several tokens in a row belong to the token behind them, or to the last. Each
-    token is decoded behind the one before it, because some tokenizers drop the space at the start of a text.
+    A character whose bytes span several tokens belongs to the last of them, and the others are empty. Invalid bytes of
+    consecutive tokens belong to the following token, or to the last. Each token is decoded after the one before it,
+    because some tokenizers drop a leading space.
     """
     alone = [decode([token]) for token in ids]
     if "".join(alone) == decode(list(ids)):
         return alone
     pieces: list[str] = []
-    before = start = 0  # tokens from `start` on belong to a character that is not finished
+    before = start = 0  # tokens from `start` on are part of an incomplete character
     for end in range(1, len(ids) + 1):
         context, text = decode(list(ids[before:start])), decode(list(ids[before:end]))
-        waiting = text.endswith("\ufffd") and end < len(ids)  # what the first bytes of a character decode to
+        waiting = text.endswith("\ufffd") and end < len(ids)  # an incomplete character decodes to U+FFFD
         if waiting or not text.startswith(context):
             pieces.append("" if waiting else alone[end - 1])
         else:
@@ -383,7 +383,7 @@ def prompt_text(ids: Sequence[int], vision_token_ids: Sequence[int], decode: Dec
 
 
 def completion_measurements(signals: RolloutSignals, length: int, options: Any) -> dict[str, Any]:
-    """Return what was measured of a completion of `length` tokens, by attributes of `Completion`; others are left out.
+    """Return the measurements of a completion of `length` tokens, by attribute of `Completion`.
 
     Args:
         signals: of this row, (1, T).
@@ -398,25 +398,25 @@ def completion_measurements(signals: RolloutSignals, length: int, options: Any) 
         segments = measure_segments(mass, options.attention_segments, options.mdi_balance_ratio)
         found["metrics"] = reward_columns(segments)["attention_metrics"][0]
     for name, values in columns.items():
-        if values is not None and not values[0, :length].isnan().all():  # NaN throughout where nothing was measured
+        if values is not None and not values[0, :length].isnan().all():  # all NaN if not measured
             found[name] = values[0, :length].tolist()
     return found
 
 
 def accuracy_reward_name(names: Sequence[str]) -> str | None:
-    """Return the name of the reward that says whether a completion is right; None if there is none."""
+    """Return the name of the accuracy reward, or None."""
     return next((name for name in names if name.startswith("accuracy")), None)
 
 
 def summarise_rollout(
     rewards: torch.Tensor, names: Sequence[str], weights: torch.Tensor, metrics: Mapping[str, float]
 ) -> Summary:
-    """Return a rollout batch in numbers.
+    """Summarise a rollout batch in numbers.
 
     Args:
-        rewards: (N of all processes, number of functions), NaN where one does not apply.
-        weights: of the functions, (number of functions,).
-        metrics: of the batch, by the names under which they are logged.
+        rewards: (N of all processes, number of functions), NaN if a reward does not apply.
+        weights: (number of functions,).
+        metrics: of the batch, by logged name.
     """
     summary = Summary(len(rewards), {})
     total = (rewards * weights).nansum(dim=1, keepdim=True)  # (N, 1)
@@ -435,17 +435,16 @@ def summarise_rollout(
 
 
 class RecordBeforeTraining(TrainerCallback):
-    """Records the first batch of the evaluation data at step 0, where evaluations will ask the same questions again.
+    """Record the first evaluation batch at step 0, so that later evaluations can be compared with it.
 
-    It costs one rollout, which calls the reward functions, and leaves no other trace: random state, metrics and tables
-    of completions are what they were.
+    Costs one rollout, including reward functions. Random state, metrics and completion tables are restored.
     """
 
     def __init__(self, trainer: ConstructedTrainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Answer, unless the run continues."""
+        """Record the batch, unless the run is resumed."""
         trainer = self._trainer
         if state.global_step > 0 or not needs_record_before_training(trainer):
             return
@@ -467,7 +466,7 @@ class RecordBeforeTraining(TrainerCallback):
 
 
 def needs_record_before_training(trainer: ConstructedTrainer) -> bool:
-    """Whether a run that begins records, evaluates rows of a known number, and does not evaluate at once."""
+    """Whether a run records rollouts, evaluates a data set of known length, and not already at step 0."""
     args, data = trainer.args, _first_eval_dataset(trainer)
     wanted = args.rollout_log_steps > 0 and not args.eval_on_start and args.eval_strategy != "no"
     return wanted and hasattr(data, "__len__") and len(data) > 0
