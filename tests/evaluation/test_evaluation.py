@@ -102,7 +102,7 @@ def test_rows_that_cannot_be_evaluated(tokenizer):
     for rows, more, message in (
         ([{"problem": "what ?"}], {}, "None of the 1 rows has a usable"),
         (ROWS, {"blank_images": True}, "needs images"),
-        (ROWS, {"reward_funcs": [mdi_reward]}, "mdi_reward cannot be called with what is passed to it"),
+        (ROWS, {"reward_funcs": [mdi_reward]}, "mdi_reward cannot be called with the arguments it gets"),
         (ROWS, {"group_by": "famly"}, "group_by is 'famly': give one of the columns problem, solution, family"),
     ):
         with pytest.raises(VGRError, match=message):

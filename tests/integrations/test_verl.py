@@ -41,7 +41,7 @@ def test_names_of_the_notes():
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"blur_radius": 3}, "blur_radius is not known here"),
+        ({"blur_radius": 3}, "blur_radius is unknown or unsupported here"),
         ({"token_weights": True, "enable_token_weights": True}, "token_weights is given twice"),
         ({"apply_to": "mask"}, "apply_to is given, but token_weights is False"),
         ({"seed": 1}, "but nothing is measured on perturbed images"),

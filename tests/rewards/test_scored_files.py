@@ -75,7 +75,7 @@ def test_a_second_score_is_a_reward_of_its_own_and_costs_no_second_call(written)
 def test_sequential_form_runs_in_processes_of_its_own(written):
     file = written(ONE_BY_ONE)
     options = FileOptions(processes=2, arguments={"bonus": 1})
-    with pytest.raises(RewardError, match="reward_function_kwargs has 'weight', but compute_score takes bonus"):
+    with pytest.raises(RewardError, match="reward_function_kwargs has 'weight', but compute_score accepts bonus"):
         load_reward(f"{file}:compute_score", files=FileOptions(arguments={"weight": 0.5}))
     overall, process = load_rewards([f"{file}:compute_score", f"{file}:compute_score[process]"], files=options)
     texts = [[{"role": "assistant", "content": "x" * length}] for length in range(9)]

@@ -1,4 +1,4 @@
-"""Reward functions in the form of EasyR1 and MTRL: one call returns several scores, each of which can be a reward."""
+"""Reward files of EasyR1 and MTRL: one call returns several scores, each of which can be a reward."""
 
 import inspect
 import sys
@@ -19,18 +19,18 @@ _FORM_BY_PARAMETER = {
     "reward_inputs": "batch",
     "reward_input": "sequential",
     "data_dict": "sequential",
-}  # by the first parameter
+}  # first parameter -> form
 _cached_pool = cache(pool)
 
 
 @dataclass(frozen=True)
 class FileOptions:
-    """How reward files are called.
+    """Options for calling reward files.
 
     Args:
-        form: `batch` or `sequential`; None: as `REWARD_TYPE` in the file says, else by the name of the parameter.
-        processes: that a sequential function is called in; 1: in this one.
-        arguments: passed to the function besides.
+        form: `batch` or `sequential`; None: `REWARD_TYPE` in the file, else by the name of the first parameter.
+        processes: worker processes for a sequential function; 1: call it in this process.
+        arguments: extra keyword arguments.
     """
 
     form: str | None = None
@@ -39,7 +39,7 @@ class FileOptions:
 
 
 def is_easyr1_reward(function: Any) -> bool:
-    """Whether `function` is in the form of EasyR1 or MTRL: by its parameter, or by what its module says of itself."""
+    """Whether `function` is a reward of EasyR1 or MTRL, by its first parameter or the constants of its module."""
     if not inspect.isfunction(function):
         return False
     names = list(inspect.signature(function).parameters)
@@ -50,36 +50,36 @@ def is_easyr1_reward(function: Any) -> bool:
 
 
 class ScoredFile:
-    """One of the scores of a function in the form of EasyR1 as a reward; that of `overall` logs the others.
+    """One score of an EasyR1 reward function as a reward; the reward `overall` also logs the other scores.
 
     Such a function takes a dict per completion (`response`, `response_length`, `ground_truth`, `prompt`) and returns
-    its scores, of which `overall` is the reward. Sequential: one dict in, with the `images` too; a dict of scores or a
-    pair (reward, metrics) out. Batch: a list of the completions of all processes in, a list out, or a pair of lists.
-    Beside scores it may return `token_weights` of a completion.
+    its scores. Sequential form: one dict, also with `images`, to a dict of scores or a pair (reward, metrics). Batch
+    form: a list of the completions of all processes to a list, or a pair of lists. A completion's scores may include
+    `token_weights`.
 
     Raises:
-        RewardError: the function does not take the arguments that it is to be given, or its file names no form.
+        RewardError: the function does not accept the extra arguments, or its `REWARD_TYPE` is unknown.
     """
 
     def __init__(self, function: Callable[..., Any], key: str, options: FileOptions) -> None:
         self.__name__ = function.__name__ if key == OVERALL else key
         self.function, self.key, self.file_options = function, key, options
         self.source = f"{Path(inspect.getfile(function)).read_text(encoding='utf-8')}{options}"
-        self.computed: dict[str, Any] = {}  # the last completions and their scores, also of other keys of the function
+        self.computed: dict[str, Any] = {}  # last completions and their scores, shared by all scores of the function
         parameters = inspect.signature(function).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         if unknown := [name for name in options.arguments if not takes_all and name not in parameters]:
             accepted = ", ".join(list(parameters)[1:]) or "none"
             raise RewardError(
-                f"reward_function_kwargs has {unknown[0]!r}, but {function.__name__} takes {accepted}: correct it."
+                f"reward_function_kwargs has {unknown[0]!r}, but {function.__name__} accepts {accepted}: correct it."
             )
         module_form = getattr(sys.modules.get(function.__module__), "REWARD_TYPE", None)
         self.form = str(module_form or options.form or _FORM_BY_PARAMETER.get(next(iter(parameters)), "batch"))
         if self.form not in _FORM_BY_PARAMETER.values():
-            raise RewardError(f"{function.__name__} has the reward type {self.form!r}: it can be batch or sequential.")
+            raise RewardError(f"{function.__name__} has the reward type {self.form!r}: give batch or sequential.")
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """Return this score of each completion of this process."""
+        """Return this score for each completion of this process."""
         last, solution = self.computed, columns.get("solution")
         if not last or last["completions"] is not completions or last["solution"] is not solution:
             scores = self._score_rows(_build_inputs(completions, columns, with_images=self.form == "sequential"))
@@ -90,13 +90,15 @@ class ScoredFile:
                 if values := [float(row[key]) for row in scores if isinstance(row.get(key), Real)]:
                     log(f"reward/{key}", sum(values) / len(values))
         if (other := next((row for row in scores if self.key not in row), None)) is not None:
-            raise RewardError(f"{self.function.__name__} returned no {self.key!r}, but {', '.join(other)}: name one.")
+            raise RewardError(
+                f"{self.function.__name__} returned no {self.key!r}, but {', '.join(other)}: name one of these."
+            )
         return [row[self.key] for row in scores]
 
     def _score_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if self.form == "sequential":
             return [self._parse_scores(returned) for returned in self._score_sequentially(rows)]
-        from accelerate import PartialState  # with torch, which processes of a sequential function do without
+        from accelerate import PartialState  # imports torch, which worker processes do not need
         from accelerate.utils import gather_object
 
         everything, lengths = gather_object(rows), gather_object([len(rows)])
@@ -112,13 +114,13 @@ class ScoredFile:
         workers = _cached_pool(self.file_options.processes)
         try:
             return list(workers.map(_score_in_worker, [where] * len(rows), rows, chunksize=4))
-        except BaseException as error:  # Ctrl-C among them
+        except BaseException as error:  # also KeyboardInterrupt
             kill_workers(workers)
             _cached_pool.cache_clear()
             if not isinstance(error, BrokenProcessPool):
                 raise
             raise RewardError(
-                f"A process of {self.function.__name__} ended unexpectedly: correct it, or lower reward_num_cpus."
+                f"A process of {self.function.__name__} ended unexpectedly: fix the function, or lower reward_num_cpus."
             ) from error
 
     def _parse_batch(self, returned: Any, count: int) -> list[dict[str, Any]]:
@@ -146,9 +148,9 @@ class ScoredFile:
 
 
 def collect_token_weights(rewards: Iterable[Any]) -> list[Any] | None:
-    """Return the `token_weights` that reward files have given the last completions of this process.
+    """Return the `token_weights` that reward files returned for the last completions of this process.
 
-    None for a completion without any, and instead of the list where no reward is of such a file.
+    None for a completion without weights; None instead of the list if there is no reward file.
     """
     scores = [reward.computed["scores"] for reward in rewards if isinstance(reward, ScoredFile)]
     return (

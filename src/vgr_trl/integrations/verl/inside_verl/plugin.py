@@ -1,8 +1,8 @@
-"""Adds this library to verl 0.9.1, in processes whose `VERL_USE_EXTERNAL_MODULES` names this module.
+"""Register this library in verl 0.9.1, in processes whose `VERL_USE_EXTERNAL_MODULES` names this module.
 
-Estimators and losses get their names, the trainer the mode `vgr_sync`, and the engine the vendor `vgr`, which
-`VERL_ENGINE_VENDOR=vgr` chooses. The engine's pass for old log-probabilities measures signals, its loss may look at
-perturbed images: what it has to measure comes in the batch, from the trainer; a batch without it passes as in verl.
+Registers estimators, losses, the trainer mode `vgr_sync` and the engine vendor `vgr` (`VERL_ENGINE_VENDOR=vgr`). The
+engine measures signals in the pass for old log-probabilities, and its loss may use perturbed images. The trainer
+requests this in the batch; a batch without a request is processed as in verl.
 """
 
 import importlib
@@ -54,9 +54,8 @@ from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.scoring import policy_is_active
 from vgr_trl.utils import ConfigError, patched_attribute
 
-# Attention that verl calls by itself: with padding removed, layers of Qwen2-VL and GLM-4V look nothing up.
-#
-# For the duration their calls go through transformers' registry, where a probe finds them.
+# With padding removed, verl's Qwen2-VL and GLM-4V layers call an attention function directly. While measuring, these
+# calls are routed through transformers' registry, where a probe finds them.
 
 ATTENTION_MODULES = ("verl.models.transformers.qwen2_vl", "verl.models.transformers.glm4v")
 ATTENTION_FUNCTION = "_custom_flash_attention_forward"
@@ -64,7 +63,7 @@ ATTENTION_FUNCTION = "_custom_flash_attention_forward"
 
 @contextmanager
 def route_through_registry(model: Any) -> Iterator[None]:
-    """Let the layers of `model` look their attention up, whichever function they call."""
+    """Route the attention calls of the layers of `model` through transformers' registry in this block."""
     running: list[Any] = []
 
     def enter(module: Any, args: Any) -> None:
@@ -82,7 +81,7 @@ def route_through_registry(model: Any) -> Iterator[None]:
 
 
 def _call_registry(plain: Any, running: list[Any], query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-    """Call `plain` (rows, positions, heads, width) as transformers calls functions (rows, heads, positions, width)."""
+    """Call `plain` (rows, positions, heads, width) with transformers' layout (rows, heads, positions, width)."""
 
     def function(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         return plain(*(side.transpose(1, 2) for side in (query, key, value)), mask, **options), None
@@ -92,18 +91,18 @@ def _call_registry(plain: Any, running: list[Any], query: Any, key: Any, value: 
     return found(running[0], *sides, mask, **options)[0]
 
 
-CONTEXT_KEY = "vgr"  # of the batch
+CONTEXT_KEY = "vgr"  # in the batch
 
 
 class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
-    """verl's engine and, in passes whose batch asks for it, attention and dependency beside log-probabilities.
+    """verl's engine; if the batch requests it, also measures attention and dependency.
 
-    `forward_step`: measures around `super()`; makes a second pass of `super()` over perturbed images where the
-    dependency or the perception loss needs one.
+    `forward_step` runs `super()` under a probe, and a second time on perturbed images for the dependency or the
+    perception loss.
     """
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        """Return verl's loss and outputs; those of a measured pass have columns of signals among `model_output`."""
+        """Return verl's loss and outputs; a measured pass adds columns of signals to `model_output`."""
         context = tu.get_non_tensor_data(data=micro_batch, key=CONTEXT_KEY, default=None)
         if context is None or (forward_only and not policy_is_active(self.module)):
             return super().forward_step(micro_batch, loss_function, forward_only)
@@ -155,7 +154,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     def _build_layout(self, micro_batch: Any) -> Layout:
         if self.use_ulysses_sp:
             raise ConfigError(
-                "Attention cannot be measured where sequences are cut over processes: set "
+                "Attention cannot be measured if sequences are split across processes: set "
                 "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1."
             )
         ids = micro_batch["input_ids"]
@@ -182,7 +181,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Register every name that is not registered yet."""
+    """Register estimators and losses that are not registered yet."""
     for name in ESTIMATORS:
         if name not in core_algos.ADV_ESTIMATOR_REGISTRY:
             core_algos.register_adv_est(name)(make_estimator(name, core_algos.get_adv_estimator_fn))
@@ -192,14 +191,14 @@ def register() -> None:
             core_algos.register_policy_loss(name)(add_loss_terms(vanilla, core_algos.agg_loss, name))
 
 
-WEIGHTS_KEY = "token_weights"  # of a reward
+WEIGHTS_KEY = "token_weights"  # in the output of a reward
 
 
 def read_options(config: Any) -> SignalOptions:
-    """Return the options under `algorithm.vgr` of a configuration of verl.
+    """Read the options under `algorithm.vgr` of a verl configuration.
 
     Raises:
-        ConfigError: an option is unknown, out of range, or means nothing in this run.
+        ConfigError: an option is unknown, out of range, or unsupported in this run.
     """
     given: Any = config.algorithm.get("vgr")
     given = OmegaConf.to_container(given, resolve=True) if given is not None else {}
@@ -207,25 +206,23 @@ def read_options(config: Any) -> SignalOptions:
     options = resolve_options(config.algorithm.adv_estimator, given, loss_mode)
     if options.apply_to == "mask":
         raise ConfigError(
-            "apply_to is mask, but the loss of verl casts response_mask to bool, which would drop the weights: leave "
-            "it at advantages."
+            "apply_to is mask, but the loss of verl casts response_mask to bool, which would drop the weights: use "
+            "advantages."
         )
     correction = config.algorithm.get("rollout_correction")
     measures = options.measures_attention or options.needs_dependency
     if measures and correction is not None and correction.get("bypass_mode", False):
-        raise ConfigError(
-            "algorithm.rollout_correction.bypass_mode leaves out the pass that measures signals: switch it off."
-        )
+        raise ConfigError("algorithm.rollout_correction.bypass_mode skips the pass that measures signals: turn it off.")
     return options
 
 
 class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
-    """verl's trainer, and around its steps what signals need.
+    """verl's trainer with signals.
 
-    `_compute_old_log_prob`: asks the engine to measure, and keeps what it measured along the responses.
-    `_compute_advantage`: sets that as the context of the registered estimators, and logs their metrics.
-    `_update_actor`: tells the engine which terms the loss has.
-    `_val_metrics_update`: leaves out token weights, of which verl would take means.
+    `_compute_old_log_prob`: requests measurements, and stores them for the responses.
+    `_compute_advantage`: sets them as the context of the registered estimators, and logs metrics.
+    `_update_actor`: tells the engine which loss terms are enabled.
+    `_val_metrics_update`: drops token weights, which verl would average.
     """
 
     def __init__(self, config: Any) -> None:
@@ -246,8 +243,8 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if any(not key.endswith("_0") for key in batch.keys):  # PROMPT_SESSION_OUTPUT
             raise ConfigError(
-                "An agent loop has returned several outputs of one session, which the estimators of this library "
-                "would take for several completions: let it return one."
+                "An agent loop returned several outputs of one session, which the estimators of this library would "
+                "treat as several completions: return one output per session."
             )
         columns = self._read_columns(batch)
         weights = self._read_token_weights(batch, columns.pop("response_mask"))
@@ -270,12 +267,12 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         return super()._val_metrics_update(data_sources, sample_uids, infos, *rest, **more)
 
     def _actor_context(self) -> dict[str, Any]:
-        """What the engine gets with a batch: options, and what only the processor knows."""
+        """Return the context that the engine gets with a batch."""
         processor = self.processor if self.processor is not None else self.tokenizer
         return build_actor_context(self.signal_options, int(self.global_steps), processor)
 
     def _cut_to_responses(self, batch: Any) -> None:
-        """Cut the columns, which the engine returns along whole sequences, to the responses."""
+        """Cut the columns, which the engine returns for whole sequences, to the responses."""
         data = _read_fields(batch, [*COLUMNS, "response_mask"])
         found = {name: response_from_nested(data[name], data["response_mask"]) for name in COLUMNS if name in data}
         if found:
@@ -290,7 +287,7 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         return {**found, "response_mask": data["response_mask"].to_padded_tensor(0)}
 
     def _read_token_weights(self, batch: Any, response_mask: torch.Tensor) -> torch.Tensor | None:
-        """`token_weights` among what the reward returned beside the score, None if no row has them."""
+        """Return the `token_weights` that the reward returned besides the score; None if no row has them."""
         if not self.signal_options.token_weights:
             return None
         data = _read_fields(batch, ["extra_fields"])
@@ -304,10 +301,8 @@ def _read_fields(batch: Any, fields: list[str]) -> Any:
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
 
 
-# verl 0.9.1 asks an installed TRL for a class with a value head, which TRL 1.16 has no more, and stops without it.
-#
-# The class is patched there for critics of long ago and not used; so `is_trl_available` answers that there is no TRL.
-# Removable when verl asks for the class only where there is one.
+# verl 0.9.1 imports a value-head class from an installed TRL and fails with TRL 1.16, which removed it. The class is
+# not used, so report TRL as missing. Remove this when verl no longer imports the class unconditionally.
 monkey_patch.is_trl_available = lambda: False
 
 TRAINER_MODE, ENGINE_VENDOR, TESTED_VERSION = "vgr_sync", "vgr", "0.9.1"
