@@ -386,14 +386,9 @@ def print_scores(results: Mapping[str, Evaluation]) -> None:
                 rates = [scores.majority, scores.blind, scores.unparsable, scores.mean_at_k, scores.pass_at_k]
                 rates += [scores.format, *(scores.rewards.get(name) for name in rewards)]
                 low, high = scores.interval
-                cells = [
-                    str(scores.questions),
-                    _format_rate(scores.accuracy),
-                    f"{low:.3f}–{high:.3f}",
-                    *map(_format_rate, rates),
-                ]
                 names = [group or "all", *[model] * has_several]
-                table.add_row(*names, *cells, end_section=model == list(results)[-1])
+                counts = [str(scores.questions), _format_rate(scores.accuracy), f"{low:.3f}–{high:.3f}"]
+                table.add_row(*names, *counts, *map(_format_rate, rates), end_section=model == list(results)[-1])
     (Console() if sys.stdout.isatty() else Console(width=240)).print(table)
 
 

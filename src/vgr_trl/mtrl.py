@@ -23,13 +23,8 @@ _FSDP_FLAGS = (
 )  # fmt: skip
 _NODES_KEY, _GPUS_KEY = "trainer.nnodes", "trainer.n_gpus_per_node"
 _STRATEGY_KEY = "worker.actor.fsdp.enable_full_shard"  # a bool in EasyR1, the name of a strategy in MTRL
-_RESHARD_AFTER_FORWARD = {
-    "TRUE": "true",
-    "FULL_SHARD": "true",
-    "HYBRID_SHARD": "true",
-    "FALSE": "false",
-    "SHARD_GRAD_OP": "false",
-}
+_RESHARD_FLAGS = dict.fromkeys(("TRUE", "FULL_SHARD", "HYBRID_SHARD"), "true")
+_RESHARD_FLAGS |= dict.fromkeys(("FALSE", "SHARD_GRAD_OP"), "false")
 _OFFLOAD_KEYS = ("fsdp.enable_cpu_offload", "offload.offload_params", "offload.offload_optimizer")
 
 
@@ -46,11 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if command is None:
         return run_command(["train", *arguments])
-    environment = {
-        **os.environ,
-        _LAUNCHED_VARIABLE: "1",
-        **({"ACCELERATE_USE_CPU": "true"} if "--use_cpu" in given else {}),
-    }
+    environment = {**os.environ, _LAUNCHED_VARIABLE: "1"}
+    if "--use_cpu" in given:
+        environment["ACCELERATE_USE_CPU"] = "true"
     return subprocess.run(command, env=environment, check=False).returncode
 
 
@@ -89,9 +82,9 @@ def _build_launch_command(found: Conversion, given: Sequence[str]) -> list[str] 
 def _choose_engine_flags(found: Conversion, given: Sequence[str]) -> list[str]:
     """Return accelerate flags: FSDP with the configured sharding, or DDP if each process needs all parameters."""
     strategy = str(found[_STRATEGY_KEY]).upper()
-    if strategy not in (*_RESHARD_AFTER_FORWARD, "NO_SHARD"):
+    if strategy not in (*_RESHARD_FLAGS, "NO_SHARD"):
         name = found.names.get(_STRATEGY_KEY, _STRATEGY_KEY)
-        raise ConfigError(f"{name} is {found[_STRATEGY_KEY]!r}: give {', '.join(_RESHARD_AFTER_FORWARD)} or NO_SHARD.")
+        raise ConfigError(f"{name} is {found[_STRATEGY_KEY]!r}: give {', '.join(_RESHARD_FLAGS)} or NO_SHARD.")
     has_critic = found["algorithm.adv_estimator"] == "gae" and not re.search("--critic[= ]head", " ".join(given))
     if has_critic or strategy == "NO_SHARD":
         if has_critic:
@@ -100,13 +93,8 @@ def _choose_engine_flags(found: Conversion, given: Sequence[str]) -> list[str]:
         print(f"{why}: using DDP, so each process holds all parameters and nothing is offloaded.", file=sys.stderr)
         return ["--multi_gpu"]
     offloads = any(found[f"worker.actor.{key}"] for key in _OFFLOAD_KEYS)
-    own = [
-        "--fsdp_reshard_after_forward",
-        _RESHARD_AFTER_FORWARD[strategy],
-        "--fsdp_offload_params",
-        str(offloads).lower(),
-    ]
-    return [*_FSDP_FLAGS, *own]
+    reshard = ["--fsdp_reshard_after_forward", _RESHARD_FLAGS[strategy]]
+    return [*_FSDP_FLAGS, *reshard, "--fsdp_offload_params", str(offloads).lower()]
 
 
 def _refuse_large_critic(found: Conversion) -> None:

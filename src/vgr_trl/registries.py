@@ -274,9 +274,7 @@ def find_measurements(names: Iterable[str]) -> list[str]:
 
 def _find_measurements(name: str, within: tuple[str, ...] = ()) -> Iterator[str]:
     if name in within:
-        raise ConfigError(
-            f"The signal {name} needs itself ({' needs '.join([*within, name])}): remove one of these needs."
-        )
+        raise ConfigError(f"The signal {name} needs itself ({' needs '.join([*within, name])}): remove one need.")
     if is_measurement(name):
         yield name
         return

@@ -182,9 +182,7 @@ def test_mtrl():
         "lora_target_modules": ["q_proj", "v_proj"], "bf16": True, "output_dir": "checkpoints/mtrl_training/vl",
     }  # fmt: skip
     assert {name: found.options[name] for name in expected} == expected
-    with pytest.raises(
-        ConfigError, match="divergence_coef is 0.01, but algorithm.kl_coef, another name for it, is 0.1"
-    ):
+    with pytest.raises(ConfigError, match="divergence_coef is 0.01, but its other name algorithm.kl_coef is 0.1"):
         convert({"optimization.divergence_coef": 0.01, "algorithm.kl_coef": 0.1})
     assert is_convertible(yaml.safe_load(MTRL))
     assert not is_convertible({"learning_rate": 1e-5, "model_init_kwargs": {"a": 1}})

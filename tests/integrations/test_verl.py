@@ -187,7 +187,7 @@ def test_terms_of_the_loss_beside_the_entropy_penalty():
     terms = compute_loss_terms(SignalContext(SignalOptions(der_loss_weight1=0.25)), logps, mask)
     assert {name: term.tolist() for name, term in terms.items()} == {"entropy_loss": [[0.25, 0.5, 0.0]]}
     assert compute_loss_terms(SignalContext(SignalOptions()), logps, mask) == {}
-    with pytest.raises(ConfigError, match="the micro-batch has no perturbed images"):
+    with pytest.raises(ConfigError, match="the micro-batch has none: add images"):
         compute_loss_terms(SignalContext(SignalOptions(perception_loss_weight=0.1)), logps, mask)
 
 

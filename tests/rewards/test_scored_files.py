@@ -68,7 +68,7 @@ def test_a_second_score_is_a_reward_of_its_own_and_costs_no_second_call(written)
     assert accuracy.__name__ == "accuracy"
     with pytest.raises(RewardError, match="returned no 'style', but overall, format, accuracy"):
         load_reward(f"{file}:compute_score[style]")(**ROWS)
-    with pytest.raises(RewardError, match=r"names the score 'accuracy', but accuracy returns one number"):
+    with pytest.raises(RewardError, match=r"asks for a score, but accuracy returns one number"):
         load_reward("accuracy[accuracy]")
 
 

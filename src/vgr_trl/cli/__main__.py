@@ -24,9 +24,8 @@ Attention metrics reuse the first pass without gradients, or add one if there is
 --compute_attention_metrics false).
 vgr-trl recipes NAME prints one, with its departures from the paper; vgr-trl train --recipe NAME starts from it."""
 TEMPLATES = Path(__file__).parent / "templates"
-DEPRECATION_PATTERN = (
-    r"`\w*gradient_checkpointing\w*` is deprecated"  # transformers 5.23 warns at every step of TRL 1.16
-)
+# transformers 5.23 warns at every step of TRL 1.16.
+DEPRECATION_PATTERN = r"`\w*gradient_checkpointing\w*` is deprecated"
 
 
 def _make_parser(command: str) -> argparse.ArgumentParser:
@@ -110,16 +109,10 @@ def report(argv: Sequence[str]) -> int:
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a run, or a file of `evaluate`"
     )
-    parser.add_argument(
-        "--output", type=Path, help="HTML file to write (default: report.html in or beside the first RUN)"
-    )
+    parser.add_argument("--output", type=Path, help="HTML file (default: report.html in or beside the first RUN)")
     parser.add_argument("--names", nargs="+", help="names to show for the runs, in order")
-    parser.add_argument(
-        "--max_megabytes", type=float, default=9.5, help="maximum size of the page, 1 to 100 (default 9.5)"
-    )
-    parser.add_argument(
-        "--live", type=float, metavar="SECONDS", help="rewrite and reload the page at this interval until Ctrl-C"
-    )
+    parser.add_argument("--max_megabytes", type=float, default=9.5, help="maximum size, 1 to 100 (default 9.5)")
+    parser.add_argument("--live", type=float, metavar="SECONDS", help="rewrite the page at this interval until Ctrl-C")
     flags = parser.parse_args(argv)
     if flags.live is not None and not flags.live >= 1:
         raise ConfigError(f"live is {flags.live}: give an interval of at least 1 second.")
@@ -162,12 +155,8 @@ def recipes(argv: Sequence[str]) -> int:
 def init(argv: Sequence[str]) -> int:
     """Write a commented YAML file; with `--laptop` also the tiny model and questions it uses, in `tiny_vlm`."""
     parser = _make_parser("init")
-    parser.add_argument(
-        "file", nargs="?", type=Path, default=Path("train.yaml"), help="file to write (default train.yaml)"
-    )
-    parser.add_argument(
-        "--laptop", action="store_true", help="CPU settings, with a tiny model and data (takes a minute or two)"
-    )
+    parser.add_argument("file", nargs="?", type=Path, default=Path("train.yaml"), help="(default train.yaml)")
+    parser.add_argument("--laptop", action="store_true", help="for a CPU, with a tiny model and data (1-2 minutes)")
     flags = parser.parse_args(argv)
     folder = flags.file.parent / "tiny_vlm"
     template = TEMPLATES / ("laptop.yaml" if flags.laptop else "gpu.yaml")
@@ -183,9 +172,7 @@ def init(argv: Sequence[str]) -> int:
         from vgr_trl.demo.write_folder import write_warm_folder
 
         print(f"Warm-starting a tiny vision-language model; writing it and its questions to {folder}.", flush=True)
-        write_warm_folder(
-            folder, Options(warm_start_accuracy=0.45)
-        )  # below the demo's 0.55, so that accuracy rises in fewer steps
+        write_warm_folder(folder, Options(warm_start_accuracy=0.45))  # demo: 0.55; a lower start rises in fewer steps
     print(f"Wrote {flags.file}. Next: {'' if flags.laptop else 'edit it, then '}vgr-trl train --config {flags.file}")
     return 0
 
@@ -212,10 +199,7 @@ def _import_command(name: str) -> Callable[[Sequence[str]], int]:
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "quickstart": ("train on a file of questions, evaluate, and write a report", quickstart),
     "train": ("train a vision-language model with DAPO (the script of `accelerate launch`)", _import_command("train")),
-    "evaluate": (
-        "measure accuracy, mean@k, pass@k and format of a model, without training",
-        _import_command("evaluate"),
-    ),
+    "evaluate": ("accuracy, mean@k, pass@k and format of a model, without training", _import_command("evaluate")),
     "report": ("write an HTML report of one or several runs: curves, completions, attention", report),
     "data": ("convert public question sets to one schema, merge and inspect them", _import_command("data")),
     "demo": ("train the built-in tiny vision-language model; accuracy before and after", demo),

@@ -148,9 +148,7 @@ def earlier_rewards(flags: Sequence[str]) -> list[str]:
 class RewardFileArguments:
     """Functions of rewards"""
 
-    reward_type: str | None = option(
-        None, "How EasyR1 reward files are called: batch or sequential (default: as the file says)."
-    )
+    reward_type: str | None = option(None, "Form of EasyR1 reward files: batch or sequential (default: as they say).")
     reward_num_cpus: int = option(1, "Worker processes for a sequential EasyR1 reward file.")
     reward_function_kwargs: dict[str, Any] | str | None = option(
         None, "JSON object: extra arguments of EasyR1 reward files, and options that other rewards declare."

@@ -81,7 +81,7 @@ VERBOSE_PLAN_OPTIONS = (
 OWN_OPTIONS = tuple(option.name for option in fields(DAPOConfig) if option.name not in GRPOConfig.__dataclass_fields__)
 DRY_RUN_PROMPTS = 3
 TINY_MODEL_PARAMETERS = 1e8  # models below this use the learning rate of the demo
-LARGE_FREE_MEMORY = 40e9  # bytes beside the weights: enough for 8 completions of 512 tokens and their images
+LARGE_MEMORY = 40e9  # bytes beside the weights: enough for 8 completions of 512 tokens and their images
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,9 +127,7 @@ def train(
         trainer = build()
     trainer.data_source = source_name(data)
     metrics_file, steps, is_main = output_dir / METRICS, total_steps(trainer), trainer.accelerator.is_main_process
-    is_trained = only_lacks_its_model(
-        trainer, checkpoint, steps, metrics_file
-    )  # killed between training and saving: metrics are written last
+    is_trained = only_lacks_its_model(trainer, checkpoint, steps, metrics_file)  # metrics are written last
     if not is_trained:
         refuse_finished(checkpoint, steps)
     trainer.add_callback(RecordBeforeTraining(trainer))
@@ -147,9 +145,7 @@ def train(
         except KeyboardInterrupt as interrupted:
             raise KeyboardInterrupt(how_to_go_on(output_dir)) from interrupted
     if trainer.state.global_step == 0:
-        raise DataError(
-            "Nothing was trained: there are fewer usable rows than a rollout needs; see the skipped rows above."
-        )
+        raise DataError("Nothing was trained: fewer usable rows than a rollout needs; see the skipped rows above.")
     is_terminated = trainer.termination.stopped
     collapsed = trainer.collapse_watch.found if config.stop_on_collapse and not is_terminated else None
     if is_terminated:
@@ -510,7 +506,7 @@ def suggest_options(parameters: float, memory: float, device: str) -> dict[str, 
         )
     free = memory - weights * (1 if adapts else 4)
     batch, steps = (
-        64 if is_tiny else 8 if free > LARGE_FREE_MEMORY else 4 if free > LARGE_FREE_MEMORY / 4 else 2,
+        64 if is_tiny else 8 if free > LARGE_MEMORY else 4 if free > LARGE_MEMORY / 4 else 2,
         80 if on_cpu else 100,
     )
     fitting: dict[str, Any] = {

@@ -51,27 +51,23 @@ def _build_keys(tables: Mapping[str, Any]) -> dict[str, Key]:
     return dict(sorted(found.items()))
 
 
-_EASYR1_TABLES, _VERL_TABLES = _load_tables("easyr1"), _load_tables("verl")
-EASYR1_KEYS, VERL_KEYS = (
-    _build_keys(_EASYR1_TABLES),
-    _build_keys(_VERL_TABLES),
-)  # verl's: keys that EasyR1 lacks
-EASYR1_NAMES: dict[str, str] = _EASYR1_TABLES["names"]  # key of MTRL or VPPO -> EasyR1's
-VERL_NAMES: dict[str, list[Any]] = _VERL_TABLES["names"]  # key of verl -> EasyR1's, and verl's default
-VERL_DEFAULTS: dict[str, Any] = _VERL_TABLES["defaults"]
-SECTIONS = ("data", "algorithm", "worker", "trainer", *_EASYR1_TABLES["sections"], "actor_rollout_ref", "critic",
+_EASYR1, _VERL = _load_tables("easyr1"), _load_tables("verl")
+EASYR1_KEYS, VERL_KEYS = _build_keys(_EASYR1), _build_keys(_VERL)  # verl's: keys that EasyR1 lacks
+EASYR1_NAMES: dict[str, str] = _EASYR1["names"]  # key of MTRL or VPPO -> EasyR1's
+VERL_NAMES: dict[str, list[Any]] = _VERL["names"]  # key of verl -> EasyR1's, and verl's default
+VERL_DEFAULTS: dict[str, Any] = _VERL["defaults"]
+SECTIONS = ("data", "algorithm", "worker", "trainer", *_EASYR1["sections"], "actor_rollout_ref", "critic",
             "custom_reward_function")  # fmt: skip
 _OVERRIDE_PATTERN = re.compile(rf"\+{{0,2}}((?:{'|'.join(SECTIONS)})(?:\.\w+)+)=(.*)", re.DOTALL)
-_MAPPING_KEYS = [
-    key for key, known in EASYR1_KEYS.items() if isinstance(known.default, dict)
-]  # values are mappings, not sections
+# Keys whose values are mappings, not sections.
+_MAPPING_KEYS = [key for key, known in EASYR1_KEYS.items() if isinstance(known.default, dict)]
 _MAPPING_KEYS += [key for key, (_, default) in VERL_NAMES.items() if isinstance(default, dict)]
 
 
 def easyr1_name(key: str) -> str:
     """Return EasyR1's name for a key of MTRL or VPPO; critic and reference use the actor's names."""
     section, dot, rest = key.partition(".")
-    key = f"{_EASYR1_TABLES['sections'].get(section, section)}{dot}{rest}"
+    key = f"{_EASYR1['sections'].get(section, section)}{dot}{rest}"
     if role := re.match(r"worker\.(critic|ref)\.", key):
         name = f"worker.actor.{key[role.end() :]}"
         return EASYR1_NAMES.get(name, name).replace("worker.actor.", role[0])
@@ -344,9 +340,7 @@ def rename_to_easyr1(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     for name, value in given.items():
         key = easyr1_name(name)
         if key in stated and stated[key] != value:
-            raise ConfigError(
-                f"{names[key]} is {stated[key]!r}, but {name}, another name for it, is {value!r}: give one."
-            )
+            raise ConfigError(f"{names[key]} is {stated[key]!r}, but its other name {name} is {value!r}: give one.")
         stated[key], names[key] = value, name
     return stated, names
 
@@ -398,11 +392,8 @@ def convert_model(c: Conversion) -> None:
 
 def _convert_adapter(c: Conversion, key: str, lora: str) -> None:
     kind = c.read_choice(f"{key}.peft_type", None, "lora", "qlora")
-    rank, excluded, frozen = (
-        c.read_integer(f"{lora}.rank", 0),
-        c[f"{lora}.exclude_modules"],
-        f"{key}.freeze_vision_tower",
-    )
+    rank, excluded = c.read_integer(f"{lora}.rank", 0), c[f"{lora}.exclude_modules"]
+    frozen = f"{key}.freeze_vision_tower"
     if kind is not None and rank == 0:
         name = c.names.get(f"{lora}.rank", f"{key}.lora_rank")
         raise ConfigError(f"{key}.peft_type is {kind}, but the rank is 0: give {name}=64, for example.")
@@ -625,9 +616,7 @@ def convert_critic(c: Conversion) -> None:
     steps = 0 if steps in (None, -1) else steps
     c.set("critic_warmup_steps", steps * c.updates_per_rollout, f"{key}.optim.lr_warmup_steps")
     if steps == 0 and c[f"{key}.optim.lr_warmup_ratio"]:
-        c.mark_refused(
-            f"{key}.optim.lr_warmup_ratio", "give lr_warmup_steps instead, which becomes critic_warmup_steps"
-        )
+        c.mark_refused(f"{key}.optim.lr_warmup_ratio", "give lr_warmup_steps, which becomes critic_warmup_steps")
     c.set("critic_warmup", max(0, c.read_integer(waits, 0) - 1) * c.updates_per_rollout, waits)
     if c[f"{key}.model.model_path"] not in (None, c[f"{policy}.model.model_path"]):
         c.mark_refused(f"{key}.model.model_path", "the critic starts as a copy of the policy")

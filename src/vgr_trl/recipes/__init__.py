@@ -98,7 +98,5 @@ def load_recipe(spec: str) -> dict[str, Any]:
 def _parse_about(given: Any, file: Path) -> About:
     known = [item.name for item in fields(About)]
     if not isinstance(given, dict) or not {"method", "paper"} <= set(given) <= set(known):
-        raise ConfigError(
-            f"about of the recipe {file} is {given!r}: give method and paper, and optionally others of {known}."
-        )
+        raise ConfigError(f"about of the recipe {file} is {given!r}: give method and paper; optional are {known}.")
     return About(**given)

@@ -103,9 +103,8 @@ class MarkdownLogs:
         file, data = Path(path), printable(section).encode("utf-8", "replace")
         size, most = file.stat().st_size if file.exists() else 0, self.options.rollout_log_max_megabytes * 1e6
         if size < most:
-            append_atomic(
-                file, data + FILE_FULL_NOTE if size + len(data) >= most else data, head=f"# {title}\n\n".encode()
-            )
+            data += FILE_FULL_NOTE if size + len(data) >= most else b""
+            append_atomic(file, data, head=f"# {title}\n\n".encode())
 
 
 def code_block(text: str, language: str = "text") -> str:
@@ -211,9 +210,8 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
 
 def evaluation_line(step: int, logs: Mapping[str, float]) -> str:
     """Return one line about an evaluation: step, reward, accuracy."""
-    shown = [
-        f"{heading} {logs[f'eval_{name}']:.3f}" for heading, name, _ in _STEP_QUANTITIES[:3] if f"eval_{name}" in logs
-    ]
+    names = [(heading, f"eval_{name}") for heading, name, _ in _STEP_QUANTITIES[:3]]
+    shown = [f"{heading} {logs[name]:.3f}" for heading, name in names if name in logs]
     return f"evaluation at step {step}  {'  '.join(shown)}"
 
 

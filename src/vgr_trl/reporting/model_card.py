@@ -57,16 +57,9 @@ TAGS = ("dapo", "vgr_trl")
 TRL_PAPER = {  # in the form that TRL expects
     "title": PAPERS[DAPO].title, "id": PAPERS[DAPO].arxiv, "citation": PAPERS[DAPO].bibtex,
 }  # fmt: skip
-_UNRELATED_GROUPS = (
-    AliasOptions,
-    ReportOptions,
-    EvaluateOptions,
-    EfficiencyOptions,
-    GRPOConfig,
-)  # options that do not change the method
-METHOD_OPTIONS = {
-    option.name for group in DAPOConfig.__bases__ if group not in _UNRELATED_GROUPS for option in fields(group)
-}
+# Groups of options that do not change the method.
+_OTHER_GROUPS = (AliasOptions, ReportOptions, EvaluateOptions, EfficiencyOptions, GRPOConfig)
+METHOD_OPTIONS = {each.name for group in DAPOConfig.__bases__ if group not in _OTHER_GROUPS for each in fields(group)}
 METHOD_OPTIONS |= {"early_reward_weights", "vgr_hard_negative", "attention_reward_scale"}
 
 
@@ -136,9 +129,8 @@ def method_section(options: DAPOConfig, rewards: Sequence[str]) -> str:
         lines += ["| option | what it does | paper |", "|---|---|---|"]
         for name, what in found.items():
             key = _paper_key(options, name)
-            lines.append(
-                f"| {_format_option(options, name)} | {_escape_cell(what)} | {PAPERS[key].link if key else ''} |"
-            )
+            cells = _format_option(options, name), _escape_cell(what), PAPERS[key].link if key else ""
+            lines.append(f"| {' | '.join(cells)} |")
     else:
         lines.append("No option of `vgr_trl` changed the method.")
     return "\n".join([*lines, ""])
@@ -151,9 +143,8 @@ def find_papers(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
 
 
 def _paper_key(options: DAPOConfig, name: str) -> str | None:
-    return (
-        ESTIMATOR_PAPERS.get(options.advantage_estimator) if name == "advantage_estimator" else OPTION_PAPERS.get(name)
-    )
+    is_estimator = name == "advantage_estimator"
+    return ESTIMATOR_PAPERS.get(options.advantage_estimator) if is_estimator else OPTION_PAPERS.get(name)
 
 
 def _format_option(options: DAPOConfig, name: str) -> str:

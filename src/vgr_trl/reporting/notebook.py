@@ -79,20 +79,17 @@ def show_completion(
     if token is not None and not -count <= token < count:
         raise ConfigError(f"token is {token}, and the completion has {count} tokens: give one in [{-count}, {count}).")
     quantity, values = QUANTITIES[color_by], getattr(completion, color_by) or [None] * count
+    positions = colour_positions(values, quantity.is_ratio)
     tokens = [
-        (_mark_line_ends(text), _format_number(value), None if place is None else position_colour(place))
-        for text, value, place in zip(
-            completion.tokens, values, colour_positions(values, quantity.is_ratio), strict=True
-        )
+        (_show_text(text), _format_number(value), None if place is None else position_colour(place))
+        for text, value, place in zip(completion.tokens, values, positions, strict=True)
     ]
     known = [value for value in values if value is not None]
     html = _load_template().render(
-        prompt=_mark_line_ends(completion.prompt),
-        solution=None if completion.solution is None else _mark_line_ends(completion.solution),
+        prompt=_show_text(completion.prompt),
+        solution=None if completion.solution is None else _show_text(completion.solution),
         reward=_format_number(completion.reward),
-        rewards=", ".join(
-            f"{_mark_line_ends(name)} {_format_number(value)}" for name, value in completion.rewards.items()
-        ),
+        rewards=", ".join(f"{_show_text(name)} {_format_number(value)}" for name, value in completion.rewards.items()),
         right={None: None, True: "right", False: "wrong"}[completion.correct],
         quantity=quantity,
         tokens=tokens,
@@ -152,7 +149,7 @@ def _build_images(completion: Completion, folder: Path, token: int | None) -> li
     return images
 
 
-def _mark_line_ends(text: str) -> str:
+def _show_text(text: str) -> str:
     """Return `text` with line ends marked and invisible or reordering characters escaped."""
     return printable(text).replace("\n", "↵\n")
 

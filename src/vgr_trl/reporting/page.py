@@ -173,11 +173,8 @@ def build_page_runs(
     repeated = {name for name, count in Counter(page.name for page in pages).items() if count > 1}
     for page, path, _ in found:
         page.name += f" ({path})" if page.name in repeated else ""
-    left = (
-        max_bytes
-        - _thin_curves(pages, int(CURVES_SHARE * max_bytes))
-        - sum(_compressed_size(page.options) for page in pages)
-    )
+    left = max_bytes - _thin_curves(pages, int(CURVES_SHARE * max_bytes))
+    left -= sum(_compressed_size(page.options) for page in pages)
     images: dict[str, str] = {}
     for index, (page, _, source) in enumerate(found):
         room = left // (len(pages) - index)  # equal shares; unused bytes go to later runs
@@ -199,13 +196,11 @@ def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[Answere
     try:
         content = json.loads(path.read_bytes())
         models = content.get("models", {"": content})
-        return {
-            model: (
-                scores | {"accuracy": float(scores["accuracy"])},
-                list(map(_parse_question, scores.pop("records", []))),
-            )
-            for model, scores in models.items()
-        }
+        found = {}
+        for model, scores in models.items():
+            copied = scores | {"accuracy": float(scores["accuracy"])}
+            found[model] = copied, list(map(_parse_question, scores.pop("records", [])))
+        return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
             f"{path} was not written by vgr-trl evaluate: give the output_dir of a run, or an --output_file."
@@ -260,9 +255,7 @@ def add_curves(page: PageRun, output_dir: Path) -> None:
     entries = list(read_logs(records_folder(output_dir) / LOGS_FILE))
     if not entries:
         page.notes.append("The run has no logs yet, so there are no curves.")
-    trained = {
-        entry.step: entry for entry in entries if entry.mode == "train"
-    }  # of a step that was run twice, the last
+    trained = {entry.step: entry for entry in entries if entry.mode == "train"}  # the last log of a repeated step
     signs = first_signs((step, trained[step].values) for step in sorted(trained))
     page.signs = [{"step": step, "seen": seen} for step, seen in signs]
     points: dict[tuple[str, str], dict[int, float | None]] = {}

@@ -31,12 +31,7 @@ Numbers = list[float | None]
 
 _HEAD_PATTERN = re.compile(rb'\{"version":(\d{1,9}),"step":(\d{1,18}),"mode":"(train|eval)"')
 _THUMBNAIL_PATTERN = re.compile(rb'"images/(\w+\.webp)"')
-_DAMAGED_LINE_ERRORS = (
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-)  # errors of parsing a line that a kill has truncated
+_DAMAGED_LINE_ERRORS = (ValueError, TypeError, KeyError, AttributeError)  # a kill may truncate the last line
 _MAX_FILES = 16  # number of record files that share `max_bytes`
 
 
@@ -249,9 +244,8 @@ class RecordWriter:
         return self.folder / f"records-{max(numbers, default=0) + 1:06d}.jsonl"
 
     def _count_bytes(self) -> int:
-        return sum(
-            path.stat().st_size for path in (*self.folder.glob(RECORD_FILES), *(self.folder / "images").iterdir())
-        )
+        paths = *self.folder.glob(RECORD_FILES), *(self.folder / "images").iterdir()
+        return sum(path.stat().st_size for path in paths)
 
 
 class Run:

@@ -262,7 +262,7 @@ def _is_explanation(sentence: str) -> bool:
     return bool(_PRONOUNS.match(start)) and not _OPENERS.match(start)
 
 
-def _strip_openers(text: str) -> str:
+def _cut_openers(text: str) -> str:
     """Return a clause without the words in front of its answer that are no part of it."""
     for _ in range(5):
         text = _BULLETS.sub("", text.lstrip(MARKS + ":,—≈~=#>"))
@@ -312,7 +312,7 @@ def _read_option(part: str, rule: str, choices: Sequence[str]) -> tuple[int, ...
         part = _LATEX.sub(r"\1", part)
         found = [one for one in _find_named_options(part, choices, letters=False) if _is_clause_end(part[one[1] :])]
     else:
-        part = _LATEX.sub(r"\1", _strip_openers(part if rule == "statement" else strip_wrapping(part)))
+        part = _LATEX.sub(r"\1", _cut_openers(part if rule == "statement" else strip_wrapping(part)))
         found = _find_named_options(part, choices)
         if found and rule != "statement":
             start, end, index = found[0]
@@ -344,9 +344,8 @@ def _find_named_options(text: str, choices: Sequence[str], *, letters: bool = Tr
     if small is not None and (index := LETTERS.index(small[1].upper())) < number:
         found = [(0, small.end(), index)]
     if not found:
-        places = [
-            (m.start(), m.end(), i) for i, choice in enumerate(choices) for m in _compile_choice(choice).finditer(text)
-        ]
+        matches = [(index, _compile_choice(choice).finditer(text)) for index, choice in enumerate(choices)]
+        places = [(match.start(), match.end(), index) for index, found_matches in matches for match in found_matches]
         found = sorted(one for one in places if not any(other != one and _is_within(one, other) for other in places))
     return [one for one in found if not _is_denied(text, *one[:2])]
 
@@ -397,11 +396,9 @@ def _read_open(part: str, rule: str) -> tuple[str, ...] | None:
     if rule in ("box", "hashes") or (rule == "tag" and not _VERBS.search(part)):
         return (strip_wrapping(part),)
     if rule == "confirmation":
-        return (strip_wrapping(_strip_openers(part.rpartition(",")[2])),)
-    opened, short = (
-        _strip_openers(part),
-        len(strip_wrapping(part).split()) <= _MAX_LINE_WORDS and len(strip_wrapping(part)) <= _MAX_LINE_LENGTH,
-    )
+        return (strip_wrapping(_cut_openers(part.rpartition(",")[2])),)
+    opened, stripped = _cut_openers(part), strip_wrapping(part)
+    short = len(stripped.split()) <= _MAX_LINE_WORDS and len(stripped) <= _MAX_LINE_LENGTH
     if rule == "statement":
         clauses = [] if _DENIES.match(opened) else [part, opened]
         if clauses and not re.search(r"[,;、/]", part):
@@ -411,7 +408,7 @@ def _read_open(part: str, rule: str) -> tuple[str, ...] | None:
     else:
         clauses = _find_endings(part)
     pieces = re.split(r"[,.;:。]|\s[-–—]\s", part) if rule != "statement" else ()
-    words = [POLARITY.get(strip_article(each)) or POLARITY.get(strip_article(_strip_openers(each))) for each in pieces]
+    words = [POLARITY.get(strip_article(each)) or POLARITY.get(strip_article(_cut_openers(each))) for each in pieces]
     if {"yes", "no"}.issubset(words):
         return ()
     clauses += filter(None, words)
@@ -430,7 +427,7 @@ def _find_endings(sentence: str) -> list[str]:
         return []
     emphasised = [next(filter(None, match.groups())) for match in _EMPHASISED.finditer(sentence)]
     found = emphasised[:1] if len(set(emphasised)) == 1 else []
-    opened = _strip_openers(sentence)
+    opened = _cut_openers(sentence)
     if opened != sentence.lstrip(MARKS):  # "There are two dogs in the picture, one of them brown."
         found += re.split(r"[,;](?:\s|$)", opened)[:1]
     clause = strip_wrapping(_cut_reason(opened))
@@ -583,9 +580,8 @@ def _find_choice(solution: str, options: tuple[str, ...]) -> int:
             f"solution is {excerpt(solution)}, which could mean option {names}: give the index of the right option"
         )
     if not meant:
-        raise RewardError(
-            f"solution is {excerpt(solution)}, which is none of the choices: give {_accepted_forms(options)}"
-        )
+        accepted = _accepted_forms(options)
+        raise RewardError(f"solution is {excerpt(solution)}, which is none of the choices: give {accepted}")
     return meant[0]
 
 

@@ -179,10 +179,8 @@ def scale_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
     Raises:
         RewardError: when called, if the rows have no answers.
     """
-    return [
-        _scale_reward(reward, ATTENTION_REWARDS[reward]) if reward in ATTENTION_REWARDS else reward
-        for reward in rewards
-    ]
+    middles = ATTENTION_REWARDS
+    return [_scale_reward(reward, middles[reward]) if reward in middles else reward for reward in rewards]
 
 
 def _scale_reward(reward: Any, middle: float) -> Any:

@@ -137,9 +137,7 @@ def _load(
     if is_easyr1_reward(reward) and isinstance(spec, str):
         return ScoredFile(reward, key or OVERALL, files or FileOptions())
     if key:
-        raise RewardError(
-            f"The reward {spec!r} names the score {key!r}, but {name} returns one number: remove [{key}]."
-        )
+        raise RewardError(f"The reward {spec!r} asks for a score, but {name} returns one number: remove [{key}].")
     if reward is get_soft_overlong_punishment:
         if longest is None:
             raise RewardError(f"The reward {name!r} needs max_completion_length, which is None: give it in tokens.")
@@ -294,9 +292,8 @@ def wrap_reward(
 
     def call(**kwargs: Any) -> list[float | None]:
         with _report_hanging(seconds, name, kwargs), _restore_columns(kwargs):
-            return _parse_rewards(
-                reward(**given | kwargs), len(kwargs["completions"]), name, on_nan
-            )  # a generator runs inside of these contexts
+            returned = reward(**given | kwargs)  # may be a generator: parsed, and so run, inside of these contexts
+            return _parse_rewards(returned, len(kwargs["completions"]), name, on_nan)
 
     return call
 

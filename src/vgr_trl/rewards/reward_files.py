@@ -15,11 +15,8 @@ from vgr_trl.rewards.answers import completion_text, excerpt
 from vgr_trl.utils import RewardError, kill_workers, pool
 
 OVERALL = "overall"
-_FORM_BY_PARAMETER = {
-    "reward_inputs": "batch",
-    "reward_input": "sequential",
-    "data_dict": "sequential",
-}  # first parameter -> form
+# First parameter -> form.
+_FORMS = {"reward_inputs": "batch", "reward_input": "sequential", "data_dict": "sequential"}
 _cached_pool = cache(pool)
 
 
@@ -46,7 +43,7 @@ def is_easyr1_reward(function: Any) -> bool:
     if not names or set(names) & {"prompts", "completions", "completion_ids"}:
         return False
     module = sys.modules.get(function.__module__)
-    return names[0] in _FORM_BY_PARAMETER or hasattr(module, "REWARD_TYPE") or hasattr(module, "REWARD_NAME")
+    return names[0] in _FORMS or hasattr(module, "REWARD_TYPE") or hasattr(module, "REWARD_NAME")
 
 
 class ScoredFile:
@@ -74,8 +71,8 @@ class ScoredFile:
                 f"reward_function_kwargs has {unknown[0]!r}, but {function.__name__} accepts {accepted}: correct it."
             )
         module_form = getattr(sys.modules.get(function.__module__), "REWARD_TYPE", None)
-        self.form = str(module_form or options.form or _FORM_BY_PARAMETER.get(next(iter(parameters)), "batch"))
-        if self.form not in _FORM_BY_PARAMETER.values():
+        self.form = str(module_form or options.form or _FORMS.get(next(iter(parameters)), "batch"))
+        if self.form not in _FORMS.values():
             raise RewardError(f"{function.__name__} has the reward type {self.form!r}: give batch or sequential.")
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -90,9 +87,7 @@ class ScoredFile:
                 if values := [float(row[key]) for row in scores if isinstance(row.get(key), Real)]:
                     log(f"reward/{key}", sum(values) / len(values))
         if (other := next((row for row in scores if self.key not in row), None)) is not None:
-            raise RewardError(
-                f"{self.function.__name__} returned no {self.key!r}, but {', '.join(other)}: name one of these."
-            )
+            raise RewardError(f"{self.function.__name__} returned no {self.key!r}, but {', '.join(other)}: name one.")
         return [row[self.key] for row in scores]
 
     def _score_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -153,15 +148,8 @@ def collect_token_weights(rewards: Iterable[Any]) -> list[Any] | None:
     None for a completion without weights; None instead of the list if there is no reward file.
     """
     scores = [reward.computed["scores"] for reward in rewards if isinstance(reward, ScoredFile)]
-    return (
-        [_first_known(row.get("token_weights") for row in rows) for rows in zip(*scores, strict=True)]
-        if scores
-        else None
-    )
-
-
-def _first_known(values: Iterable[Any]) -> Any:
-    return next((value for value in values if value is not None), None)
+    rows = [[row.get("token_weights") for row in rows] for rows in zip(*scores, strict=True)]
+    return [next((each for each in row if each is not None), None) for row in rows] if scores else None
 
 
 def _is_pair(returned: Any) -> bool:

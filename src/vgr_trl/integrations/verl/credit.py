@@ -451,9 +451,7 @@ def compute_loss_terms(context: SignalContext, logps: torch.Tensor, mask: torch.
         terms["entropy_penalty"] = entropy_penalty(logps, mask, options.entropy_penalty_coef)
     if options.uses_perception_loss:
         if context.perturbed_logps is None:
-            raise ConfigError(
-                "The perception loss is on, but the micro-batch has no perturbed images: use rows with images."
-            )
+            raise ConfigError("The perception loss needs perturbed images, but the micro-batch has none: add images.")
         terms["perception_loss"] = perception_loss(
             logps,
             context.perturbed_logps,

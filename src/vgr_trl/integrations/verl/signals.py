@@ -279,9 +279,8 @@ def perturb_row(
 def perturb_rows(micro_batch: Any, count: int, context: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the pixel inputs of each row, perturbed according to the context of the actor."""
     options = SignalOptions.read(context["options"])
-    return [
-        perturb_row(row, options, context["step"], context["black"]) for row in split_pixel_inputs(micro_batch, count)
-    ]
+    rows = split_pixel_inputs(micro_batch, count)
+    return [perturb_row(row, options, context["step"], context["black"]) for row in rows]
 
 
 def build_actor_context(options: SignalOptions, step: int, processor: Any) -> dict[str, Any]:
