@@ -52,7 +52,7 @@ from vgr_trl.rewards.loading import (
     is_reward_name,
     load_reward,
     reads_solution,
-    use_hard_negatives,
+    replace_by_hard_negative,
 )
 from vgr_trl.sampling.zero_variance import filter_index
 from vgr_trl.sharing.model_support import (
@@ -120,7 +120,7 @@ def plan_rewards(
     sizes: Any = {"max_completion_length": args.max_completion_length, "soft_punish_cache": args.soft_punish_cache}
     rewards = [load_reward(each, **sizes) if is_reward_name(each) else each for each in several if each is not None]
     if args.vgr_hard_negative:
-        rewards = use_hard_negatives(rewards)
+        rewards = replace_by_hard_negative(rewards)
     if args.attention_reward_scale == "accuracy":
         rewards = scale_by_accuracy(rewards)
     schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)

@@ -17,7 +17,7 @@ from vgr_trl import DAPOConfig
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments, parse
 from vgr_trl.cli.data import convert_parser, merge_parser
 from vgr_trl.demo.write_folder import write_folder
-from vgr_trl.rewards.loading import use_hard_negatives
+from vgr_trl.rewards.loading import replace_by_hard_negative
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 NO_RUNS = ("check.sh", "common.sh", "data.sh", "ablations.sh")
@@ -79,7 +79,9 @@ def options(arguments: list[str]):
 def test_settings(script, functions, weights, early, minimum, tmp_path):
     arguments = launched(script, tmp_path)
     data, rewards, config, model = options(arguments)
-    assert (use_hard_negatives(rewards.reward_funcs) if config.vgr_hard_negative else rewards.reward_funcs) == functions
+    assert (
+        replace_by_hard_negative(rewards.reward_funcs) if config.vgr_hard_negative else rewards.reward_funcs
+    ) == functions
     assert config.reward_weights == weights
     assert config.early_reward_weights == early
     assert config.filter_min_reward == minimum

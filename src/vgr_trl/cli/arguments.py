@@ -50,7 +50,7 @@ DATA_SOURCES = ("dataset_name", "dataset_config", "dataset_path", "data_files")
 # fmt: off
 @dataclass
 class RunArguments:
-    """This command"""
+    """Command"""
 
     recipe: str | None = option(None, "Start from the options of a published method (vgr-trl recipes lists them) "
         "or of your own file (my.yaml). --config overrides it; flags override both.")
@@ -146,7 +146,7 @@ def earlier_rewards(flags: Sequence[str]) -> list[str]:
 
 @dataclass
 class RewardFileArguments:
-    """Functions of rewards"""
+    """Reward files"""
 
     reward_type: str | None = option(None, "Form of EasyR1 reward files: batch or sequential (default: as they say).")
     reward_num_cpus: int = option(1, "Worker processes for a sequential EasyR1 reward file.")
@@ -194,7 +194,7 @@ class RewardArguments(RewardFileArguments):
 # fmt: off
 @dataclass
 class EvaluationArguments(RewardFileArguments):
-    """What is evaluated, and how"""
+    """Evaluation"""
 
     model_name_or_path: list[str] | None = option(None, "Checkpoints, LoRA adapters or hub names to evaluate.")
     model_revision: str | None = option(None, "Branch, tag or commit of a hub model.")

@@ -58,7 +58,7 @@ from vgr_trl.reporting.markdown import format_duration, print_record, progress_l
 from vgr_trl.reporting.recorder import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import read_run, refuse_unwritable
 from vgr_trl.rewards.attention import ATTENTION_REWARDS
-from vgr_trl.rewards.loading import reads_solution, use_hard_negatives
+from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.utils import (
     CollapseError,
@@ -195,7 +195,7 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
     if data.dataset_streaming:
         config.shuffle_dataset = False  # TRL's shuffle buffer would hold 1,000 rows of decoded images
     load_test = partial(load, evaluation_source(data), limit=data.max_test_rows)
-    rows, test_rows, skipped_tests, note = load_evaluation_rows(data, config, rows, load_test)
+    rows, test_rows, skipped_tests, note = select_evaluation_rows(data, config, rows, load_test)
     notes = [note, attention_scale_warning(reward_funcs, config), _adapter_options_warning(model)]
     if is_main:
         for sentence in filter(None, notes):
@@ -215,7 +215,7 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
     )
 
 
-def load_evaluation_rows(
+def select_evaluation_rows(
     data: DataArguments, config: DAPOConfig, train_rows: Any, load: Callable[[str], tuple[Any, list[SkippedRow]]]
 ) -> tuple[Any, Any, list[SkippedRow], str | None]:
     """Return training rows, evaluation rows, skipped evaluation rows, and a note about their origin.
@@ -289,7 +289,7 @@ def run_identity(
         "data": "".join([source, *columns]),
         "dataset_config": data.dataset_config,
         "dataset_train_split": data.dataset_train_split,
-        "reward_funcs": use_hard_negatives(rewards.reward_funcs or ())
+        "reward_funcs": replace_by_hard_negative(rewards.reward_funcs or ())
         if config.vgr_hard_negative
         else rewards.reward_funcs,
         "reward_model": rewards.reward_model_name_or_path,

@@ -418,7 +418,7 @@ def set_up_process(options: Options) -> None:
     disable_progress_bars()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    # Not ours: TRL 1.16 asks the model, at every step, for a property that transformers has renamed.
+    # TRL 1.16 reads a property at every step that transformers has renamed.
     warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing", category=FutureWarning)
 
 

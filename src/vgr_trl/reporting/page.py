@@ -306,7 +306,8 @@ def add_records(page: PageRun, run: Run, images: dict[str, str], max_bytes: int)
     left, attention_left = max_bytes, int(ATTENTION_SHARE * max_bytes)
     maps = maps_left_out = 0
     missing: set[str] = set()
-    order = interleave(order_ends_first(run.steps("eval")), order_ends_first(run.steps("train")))
+    pairs = zip_longest(order_ends_first(run.steps("eval")), order_ends_first(run.steps("train")))
+    order = [key for pair in pairs for key in pair if key is not None]  # alternately
     for record in filter(None, (run.record(*key) for key in order[:MAX_RECORDS])):
         pictures = [image for completion in record.completions for image in completion.images]
         names = {name for image in pictures for name in (image.file, image.perturbed) if name is not None}
@@ -355,11 +356,6 @@ def order_ends_first(keys: Sequence[Key]) -> list[Key]:
             order[middle] = None
             spans += [(low, middle), (middle, high)]
     return [keys[index] for index in order]
-
-
-def interleave(first: Sequence[Key], second: Sequence[Key]) -> list[Key]:
-    """Return the members of both alternately, then the rest of the longer one."""
-    return [key for pair in zip_longest(first, second) for key in pair if key is not None]
 
 
 def _encode_json(content: Any) -> bytes:

@@ -33,14 +33,14 @@ from vgr_trl.utils import RewardError
 
 
 def completion_text(completion: Any) -> str:
-    """Return what the assistant wrote in one completion, its messages joined by line breaks.
+    """Return the assistant's text of a completion, its messages joined by line breaks.
 
     Args:
         completion: as TRL passes it, a string or a list of messages; the content of a message is a string, None or a
             list of parts, of which the text counts. Messages of other roles (tools) do not count.
 
     Raises:
-        RewardError: the completion is neither.
+        RewardError: the completion is neither a string nor a list.
     """
     if isinstance(completion, str):
         return completion
@@ -60,7 +60,7 @@ def _message_text(content: Any) -> str:
 
 
 def excerpt(value: Any) -> str:
-    """Return at most 80 characters of a value for a message."""
+    """Return a value as text of at most 80 characters, for a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -92,10 +92,10 @@ class Stated:
     """The answer that a text states.
 
     Attributes:
-        rule: how it is stated: `tag`, `box`, `hashes`, `statement`, `confirmation`, `line` or `sentence`.
-        part: the words that state it.
-        readings: the 0-based option of multiple choice, or the texts that may be meant by an open answer. Empty if two
-            answers are named, or the tag holds none.
+        rule: form of the statement: `tag`, `box`, `hashes`, `statement`, `confirmation`, `line` or `sentence`.
+        part: text that states the answer.
+        readings: 0-based index of the option, or possible texts of an open answer. Empty if two answers are named, or
+            the tag has none.
     """
 
     rule: str
@@ -108,8 +108,8 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
 
     Args:
         text: a completion, or a reference answer.
-        choices: texts of the options; none: options are known by letter only.
-        is_open: whether the question is open, and has no options.
+        choices: texts of the options; empty: options are known by letter only.
+        is_open: whether the question is open.
     """
     visible = _EMOJI.sub("", to_half_width(strip_thought(text)))
     tagged = answer_tag(visible)
@@ -129,10 +129,10 @@ def _read_answer(text: str, choices: Sequence[str], is_open: bool, in_tag: bool)
 
 
 def strip_thought(text: str) -> str:
-    """Return `text` without what stands in `<think>`.
+    """Return `text` without the content of `<think>`.
 
-    Everything before a `</think>` that nothing opened is thought too, since chat templates often put `<think>` in the
-    prompt; so is everything after a `<think>` that nothing closes.
+    Text before an unopened `</think>` is thought too, since chat templates often put `<think>` in the prompt; so is
+    text after an unclosed `<think>`.
     """
     kept: list[str] = []
     position, thinking = 0, False
@@ -150,7 +150,7 @@ def strip_thought(text: str) -> str:
 
 
 def answer_tag(text: str) -> str | None:
-    """Return the content of the last `<answer>…</answer>` of `text`, None if there is none."""
+    """Return the content of the last `<answer>…</answer>` of `text`, or None."""
     content, start = None, None
     for tag in _ANSWER_TAG.finditer(text):
         if not tag[1]:
@@ -161,7 +161,7 @@ def answer_tag(text: str) -> str | None:
 
 
 def _find_parts(text: str, in_tag: bool) -> Iterator[tuple[str, str]]:
-    """Yield the rules in their order, each with a part of the text that may state its answer."""
+    """Yield (rule, part of the text that may state the answer) in order of precedence."""
     if (box := _last_box(text)) is not None:
         yield "box", box
     lines = [line for line in text.splitlines() if re.search(r"\w", line)]
@@ -184,7 +184,7 @@ def _find_parts(text: str, in_tag: bool) -> Iterator[tuple[str, str]]:
 
 
 def _are_items(lines: Sequence[str]) -> bool:
-    """Whether two lines are neighbours in a list of options, or different letters."""
+    """Whether two lines are adjacent items of an option list, or different letters."""
     first, second = _ITEM.match(lines[0]), _ITEM.match(lines[-1])
     if not (first and second):
         return False
@@ -193,7 +193,7 @@ def _are_items(lines: Sequence[str]) -> bool:
 
 
 def _last_box(text: str) -> str | None:
-    """Return the content of the last box; of two with nothing but `or` between them both."""
+    """Return the content of the last box, or of the last two if only `or` separates them."""
     boxes = list(_BOX.finditer(text))[-2:]
     contents = [
         text[box.end() :].partition("<|end_of_box|>")[0] if box[0][0] == "<" else _read_braces(text[box.end() :])
@@ -216,7 +216,7 @@ def _read_braces(text: str) -> str:
 
 
 def _find_statements(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the clauses behind and before the words of statements, from the last one back."""
+    """Yield the clauses after statement words and before confirmations, last one first."""
     end, left = len(text), _MAX_STATEMENTS
     for line in reversed(text.split("\n")):
         start, lowered = end - len(line), line.lower()
@@ -239,7 +239,7 @@ def _find_statements(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _first_clause(text: str) -> str:
-    """Return the sentence that `text` begins with, on the next line if nothing is left of this one."""
+    """Return the first sentence of `text`, on the next line if this one is empty."""
     line, _, further = text[_BEFORE_CLAUSE.match(text).end() :].partition("\n")  # type: ignore[union-attr]
     for end in _SENTENCE_END.finditer(line):
         behind = line[end.end() :].lstrip(MARKS)
@@ -250,20 +250,20 @@ def _first_clause(text: str) -> str:
 
 
 def _split_sentences(line: str) -> list[str]:
-    """Return the sentences of a line, the last one first."""
+    """Split a line into sentences, last one first."""
     ends = [0, *(end.end() for end in _SENTENCE_END.finditer(line)), len(line)]
     found = [line[start:end] for start, end in pairwise(ends)]
     return [sentence for sentence in found if strip_wrapping(sentence)][: -_MAX_STATEMENTS - 1 : -1]
 
 
 def _is_explanation(sentence: str) -> bool:
-    """Whether a sentence is about the answer in front of it, such as `It has three valves.`, and states none."""
+    """Whether a sentence explains the preceding answer without stating one, such as `It has three valves.`"""
     start = sentence.lstrip(MARKS)
     return bool(_PRONOUNS.match(start)) and not _OPENERS.match(start)
 
 
 def _cut_openers(text: str) -> str:
-    """Return a clause without the words in front of its answer that are no part of it."""
+    """Remove words before the answer of a clause."""
     for _ in range(5):
         text = _BULLETS.sub("", text.lstrip(MARKS + ":,—≈~=#>"))
         match = _OPENERS.match(text)
@@ -274,7 +274,7 @@ def _cut_openers(text: str) -> str:
 
 
 def _cut_reason(text: str) -> str:
-    """Return a clause without the reason that follows its answer."""
+    """Remove the reason after the answer of a clause."""
     for match in re.finditer(r"[\s,;:(。]+", text):
         if _REASONS.match(text, match.end()):
             return text[: match.start()]
@@ -297,7 +297,7 @@ _CLAUSE_END = re.compile(r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!]|\s+[-–—]
 
 
 def _read_option(part: str, rule: str, choices: Sequence[str]) -> tuple[int, ...] | None:
-    """Return the option that a part names; () where it names two, None where it names none.
+    """Return the option that a part names; () if it names two, None if it names none.
 
     What follows a reason (`B because A is red`) counts only if nothing stands before it. A line, a box and a tag have
     to begin with the option, and on a line no word of a sentence may follow. A sentence counts by an option's text.
@@ -331,7 +331,7 @@ def _read_option(part: str, rule: str, choices: Sequence[str]) -> tuple[int, ...
 
 
 def _find_named_options(text: str, choices: Sequence[str], *, letters: bool = True) -> list[tuple[int, int, int]]:
-    """Return start, end and number of the options that a clause names, by letter or else by text, and does not deny."""
+    """Return (start, end, index) of options that a clause names, by letter or else by text, and does not deny."""
     found, number = [], len(choices) or len(LETTERS)
     for match in _LETTER.finditer(text) if letters else ():
         before = text[max(0, match.start() - 40) : match.start()]
@@ -351,7 +351,7 @@ def _find_named_options(text: str, choices: Sequence[str], *, letters: bool = Tr
 
 
 def _is_clause_end(behind: str) -> bool:
-    """Whether the thing in front of `behind` ends its clause, or is written in ideographs, which have no spaces."""
+    """Whether a clause ends before `behind`, or continues in ideographs, which have no spaces."""
     return bool(_CLAUSE_END.match(behind) or _PLACES.match(behind) or re.match(r"[\u4e00-\u9fff]", behind))
 
 
@@ -378,7 +378,7 @@ def _starts_with_choice(text: str, choices: Sequence[str]) -> bool:
 
 
 def _has_other_choice(behind: str, choices: Sequence[str], index: int) -> bool:
-    """Whether the text of another option, and no more, stands behind an option (`B. red`)."""
+    """Whether an option is followed by exactly the text of another option (`B. red`)."""
     segment = re.split(r"[.。;\n]|\s[-–—]\s", behind.lstrip(MARKS + STOPS + ")]("))[0]
     if _starts_with_choice(segment, choices[index : index + 1]):
         return False
@@ -387,9 +387,9 @@ def _has_other_choice(behind: str, choices: Sequence[str], index: int) -> bool:
 
 
 def _read_open(part: str, rule: str) -> tuple[str, ...] | None:
-    """Return what a part may state as the answer of an open question, None if nothing.
+    """Return possible open answers that a part states, or None.
 
-    A line counts as a whole if it is short, and a sentence by what it ends with or emphasises.
+    A short line counts as a whole, a sentence by its end or its emphasised words.
     """
     if not strip_wrapping(part):
         return None
@@ -422,7 +422,7 @@ _TOKEN = re.compile(r"(?:(?<=\s)|^|(?<=[\u4e00-\u9fff]))\S")
 
 
 def _find_endings(sentence: str) -> list[str]:
-    """Return what a sentence may say at its end: its only emphasised words, its last words, what stands behind `=`."""
+    """Return possible answers at the end of a sentence: emphasised words, last words, text after `=`."""
     if _DENIES.search(sentence):
         return []
     emphasised = [next(filter(None, match.groups())) for match in _EMPHASISED.finditer(sentence)]
@@ -459,9 +459,11 @@ _GOLD_LETTER = re.compile(r"\(?\s?([A-Ja-j])\s?[).:]?|(?:\(([A-Ja-j])\)|([A-Ja-j
 class Solution:
     """The reference answer of a row.
 
-    `text` is the right option's text, or the open answer; `choices` are the options if they are known, and `index` is
-    the 0-based position of the right one, or of the letter that the answer is (None for any other open answer).
-    `others` are further answers that count as right.
+    Attributes:
+        text: text of the right option, or the open answer.
+        choices: options, if known.
+        index: 0-based index of the right option, or of an answer that is a letter; None for other open answers.
+        others: further accepted answers.
     """
 
     text: str
@@ -471,7 +473,7 @@ class Solution:
 
 
 def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) -> Solution:
-    r"""Return which answer a row calls right (`Stated answer` in definitions.md).
+    r"""Return the reference answer of a row (`Stated answer` in definitions.md).
 
     Args:
         solution: letter A–J, option text or 0-based index; without `choices` a letter, also as `(B)` or `B) blue`, or
@@ -479,11 +481,11 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
             `\boxed{42}`. True and False are yes and no. A list, or the JSON of one, holds several answers of which each
             counts as right. A string of digits is never an index.
         choices: texts of the 2 to 10 options in the order of their letters; None for an open question.
-        label_idx: read where `solution` is None: as it, but a number is always a 0-based index.
+        label_idx: used if `solution` is None; a number is always a 0-based index.
 
     Raises:
-        RewardError: the solution is missing, is none of the choices, could mean two of them, or is a long text that
-            states no answer; or the choices are not 2 to 10 texts that differ.
+        RewardError: the solution is missing, is none of the choices, is ambiguous, or is a long text without an answer;
+            or the choices are not 2 to 10 different texts.
     """
     options = _parse_choices(choices)
     if solution is None and not options and _is_number(label_idx):
@@ -533,7 +535,7 @@ def _resolve_open(text: str) -> Solution:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number that floats are exact for; a bool is none."""
+    """Whether a value is a number, not a bool, that floats represent exactly."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     return is_real and bool(abs(value) < _MAX_EXACT_NUMBER)
 
@@ -566,7 +568,7 @@ def _parse_choices(choices: Any) -> tuple[str, ...]:
 
 
 def _find_choice(solution: str, options: tuple[str, ...]) -> int:
-    """The option that a solution names: by its letter, else by exactly its text, else by a text that states one."""
+    """Return the option that a solution names: by letter, else by its exact text, else by a statement."""
     by_letter = _read_option(to_half_width(solution), "tag", options) or ()
     exact = [i for i, option in enumerate(options) if to_half_width(option).strip() == to_half_width(solution).strip()]
     meant = sorted({*by_letter, *exact})
@@ -593,13 +595,13 @@ def _accepted_forms(options: tuple[str, ...]) -> str:
 
 
 def states_answer(text: str, solution: Solution) -> bool:
-    """Return whether the completion `text` states any answer of the kind that `solution` is, right or wrong."""
+    """Return whether a completion states any answer, right or wrong, of the kind of `solution`."""
     stated = stated_answer(text, solution.choices, is_open=solution.index is None)
     return stated is not None and bool(stated.readings)
 
 
 def is_right(text: str, solution: Solution) -> bool:
-    """Return whether the completion `text` states `solution`, or one of its others, as its answer."""
+    """Return whether a completion states `solution` or another accepted answer."""
     for gold in (solution, *solution.others):
         stated = stated_answer(text, gold.choices, is_open=gold.index is None)
         for reading in stated.readings if stated else ():

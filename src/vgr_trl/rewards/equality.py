@@ -22,7 +22,7 @@ POLARITY = {word: name for table in TABLES.values() for name in ("yes", "no") fo
 
 
 def compile_words(name: str) -> re.Pattern[str]:
-    """Compile everything that the tables of all languages list under `name` into one pattern."""
+    """Compile the entries of all languages under `name` into one pattern."""
     entries = [table[name] for table in TABLES.values()]
     patterns = [part for entry in entries for part in ([entry] if isinstance(entry, str) else entry)]
     return re.compile("|".join(f"(?:{part})" for part in patterns), re.IGNORECASE | re.MULTILINE)
@@ -30,7 +30,7 @@ def compile_words(name: str) -> re.Pattern[str]:
 
 ARTICLES = compile_words("articles")
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20}
-_ZERO_WIDTH = dict.fromkeys((0x200B, 0x2060, 0xFEFF))  # spaces and joiners of words that no reader sees
+_ZERO_WIDTH = dict.fromkeys((0x200B, 0x2060, 0xFEFF))  # invisible spaces and joiners
 _FINAL_MARKS = ".,;:。"
 _EXCLAMATION_AFTER_WORD = re.compile(r"(?<=[^\W\d_]{2})[!?]+$")
 MARKS, STOPS = " \t\r\n*`_\"'“”‘’「」", ".。,;:"
@@ -47,14 +47,14 @@ def to_half_width(text: str) -> str:
 
 
 def fold(text: str) -> str:
-    """Return `text` without differences of case, width, white space, zero-width spaces and composed accents."""
+    """Return `text` with normalised case, width, white space and accents, and without zero-width spaces."""
     return " ".join(to_half_width(unicodedata.normalize("NFC", text.translate(_ZERO_WIDTH))).casefold().split())
 
 
 def normalise(text: str) -> str:
-    """Return `text` without the differences that `fold` leaves out, and without final punctuation.
+    """Return `text` folded (`fold`) and without final punctuation.
 
-    An exclamation or question mark goes only after a word, so that 5! stays 5!; a text of punctuation alone stays.
+    Exclamation and question marks are removed only after a word, so that 5! stays. Punctuation alone stays.
     """
     collapsed = fold(text)
     stripped = collapsed.rstrip(_FINAL_MARKS).rstrip()
@@ -77,13 +77,13 @@ def strip_wrapping(text: str) -> str:
 
 
 def strip_article(text: str) -> str:
-    """Return `text` normalised, without an article in front or 的 behind."""
+    """Return `text` normalised, without a leading article or a trailing 的."""
     text = normalise(strip_wrapping(text)).removesuffix("的")
     match = ARTICLES.match(text)
     return (text[match.end() :].strip() or text) if match else text
 
 
-# One unit a line, its spellings separated by commas, and its name first; what counts in any case is decided below.
+# One unit per line: its name, then other spellings, separated by commas. Some match in any case, see below.
 _LINES = Path(__file__).with_name("units.txt").read_text(encoding="utf-8").splitlines()
 _UNITS = [line.split(", ") for line in _LINES if not line.startswith("#")]
 _UNIT_NAMES = {spelling: unit[0] for unit in _UNITS for spelling in unit}
@@ -108,11 +108,11 @@ def simplify_units(text: str) -> str:
 
 
 def read_unit(text: str, *, attached: bool = False) -> str | None:
-    """Return the one name of the unit that `text` spells, alike for all its spellings; None if it is no unit listed.
+    """Return the canonical name of the unit that `text` spells; None if it is not listed.
 
     Args:
         text: a unit, also squared or cubed, also per another: `cm`, `square metres`, `km/h`, `m/s^2`.
-        attached: whether no space is between the number and it; a letter alone is a variable there, as in 5m.
+        attached: whether the unit follows the number without a space; a single letter is then a variable, as in 5m.
     """
     text = " ".join(unicodedata.normalize("NFKC", text).split())
     text = text[:-1] if text.endswith(".") else text
@@ -153,7 +153,7 @@ _NUMBER_WORD_PATTERN = re.compile(
     rf"^(?:{'|'.join(sorted(_NUMBER_WORDS, key=len, reverse=True))})(?![A-Za-z0-9一二三四五六七八九十百千万点分])",
     re.IGNORECASE,
 )
-_COUNTED_NOUN = re.compile(  # what behind a number may be counted things: no scale word, no second number
+_COUNTED_NOUN = re.compile(  # nouns after a number, but no scale word and no second number
     r"(?!(?:or|and|to|plus|minus|times|by|out|over|hundred|thousand|[mbtr]+illion|dozen|half|halves|percent)s?\b)"
     r"[a-z]{2,}(?: [a-z]{2,}){0,2}"
     r"|[个只条辆人名位张把件种次块棵头匹双本朵支根颗粒座栋层台架艘](?P<noun>[\u4e00-\u9fff]{0,6})",
@@ -167,7 +167,7 @@ _MIN_DECIMALS, _MIN_DIGITS = 6, 10**4
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number, the unit it is given in ("" for none), and to how many decimals it is written (None for a fraction)."""
+    """A number, its unit ("" for none) and its number of decimals (None for a fraction)."""
 
     value: Fraction
     unit: str = ""
@@ -198,7 +198,7 @@ class Quantity:
 
 
 def read_quantity(text: str) -> Quantity | None:
-    """Return the number that `text` consists of, with its unit if any; None if it is anything else.
+    """Parse `text` as a number with an optional unit; None if it is anything else.
 
     Args:
         text: decimal, number with thousands commas, scientific notation, fraction or percentage (5% is 0.05), with a
@@ -322,12 +322,12 @@ def _split_list(text: str) -> list[str]:
 
 
 def _bracket_depths(text: str) -> Iterator[int]:
-    """How many brackets are open behind each character."""
+    """Yield the number of open brackets after each character."""
     return accumulate((character in "([{") - (character in ")]}") for character in text)
 
 
 def _is_formula(text: str) -> bool:
-    """Whether it is one expression of mathematics that can be evaluated quickly: no towers, no large exponents."""
+    """Whether `text` is one mathematical expression that is cheap to evaluate: no towers, no large exponents."""
     if not _MATH_EXPRESSION.fullmatch(text) or _NOT_ONE_EXPRESSION.search(text) or _DATE_OR_RANGE.fullmatch(text):
         return False
     if "\\infty" in _INFINITE_BOUND.sub("", text) or (re.search(r"[=<>]", text) and not _VARIABLE.search(text)):
@@ -350,7 +350,7 @@ _VERIFY_SECONDS = 5.0
 
 @lru_cache(maxsize=1024)
 def is_same_formula(gold: str, answer: str) -> bool:
-    """Return whether math-verify takes the LaTeX formulas for equal; False if it has to compute for more than seconds.
+    """Return whether math-verify considers two LaTeX formulas equal; False if it takes more than 5 seconds.
 
     Args:
         gold: the right formula, without dollar signs.

@@ -160,7 +160,7 @@ def _bind_options(reward: Callable[..., Any], given: Mapping[str, Any]) -> Calla
     return bound
 
 
-def use_hard_negatives(rewards: Iterable[Any]) -> list[Any]:
+def replace_by_hard_negative(rewards: Iterable[Any]) -> list[Any]:
     """Replace `vgr` with `vgr_hard_negative` among reward functions or names.
 
     Raises:
