@@ -111,7 +111,7 @@ EASYR1_VENV := .venv-easyr1
 EASYR1 ?= https://github.com/hiyouga/EasyR1
 EASYR1_COMMIT := b44b311b669bf1fd1aa2fc36f2251482ba33cb16
 IN_VERL := -m pytest -c tests/with_verl/pytest.ini --rootdir . tests/with_verl tests/integrations
-PACKAGES := -m pytest -p packages_without_trl tests/test_rows.py tests/credit tests/rewards tests/sharing tests/signals
+PACKAGES := -m pytest -p packages_without_trl tests/test_batch_rows.py tests/credit tests/rewards tests/sharing tests/signals
 .PHONY: verl-tests tests-in-verl tests-in-easyr1 packages-with-oldest packages-with-newest
 verl-tests: tests-in-verl tests-in-easyr1 packages-with-oldest packages-with-newest
 

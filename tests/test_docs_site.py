@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from vgr_trl.cli.__main__ import main
+from vgr_trl.cli.arguments import ALIASES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "experiments" / "README.md", *(ROOT / "docs").rglob("*.md")]
@@ -31,7 +32,7 @@ def test_the_site_builds(tmp_path):
 
 
 def test_flags_exist(capsys):
-    known = ELSEWHERE
+    known = ELSEWHERE | {f"--{alias}" for alias in ALIASES}
     for command in COMMANDS:
         with pytest.raises(SystemExit):
             main(command.split())

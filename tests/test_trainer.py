@@ -100,7 +100,7 @@ def test_rows_keep_their_pixels_where_a_rollout_has_as_many_images_as_rows(text_
 
 def test_a_single_reward_and_no_config_are_accepted(text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vgr_trl.validate.DAPOConfig", ConfigOnCPU)
+    monkeypatch.setattr("vgr_trl.validate.options.DAPOConfig", ConfigOnCPU)
     text_model.config._name_or_path = "some/model"
     trainer = DAPOTrainer(text_model, letters_reward, None, text_rows, processing_class=text_tokenizer)
     assert trainer.args.output_dir == "model-DAPO"

@@ -7,11 +7,12 @@ group have a reward, the advantages are 0.
 
 import torch
 
+from vgr_trl import config
 from vgr_trl.metrics import Gather
 from vgr_trl.options import check_value
 from vgr_trl.utils import ConfigError
 
-ESTIMATORS = ("grpo", "rloo", "remax", "reinforce_plus_plus", "grpo_passk")
+ESTIMATORS = tuple(name for name in config.ESTIMATORS if name != "gae")  # which takes values of tokens
 
 
 def estimate_advantages(

@@ -1,6 +1,5 @@
 """Callbacks of a run: the line of a step, SIGTERM, updates that are not finite, signs of collapse, failing trackers."""
 
-import math
 import re
 import signal
 import threading
@@ -9,9 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
@@ -23,12 +21,10 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers.integrations import integration_utils
 from transformers.utils import logging
 
-from vgr_trl.metrics import MetricHistory, StepMetrics, collapse_sentence, find_collapse
 from vgr_trl.reporting.markdown import evaluation_line, step_line
+from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.step_metrics import StepMetrics
 from vgr_trl.utils import ConfigError, NotFiniteError, error_text, patched_attribute
-
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
 
 logger = logging.get_logger(__name__)
 EXIT_STATUS = 128 + signal.SIGTERM  # what a shell says of a process that the signal has ended
@@ -67,8 +63,8 @@ class BarAndLines(StepLines, ProgressCallback):
     """The progress bar of transformers, above it the lines."""
 
 
-def print_lines(trainer: "DAPOTrainer") -> None:
-    """Let lines stand for the dictionaries that transformers prints; in a notebook its table stays."""
+def print_lines(trainer: ConstructedTrainer) -> None:
+    """Print one line a step instead of the dictionaries of transformers; in a notebook its table stays."""
     callbacks = trainer.callback_handler.callbacks
     ours = {PrinterCallback: StepLines, ProgressCallback: BarAndLines}
     callbacks[:] = [ours[type(each)]() if type(each) in ours else each for each in callbacks]
@@ -138,7 +134,7 @@ class FiniteUpdates(TrainerCallback):
         self._left_out, self._streak = False, 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the gradients away if any is not finite: optimizers pass over parameters without one."""
+        """Zero the gradients if any is non-finite; optimizers skip parameters without one."""
         finite = are_finite(value.grad for value in kwargs["model"].parameters())
         self._left_out = not self._accelerator.gather(finite.to(self._accelerator.device).view(1)).all()
         if self._left_out:
@@ -177,50 +173,19 @@ def are_finite(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
     return nn.utils.get_total_norm(here).isfinite()
 
 
-class CollapseWatch(TrainerCallback):
-    """Warns once of the signs of collapse, and ends the training if `stop_on_collapse` is on.
-
-    Attributes:
-        found: the sentence of the warning; None while there is none.
-    """
-
-    def __init__(self, trainer: "DAPOTrainer") -> None:
-        self.found: str | None = None
-        self._trainer = trainer
-        self._histories: dict[str, MetricHistory] = {}
-        self._read: dict[str, int] = {}
-
-    def start_window(self) -> None:
-        """Read the metrics of the trainer from their beginning again, since they were logged and cleared."""
-        self._read.clear()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the mean of every metric over the micro-batches of this step; all processes have the same values."""
-        if self.found is not None:
-            return
-        for name, values in self._trainer._metrics["train"].items():
-            new = [value for value in values[self._read.get(name, 0) :] if not math.isnan(value)]
-            self._read[name] = len(values)
-            if new:  # a micro-batch without a gradient has none
-                self._histories.setdefault(name, MetricHistory()).add(fmean(new))
-        weights = dict(zip(self._trainer.reward_func_names, self._trainer.reward_weights.tolist(), strict=True))
-        if signs := find_collapse(self._histories, weights):
-            self.found = collapse_sentence(signs, state.global_step)
-            if state.is_world_process_zero:
-                logger.warning(self.found)
-            control.should_training_stop |= args.stop_on_collapse
+_GUARDED_EVENTS = ("on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_predict", "on_train_end")
 
 
-_LATER = ("on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_predict", "on_train_end")
-
-
-def guard_trackers(trainer: "DAPOTrainer") -> None:
-    """Let the trackers of `report_to` log by `metric_names`; one that fails in the run does not end it.
+def guard_trackers(trainer: ConstructedTrainer) -> None:
+    """Rename the metrics of the trackers of `report_to` by `metric_names`; a tracker that fails does not end the run.
 
     Raises, at the start of training:
         ConfigError: a tracker cannot be started.
     """
-    names, processes = {"trl": None, "verl": in_verl, "mtrl": in_mtrl}, trainer.accelerator.num_processes
+    names, processes = (
+        {"trl": None, "verl": rename_for_verl, "mtrl": rename_for_mtrl},
+        trainer.accelerator.num_processes,
+    )
     renamed = names[trainer.args.metric_names]
     for tracker in trainer.callback_handler.callbacks:
         if type(tracker).__module__ != integration_utils.__name__:
@@ -228,8 +193,8 @@ def guard_trackers(trainer: "DAPOTrainer") -> None:
         name, failed = type(tracker).__name__.removesuffix("Callback"), set[str]()
         tracker.on_train_begin = partial(_start, tracker.on_train_begin, name)
         tracker.on_log = partial(_log, tracker.on_log, renamed and partial(renamed, processes=processes))
-        for event in _LATER:
-            setattr(tracker, event, partial(_go_on, getattr(tracker, event), name, failed))
+        for event in _GUARDED_EVENTS:
+            setattr(tracker, event, partial(_call_or_warn, getattr(tracker, event), name, failed))
 
 
 def _start(begin: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
@@ -242,7 +207,7 @@ def _start(begin: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> A
         ) from error
 
 
-def _go_on(call: Callable[..., Any], name: str, failed: set[str], *args: Any, **kwargs: Any) -> Any:
+def _call_or_warn(call: Callable[..., Any], name: str, failed: set[str], *args: Any, **kwargs: Any) -> Any:
     try:
         return call(*args, **kwargs)
     except Exception as error:
@@ -269,7 +234,7 @@ VERL_NAMES: dict[str, list[str]] = yaml.safe_load(
 )
 
 
-def in_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
+def rename_for_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
     """Return what is logged under verl's names; metrics that it has no name for keep theirs.
 
     `actor/pg_loss` is the whole loss where TRL logs no part of it; `perf/throughput` tokens per second and process;
@@ -280,7 +245,7 @@ def in_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in logs.items():
-        for other in _names_in_verl(name):
+        for other in _verl_names(name):
             if other == name or other not in logs:
                 found[other] = value
     if "loss" in logs:
@@ -292,16 +257,16 @@ def in_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
     return found
 
 
-_IN_MTRL = {"actor/kl_loss": "agent/divergence_loss", "actor/kl_coef": "agent/divergence_coef"}
+_MTRL_NAMES = {"actor/kl_loss": "agent/divergence_loss", "actor/kl_coef": "agent/divergence_coef"}
 
 
-def in_mtrl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
+def rename_for_mtrl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
     """Return what is logged under MTRL's names: verl's, but `agent/` for `actor/` and `divergence` for `kl`."""
-    named = in_verl(logs, processes).items()
-    return {_IN_MTRL.get(name, re.sub("^actor/", "agent/", name)): value for name, value in named}
+    named = rename_for_verl(logs, processes).items()
+    return {_MTRL_NAMES.get(name, re.sub("^actor/", "agent/", name)): value for name, value in named}
 
 
-def _names_in_verl(name: str) -> Sequence[str]:
+def _verl_names(name: str) -> Sequence[str]:
     plain = name.removeprefix("eval_")
     if name in VERL_NAMES:
         return VERL_NAMES[name]

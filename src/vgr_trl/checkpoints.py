@@ -132,7 +132,7 @@ def save_share(state: dict[str, Any], folder: Path, process_index: int, num_proc
 
     Args:
         state: tensors, numbers, texts, lists and dictionaries.
-        kind: what it is the state of, a word.
+        kind: file prefix, for example "replay".
     """
     path = folder / SHARE.format(kind, process_index, num_processes)
     unfinished = path.with_suffix(".unfinished")
@@ -217,7 +217,7 @@ def resolve_checkpoint(resume: str | None, output_dir: Path) -> str | None:
 
 def _latest(output_dir: Path) -> str | None:
     for checkpoint in reversed(checkpoints_of(output_dir)):
-        wrong = what_is_wrong(checkpoint)
+        wrong = why_incomplete(checkpoint)
         if wrong is None:
             return str(checkpoint)
         logger.warning(f"resume_from_checkpoint latest passes over {checkpoint}, which is not complete: {wrong}.")
@@ -233,7 +233,7 @@ def _latest(output_dir: Path) -> str | None:
 def _named(resume: str) -> str:
     if not Path(resume).is_dir():
         raise ConfigError(f"resume_from_checkpoint is {resume}, which is no folder: give a checkpoint, or latest.")
-    if wrong := what_is_wrong(Path(resume)):
+    if wrong := why_incomplete(Path(resume)):
         raise ConfigError(
             f"resume_from_checkpoint is {resume}, which is not complete ({wrong}): give an earlier checkpoint, or "
             "latest."
@@ -254,7 +254,7 @@ def how_to_go_on(output_dir: Path) -> str:
     return "no checkpoint had been saved, so the same command starts again (save_steps says how often they are)"
 
 
-def what_is_wrong(checkpoint: Path) -> str | None:
+def why_incomplete(checkpoint: Path) -> str | None:
     """Return why a run cannot be continued from `checkpoint`, None if it can."""
     manifest = read_manifest(checkpoint)
     if manifest is None:
@@ -306,7 +306,7 @@ def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
 
 
 @contextmanager
-def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
+def lock_folder(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     """Lock a folder for one training. The kernel releases the lock when the process ends, also after a kill.
 
     Without a lock: on Windows, and on file systems that have none.
@@ -363,7 +363,7 @@ class ResumableTrainer(ConstructedTrainer):
     train_sampler: Any = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> TrainOutput:
-        """Add to TRL's: `True` and `latest` find the newest complete checkpoint; one that is not is refused.
+        """Train; `True` and `latest` resume from the newest complete checkpoint, and an incomplete one is refused.
 
         Raises:
             ConfigError: the checkpoint is not complete, or another run is training in the folder.
@@ -372,7 +372,7 @@ class ResumableTrainer(ConstructedTrainer):
         checkpoint = resolve_checkpoint(resume_mode(resume_from_checkpoint), Path(str(self.args.output_dir)))
         try:
             with (
-                only_run_in(Path(str(self.args.output_dir)), self.accelerator),
+                lock_folder(Path(str(self.args.output_dir)), self.accelerator),
                 naming_silent_process(self.args.ddp_timeout, lambda: self.state.global_step + 1),
             ):
                 return super().train(checkpoint, *args, **options)
@@ -385,7 +385,7 @@ class ResumableTrainer(ConstructedTrainer):
         return self.train_sampler  # type: ignore[no-any-return]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Add to TRL's: the checkpoint is complete once all is written, and not before; a full disk is named."""
+        """Save a checkpoint, mark it complete once all is written, and explain a full disk."""
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         with complete_checkpoint(folder, self.accelerator, self.args.should_save):
             super()._save_checkpoint(model, trial)
@@ -398,7 +398,7 @@ class ResumableTrainer(ConstructedTrainer):
         save_place(self, Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Add to TRL's: what else is resumed; an optimizer of other weights is refused.
+        """Load the optimizer and our own state; refuse an optimizer of other weights.
 
         Raises:
             ConfigError: naming the checkpoint.
@@ -444,7 +444,9 @@ def _check_shapes(optimizer: Any) -> None:
                 raise ValueError(f"{name} of shape {tuple(state[name].shape)} for {tuple(weight.shape)}")
 
 
-def only_lacks_its_model(trainer: ResumableTrainer, checkpoint: str | None, max_steps: int, written_last: Path) -> bool:
+def lacks_final_model_only(
+    trainer: ResumableTrainer, checkpoint: str | None, max_steps: int, written_last: Path
+) -> bool:
     """Whether all steps are behind a checkpoint, and what is written after them is not there.
 
     Args:
@@ -467,7 +469,7 @@ def load_trained(trainer: ResumableTrainer, checkpoint: str) -> None:
         trainer._load_from_checkpoint(checkpoint)
 
 
-# Where a run stands in its data: the order of the prompts, and the generation batch.
+# Data position: sampler order and rollout buffer
 
 GENERATION = "generation"
 ORDER = "order.json"

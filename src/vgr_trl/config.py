@@ -11,59 +11,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from vgr_trl import registries
-from vgr_trl.options import changed_options, option
+from vgr_trl.options import option
 from vgr_trl.registries import LOGPS_PREFIX, Registry, build_options, needed_signals, short_name
 from vgr_trl.utils import ConfigError
-
-# Other names of options, those of our users' scripts.
-
-ALIASES = {
-    "eval_num_generations": "num_generations_eval",
-    "prompt_preview_chars": "prompt_preview_length",
-    "completion_preview_chars": "completion_preview_length",
-    "out_dir": "output_dir",
-    "clip_ratio_low": "epsilon",
-    "clip_ratio_high": "epsilon_high",
-    "clip_ratio_dual": "delta",
-    "late_reward_weights": "reward_weights",
-    "token_weight_clip": "token_weights_clip",
-    "loss_avg_mode": "loss_type",
-}
-_LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "seq": "grpo"}  # of `loss_avg_mode`
-
-
-@dataclass
-class AliasOptions:
-    """Each option stands for the one that `ALIASES` names; None leaves that one as it is."""
-
-    # fmt: off
-    eval_num_generations: int | None = option(None, "Alias of num_generations_eval.", ge=1, needs="evaluation")
-    prompt_preview_chars: int | None = option(None, "Alias of prompt_preview_length.", ge=1)
-    completion_preview_chars: int | None = option(None, "Alias of completion_preview_length.", ge=1)
-    out_dir: str | None = option(None, "Alias of output_dir.")
-    clip_ratio_low: float | None = option(None, "Alias of epsilon.", ge=0)
-    clip_ratio_high: float | None = option(None, "Alias of epsilon_high.", ge=0)
-    clip_ratio_dual: float | None = option(None, "Alias of delta, the dual clip, often 3.0.", ge=0)
-    loss_avg_mode: Literal["token", "sequence", "seq"] | None = option(None, "token: loss_type dapo, a mean over "
-        "tokens; sequence, seq: grpo.")
-    late_reward_weights: list[float] | None = option(None, "Alias of reward_weights.")
-    token_weight_clip: list[float] | None = option(None, "Alias of token_weights_clip.", ge=0)
-    use_segmented_reward_weights: bool = option(False, "Has no effect: early_reward_weights alone switch it on.")
-    # fmt: on
-
-    def resolve_aliases(self) -> None:
-        """Set the options that aliases stand for, or raise `ConfigError` where both are given and differ."""
-        changed = changed_options(self)
-        for alias, name in ALIASES.items():
-            given = getattr(self, alias)
-            value, before = _LOSS_TYPES[given] if alias == "loss_avg_mode" and given else given, getattr(self, name)
-            if given is not None and name in changed and before != value:
-                raise ConfigError(
-                    f"{alias} is {given}, an alias of {name} {value}, and {name} is {before}: give one of them."
-                )
-            if given is not None:
-                setattr(self, name, value)
-
 
 # What is added from outside: plug-ins by name, and their own options.
 
@@ -84,7 +34,7 @@ PERTURBATIONS = (  # of this library
 
 @dataclass
 class PluginOptions:
-    """What is added from outside; docs/extending.md says how."""
+    """Plug-ins: signals, credit rules and perturbations of your own; see docs/extending.md."""
 
     # fmt: off
     credit_rules: list[str] | None = option(None, f"Rules that give tokens credit: {', '.join(RULES)}; vgpo, pgpo, "
@@ -97,7 +47,7 @@ class PluginOptions:
 
     @property
     def plugin_rules(self) -> list[str]:
-        """Those of `credit_rules` that are not of this library."""
+        """Return the credit rules that are plug-ins."""
         return [name for name in self.credit_rules or () if name not in RULES]
 
     def plugin_values(self, plugin: Any, name: str) -> Any:
@@ -108,10 +58,8 @@ class PluginOptions:
     def readers(self) -> dict[str, list[str]]:
         """Return what plug-ins read of a rollout: measurement -> the signals and credit rules that need it."""
         needs = [(f"the signal {name}", [name]) for name in self.signals or ()]
-        needs += [
-            (f"the credit rule {name}", [*needed_signals(registries.credit_rules.load(name))])
-            for name in self.plugin_rules
-        ]
+        rules = {name: registries.credit_rules.load(name) for name in self.plugin_rules}
+        needs += [(f"the credit rule {name}", [*needed_signals(rule)]) for name, rule in rules.items()]
         found: dict[str, list[str]] = {}
         for reader, names in needs:
             for measurement in registries.find_measurements(names):
@@ -168,7 +116,7 @@ class PluginOptions:
 
 @dataclass
 class MeasureOptions(PluginOptions):
-    """How much attention the generated tokens pay to the image and to the instruction."""
+    """Attention of the generated tokens to the image and to the instruction."""
 
     # fmt: off
     compute_attention_metrics: bool | None = option(None, "Log how attention is shared between image and instruction. "
@@ -212,7 +160,7 @@ def scoring_perturbations(args: Any) -> set[str]:
 
 @dataclass
 class PerturbationOptions(PluginOptions):
-    """How an image is perturbed to see which tokens depend on it."""
+    """Perturbation of images, to find the tokens that depend on them."""
 
     # fmt: off
     perturbation: str = option("blacken_patches", f"How images are perturbed: {', '.join(PERTURBATIONS)}, those of "
@@ -308,7 +256,7 @@ class NoisyOptions(PerturbationOptions):
 
     @property
     def noisy_perturbations(self) -> list[str]:
-        """What images are perturbed by for generation: one perturbation, or none."""
+        """Return the perturbation of images for generation: one or none."""
         return [self.noisy_perturbation] if self.noisy_generations else []
 
     def noise_left(self, step: int, total: int) -> float:
@@ -371,7 +319,7 @@ BLIND_PROMPT = (
 
 @dataclass
 class BlindOptions:
-    """How a question is asked again without its image (Vision-SR1, https://huggingface.co/papers/2508.19652)."""
+    """Blind answers: the question is asked again without its image (Vision-SR1, https://huggingface.co/papers/2508.19652)."""
 
     # fmt: off
     blind_tag: str = option("description", "Tag around the image's description in a completion.", needs="blind_answers")
@@ -390,7 +338,7 @@ ESTIMATORS = get_args(Estimator)
 
 @dataclass
 class GroupOptions:
-    """How completions of a prompt are compared, and what happens to zero-variance groups, which have no gradient."""
+    """Advantages within a group, and zero-variance groups, which have no gradient."""
 
     # fmt: off
     advantage_estimator: Estimator = option("grpo", "How completions of a prompt are compared.")
@@ -422,7 +370,7 @@ class GroupOptions:
 
 @dataclass
 class CreditOptions(PluginOptions):
-    """Which tokens get the advantage of their completion, and how much of it."""
+    """Token credit: the share of the advantage that each token gets."""
 
     # fmt: off
     token_weights: bool = option(False, "Weigh tokens by how much they look at the image (VGR per token).")
@@ -473,7 +421,7 @@ LEARNING_RATES = {"head": 1e-3, "model": 1e-5}  # of the critic
 
 @dataclass
 class CriticOptions:
-    """How the values of tokens are learned, which `advantage_estimator gae` compares rewards with."""
+    """Critic: values of tokens for `advantage_estimator gae`."""
 
     # fmt: off
     gamma: float = option(1.0, "Discount of advantage_estimator gae.", ge=0, le=1, needs="advantage_estimator=gae")
@@ -495,7 +443,7 @@ KLKind = Literal["kl", "abs", "mse", "low_var_kl", "full"]
 
 @dataclass
 class KLOptions:
-    """What keeps the policy near its reference; TRL's `beta` is another way to do so, and never goes with these."""
+    """KL to the reference model; TRL's `beta` is the alternative, and excludes these."""
 
     # fmt: off
     kl_coef: float = option(0.0, "Coefficient of the KL to the reference, besides TRL's beta; 0: none.", ge=0)
@@ -533,7 +481,7 @@ AutoOrOff = Literal["auto", "off"]
 
 @dataclass
 class EfficiencyOptions:
-    """What training passes leave out because it has no gradient.
+    """Work that training passes skip because it has no gradient.
 
     Each is `auto`: on wherever nothing but rounding changes, with one line at the start that says where and why not
     elsewhere; or `off`.
@@ -555,7 +503,7 @@ class EfficiencyOptions:
 
 @dataclass
 class EvaluateOptions:
-    """How completions are sampled in evaluations, where that differs from training.
+    """Sampling in evaluations, where it differs from training.
 
     Log-probabilities are those of `temperature` all the same.
     """
@@ -575,7 +523,7 @@ def _no_markdown(args: Any) -> str | None:
 
 @dataclass
 class ReportOptions:
-    """What is recorded of the rollouts, for `vgr-trl report` and for the eye."""
+    """Records of rollouts, for `vgr-trl report` and console logs."""
 
     # fmt: off
     rollout_log_steps: int = option(10, "Record completions in output_dir/rollouts every so many steps and in "
@@ -624,8 +572,6 @@ CONFLICTS: Conflicts = (
      "save_steps is 0: give more, or save_strategy no."),
     (lambda o: o.warmup_ratio is not None and o.warmup_steps not in (0, o.warmup_ratio),
      "warmup_ratio is {o.warmup_ratio} and warmup_steps is {o.warmup_steps}: give one of them."),
-    (lambda o: o.use_segmented_reward_weights and o.early_reward_weights is None,
-     "use_segmented_reward_weights is given without early_reward_weights: add them, or leave it out."),
     (lambda o: (o.soft_punish_cache or 0) > (o.max_completion_length or math.inf),
      "soft_punish_cache is {o.soft_punish_cache}: give at most max_completion_length, {o.max_completion_length}."),
     (lambda o: o.delta is not None and o.loss_type not in ("cispo", "sapo", "vespo")

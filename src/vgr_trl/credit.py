@@ -39,7 +39,7 @@ for _name in RULES:  # so that messages about a misspelt rule list them
     registries.credit_rules.register(_name)(lambda *given: None)
 
 
-def own_rules(options: CreditOptions) -> dict[str, str]:
+def builtin_rules(options: CreditOptions) -> dict[str, str]:
     """Return the options of this library's rules that are on -> the measurement that each rule reads."""
     named = {switch for name in options.credit_rules or () for switch in RULES.get(name, ())}
     return {switch: need for switch, need in _READS.items() if getattr(options, switch) or switch in named}
@@ -51,10 +51,9 @@ def active_rules(options: CreditOptions) -> dict[str, tuple[str, ...]]:
     Raises:
         ConfigError: a rule of `credit_rules` is not found.
     """
-    plugins = {
-        f"the credit rule {spec}": needed_signals(registries.credit_rules.load(spec)) for spec in options.plugin_rules
-    }
-    return {switch: (need,) for switch, need in own_rules(options).items()} | plugins
+    rules = {spec: registries.credit_rules.load(spec) for spec in options.plugin_rules}
+    plugins = {f"the credit rule {spec}": needed_signals(rule) for spec, rule in rules.items()}
+    return {switch: (need,) for switch, need in builtin_rules(options).items()} | plugins
 
 
 @torch.no_grad()
@@ -101,7 +100,7 @@ def shape_advantages(
     for rule, need in ((rule, need) for rule, needs in active_rules(options).items() for need in needs):
         if (signals.measured(need) if is_measurement(need) else signals.extra.get(short_name(need))) is None:
             raise ConfigError(f"{rule} is on, but the signals have no {need}: measure it, or switch {rule} off.")
-    mask, on = signals.mask.bool(), own_rules(options)  # (N, T)
+    mask, on = signals.mask.bool(), builtin_rules(options)  # (N, T)
     credit = per_token(advantages).float().expand(mask.shape).clone()  # (N, T)
     totals, kept = Totals(), []  # tokens that each filter keeps, (N, T) bool
     if signals.attention is not None and "token_weights" in on:
@@ -484,7 +483,7 @@ class _Checked:
 
 @dataclass
 class AnchorOptions(_Checked):
-    """Which tokens are anchors."""
+    """Return the anchor tokens."""
 
     top_p_anchor_tokens: float = option(
         0.15, "Share of a completion's tokens that are kept as anchors, in (0, 1].", gt=0, le=1

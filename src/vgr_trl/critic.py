@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,14 +18,11 @@ from vgr_trl.config import LEARNING_RATES
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.metrics import Totals
 from vgr_trl.patches.trl import average_as_loss
-from vgr_trl.rollout import Rollout, TrainingPass, weighted_sums
+from vgr_trl.rollout import ConstructedTrainer, Rollout, TrainingPass, weighted_sums
 from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.signals.scoring import Want
 from vgr_trl.utils import ConfigError
-
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
 
 logger = logging.get_logger(__name__)
 FILE = "critic.pt"  # in a checkpoint
@@ -125,7 +122,7 @@ class ValueModel(nn.Module):
 class Critic:
     """Learns the values of tokens beside the policy of a trainer, which is not wrapped yet."""
 
-    def __init__(self, trainer: "DAPOTrainer") -> None:
+    def __init__(self, trainer: ConstructedTrainer) -> None:
         self.trainer, policy, args, accelerator = trainer, trainer.model, trainer.args, trainer.accelerator
         width = causal_model(policy).config.get_text_config(decoder=True).hidden_size  # D of the last hidden states
         head = ValueHead(width).to(accelerator.device)
@@ -150,7 +147,6 @@ class Critic:
         if values is None:
             self.module.eval()
             values = trainer.score(scoring_inputs(batch), Want(), self.module, stage="values").logps
-        assert rollout.rewards is not None
         without_kl = rollout.rewards[:, :-1] if args.penalises_kl else rollout.rewards
         sums = weighted_sums(without_kl, trainer.reward_weights[: without_kl.size(1)])  # (N of all,)
         first = trainer.accelerator.process_index * len(mask)
@@ -163,7 +159,6 @@ class Critic:
 
     def estimate(self, rollout: Rollout) -> dict[str, float]:
         """Give a rollout advantages (N, T), whitened over what is trained on in all processes; return metrics."""
-        assert rollout.with_gradient is not None
         batch = dict(rollout.batch)
         advantages = batch.pop("token_advantages")
         mask = (

@@ -7,7 +7,6 @@ from trl import GRPOConfig
 
 from vgr_trl.config import (
     SWITCHES,
-    AliasOptions,
     BlindOptions,
     CreditOptions,
     CriticOptions,
@@ -45,7 +44,6 @@ _LIMITS = {  # of TRL's and transformers' options, which these check late, or no
 
 @dataclass
 class DAPOConfig(
-    AliasOptions,
     ReportOptions,
     EvaluateOptions,
     EfficiencyOptions,
@@ -67,7 +65,7 @@ class DAPOConfig(
     defaults already are `loss_type="dapo"` and `beta=0.0`.
 
     Raises:
-        ConfigError: an option is out of range, or contradicts another or its alias.
+        ConfigError: an option is out of range, or contradicts another.
     """
 
     # fmt: off
@@ -103,7 +101,6 @@ class DAPOConfig(
             if isinstance(value := getattr(self, name), bool):
                 setattr(self, name, "on" if value else "off")
         check_options(self, _LIMITS)
-        self.resolve_aliases()
         self.check_plugins()
         check_conflicts(self)
         if self.warmup_ratio is not None:

@@ -1,7 +1,7 @@
 """Dynamic batching: split micro-batches by a token budget; the gradient is the same."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import DistributedType
@@ -13,24 +13,16 @@ from vgr_trl.efficiency.loss_mask import (
     take_rows,
     tokens_of,
 )
+from vgr_trl.patches.trl import PER_WINDOW
+from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import OLD_LOGPS, valid_tokens
 from vgr_trl.sharing.prefix_forward import find_groups
 from vgr_trl.training_pass import _extents
 
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
-
-
 Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]  # TRL's `_compute_loss`
 
 
-# Dynamic batching: micro-batches in as many parts as a number of tokens needs, with the update of the whole
-
-
-_PER_WINDOW = ("dapo", "cispo", "vespo")  # TRL divides their sums by the tokens of the optimizer step
-
-
-def loss_in_parts(trainer: "DAPOTrainer", model: nn.Module, inputs: dict[str, Any], compute: Loss) -> torch.Tensor:
+def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[str, Any], compute: Loss) -> torch.Tensor:
     """Return the loss of a micro-batch, through which the gradient of its last part is still to come.
 
     Gradients of all parts but the last are added on the way, where no process waits for the gradients of another and
@@ -42,7 +34,7 @@ def loss_in_parts(trainer: "DAPOTrainer", model: nn.Module, inputs: dict[str, An
     accelerator = trainer.accelerator
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     options = {"scale_wrt_gas": False} if deepspeed else {}
-    *parts, last = _parts(trainer, inputs)
+    *parts, last = _split_rows(trainer, inputs)
     before: torch.Tensor | float = 0.0
     for rows in parts:
         state = accelerator.gradient_state
@@ -58,7 +50,7 @@ def loss_in_parts(trainer: "DAPOTrainer", model: nn.Module, inputs: dict[str, An
     return _loss_of_rows(trainer, last, model, inputs, compute) + before
 
 
-def _parts(trainer: "DAPOTrainer", inputs: dict[str, Any]) -> list[list[int]]:
+def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[list[int]]:
     """Rows of each part, the same on every process: TRL gathers metrics of rows after each."""
     count, accelerator = len(inputs["prompt_ids"]), trainer.accelerator
     shares = trainer.features["share_training"].enabled
@@ -74,7 +66,7 @@ def _parts(trainer: "DAPOTrainer", inputs: dict[str, Any]) -> list[list[int]]:
 
 
 def _loss_of_rows(
-    trainer: "DAPOTrainer", rows: list[int], model: nn.Module, inputs: dict[str, Any], compute: Loss
+    trainer: ConstructedTrainer, rows: list[int], model: nn.Module, inputs: dict[str, Any], compute: Loss
 ) -> torch.Tensor:
     """The loss of a part, times what its mean counts in the mean over all of the micro-batch."""
     if len(rows) == len(inputs["prompt_ids"]):
@@ -83,7 +75,7 @@ def _loss_of_rows(
     loss = compute(model, part)
     if (old := part.get(OLD_LOGPS)) is not None:  # a first pass may have completed them
         inputs[OLD_LOGPS][rows] = old
-    if trainer.args.loss_type in _PER_WINDOW:
+    if trainer.args.loss_type in PER_WINDOW:
         return loss
     if trainer.args.loss_type == "bnpo":
         tokens, of_all = (float(valid_tokens(batch).sum().clamp(min=1)) for batch in (part, inputs))

@@ -22,6 +22,7 @@ from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt, placed
 from vgr_trl.rewards.answers import Solution, normalise, resolve_solution, states_answer
 from vgr_trl.rewards.loading import check_callable
 from vgr_trl.rewards.simple import accuracy_reward, think_format_reward
+from vgr_trl.rows import pad_rows
 from vgr_trl.utils import ConfigError, DataError, RewardError, patched_attribute
 
 __all__ = ["Evaluation", "Scores", "blank_image", "evaluate", "print_scores"]
@@ -233,13 +234,11 @@ class CompletionGenerator:
             )
         ids = fields.pop("input_ids")
         fields.pop("attention_mask", None)
-        inputs = {
-            "input_ids": _pad_left(ids, self._pad_id()),
-            "attention_mask": _pad_left([[1] * len(row) for row in ids], 0),
-        }
+        padded, mask = pad_rows(ids, self._pad_id(), "left")
+        inputs = {"input_ids": padded, "attention_mask": mask}
         for name, value in fields.items():
             if isinstance(value, list) and value and isinstance(value[0], list):
-                inputs[name] = _pad_left(value, 0)  # one value per token
+                inputs[name] = pad_rows(value, 0, "left")[0]  # one value per token
             else:
                 inputs[name] = torch.as_tensor(value)
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
@@ -283,11 +282,6 @@ class CompletionGenerator:
         """Return the image token to suppress, as TRL does during sampling."""
         image_id = getattr(getattr(self.model, "config", None), "image_token_id", None)
         return [image_id] if isinstance(image_id, int) and self.tokenizer is not self.processor else None
-
-
-def _pad_left(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
-    longest = max(len(row) for row in rows)
-    return torch.tensor([[value] * (longest - len(row)) + list(row) for row in rows])
 
 
 def evaluate(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from vgr_trl.efficiency.loss_mask import (
-    only_tokens,
+    score_only_tokens,
 )
 from vgr_trl.efficiency.vision_cache import VisionCache, tower_trains
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
@@ -67,10 +67,10 @@ class ForwardPasses:
 
 
 def score_labelled_tokens(model: nn.Module) -> AbstractContextManager[None]:
-    """Let TRL's fused head skip padding, which it scores too where it has no Triton."""
+    """Skip padding in TRL's fused head, which scores it where there is no Triton."""
     causal = causal_model(model)
     base = base_of(causal)
-    return nullcontext() if base is causal or is_compiled(model) else only_tokens(causal, base, None)
+    return nullcontext() if base is causal or is_compiled(model) else score_only_tokens(causal, base, None)
 
 
 def rows_per_pass(
@@ -114,7 +114,7 @@ def refuse_nan(logps: torch.Tensor, mask: torch.Tensor, step: int) -> None:
 
 
 class DummyImage:
-    """Lets every process call the vision tower of a pass if one of them does, or leaves its images out.
+    """Runs the vision tower on a dummy image in processes without images, if another process has some.
 
     Engines expect all processes to use the same parameters: under ZeRO-3 and FSDP2 their parts are gathered by all,
     under ZeRO-2 and DDP with checkpointing the gradients are. A process that left the tower out would wait for the
@@ -156,7 +156,7 @@ class DummyImage:
             if generates:
                 self._refuse_uneven(kwargs)
             elif self._is_due(base, kwargs):
-                with nothing_added(base, self._features):
+                with add_zero_features(base, self._features):
                     return plain(*args, **kwargs)
             return plain(*args, **kwargs)
 
@@ -193,7 +193,7 @@ class DummyImage:
 
 
 @contextmanager
-def nothing_added(base: Any, features: Callable[[Any], Any]) -> Iterator[None]:
+def add_zero_features(base: Any, features: Callable[[Any], Any]) -> Iterator[None]:
     """Add 0 times what `features` returns, called with `base`, to the first embeddings of this block."""
 
     def add(module: nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""What is around TRL's generation: perturbed images for some completions, answers without an image, a server."""
+"""Wrappers around generation: noisy views, blind answers, vLLM errors."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -21,12 +21,9 @@ from vgr_trl.signals.probe import GenerationProbe
 from vgr_trl.signals.scoring import Want
 from vgr_trl.utils import DataError, VLLMServerError, patched_attribute
 
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
-
 
 def generate(
-    trainer: "DAPOTrainer",
+    trainer: ConstructedTrainer,
     rollout: Rollout | None,
     prompts: Prompts,
     num_generations: int,
@@ -42,14 +39,14 @@ def generate(
         VLLMServerError: the server of vLLM does not answer.
     """
     model, measurement = trainer.model, trainer.measurement
-    first_turn = rollout is not None and rollout.prompts is None
+    first_turn = rollout is not None and not rollout.has("prompts")
     if rollout is not None and first_turn:
         if measurement.scoring and not trainer.use_vllm:  # scoring reads the pixels of generation where they are
             pixels = image_tensors(prompts.fields).get("pixel_values")
             fields = {} if pixels is None else {"pixel_values": trainer._prepare_input(pixels)}
             prompts = replace(prompts, fields={**prompts.fields, **fields})
         rollout.prompts = prompts
-        prompts = with_noise(trainer, rollout)
+        prompts = perturb_noisy_prompts(trainer, rollout)
         if rollout.noise is not None or rollout.blind:  # what is asked differs within a group
             num_generations = 1
     ids, images = prompts.ids, prompts.images
@@ -58,8 +55,8 @@ def generate(
     with (
         trainer.clock.stage("generation", model.training),
         trainer.passes.around(model, counts=model.training),
-        sampling_of_mode(trainer),
-        named_server(trainer),
+        use_eval_sampling(trainer),
+        explain_server_errors(trainer),
     ):
         measures = "attention" in measurement.needed and trainer.args.attention_source == "generate"
         if rollout is None or rollout.blind or not (first_turn and measures):
@@ -75,8 +72,8 @@ def generate(
 
 
 @contextmanager
-def sampling_of_mode(trainer: ConstructedTrainer) -> Iterator[None]:
-    """In this block completions are sampled with the options of the current mode, training or evaluation."""
+def use_eval_sampling(trainer: ConstructedTrainer) -> Iterator[None]:
+    """Sample completions with the options of the current mode, training or evaluation, in this block."""
     args = trainer.args
     given = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
     wanted = {name: value for name, value in given.items() if value is not None}
@@ -94,7 +91,7 @@ def sampling_of_mode(trainer: ConstructedTrainer) -> Iterator[None]:
 
 @contextmanager
 def sampled(trainer: ConstructedTrainer, wanted: Mapping[str, float]) -> Iterator[None]:
-    """In this block transformers samples with other values of its options; a temperature of 0 is greedy."""
+    """Override sampling options of transformers in this block; a temperature of 0 is greedy."""
     config = GenerationConfig(**_changed(trainer.generation_config.to_diff_dict(), wanted))
     options = _changed(trainer.generation_kwargs, wanted)
     with (
@@ -112,8 +109,8 @@ def _changed(options: dict[str, Any], wanted: Mapping[str, float]) -> dict[str, 
 
 
 @contextmanager
-def named_server(trainer: ConstructedTrainer) -> Iterator[None]:
-    """In this block answers of a server are read, and one that cannot be reached is an error that says what to do.
+def explain_server_errors(trainer: ConstructedTrainer) -> Iterator[None]:
+    """Read the answers of a vLLM server in this block, and explain the error if it cannot be reached.
 
     TRL's client has then asked it again for about a minute.
 
@@ -135,7 +132,7 @@ def named_server(trainer: ConstructedTrainer) -> Iterator[None]:
 
 
 def blind_answers(
-    trainer: "DAPOTrainer", rollout: Rollout, completion_ids: list[list[int]]
+    trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Return one more answer per completion as a column for rewards, None without a description, and metrics.
 
@@ -144,7 +141,7 @@ def blind_answers(
     """
     args, accelerator = trainer.args, trainer.accelerator
     texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    described = [description_in(text, args.blind_tag, args.blind_without_tag == "completion") for text in texts]
+    described = [extract_description(text, args.blind_tag, args.blind_without_tag == "completion") for text in texts]
     conversations = [
         blind_conversation(args.blind_prompt, question_of(row), found or "")
         for row, found in zip(rollout.rows, described, strict=True)
@@ -156,7 +153,7 @@ def blind_answers(
     return {BLIND_ANSWERS: answers}, {"blind/described": described_share}
 
 
-def description_in(text: str, tag: str, or_all: bool) -> str | None:
+def extract_description(text: str, tag: str, or_all: bool) -> str | None:
     """Return what stands between the first tags of that name, stripped; None, or all of the text, without any."""
     _, opened, rest = text.partition(f"<{tag}>")
     description, closed, _ = rest.partition(f"</{tag}>")
@@ -186,7 +183,7 @@ def blind_conversation(template: str, question: str, description: str) -> list[d
     return [{"role": "user", "content": "".join(known.get(part, part) for part in parts)}]
 
 
-def with_noise(trainer: "DAPOTrainer", rollout: Rollout) -> Prompts:
+def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prompts:
     """Return the prompts of a rollout as they are to be generated from; the rollout keeps them.
 
     The last completions of each prompt get one perturbed image, whichever process they are on.
@@ -195,7 +192,6 @@ def with_noise(trainer: "DAPOTrainer", rollout: Rollout) -> Prompts:
         DataError: a perturbed image makes other tokens than the image itself.
     """
     args, prompts, state = trainer.args, rollout.prompts, trainer.state
-    assert prompts is not None
     if not args.noisy_generations or not trainer.model.training or rollout.greedy or rollout.blind:
         return prompts
     step = state.global_step + 1
@@ -211,7 +207,6 @@ def with_noise(trainer: "DAPOTrainer", rollout: Rollout) -> Prompts:
     trainer._log_completion_extra("noisy", noisy)
     if not any(noisy) or prompts.images is None:  # another process may have images
         return prompts
-    assert rollout.messages is not None
     perturb = partial(
         perturb_images,
         name=args.noisy_perturbation,
@@ -244,7 +239,7 @@ def noisy_rows(rows: int, generations: int, count: int, first: int) -> list[bool
     return [(first + row) % generations >= generations - count for row in range(rows)]
 
 
-def finish_noise(trainer: "DAPOTrainer", rollout: Rollout) -> None:
+def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     """Give a rollout the old log-probabilities that `noisy_importance` says, and metrics of the noise."""
     noise, args = rollout.noise, trainer.args
     if noise is None:
@@ -252,10 +247,10 @@ def finish_noise(trainer: "DAPOTrainer", rollout: Rollout) -> None:
     if noise.generations and args.noisy_importance == "perturbed":
         rollout.batch = {
             **rollout.batch,
-            OLD_LOGPS: trainer.score(scoring_inputs(_as_shown(rollout, noise)), Want()).logps,
+            OLD_LOGPS: trainer.score(scoring_inputs(_batch_with_noisy_images(rollout, noise)), Want()).logps,
         }
     rollout.metrics |= {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
-    if rollout.rewards is not None and noise.generations:
+    if noise.generations:
         rewards = weighted_sums(rollout.rewards, trainer.reward_weights).nan_to_num()  # (N of all,)
         rows = noisy_rows(len(rewards), trainer.completions_per_prompt, noise.generations, 0)
         noisy = torch.tensor(rows, device=rewards.device)
@@ -263,7 +258,7 @@ def finish_noise(trainer: "DAPOTrainer", rollout: Rollout) -> None:
         rollout.metrics["noisy/reward_clean"] = rewards[~noisy].mean().item()
 
 
-def _as_shown(rollout: Rollout, noise: Noise) -> dict[str, Any]:
+def _batch_with_noisy_images(rollout: Rollout, noise: Noise) -> dict[str, Any]:
     """The batch with the images that each row was generated from."""
     if noise.prompts is None or noise.prompts.images is None:
         return rollout.batch

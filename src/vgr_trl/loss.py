@@ -1,13 +1,13 @@
 """Loss terms beside TRL's: KL divergences of all kinds, perception loss, entropy penalty; and signs of a collapse.
 
 Terms are per token, (N, T), and 0 on invalid tokens: the caller sums and divides them as it does its policy loss.
-`KLControl` and `added_loss` are those of a run of `DAPOTrainer`; nothing here needs TRL to be imported.
+`KLControl` and `auxiliary_loss` are those of a run of `DAPOTrainer`; nothing here needs TRL to be imported.
 """
 
 import math
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from accelerate import Accelerator
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
 from vgr_trl.checkpoints import load_shares, save_share
+from vgr_trl.config import KLKind
 from vgr_trl.metrics import Totals
 from vgr_trl.pixels import joined
 from vgr_trl.rows import scoring_inputs, valid_tokens
@@ -27,12 +28,11 @@ from vgr_trl.utils import ConfigError, DataError, patched_attribute
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
-    from vgr_trl.rollout import Rollout, TrainingPass
-    from vgr_trl.trainer import DAPOTrainer
+    from vgr_trl.rollout import ConstructedTrainer, Rollout, TrainingPass
 
 logger = logging.get_logger(__name__)
 
-KINDS = ("kl", "abs", "mse", "low_var_kl", "full")
+KINDS = get_args(KLKind)
 _LARGEST = 10.0  # of `low_var_kl`
 _LARGEST_DIFFERENCE = 20.0
 _ROUNDING = 1e-6  # below it the sign of a difference is that of float32 rounding
@@ -177,7 +177,7 @@ def entropy_penalty(logps: torch.Tensor, mask: torch.Tensor, coefficient: float 
 
 
 class FullKL:
-    """Takes hidden states through the heads of two models, some positions at a time.
+    """Full KL between two models from their hidden states, a few positions at a time.
 
     Args:
         reference: None: the policy without its adapter, which must leave the head as it is.
@@ -233,13 +233,13 @@ def kl_penalty_reward(
 PENALTY = kl_penalty_reward.__name__
 
 
-def with_reference(owner: Any, args: "DAPOConfig") -> AbstractContextManager[None]:
-    """Let TRL build a reference, or score by it, in this block if a KL needs it: it does so where `beta` is not 0."""
+def enable_reference_model(owner: Any, args: "DAPOConfig") -> AbstractContextManager[None]:
+    """Set beta to 1 in this block if a KL needs the reference, so that TRL builds and scores it."""
     return patched_attribute(owner, "beta", 1.0) if args.kl_coef > 0 else nullcontext()
 
 
 class KLControl:
-    """Takes the KL of a run from its rewards, or adds it to its loss, and lets the coefficient follow.
+    """KL penalty of a run, in its rewards or its loss, with a fixed or adaptive coefficient.
 
     Attributes:
         penalises, in_loss: which of the two it does, if any.
@@ -271,7 +271,7 @@ class KLControl:
         rollout.kl_penalty = -self.controller.coefficient * kl
         return {"kl_penalty": rollout.kl_penalty.sum(dim=1).tolist()}, self._measured(kl, mask)
 
-    def without_unscored(self, rewards: torch.Tensor) -> torch.Tensor:
+    def drop_unscored_penalties(self, rewards: torch.Tensor) -> torch.Tensor:
         """Return rewards (N of all, F) in which a completion that no other reward applies to has no penalty either.
 
         Args:
@@ -290,7 +290,6 @@ class KLControl:
 
     def term(self, passed: "TrainingPass", mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics."""
-        assert passed.logps is not None
         mask, coefficient = mask.bool(), self.controller.coefficient
         if self.full is None:
             kl = self._kl(passed.logps, passed.inputs["ref_per_token_logps"], mask)
@@ -321,7 +320,7 @@ class KLControl:
         return metrics
 
     def update(self) -> dict[str, float]:
-        """Let the coefficient follow the completions since the last update; return metrics."""
+        """Update the coefficient by the completions since the last update; return metrics."""
         metrics = {"kl/coefficient": self.controller.coefficient}
         if self._completions:
             self.controller.update(self._sum / self._completions, self._completions)
@@ -345,11 +344,12 @@ class KLControl:
             logger.warning(f"{folder} was saved without an adaptive KL coefficient, which starts at kl_coef.")
 
 
-def added_loss(trainer: "DAPOTrainer", passed: "TrainingPass") -> tuple[torch.Tensor | float, dict[str, float]]:
+def auxiliary_loss(
+    trainer: "ConstructedTrainer", passed: "TrainingPass"
+) -> tuple[torch.Tensor | float, dict[str, float]]:
     """Return the terms of a micro-batch that are no advantages, averaged as TRL averages its own loss, and metrics."""
     args, accelerator, totals = trainer.args, trainer.accelerator, Totals()
     mask, terms, metrics = valid_tokens(passed.inputs), list[torch.Tensor](), dict[str, float]()  # terms (N, T) each
-    assert passed.logps is not None
     if args.use_entropy_penalty:
         terms.append(entropy_penalty(passed.logps, mask, args.entropy_penalty_coef))
         totals.add_mean("entropy_penalty", terms[0].detach(), mask.bool())
@@ -374,11 +374,10 @@ def added_loss(trainer: "DAPOTrainer", passed: "TrainingPass") -> tuple[torch.Te
 
 
 def _perception_term(
-    trainer: "DAPOTrainer", passed: "TrainingPass", mask: torch.Tensor, totals: Totals
+    trainer: "ConstructedTrainer", passed: "TrainingPass", mask: torch.Tensor, totals: Totals
 ) -> torch.Tensor:
     """The perception loss of every token (N, T), the one term that takes a further pass, through perturbed images."""
     args, inputs, logps = trainer.args, passed.inputs, passed.logps
-    assert logps is not None
     perturbed_logps = logps
     if args.uses_perception_loss:
         pixels = inputs.get("perturbed_pixel_values")

@@ -1,15 +1,15 @@
-"""What has to be measured of a rollout for these options, and the passes that measure it."""
+"""Plan the measurements of rollouts, and score completions and perturbed views for them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from PIL import Image
 
 from vgr_trl.config import REMOVE_IMAGE
-from vgr_trl.credit import own_rules
+from vgr_trl.credit import builtin_rules
 from vgr_trl.data.images import COLUMNS, Box, boxes_of
 from vgr_trl.data.read_row import image_columns
 from vgr_trl.pixels import image_inputs_of, image_tensors, joined, parts_by_counts, tiles_by_tokens
@@ -31,14 +31,14 @@ from vgr_trl.signals.named import (
     RolloutSignals,
     add_named,
     attention_metrics,
-    columns_needed_by,
+    build_unmeasured_signals,
     named_columns,
     named_metrics,
     named_signals,
+    needed_signal_columns,
     reward_columns,
-    unmeasured,
 )
-from vgr_trl.signals.perturbation import images_in, perturb_images, perturbed_prompts, without_images
+from vgr_trl.signals.perturbation import drop_images, images_in, perturb_images, perturbed_prompts
 from vgr_trl.signals.probe import count_attention_layers, find_decoder, why_not_measurable
 from vgr_trl.signals.ratios import (
     AttentionMass,
@@ -53,9 +53,6 @@ from vgr_trl.signals.scoring import AttentionPlan, Head, Scores, Want
 from vgr_trl.signals.similarity import decoder_layers, hidden_state_number
 from vgr_trl.utils import ConfigError
 
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
-
 MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 10 rows of 1,024 tokens of a 7 B model
 _LATE = ("dependency", "shift", "views", "perception")  # what the pass over perturbed images is made for
 _OF_IMAGES = ("attention", "similarity", "regions", "blind", *_LATE)
@@ -63,7 +60,7 @@ _OF_IMAGES = ("attention", "similarity", "regions", "blind", *_LATE)
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured of every rollout batch.
+    """Measurements of every rollout batch.
 
     Attributes:
         needed: name of a measurement -> the first option, reward or rule that needs it. `shift` is how distributions
@@ -112,7 +109,7 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     Raises:
         ConfigError: a feature needs a measurement that model, data or generation do not allow; it is named.
     """
-    args, needed = trainer.args, needed_measurements(trainer)
+    args, needed = trainer.args, find_needed_measurements(trainer)
     model = trainer.accelerator.unwrap_model(trainer.model)
     ids = tuple(args.vision_token_ids or vision_token_ids(model, trainer.processing_class))
     for need, reader in needed.items():
@@ -140,12 +137,12 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     return Measurement(needed, ids, tuple(special_token_ids(trainer.processing_class)), views, named, layers)
 
 
-def needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
+def find_needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
     """Return what rewards, rules of credit, signals and other options read -> the first of them that does."""
     args, needed = trainer.args, dict[str, str]()
     data_columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
     for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
-        if columns_needed_by(reward) - data_columns:
+        if needed_signal_columns(reward) - data_columns:
             needed.setdefault("attention", f"the reward {name}")
         if BLIND_ANSWERS in needed_signals(reward):
             needed.setdefault("blind", f"the reward {name}")
@@ -155,7 +152,7 @@ def needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
                     f"The reward {name} needs {need}, measured after the rewards: let a signal or rule read it."
                 )
             needed.setdefault(need, f"the reward {name}")
-    for rule, need in own_rules(args).items():
+    for rule, need in builtin_rules(args).items():
         needed.setdefault(need, rule)
     for need, readers in args.readers().items():
         needed.setdefault("views" if need.startswith(LOGPS_PREFIX) else need, readers[0])
@@ -173,11 +170,16 @@ def needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
     return needed
 
 
+def find_completion_maker(trainer: ConstructedTrainer) -> str | None:
+    """Return the option by which completions are more than the policy's answer to its prompt, if one is on."""
+    makers = ("rollout_func", "tools", "environment_factories")
+    return next((name.removesuffix("_factories") for name in makers if getattr(trainer, name, None)), None)
+
+
 def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequence[int]) -> str | None:
     """Return why something cannot be measured with this model, these data and this generation; None if it can."""
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-    makers = ("rollout_func", "tools", "environment_factories")
-    maker = next((name.removesuffix("_factories") for name in makers if getattr(trainer, name, None)), None)
+    maker = find_completion_maker(trainer)
     columns = getattr(trainer.train_dataset, "column_names", None)
     beams = getattr(getattr(trainer, "generation_config", None), "num_beams", None) or 1
     backends = {
@@ -209,7 +211,7 @@ def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequ
     return why
 
 
-def named_datasets(trainer: ConstructedTrainer) -> Iterator[tuple[str, Any]]:
+def iterate_datasets(trainer: ConstructedTrainer) -> Iterator[tuple[str, Any]]:
     """The train data and every part of the eval data, with a name for messages."""
     for name, dataset in (("train", trainer.train_dataset), ("eval", trainer.eval_dataset)):
         parts = dataset.values() if isinstance(dataset, dict) else [dataset]
@@ -220,14 +222,13 @@ def data_has_images(trainer: ConstructedTrainer) -> bool:
     """Whether the data have a column of images, or are a stream whose columns are not known."""
     return any(
         getattr(dataset, "column_names", None) is None or image_columns(dataset)
-        for _, dataset in named_datasets(trainer)
+        for _, dataset in iterate_datasets(trainer)
     )
 
 
-def completion_inputs(trainer: "DAPOTrainer", rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, Any]:
+def completion_inputs(trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, Any]:
     """Return the inputs of the scoring pass over a rollout whose batch TRL has not built yet."""
     end_tokens = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
-    assert rollout.prompts is not None
     return build_scoring_inputs(
         rollout.prompts,
         completion_ids,
@@ -238,7 +239,7 @@ def completion_inputs(trainer: "DAPOTrainer", rollout: Rollout, completion_ids: 
     )
 
 
-def wanted_scores(trainer: "DAPOTrainer", rollout: Rollout, inputs: Mapping[str, Any]) -> Want:
+def wanted_scores(trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping[str, Any]) -> Want:
     """Return what the scoring pass over a rollout has to give for everything that reads its signals."""
     args, measurement = trainer.args, trainer.measurement
     ids, length = inputs["input_ids"], inputs["logits_to_keep"]
@@ -255,7 +256,7 @@ def wanted_scores(trainer: "DAPOTrainer", rollout: Rollout, inputs: Mapping[str,
             measurement.special_token_ids,
             mass=measures,
             region=region_mask(trainer, rollout, prompt_ids) if measures else None,
-            keep_rows=_rows_that_fit(vision, length * len(late), rollout.recorded or ()),
+            keep_rows=_limit_kept_rows(vision, length * len(late), rollout.recorded or ()),
             keep_layers=late,
             measure_prompt=rollout.generated_mass is None,
             similarity=(args.hidden_similarity_layer, args.hidden_similarity_over)
@@ -270,7 +271,7 @@ def wanted_scores(trainer: "DAPOTrainer", rollout: Rollout, inputs: Mapping[str,
     )
 
 
-def signals_of_scores(scores: Scores, generated_mass: AttentionMass | None) -> RolloutSignals:
+def make_signals(scores: Scores, generated_mass: AttentionMass | None) -> RolloutSignals:
     """Return the signals of a rollout, with the attention that was measured in generation where there is some."""
     mass = scores.attention if generated_mass is None else pad_to_length(generated_mass, scores.mask)
     assert scores.entropies is not None
@@ -279,7 +280,7 @@ def signals_of_scores(scores: Scores, generated_mass: AttentionMass | None) -> R
     )
 
 
-def _rows_that_fit(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> list[int]:
+def _limit_kept_rows(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> list[int]:
     """Those of `rows` whose attention, token by token, takes no more than `MOST_KEPT` bytes together.
 
     Args:
@@ -306,7 +307,7 @@ def pad_to_length(mass: AttentionMass, mask: torch.Tensor) -> AttentionMass:
     return replace(mass, **padded | {"mask": mask})
 
 
-def signals_as_columns(trainer: "DAPOTrainer", rollout: Rollout) -> tuple[dict[str, list[Any]], dict[str, float]]:
+def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Return the columns that rewards get of the signals of a rollout, and its metrics; empty if there are none."""
     args, signals, gather = trainer.args, rollout.signals, trainer.accelerator.gather
     assert signals is not None
@@ -325,7 +326,7 @@ def signals_as_columns(trainer: "DAPOTrainer", rollout: Rollout) -> tuple[dict[s
 # The pass of a rollout over perturbed images: what its completions depend on the original ones for
 
 
-def score_perturbed(trainer: "DAPOTrainer", rollout: Rollout) -> None:
+def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     """Score the completions given perturbed images; the rollout gets their dependency among its signals.
 
     Its batch gets `perturbed_pixel_values` where the perception loss is on.
@@ -338,7 +339,7 @@ def score_perturbed(trainer: "DAPOTrainer", rollout: Rollout) -> None:
             batch["perturbed_pixel_values"] = inputs[name]["pixel_values"]
     if not measurement.views:
         return
-    rollout.signals = signals = rollout.signals or unmeasured(valid_tokens(batch).bool())
+    rollout.signals = signals = rollout.signals or build_unmeasured_signals(valid_tokens(batch).bool())
     scores = trainer.score(
         stacked_inputs([inputs[name] for name in measurement.views]), Want(hidden=measurement.needs("shift"))
     )
@@ -361,12 +362,11 @@ def score_perturbed(trainer: "DAPOTrainer", rollout: Rollout) -> None:
     rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, trainer.accelerator.gather)
 
 
-def _inputs_under(name: str, trainer: "DAPOTrainer", rollout: Rollout) -> dict[str, Any]:
+def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, Any]:
     """Of the scoring of the rollout's rows with their images perturbed by `name`."""
     args, batch, rows = trainer.args, rollout.batch, len(rollout.batch["prompt_ids"])
-    assert rollout.messages is not None
     if name == REMOVE_IMAGE:
-        prompts = trainer.tokenize([without_images(prompt) for prompt in rollout.messages])
+        prompts = trainer.tokenize([drop_images(prompt) for prompt in rollout.messages])
         return text_inputs(batch, prompts, trainer._tokenizer.pad_token_id)
     first = trainer.accelerator.process_index * rows
     shared_by = trainer.completions_per_prompt if args.perturb_per == "prompt" else 1
@@ -388,12 +388,12 @@ def _inputs_under(name: str, trainer: "DAPOTrainer", rollout: Rollout) -> dict[s
 _WHOLE: list[Box] = [(0.0, 0.0, 1.0, 1.0)]
 
 
-def region_mask(trainer: "DAPOTrainer", rollout: Rollout, prompt_ids: torch.Tensor) -> torch.Tensor | None:
+def region_mask(trainer: ConstructedTrainer, rollout: Rollout, prompt_ids: torch.Tensor) -> torch.Tensor | None:
     """Return the vision tokens of each row's boxes, (N, P) bool; None if nothing reads them.
 
     A row without a box, or with several images, has none.
     """
-    if "regions" not in trainer.measurement.needed or rollout.messages is None:
+    if "regions" not in trainer.measurement.needed:
         return None
     vision_tokens = torch.tensor(trainer.measurement.vision_token_ids, device=prompt_ids.device)
     vision = torch.isin(prompt_ids, vision_tokens)  # (N, P)

@@ -1,23 +1,19 @@
-"""Metrics that are right however the rows are spread over processes, seconds of each stage, and signs of collapse."""
+"""Means over processes, whatever the spread of the rows, and seconds of each stage."""
 
 import math
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from transformers import TrainerCallback
 
-from vgr_trl.rows import valid_tokens
-
 if TYPE_CHECKING:
-    from vgr_trl.rollout import TrainingPass
-    from vgr_trl.trainer import DAPOTrainer
+    pass
+
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 
@@ -113,128 +109,8 @@ def add_weights(totals: Totals, name: str, weights: torch.Tensor, mask: torch.Te
     totals.add_largest(f"{name}_max", weights, mask)
 
 
-_VALID_MEANS = ("entropy_penalty", "perception_loss", "perturbed_entropy", "kl", "kl/mean")
-_RATIO_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
-
-
-def approximate_kl(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return per completion the sum over its valid tokens of the k3 estimate of KL(old policy ‖ policy).
-
-    k3 = ratio − 1 − ln ratio with ratio = π/π_old of a token sampled from π_old, never negative and unbiased
-    (Schulman, http://joschu.net/blog/kl-approx.html).
-
-    Args:
-        logps: log-probabilities under the policy, (N, T).
-        old_logps: those under the policy that generated the tokens, (N, T).
-        mask: valid tokens, (N, T).
-
-    Returns:
-        (N,), at least 0.
-    """
-    log_ratio = (logps - old_logps).float() * mask
-    return (log_ratio.exp() - 1 - log_ratio).sum(dim=1)
-
-
-def weigh_by_tokens(metrics: MutableMapping[str, list[float]], names: Iterable[str], counts: Sequence[float]) -> None:
-    """Replace the values of micro-batches by one mean in which every token counts the same.
-
-    Args:
-        metrics: values by name; those that do not have one value for each micro-batch stay as they are.
-        counts: tokens of each micro-batch, over all processes.
-    """
-    for name in names:
-        values = metrics.get(name, [])
-        if len(values) != len(counts):
-            continue
-        pairs = [(value, count) for value, count in zip(values, counts, strict=True) if not math.isnan(value)]
-        if total := sum(count for _, count in pairs):
-            metrics[name] = [sum(value * count for value, count in pairs) / total]
-
-
-class StepMetrics:
-    """Counts and means of the micro-batches since the last log.
-
-    Attributes:
-        prompts_too_long: prompts of a stream that were left out, in the whole run.
-        rows_replaced: rows of this process since the last micro-batch whose images could not be decoded, so that
-            others took their place.
-        updates_left_out: steps that changed nothing because their gradient was not finite.
-    """
-
-    def __init__(self, trainer: "DAPOTrainer") -> None:
-        self._trainer = trainer
-        self._valid: list[float] = []  # tokens of each micro-batch that count in the loss
-        self._scored: list[float] = []  # those of them that were scored
-        self._sums: Counter[str] = Counter()
-        self.prompts_too_long = self.updates_left_out = self.rows_replaced = 0
-        args = trainer.args
-        by_completion = args.importance_sampling_level == "sequence" and not args.has_token_advantages
-        self._means = ("entropy",) if by_completion else ("entropy", *_RATIO_MEANS)  # TRL's, over tokens that train
-
-    def measure(self, passed: "TrainingPass", of_trl: MutableMapping[str, list[float]]) -> dict[str, float]:
-        """Count a micro-batch, over all processes, and return its metrics, which are means over tokens with loss.
-
-        Args:
-            of_trl: TRL's metrics; the newest values of its means over valid tokens, to which tokens that were not
-                scored add 0, become means over tokens with loss, NaN where there is none.
-        """
-        assert passed.logps is not None
-        inputs, logps, mask = passed.inputs, passed.logps.detach(), valid_tokens(passed.inputs)  # (N, T)
-        loss_mask = mask if passed.loss_mask is None else passed.loss_mask
-        rows_run = len(mask) if passed.loss_mask is None else passed.rows_run
-        old_logps = inputs.get("old_per_token_logps", logps)  # TRL leaves them out while they equal the new ones
-        kl = approximate_kl(logps, old_logps, loss_mask)  # (N,)
-        tokens = inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
-        counts = (kl.sum(), mask.sum(), loss_mask.sum(), tokens, len(mask), rows_run, self.rows_replaced)
-        self.rows_replaced = 0
-        local = torch.stack([torch.as_tensor(count, device=kl.device).float() for count in counts])
-        kl_sum, valid, scored, tokens, rows, run, replaced = self._trainer.accelerator.reduce(
-            local, reduction="sum"
-        ).tolist()
-        for name in self._means if scored != valid else ():
-            if values := of_trl.get(name):
-                values[-1] = values[-1] * valid / scored if scored else math.nan
-        self._valid.append(valid)
-        self._scored.append(scored)
-        self._sums.update(
-            {"tokens": tokens, "rows": rows, "skipped/rows": rows - run, "skipped/tokens": valid - scored}
-            | {"replaced": replaced}
-        )
-        return {"approx_kl": kl_sum / scored if scored else math.nan}
-
-    def merge(self, metrics: MutableMapping[str, list[float]]) -> None:
-        """Make one value of those of the micro-batches, before they are logged."""
-        weigh_by_tokens(metrics, _VALID_MEANS, self._valid)
-        weigh_by_tokens(metrics, ("approx_kl", *self._means), self._scored)
-        self._valid.clear()
-        self._scored.clear()
-
-    def of_window(self, seconds: float) -> dict[str, float]:
-        """Return what is logged of the micro-batches since the last log, and of the run; start a new window.
-
-        Those are tokens and completions per second, generation and scoring included; completions that did not run and
-        tokens that were not scored; the weights of the rewards.
-        """
-        sums, self._sums = self._sums, Counter()
-        weights = zip(self._trainer.reward_func_names, self._trainer.reward_weights.tolist(), strict=True)
-        logs: dict[str, float] = {
-            "perf/tokens_per_second": sums["tokens"] / seconds,
-            "perf/samples_per_second": sums["rows"] / seconds,
-            "skipped/rows": float(sums["skipped/rows"]),
-            "skipped/tokens": float(sums["skipped/tokens"]),
-            **{f"reward_weights/{name}": weight for name, weight in weights},
-        }
-        if self.updates_left_out:
-            logs["skipped/updates"], self.updates_left_out = self.updates_left_out, 0
-        if sums["replaced"]:
-            logs["data/prompts_replaced"] = sums["replaced"] / self._trainer.num_generations
-        if self.prompts_too_long:
-            logs["data/prompts_too_long"] = self.prompts_too_long
-        return logs
-
-
 STAGES = ("generation", "reward", "old_logps", "reference", "values", "perturbed", "selection", "update", "optimizer")
-_OF_TWO = "perturbed"  # whose passes are its own
+NO_NESTED_STAGES = "perturbed"  # whose passes are its own
 
 
 def moment() -> Any:
@@ -266,7 +142,7 @@ class StageClock:
         Args:
             counts: False: it is one of an evaluation, and counts nowhere.
         """
-        if not counts or (self._running and self._running[-1] == _OF_TWO):
+        if not counts or (self._running and self._running[-1] == NO_NESTED_STAGES):
             yield
             return
         self._turn()
@@ -314,127 +190,3 @@ class OptimizerClock(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Parameters are changed."""
         self.clock.spans.append(("optimizer", self._started, moment()))
-
-
-WINDOW = 8  # steps whose mean is compared with the means of earlier ones
-SMALLEST_RATE = 0.1  # of correct or well-formed answers; a fall from below it is noise
-WATCHED = (
-    "rewards/", "completions/mean_length", "completions/clipped_ratio", "entropy", "frac_reward_zero_std",
-    "perception_loss", "perturbed_entropy", "clip_ratio/high_mean", "cispo_clip_ratio",
-)  # fmt: skip
-
-
-class CollapseSign(NamedTuple):
-    """What was observed, and what may help; `kind` is the same for the same sign at another step."""
-
-    kind: str
-    seen: str
-    remedies: tuple[str, ...]
-
-
-class MetricHistory:
-    """One metric: the mean of its newest `WINDOW` steps, and the first, lowest and highest such mean before them."""
-
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=2 * WINDOW)
-        self.first: float | None = None
-        self.lowest, self.highest, self.now = math.inf, -math.inf, 0.0
-
-    def add(self, value: float) -> None:
-        """Add the value of one more step."""
-        self._values.append(value)
-        if len(self._values) == 2 * WINDOW:
-            before = fmean(islice(self._values, WINDOW))
-            self.now = fmean(islice(self._values, WINDOW, None))
-            self.first = before if self.first is None else self.first
-            self.lowest, self.highest = min(self.lowest, before), max(self.highest, before)
-
-
-def find_collapse(histories: Mapping[str, MetricHistory], reward_weights: Mapping[str, float]) -> list[CollapseSign]:
-    """Return the signs of collapse in the histories of metrics, which have TRL's names.
-
-    Args:
-        histories: of metrics that begin with one of `WATCHED`; those of fewer than 2 · `WINDOW` steps do not count.
-        reward_weights: by the names of the reward functions.
-    """
-    known = {name: history for name, history in histories.items() if history.first is not None}
-    deviations = {
-        name: abs(weight) * known[f"rewards/{name}/std"].now
-        for name, weight in reward_weights.items()
-        if f"rewards/{name}/std" in known
-    }
-    vgr_rewards = ", ".join(name for name, weight in reward_weights.items() if "vgr" in name and weight)
-    slower, signs = "a lower learning_rate", list[CollapseSign]()
-
-    def fell(name: str, history: MetricHistory, *remedies: str, note: str = "") -> None:
-        signs.append(CollapseSign(name, f"{name} fell from {history.highest:.3g} to {history.now:.3g}{note}", remedies))
-
-    for name, weight in reward_weights.items():
-        reward = known.get(f"rewards/{name}/mean")
-        if reward is None or weight == 0 or reward.now >= reward.highest / 2:
-            continue
-        share = deviations.get(name, 0.0) / (sum(deviations.values()) or 1.0)
-        if ("accuracy" in name or "format" in name) and reward.highest >= SMALLEST_RATE:
-            fell(name, reward, slower, *([f"less weight on {vgr_rewards}"] if vgr_rewards else []))
-        elif "vgr" in name and share > 0.5:
-            note = f" while it is {share:.0%} of the rewards' deviation"
-            fell(name, reward, f"less weight on {name}", "scale_rewards none", note=note)
-    if (length := known.get("completions/mean_length")) and length.now < length.highest / 4:
-        fell("the length of completions", length, slower)
-    if (clipped := known.get("completions/clipped_ratio")) and clipped.now > 0.9 and clipped.lowest < 0.5:
-        seen = f"{clipped.now:.0%} of the completions are truncated (at the lowest {clipped.lowest:.0%})"
-        signs.append(CollapseSign("truncated", seen, (slower, "a length reward")))
-    if (entropy := known.get("entropy")) and entropy.first is not None:
-        if entropy.now < 0.005 and entropy.highest > 0.05:
-            fell("entropy", entropy, slower, "a higher epsilon_high or temperature")
-        elif entropy.now > max(4 * entropy.lowest, 2 * entropy.first, 0.05):
-            seen = f"entropy rose from {entropy.lowest:.3g} to {entropy.now:.3g}"
-            signs.append(CollapseSign("entropy rose", seen, (slower, "use_entropy_penalty")))
-    divergence, perturbed = known.get("perception_loss"), known.get("perturbed_entropy")
-    if entropy and divergence and perturbed and divergence.now < 2 * min(divergence.lowest, 0.0):
-        ratio = known.get("clip_ratio/high_mean") or known.get("cispo_clip_ratio")
-        rising = [entropy, perturbed, *([ratio] if ratio and ratio.highest + ratio.now > 0 else [])]
-        if all(each.now > each.highest for each in rising):  # as in PAPO (https://huggingface.co/papers/2507.06448)
-            seen = f"the perception loss fell from {divergence.lowest:.3g} to {divergence.now:.3g} while entropies rose"
-            remedies = ("a lower perception_loss_weight", "higher weights of both entropy terms")
-            signs.append(CollapseSign("perception", seen, remedies))
-    if (equal := known.get("frac_reward_zero_std")) and equal.now >= 0.95 and equal.lowest < 0.8:
-        seen = f"{equal.now:.0%} of the groups have equal rewards (at the lowest {equal.lowest:.0%})"
-        signs.append(CollapseSign("equal rewards", seen, ("other questions", "a reward that differs within a group")))
-    return signs
-
-
-def collapse_sentence(signs: Sequence[CollapseSign], step: int) -> str:
-    """Return the warning that names the signs, the step to go back to, and the remedies."""
-    remedies = ", or ".join(dict.fromkeys(remedy for sign in signs for remedy in sign.remedies))
-    return (
-        f"The run shows signs of collapse at step {step}: {', '.join(sign.seen for sign in signs)} (means of {WINDOW} "
-        f"steps); go back to a checkpoint before step {max(step - 2 * WINDOW, 0)} and try {remedies}."
-    )
-
-
-def first_signs(logs: Iterable[tuple[int, Mapping[str, float | None]]]) -> list[tuple[int, str]]:
-    """Return the signs of collapse in what a run has logged in training, each with its first step.
-
-    Besides those of `find_collapse`, with logged values in place of steps: a loss or gradient that is not finite.
-
-    Args:
-        logs: steps, in order, with the values that were logged; rewards weigh 1 unless their weight was logged.
-    """
-    histories: dict[str, MetricHistory] = defaultdict(MetricHistory)
-    weights: dict[str, float] = {}
-    found: dict[str, tuple[int, str]] = {}
-    for step, values in logs:
-        for name, value in values.items():
-            if value is None or not math.isfinite(value):
-                if name in ("loss", "grad_norm"):
-                    found.setdefault(name, (step, f"{name} is not finite"))
-            elif name.startswith("reward_weights/"):
-                weights[name.removeprefix("reward_weights/")] = value
-            elif name.startswith(WATCHED):
-                histories[name].add(value)
-                if name.startswith("rewards/"):
-                    weights.setdefault(name.split("/")[1], 1.0)
-        for sign in find_collapse(histories, weights):
-            found.setdefault(sign.kind, (step, sign.seen))
-    return sorted(found.values())

@@ -1,4 +1,4 @@
-"""How an option is declared, and what follows from that: the check of its value, and whether it is used in a run."""
+"""Declare options, check their values, and tell whether a run uses them."""
 
 import math
 import operator

@@ -68,7 +68,7 @@ def parts_by_counts(given: ImageInputs, num_images: Sequence[int], num_tiles: Se
     images = [int(count) for count in num_images]
     tiles = images if num_tiles is None else [int(count) for count in num_tiles]
     layout = find_layout(given, sum(images))
-    return _parts(given, layout, {"row": [1] * len(images), "image": images, "tile": tiles})
+    return _slice_inputs(given, layout, {"row": [1] * len(images), "image": images, "tile": tiles})
 
 
 def parts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> Parts:
@@ -78,7 +78,7 @@ def parts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> Parts:
         UnknownParts: the tokens do not tell with certainty.
     """
     layout = find_layout(given)
-    return _parts(given, layout, dict.fromkeys(("row", "image", "tile"), layout.count(given, is_image)))
+    return _slice_inputs(given, layout, dict.fromkeys(("row", "image", "tile"), layout.count(given, is_image)))
 
 
 def tiles_by_tokens(given: ImageInputs, num_images: Sequence[int], is_image: torch.Tensor) -> list[int] | None:
@@ -120,7 +120,7 @@ def find_layout(given: ImageInputs, images: int | None = None) -> Layout:
     return layout
 
 
-def _parts(given: ImageInputs, layout: Layout, counts: dict[Unit, list[int]]) -> Parts:
+def _slice_inputs(given: ImageInputs, layout: Layout, counts: dict[Unit, list[int]]) -> Parts:
     slices = {unit: _slices(of_rows) for unit, of_rows in counts.items()}
     if "patch" in layout.units.values():
         patches = given["image_grid_thw"].prod(-1).tolist()
@@ -262,15 +262,15 @@ def _stack(parts: Sequence[torch.Tensor | None], padding: int, one_per_row: bool
 
 def move_images(rows: Sequence[Images], device: torch.device | str) -> list[Images]:
     """Return the rows on `device`; rows that shared a tensor share it again."""
-    return _once_each(rows, lambda value: value.to(device))
+    return _map_shared_tensors(rows, lambda value: value.to(device))
 
 
 def store_images(rows: Sequence[Images]) -> list[Images]:
     """Return copies on the CPU that keep no batch in memory; equal tensors become one object."""
-    return _once_each(rows, lambda value: owned(value, "cpu"), fingerprint)
+    return _map_shared_tensors(rows, lambda value: clone_to(value, "cpu"), fingerprint)
 
 
-def _once_each(
+def _map_shared_tensors(
     rows: Sequence[Images], change: Callable[[Any], Any], key: Callable[[Any], Hashable] = id
 ) -> list[Images]:
     changed: dict[Hashable, Any] = {}
@@ -288,6 +288,6 @@ def fingerprint(value: torch.Tensor) -> Hashable:
     return value.dtype, value.shape, xxhash.xxh3_128_digest(data)
 
 
-def owned(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+def clone_to(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Return a copy of `value` on `device` that shares no memory with it and keeps nothing but its elements."""
     return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value.detach())

@@ -1,6 +1,7 @@
-"""What a rollout batch, and a micro-batch of it, have become so far: filled in by the hooks of the trainer."""
+"""Per-rollout and per-micro-batch state, which the trainer's hooks fill in."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +14,19 @@ from trl import GRPOTrainer
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
+from vgr_trl.efficiency.vision_cache import VisionCache
+from vgr_trl.metrics import StageClock
 from vgr_trl.rows import Placement, Prompts
+from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
-from vgr_trl.signals.scoring import Scores
-from vgr_trl.utils import DataError
+from vgr_trl.signals.scoring import Scores, Want
+from vgr_trl.utils import DataError, Feature
 
 if TYPE_CHECKING:
 
     class ConstructedTrainer(GRPOTrainer):
-        """For annotations: TRL's trainer with the narrower types of a constructed one."""
+        """For annotations: a constructed trainer of TRL with the attributes and methods that `DAPOTrainer` adds."""
 
         args: DAPOConfig
         model: PreTrainedModel
@@ -36,13 +40,49 @@ if TYPE_CHECKING:
         _logs: dict[str, Any]
         _buffered_inputs: Any
 
+        # Planned before the first generation; types that depend on this class are Any.
+        measurement: Any
+        has_credit: bool
+        features: dict[str, Feature]
+        reward_schedule: Any
+        passes: Any
+        vision_cache: VisionCache
+        shared_passes: SharedPasses
+        dummy_image: Any
+        vllm_images: Any
+        idle_options: dict[str, str]
+        # Kept from step to step.
+        clock: StageClock
+        step_metrics: Any
+        zero_variance_streak: Any
+        replay: Any
+        further_prompts: Any
+        kl: Any
+        critic: Any
+        selects_groups: bool
+
+        @property
+        def mode(self) -> str: ...
+        @property
+        def completions_per_prompt(self) -> int: ...
+        def newest_metrics(self) -> dict[str, float]: ...
+        def named_reward_weights(self) -> dict[str, float]: ...
+        def new_rollout(self, rows: list[dict[str, Any]], **options: Any) -> AbstractContextManager["Rollout"]: ...
+        def generate_and_score(self, rollout: "Rollout") -> None: ...
+        def score(
+            self, inputs: dict[str, Any], want: Want, model: nn.Module | None = None, *, stage: str = "old_logps"
+        ) -> Scores: ...
+        def tokenize(self, prompts: list[Any]) -> Prompts: ...
+        def greedy_rewards(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor: ...
+        def answer(self, rows: list[dict[str, Any]], conversations: list[Any]) -> list[str]: ...
+
 else:
     ConstructedTrainer = GRPOTrainer
 
 
 @dataclass
 class GroupSelection:
-    """Which groups of a rollout batch have a gradient; the same on all processes.
+    """Groups of a rollout batch that have a gradient; the same on all processes.
 
     Attributes:
         placement: of the batch.
@@ -69,12 +109,12 @@ class GroupSelection:
 
     @property
     def local_advantages(self) -> torch.Tensor:
-        """Those of this process, (N,)."""
+        """Advantages of this process, (N,)."""
         first = self.placement.process_index * self.placement.rows
         return self.advantages[first : first + self.placement.rows]
 
     def rows_with_gradient(self, replaced: Iterable[int] = ()) -> torch.Tensor:
-        """Which rows of this process have a gradient once others took the place of the groups `replaced`, (N,) bool."""
+        """Return the rows of this process with a gradient, (N,) bool, once the groups `replaced` have been replaced."""
         found = torch.ones(self.placement.rows, dtype=torch.bool)
         for group in set(self.dropped).difference(replaced):
             found[[row for row, _ in self.placement.here(group)]] = False
@@ -83,7 +123,7 @@ class GroupSelection:
 
 @dataclass
 class Noise:
-    """How completions of a rollout were sampled from perturbed images.
+    """Completions of a rollout that were sampled from perturbed images.
 
     Attributes:
         rows: of this process, whether each was.
@@ -98,11 +138,9 @@ class Noise:
     prompts: Prompts | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class Rollout:
-    """One rollout batch of this process, from its rows to its advantages.
-
-    TRL's hooks and what they call fill it in, about in the order of the attributes.
+    """One rollout batch of this process, in stages; the attributes of a stage are set once, when it is reached.
 
     Attributes:
         rows: of the data, one per completion.
@@ -110,52 +148,66 @@ class Rollout:
             batch is recorded in any process.
         greedy: whether there is one greedy completion per row, of which nothing is logged (ReMax).
         blind: whether questions are answered without their images, for rewards of another rollout.
+
+        Generated:
         messages: the prompts as conversations with their images.
         prompts: of the first generation of the batch, with their own images.
         noise: how some were perturbed for generation; None: they were not.
-        generated_mass: attention measured while generating.
-        scores: of the completions under the policy.
+        generated_mass: attention measured while generating; None: it was not.
+
+        Scored:
+        scores: of the completions under the policy; None: nothing needs them.
         reference: likewise under the reference model.
-        signals: of the completions.
-        kl_penalty: (N, T), at most 0 for most kinds: what the KL adds to the reward of each token.
-        perturbed_images: of each row, as they were perturbed for the dependency.
-        changes: of the log-probabilities when images are perturbed, (N, T).
+        signals: of the completions; later those of the groups that are trained on.
+
+        Rewarded:
         rewards: unweighted, of all processes, (N of all, number of functions).
         token_weights: that reward files have returned, by completion of this process; None without such a file.
-        batch: what TRL trains on.
+        kl_penalty: (N, T), at most 0 for most kinds: the KL in the reward of each token.
+        batch: TRL's training batch.
+        perturbed_images: of each row, as they were perturbed for the dependency.
+        changes: of the log-probabilities when images are perturbed, (N, T).
+
+        Selected:
         selection: which groups have a gradient.
         replaced: numbers of the groups whose place others have taken.
         with_gradient: rows with a gradient, (N,) bool.
-        metrics: of what was measured on perturbed images.
+        metrics: of the perturbed views.
     """
 
     rows: list[dict[str, Any]]
     recorded: tuple[int, ...] | None = None
     greedy: bool = False
     blind: bool = False
-    messages: list[Any] | None = None
-    prompts: Prompts | None = None
+    messages: list[Any] = field(init=False)
+    prompts: Prompts = field(init=False)
     noise: Noise | None = None
     generated_mass: AttentionMass | None = None
     scores: Scores | None = None
     reference: Scores | None = None
     signals: RolloutSignals | None = None
+    rewards: torch.Tensor = field(init=False)
+    token_weights: list[Any] | None = None
     kl_penalty: torch.Tensor | None = None
+    batch: dict[str, Any] = field(default_factory=dict)
     perturbed_images: list[list[Any]] | None = None
     changes: torch.Tensor | None = None
-    rewards: torch.Tensor | None = None
-    token_weights: list[Any] | None = None
-    batch: dict[str, Any] = field(default_factory=dict)
-    selection: GroupSelection | None = None
+    selection: GroupSelection = field(init=False)
     replaced: list[int] = field(default_factory=list)
-    with_gradient: torch.Tensor | None = None
+    with_gradient: torch.Tensor = field(init=False)
     metrics: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def groups(self) -> GroupSelection:
-        """The selection, once zero-variance groups have been found."""
-        assert self.selection is not None
-        return self.selection
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SET_ONCE and vars(self).get(name) is not None:
+            raise AttributeError(f"Rollout.{name} is set already: a stage of a rollout is reached once.")
+        super().__setattr__(name, value)
+
+    def has(self, name: str) -> bool:
+        """Return whether the stage that sets this attribute has been reached."""
+        return name in vars(self)
+
+
+_SET_ONCE = {"messages", "prompts", "scores", "reference", "rewards", "kl_penalty", "selection", "with_gradient"}
 
 
 @dataclass
@@ -165,7 +217,7 @@ class TrainingPass:
     Attributes:
         inputs: of the loss.
         model: that is trained on it, as the loss got it.
-        logps: (N, T) with gradients, of the first pass through the model; None before it.
+        logps: (N, T) with gradients, of the first pass through the model, which sets it.
         values: (N, T) with gradients, that a critic has read off that pass.
         hidden: (N, T', D) with gradients, of its positions that emit; T' is T but for columns without loss.
         loss_mask: (N, T) bool, the tokens whose log-probabilities the loss reads; None before the first pass.
@@ -174,14 +226,14 @@ class TrainingPass:
 
     inputs: dict[str, Any]
     model: nn.Module | None = None
-    logps: torch.Tensor | None = None
+    logps: torch.Tensor = field(init=False)
     values: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
     loss_mask: torch.Tensor | None = None
     rows_run: int = 0
 
 
-def with_image_lists(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def normalise_image_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of which those with a null image have an empty list of images, which TRL knows; null fails there."""
     columns = [name for name in IMAGE_COLUMNS if name in rows[0]]
     if columns and not all(any(row.get(name) for name in columns) for row in rows):

@@ -13,12 +13,12 @@ from vgr_trl.pixels import (
     IMAGE_INPUTS,
     ROW_INPUTS,
     Images,
+    clone_to,
     find_layout,
     image_inputs_of,
     image_tensors,
     joined,
     move_images,
-    owned,
     parts_by_counts,
     split_images,
     stack_images,
@@ -63,8 +63,8 @@ def build_scoring_inputs(
         valid: per row, whether its tokens count; None: all do.
         pad_to_multiple_of: P and T are made multiples of it.
     """
-    prompt_ids, prompt_mask = _padded(prompts.ids, pad_token_id, "left", pad_to_multiple_of)
-    completions, completion_mask = _padded(completion_ids, pad_token_id, "right", pad_to_multiple_of)
+    prompt_ids, prompt_mask = pad_rows(prompts.ids, pad_token_id, "left", pad_to_multiple_of)
+    completions, completion_mask = pad_rows(completion_ids, pad_token_id, "right", pad_to_multiple_of)
     if valid is not None:
         completion_mask = completion_mask * torch.tensor(valid).unsqueeze(1)
     inputs: dict[str, Any] = {
@@ -78,7 +78,7 @@ def build_scoring_inputs(
         return inputs
     inputs["num_images"] = [len(images or ()) for images in prompts.images]
     for name in prompts.fields.keys() & TOKEN_TYPES:
-        types, _ = _padded(prompts.fields[name], 0, "left", pad_to_multiple_of)
+        types, _ = pad_rows(prompts.fields[name], 0, "left", pad_to_multiple_of)
         padding = (prompt_ids.size(1) - types.size(1), completions.size(1))
         inputs[name] = pad(types, padding)
     if images := image_tensors(prompts.fields):
@@ -138,11 +138,11 @@ def text_inputs(batch: Mapping[str, Any], prompts: Prompts, pad_token_id: int) -
     if (longest := max(map(len, prompts.ids))) > width:
         raise DataError(f"A prompt without its image has {longest} tokens, with it at most {width}: images add some.")
     other: dict[str, Any] = dict(batch)
-    ids, mask = _padded(prompts.ids, pad_token_id, "left", width)
+    ids, mask = pad_rows(prompts.ids, pad_token_id, "left", width)
     other |= {"prompt_ids": ids.to(batch["prompt_ids"]), "prompt_mask": mask.to(batch["prompt_mask"])}
     for name in TOKEN_TYPES:
         if batch.get(name) is not None:
-            types, _ = _padded(prompts.fields.get(name) or [[0]] * rows, 0, "left", width)
+            types, _ = pad_rows(prompts.fields.get(name) or [[0]] * rows, 0, "left", width)
             missing = batch[name].size(1) - width
             other[name] = pad(types, (0, missing)).to(batch[name])
     if given := image_inputs_of(batch):
@@ -198,7 +198,7 @@ def rows_with_images(batch: Mapping[str, Any]) -> torch.Tensor:
     return torch.tensor(batch.get("num_images") or [0] * len(batch["prompt_ids"])) > 0
 
 
-def with_perturbed_rows(batch: dict[str, Any]) -> dict[str, Any]:
+def split_perturbed_pixels(batch: dict[str, Any]) -> dict[str, Any]:
     """Return a batch of TRL with `perturbed_pixel_values` split by row, so that TRL shuffles and splits them."""
     perturbed = batch.get("perturbed_pixel_values")
     if perturbed is None:
@@ -207,10 +207,10 @@ def with_perturbed_rows(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, "perturbed_pixel_values": [perturbed[part] for part in parts]}
 
 
-def _padded(
-    rows: Sequence[Sequence[int]], value: int, side: Literal["left", "right"], multiple: int | None
+def pad_rows(
+    rows: Sequence[Sequence[int]], value: int, side: Literal["left", "right"], multiple: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their mask, (N, S) each, S a multiple of `multiple`."""
+    """Return tokens and their mask, (N, S) each, padded on one side; S is a multiple of `multiple`."""
     ids = [torch.tensor(row, dtype=torch.long) for row in rows]
     padded = []
     for tokens, padding in ((ids, value), ([torch.ones_like(row) for row in ids], 0)):
@@ -228,8 +228,8 @@ LAYERED = ("signals.attention.vision", "signals.attention.instruction", "signals
 
 # What TRL 1.16 trains on, by the tokens that it lies along: P of the prompt, padded on the left, T of the completion,
 # padded on the right, or both.
-_OF_PROMPTS = {"prompt_ids", "prompt_mask"}
-_OF_COMPLETIONS = {
+_PROMPT_COLUMNS = {"prompt_ids", "prompt_mask"}
+_COMPLETION_COLUMNS = {
     *("completion_ids", "completion_mask", "tool_mask", "importance_sampling_ratio", "reference_hidden"),
     *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
     *("token_advantages", "values", "returns"),
@@ -242,9 +242,9 @@ _MISSING = {"tool_mask": 1.0, **dict.fromkeys((*TOKEN_TYPES, "num_images", "num_
 
 def tokens_along(name: str) -> Literal["prompt", "completion", "sequence"] | None:
     """Return which tokens of a row the last dimension of the column of that name lies along, None if it does not."""
-    if name in _OF_COMPLETIONS or (name.startswith("signals.") and ".num_" not in name):
+    if name in _COMPLETION_COLUMNS or (name.startswith("signals.") and ".num_" not in name):
         return "completion"
-    if name in _OF_PROMPTS:
+    if name in _PROMPT_COLUMNS:
         return "prompt"
     return "sequence" if name in TOKEN_TYPES else None
 
@@ -258,7 +258,7 @@ def causal_type(config: Any, name: str) -> int:
     return _CAUSAL_TYPE.get(config.model_type, 0) if name == "token_type_ids" else 0
 
 
-def with_completion_types(inputs: Mapping[str, torch.Tensor], config: Any, length: int) -> dict[str, torch.Tensor]:
+def extend_token_types(inputs: Mapping[str, torch.Tensor], config: Any, length: int) -> dict[str, torch.Tensor]:
     """Return token types of so many columns, P + T; where only prompts have some, completions stay causal."""
     types = {name: inputs[name] for name in TOKEN_TYPES if name in inputs}
     return {
@@ -301,7 +301,7 @@ class Rows:
         Columns of unknown names are kept with their rows.
 
         Args:
-            batch: what `_generate_and_score_completions` returns, with `columns_of_signals`.
+            batch: what `_generate_and_score_completions` returns, with `signals_to_columns`.
 
         Raises:
             DataError: an entry of the batch cannot be assigned to rows.
@@ -310,7 +310,7 @@ class Rows:
         completion_length = batch["completion_ids"].size(1)
         images, one_per_row = split_images(batch, count)
         entries = {name: value for name, value in batch.items() if name not in ROW_INPUTS}
-        columns = {name: value for name, value in entries.items() if not _of_whole_batch(value)}
+        columns = {name: value for name, value in entries.items() if not _is_per_batch(value)}
         for name, value in columns.items():
             if not isinstance(value, torch.Tensor | list | tuple) or len(value) != count:
                 raise DataError(
@@ -351,7 +351,7 @@ class Rows:
     def stored(self) -> "Rows":
         """Return copies on the CPU that keep no batch in memory, with equal image inputs only once."""
         columns = {
-            name: owned(value, "cpu") if isinstance(value, torch.Tensor) else list(value)
+            name: clone_to(value, "cpu") if isinstance(value, torch.Tensor) else list(value)
             for name, value in self.columns.items()
         }
         return Rows(self.prompt_length, self.completion_length, columns, store_images(self.images), self.one_per_row)
@@ -360,12 +360,12 @@ class Rows:
         """Return these rows as a batch of TRL, with the entries of `batch` that belong to no row, in its order."""
         images = stack_images(self.images, self.one_per_row)
         columns = {name: value for name, value in self.columns.items() if not name.startswith("signals.")}
-        kept = {name: value for name, value in batch.items() if _of_whole_batch(value) and name not in ROW_INPUTS}
+        kept = {name: value for name, value in batch.items() if _is_per_batch(value) and name not in ROW_INPUTS}
         found = {**kept, **columns, **images}
         return {name: found[name] for name in [*batch, *found] if name in found}
 
 
-def _of_whole_batch(value: object) -> bool:
+def _is_per_batch(value: object) -> bool:
     return value is None or isinstance(value, int | float | str) or getattr(value, "ndim", 1) == 0
 
 
@@ -444,7 +444,7 @@ Piece = TypeVar("Piece")
 
 @dataclass(frozen=True)
 class Placement:
-    """How the completions of a rollout batch lie on the processes.
+    """Placement of the completions of a rollout batch on the processes.
 
     All rows of all processes, one process after the other, are the completions of one prompt after the other. A group
     is spread over several processes where their rows are no multiple of G.

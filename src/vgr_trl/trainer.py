@@ -13,37 +13,38 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 
-from vgr_trl.callbacks import CollapseWatch, FiniteUpdates, SaveOnTermination, guard_trackers, print_lines
+from vgr_trl.callbacks import FiniteUpdates, SaveOnTermination, guard_trackers, print_lines
 from vgr_trl.checkpoints import ResumableTrainer
-from vgr_trl.credit import OF_REWARD, as_weights, own_rules, shape_advantages
+from vgr_trl.collapse import CollapseWatch
+from vgr_trl.credit import OF_REWARD, as_weights, builtin_rules, shape_advantages
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.rows import ReadOnce, pop_replaced, reads_alike
+from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.dynamic_batching import loss_in_parts
 from vgr_trl.efficiency.vision_cache import images_processed_once
 from vgr_trl.forward_passes import ForwardPasses, refuse_nan, rows_per_pass
-from vgr_trl.generation import blind_answers, finish_noise, generate, sampled
-from vgr_trl.loss import FullKL, KLControl, added_loss, with_reference
+from vgr_trl.generation import blind_answers, generate, record_noise, sampled
+from vgr_trl.loss import FullKL, KLControl, auxiliary_loss, enable_reference_model
 from vgr_trl.measure import (
     completion_inputs,
     data_has_images,
+    make_signals,
     pad_to_length,
     plan_measurement,
     score_perturbed,
     signals_as_columns,
-    signals_of_scores,
     wanted_scores,
 )
-from vgr_trl.metrics import OptimizerClock, StageClock, StepMetrics
+from vgr_trl.metrics import OptimizerClock, StageClock
 from vgr_trl.patches.trl import (
-    beside_training,
+    enlarge_tables,
+    flatten_conversations,
     images_logged_by_all,
-    in_texts,
-    let_tables_hold,
+    keep_pixel_rows_whole,
+    keep_training_table,
+    make_completions_causal,
     remove_oldest_tables,
-    rows_kept_whole,
     unlogged,
-    with_causal_completions,
 )
 from vgr_trl.patches.vllm import forget_with_new_weights, plan_vllm_images
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
@@ -57,33 +58,24 @@ from vgr_trl.rollout import (
     Rollout,
     TrainingPass,
     describe_row,
+    normalise_image_columns,
     refuse_files_in_prompts,
-    with_image_lists,
 )
-from vgr_trl.rows import Prompts, valid_tokens, with_perturbed_rows
+from vgr_trl.rows import Prompts, split_perturbed_pixels, valid_tokens
 from vgr_trl.sampling.dynamic_sampling import FurtherPrompts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.selection import select_groups
 from vgr_trl.sampling.zero_variance import ZeroVarianceStreak
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.sharing import SharedPasses
-from vgr_trl.signals.named import SINGLE_COLUMNS, unmeasured
+from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
+from vgr_trl.step_metrics import StepMetrics
 from vgr_trl.training_pass import shuffle_rows, training_pass
 from vgr_trl.utils import RewardError, check_release, initialise_loader, patched_attribute
-from vgr_trl.validate import (
-    announce,
-    check_data,
-    checked_config,
-    find_idle_options,
-    is_sharded,
-    make_ready,
-    plan_dummy_image,
-    plan_features,
-    plan_rewards,
-    plan_vision,
-    refuse_unfit_options,
-)
+from vgr_trl.validate.data import check_data, prepare_trainer
+from vgr_trl.validate.features import announce, is_sharded, plan_dummy_image, plan_features, plan_vision
+from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
 
 logger = logging.get_logger(__name__)
 
@@ -92,15 +84,16 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     """TRL's `GRPOTrainer` with DAPO's defaults, signals of what the model looked at, and credit by them.
 
     Takes the arguments of `GRPOTrainer`; `args` is a `DAPOConfig`. With its own options at their defaults it trains as
-    `GRPOTrainer` does with `loss_type="dapo"`, `epsilon_high=0.28` and `beta=0`. It overrides, and adds to:
+    `GRPOTrainer` does with `loss_type="dapo"`, `epsilon_high=0.28` and `beta=0`. It overrides these methods, and calls
+    TRL's in each:
 
-    - `_get_dataloader`, `_prepare_inputs`: rows read once; those of a prompt and of one length in one micro-batch.
-    - `_tokenize_prompts`, `_generate_single_turn`: keep the prompts; prompts computed once; attention in generation.
-    - `_calculate_rewards`: the measured pass, signals as columns, weights of this step, checks of what rewards return.
-    - `_generate_and_score_completions`: perturbed images, selection of groups, token credit; records.
-    - `_get_per_token_logps_and_entropies`: prompts computed once; signals; training passes over tokens with loss only.
-    - `_compute_loss`: terms that are no advantages; metrics of the step; dynamic batching.
-    - `log`, `create_model_card`: metrics, tables and records; what the card says.
+    - `_get_dataloader`, `_prepare_inputs`: read each row once; keep the rows of a prompt in one micro-batch.
+    - `_tokenize_prompts`, `_generate_single_turn`: keep the prompts; share them in generation; measure attention.
+    - `_calculate_rewards`: run the scoring pass, pass signals to rewards as columns, check what rewards return.
+    - `_generate_and_score_completions`: score perturbed views, select groups, apply token credit, record.
+    - `_get_per_token_logps_and_entropies`: share prompts; read signals; train only tokens with loss.
+    - `_compute_loss`: add loss terms; measure the step; split micro-batches by a token budget.
+    - `log`, `create_model_card`: log metrics, tables and records; write the model card.
     - by `ResumableTrainer`, `train`, `_get_train_sampler`, `_save_checkpoint`, `_save_rng_state`,
       `_load_optimizer_and_scheduler`, `_load_from_checkpoint`, `_load_best_model`: complete checkpoints, from which a
       run goes on as if undisturbed.
@@ -129,17 +122,17 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     ) -> None:
         """Check release and options before TRL loads a model; check the data once its processor is known."""
         check_release()
-        args = checked_config(args, model, options)
+        args = validate_config(args, model, options)
         rewards, self.reward_schedule = plan_rewards(reward_funcs, args, lambda: self.completions_per_prompt)
         self._rollouts: list[Rollout] = []  # the current one, behind those it is a further round of
         self._pass: TrainingPass | None = None
         self._rewards_with_nan: set[str] = set()
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
-        with with_reference(args, args), patched_attribute(args, "reward_weights", weights):
+        with enable_reference_model(args, args), patched_attribute(args, "reward_weights", weights):
             super().__init__(model, rewards, args, *rest, **options)
         self.beta = args.beta
-        make_ready(self, options.get("peft_config"))
-        self.clock, self.step_metrics = StageClock(), StepMetrics(self)
+        prepare_trainer(self, options.get("peft_config"))
+        self.clock, self.step_metrics = StageClock(), StepMetrics(args, self.accelerator)
         self.measurement = plan_measurement(self)
         check_data(self, self.measurement.columns)
         self._plan_passes()
@@ -149,7 +142,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         announce(self)
 
     def _plan_passes(self) -> None:
-        """What is computed once, and what is left out."""
+        """Plan prompt sharing, skipping and vision caching."""
         has_images = data_has_images(self)
         sharded = is_sharded(self)
         refuse_unfit_options(self, sharded, has_images)
@@ -167,7 +160,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         forget_with_new_weights(self)
 
     def _add_state(self) -> None:
-        """What lasts from step to step, and is resumed."""
+        """Create the state that is kept across steps and saved in checkpoints."""
         args = self.args
         self.has_credit, self.selects_groups = args.shapes_advantages, args.selects_groups
         self.has_reward_files = any(isinstance(reward, ScoredFile) for reward in self.reward_funcs)
@@ -175,7 +168,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         self.replay = Replay(self) if args.replay_buffer_size > 0 else None
         self.further_prompts = None
         if args.dynamic_sampling == "resample":
-            let_tables_hold(self._logs, int(args.generation_batch_size or 0) * (1 + args.dynamic_sampling_max_rounds))
+            enlarge_tables(self._logs, int(args.generation_batch_size or 0) * (1 + args.dynamic_sampling_max_rounds))
             self.further_prompts = FurtherPrompts.of(self)
         full = FullKL(self.model, self.ref_model, self.temperature) if args.needs_full_kl else None
         self.kl = KLControl(args, self.accelerator, full)
@@ -207,6 +200,10 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         """G in this mode."""
         return int(self.num_generations if self.model.training else self.num_generations_eval)
 
+    def named_reward_weights(self) -> dict[str, float]:
+        """Return the weight of each reward in this step."""
+        return dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
+
     def newest_metrics(self) -> dict[str, float]:
         """Return the last value of everything that waits to be logged in this mode."""
         return {name: values[-1] for name, values in self._metrics[self.mode].items() if values}
@@ -217,7 +214,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Read rows that the sampler repeats once; let workers end with this process."""
-        if reads_alike(dataset):
+        if is_repeatable(dataset):
             dataset = ReadOnce(dataset, kwargs.get("description", "training").lower())
         loader = super()._get_dataloader(dataset, *args, **kwargs)
         loads = getattr(loader, "base_dataloader", loader)  # accelerate wraps PyTorch's
@@ -227,13 +224,13 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     # A step, in its order
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Add to TRL's: its time, but for the stages within it."""
+        """Time the step, without the stages within it."""
         with self.clock.stage("update"):
             return super().training_step(*args, **kwargs)
 
-    @rows_kept_whole()
+    @keep_pixel_rows_whole()
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Add to TRL's: keep completions of a prompt, and rows of one length, together where that changes nothing.
+        """Keep completions of a prompt, and rows of one length, in one micro-batch where that changes nothing.
 
         Pixels of a prompt are kept once until a micro-batch needs them, unless it comes back and has to remember more.
         """
@@ -248,9 +245,9 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             return join_pixels(super()._prepare_inputs(generation_batch))
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-        """Add to TRL's: keep the prompts; no file that they name is read; [] for a row without images among others."""
+        """Keep the prompts, refuse prompts that name files, and return [] for rows without images among others."""
         refuse_files_in_prompts(prompts)
-        if self._rollout is not None and self._rollout.messages is None:
+        if self._rollout is not None and not self._rollout.has("messages"):
             self._rollout.messages = prompts
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         return prompt_ids, None if images is None else [row_images or [] for row_images in images], fields
@@ -258,13 +255,13 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Add to TRL's: keep the prompts, compute each once, measure attention meanwhile; sampling of evaluations."""
+        """Share prompts during generation and measure attention; sample evaluations with their own options."""
         plain = super()._generate_single_turn
         prompts = Prompts(prompt_ids, images, multimodal_fields)
         return generate(self, self._rollout, prompts, num_generations, lambda *batch: plain(*batch, *args, **kwargs))
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
-        """Add to TRL's: measure completions, give rewards the signals, set this step's weights, check rewards."""
+        """Score completions, give rewards the signals as columns, and check what rewards return."""
         rollout = self._rollout
         with self.clock.stage("reward", self.model.training):
             columns = {} if rollout is None else self._columns_for_rewards(rollout, completion_ids_list)
@@ -273,7 +270,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             rows = [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(inputs)]
             with patched_attribute(self, "reward_funcs", self._checked_rewards(rollout)):
                 rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids_list)
-            rewards = self.kl.without_unscored(rewards)
+            rewards = self.kl.drop_unscored_penalties(rewards)
             refuse_infinite(rewards, self.reward_func_names, rows, len(rows) * self.accelerator.process_index)
             for reward, name, undefined in zip(
                 self.reward_funcs, self.reward_func_names, rewards.isnan().T, strict=True
@@ -299,7 +296,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             inputs = completion_inputs(self, rollout, completion_ids)
             only_attention = not (self.measurement.head or self.measurement.needs("values", "similarity"))
             if only_attention and rollout.generated_mass is not None and rollout.recorded is None:
-                signals = unmeasured(inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool())
+                signals = build_unmeasured_signals(inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool())
                 signals.attention = pad_to_length(rollout.generated_mass, signals.mask)
                 rollout.signals = signals
             else:
@@ -309,10 +306,10 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self._show_columns({name: measured[name] for name in SINGLE_COLUMNS})
         penalties, of_kl = self.kl.penalise(rollout)
         self._log_metrics(metrics | of_kl)
-        return columns | measured | penalties
+        return {**columns, **measured, **penalties}
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Add to TRL's: when training, measure what depends on the image, select groups, apply token credit."""
+        """Score perturbed views, select groups and apply token credit when training; record the rollout."""
         self.step_metrics.rows_replaced += pop_replaced(inputs) * self.model.training
         recorded_rows = self.recorder.rows_due(len(inputs))
         with self.new_rollout(inputs, recorded=recorded_rows) as rollout, self._weights_of_mode():
@@ -331,12 +328,12 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
                         self._log_metrics(apply_token_credit(self, rollout))
                 self.recorder.add_credit(recorded, rollout, advantages, rollout.batch["advantages"])
             self.recorder.write(rollout, recorded)
-            return with_perturbed_rows(rollout.batch)
+            return split_perturbed_pixels(rollout.batch)
 
     def generate_and_score(self, rollout: Rollout) -> None:
         """Fill in a rollout by TRL's generation, scoring and rewards, and when training by perturbed images."""
         once = images_processed_once(self.processing_class)
-        reference = with_reference(self, self.args) if self.model.training else nullcontext()
+        reference = enable_reference_model(self, self.args) if self.model.training else nullcontext()
         with images_logged_by_all(self, rollout.rows), reference, once:
             rollout.batch = super()._generate_and_score_completions(rollout.rows)
         if not self.model.training:
@@ -346,7 +343,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         self.kl.keep_reference(rollout)
         with self.clock.stage("perturbed"):
             score_perturbed(self, rollout)
-            finish_noise(self, rollout)
+            record_noise(self, rollout)
         if self.has_reward_files:
             keep_returned_weights(self, rollout)
 
@@ -363,7 +360,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep, **kwargs}
         plain = super()._get_per_token_logps_and_entropies
         if kwargs.get("token_type_ids") is not None:
-            inputs = with_causal_completions(inputs, causal_model(model).config, logits_to_keep)
+            inputs = make_completions_causal(inputs, causal_model(model).config, logits_to_keep)
         if torch.is_grad_enabled() or self._pass is not None:
             return training_pass(self, model, plain, inputs, batch_size, self._pass)
         rollout, is_policy = self._rollout, model is self.model and policy_is_active(model)
@@ -383,7 +380,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         return scores.logps, scores.entropies, None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Add to TRL's: the terms that are no advantages; metrics of the step; parts of few enough tokens."""
+        """Add the loss terms beside TRL's, split micro-batches by a token budget, and measure the step."""
         if self.args.max_tokens_per_micro_batch is None or not self.model.training:
             return self._loss_of_part(model, inputs)
         return loss_in_parts(self, model, inputs, self._loss_of_part)
@@ -392,10 +389,10 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         self._pass = passed = TrainingPass(inputs, model)
         try:
             loss = super()._compute_loss(model, inputs)
-            if passed.logps is None or not self.model.training:
+            if not hasattr(passed, "logps") or not self.model.training:
                 return loss
             self._log_metrics(self.step_metrics.measure(passed, self._metrics["train"]))
-            terms, metrics = added_loss(self, passed)
+            terms, metrics = auxiliary_loss(self, passed)
             loss = loss + terms
             if self.critic is not None:
                 metrics |= self.critic.learn(passed)
@@ -406,15 +403,22 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self._pass = None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add to TRL's: rates, timings and reward weights, once per log of training; texts that tables can hold."""
+        """Log rates, timings and reward weights with TRL's metrics; store conversations in tables as text."""
         training = self.model.training
         if training and (seconds := sum(times := self._metrics["train"].get("step_time", []))):
-            logs |= self.step_metrics.of_window(seconds) | self.shared_passes.metrics() | self.vision_cache.metrics()
+            logs |= (
+                self.step_metrics.summarise_window(seconds, self.named_reward_weights())
+                | self.shared_passes.metrics()
+                | self.vision_cache.metrics()
+            )
             logs |= self.clock.metrics(self.accelerator, len(times))
         if training:
             self.step_metrics.merge(self._metrics["train"])
         evaluated = not training and self.is_world_process_zero()
-        with in_texts(self._logs), beside_training(self.args.output_dir, self.state.global_step, evaluated):
+        with (
+            flatten_conversations(self._logs),
+            keep_training_table(self.args.output_dir, self.state.global_step, evaluated),
+        ):
             super().log(logs, start_time)
         if training:
             self.collapse_watch.start_window()
@@ -425,7 +429,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     def create_model_card(  # type: ignore[override]  # TRL's differs from its parent's
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Add to TRL's: tags, rewards, the options that were on, and the papers to cite."""
+        """Write TRL's model card with our tags, rewards, options and the papers to cite."""
         own = [tags] if isinstance(tags, str) else tags or []
         super().create_model_card(model_name, dataset_name, [*own, *method_tags(self.args, user_rewards(self))])
         if self.is_world_process_zero():
@@ -439,10 +443,10 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     @contextmanager
     def new_rollout(self, rows: list[dict[str, Any]], **options: Any) -> Iterator[Rollout]:
-        """In this block the hooks fill in a new rollout; one within another is a further round of it."""
+        """Open a new rollout for the hooks in this block; a nested one is a further round."""
         if not self._rollouts:
             self.vision_cache.clear()
-        self._rollouts.append(Rollout(with_image_lists(rows), **options))
+        self._rollouts.append(Rollout(normalise_image_columns(rows), **options))
         try:
             yield self._rollouts[-1]
         finally:
@@ -490,7 +494,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         """Make the scoring pass of a rollout, which gives its signals too."""
         inputs = {name: value for name, value in inputs.items() if name != "compute_entropy"}
         rollout.scores = scores = self.score(inputs, wanted_scores(self, rollout, inputs))
-        rollout.signals = signals_of_scores(scores, rollout.generated_mass)
+        rollout.signals = make_signals(scores, rollout.generated_mass)
         return scores
 
     def tokenize(self, prompts: list[Any]) -> Prompts:
@@ -565,7 +569,7 @@ def keep_returned_weights(trainer: DAPOTrainer, rollout: Rollout) -> None:
     """
     returned = rollout.token_weights or []
     missing = torch.tensor([each is None for each in returned], dtype=torch.bool)
-    if "token_weights" in own_rules(trainer.args):
+    if "token_weights" in builtin_rules(trainer.args):
         if rollout.signals is not None and returned:  # on all processes alike, whatever is returned there
             mask = valid_tokens(rollout.batch)
             weights = as_weights([mask.new_ones(mask.size(1)) if each is None else each for each in returned], mask)
@@ -579,8 +583,7 @@ def keep_returned_weights(trainer: DAPOTrainer, rollout: Rollout) -> None:
 
 def apply_token_credit(trainer: DAPOTrainer, rollout: Rollout) -> dict[str, float]:
     """Give a rollout advantages (N, T) instead of (N,) by the rules of credit; return metrics."""
-    assert rollout.with_gradient is not None
-    signals = rollout.signals or unmeasured(valid_tokens(rollout.batch).bool())
+    signals = rollout.signals or build_unmeasured_signals(valid_tokens(rollout.batch).bool())
     rows, device = len(signals.mask), signals.mask.device
     first = trainer.accelerator.process_index * rows
     advantages, metrics = shape_advantages(

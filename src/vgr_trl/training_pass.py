@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,21 +16,17 @@ from vgr_trl.efficiency.loss_mask import (
     find_text,
     find_window,
     group_by_length,
-    only_tokens,
     scatter_back,
-    trim,
+    score_only_tokens,
+    trim_inputs,
 )
-from vgr_trl.rollout import TrainingPass
+from vgr_trl.rollout import ConstructedTrainer, TrainingPass
 from vgr_trl.rows import OLD_LOGPS, valid_tokens
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.prefix_forward import has_images, is_image_token
-from vgr_trl.sharing.sharing import shuffle_by_group
+from vgr_trl.sharing.sharing import shuffle_whole_groups
 from vgr_trl.signals.scoring import read_hidden_states
 from vgr_trl.utils import DataError
-
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
-
 
 Scored = tuple[torch.Tensor, torch.Tensor | None, Any]  # log-probabilities, entropies (N, T), loss of the router
 Score = Callable[..., Scored]  # TRL's `_get_per_token_logps_and_entropies`
@@ -40,7 +36,7 @@ Score = Callable[..., Scored]  # TRL's `_get_per_token_logps_and_entropies`
 
 
 def training_pass(
-    trainer: "DAPOTrainer",
+    trainer: ConstructedTrainer,
     model: nn.Module,
     plain: Score,
     inputs: dict[str, Any],
@@ -64,13 +60,13 @@ def training_pass(
     window = _window(trainer, model, loss_mask, inputs)
     cut = loss_mask if features["skip_padding"].enabled else None
     try:
-        part = trim(inputs, window, cut)
+        part = trim_inputs(inputs, window, cut)
     except DataError:  # whose pixels belong to which row is not known: none is left out
         window = replace(window, rows=list(range(len(loss_mask))))
-        part = trim(inputs, window, cut)
+        part = trim_inputs(inputs, window, cut)
     passed.loss_mask, passed.rows_run = loss_mask, len(window.rows)
     causal = causal_model(model)
-    head = only_tokens(causal, base_of(causal), loss_mask[window.rows, : window.completion])
+    head = score_only_tokens(causal, base_of(causal), loss_mask[window.rows, : window.completion])
     packs = features["pack_completions"].enabled
     if trainer.dummy_image is not None:
         trainer.dummy_image.stands_in = has_images(inputs) and not has_images(part)
@@ -83,7 +79,7 @@ def training_pass(
         states = stack.enter_context(read_hidden_states(model, window.completion)) if keeps_hidden else []
         logps, entropies, aux_loss = plain(model, **part)
     logps = scatter_back(logps, window, loss_mask, passed.inputs.get(OLD_LOGPS))
-    if passed.logps is None:
+    if not hasattr(passed, "logps"):
         if (old := passed.inputs.get(OLD_LOGPS)) is not None:
             # TRL's `_compute_loss` reads the inputs only after its pass through the model, so what is completed here is
             # what it divides by; `tests/credit/test_trl_losses.py` fails if that changes. Later iterations read it too.
@@ -94,7 +90,7 @@ def training_pass(
     return logps, None if entropies is None else scatter_back(entropies, window, loss_mask, None), aux_loss
 
 
-def _window(trainer: "DAPOTrainer", model: nn.Module, loss_mask: torch.Tensor, inputs: dict[str, Any]) -> Window:
+def _window(trainer: ConstructedTrainer, model: nn.Module, loss_mask: torch.Tensor, inputs: dict[str, Any]) -> Window:
     """The smallest part of a micro-batch that has all tokens with loss."""
     features, completion, multiple = trainer.features, inputs["logits_to_keep"], trainer.pad_to_multiple_of or None
     rows, padding = features["skip_zero_advantage"].enabled, features["skip_padding"].enabled
@@ -108,28 +104,28 @@ def _window(trainer: "DAPOTrainer", model: nn.Module, loss_mask: torch.Tensor, i
     return find_window(loss_mask, prompt_mask, num_images, rows=rows, padding=padding, multiple=multiple)
 
 
-def _loss_mask(trainer: "DAPOTrainer", batch: dict[str, Any]) -> torch.Tensor:
+def _loss_mask(trainer: ConstructedTrainer, batch: dict[str, Any]) -> torch.Tensor:
     """The tokens whose log-probabilities the loss reads, (N, T) bool."""
     rows, tokens = (trainer.features[name].enabled for name in ("skip_zero_advantage", "skip_zero_advantage_tokens"))
     return find_loss_mask(batch["advantages"], valid_tokens(batch), rows=rows, tokens=tokens)
 
 
-def _extents(trainer: "DAPOTrainer", batch: dict[str, Any]) -> list[Extent]:
-    """What runs of each row of a batch of TRL."""
+def _extents(trainer: ConstructedTrainer, batch: dict[str, Any]) -> list[Extent]:
+    """Return the columns of each row of a batch that run."""
     rows, padding = trainer.features["skip_zero_advantage"].enabled, trainer.features["skip_padding"].enabled
     return extents_of(_loss_mask(trainer, batch), batch["prompt_mask"], rows=rows, padding=padding)
 
 
-def shuffle_rows(trainer: "DAPOTrainer") -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+def shuffle_rows(trainer: ConstructedTrainer) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
     """Return what takes the place of TRL's `shuffle_sequence_dict`; None: nothing does."""
     if not trainer.features["group_by_length"].enabled:
-        return shuffle_by_group if trainer.features["regroup"].enabled else None
+        return shuffle_whole_groups if trainer.features["regroup"].enabled else None
     args = trainer.args
     accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
     window = args.per_device_train_batch_size * min(accumulated, generated)  # rows of a rollout in an optimizer step
 
     def by_length(batch: dict[str, Any]) -> dict[str, Any]:
         lengths = [extent.completion if extent.runs else 0 for extent in _extents(trainer, batch)]
-        return shuffle_by_group(batch, lambda order, groups: group_by_length(order, groups, lengths, window))
+        return shuffle_whole_groups(batch, lambda order, groups: group_by_length(order, groups, lengths, window))
 
     return by_length

@@ -54,7 +54,7 @@ def error_text(error: BaseException, most: int = 200) -> str:
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that a run does unless there is a reason not to; printed as "on", or "off" and why.
+    """A feature that is on unless `reason` is set; printed as "on", or "off" and why.
 
     Attributes:
         reason: why it is off; None: it is on.
@@ -315,7 +315,7 @@ _SILENT = (
     *("Timed out waiting", "timed out after", "Application timeout caused pair closure"),
     *("Watchdog caught collective operation timeout", "before timing out"),  # NCCL's, where it does not end the process
 )
-_GONE = (
+_DISCONNECTED = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused"),
     *("ncclRemoteError", "remote process exiting prematurely"),
 )
@@ -344,7 +344,7 @@ def naming_silent_process(timeout: int, step: Callable[[], int]) -> Iterator[Non
             raise
         if any(words in str(error) for words in _SILENT):
             why = f"has not answered for ddp_timeout={timeout} seconds"
-        elif any(words in str(error) for words in _GONE):
+        elif any(words in str(error) for words in _DISCONNECTED):
             why = "has ended"
         else:
             raise
@@ -402,7 +402,7 @@ def kill_workers(executor: ProcessPoolExecutor) -> None:
 
 
 def _belong_to_parent() -> None:
-    """End this process when the one that started it is killed, for then nobody sends it anything, not even an end.
+    """Exit with the parent process, or this worker hangs for ever.
 
     Signals are passed over by a function, since what this process starts would inherit that they are ignored.
     """
@@ -419,7 +419,7 @@ def _belong_to_parent() -> None:
 
 
 @contextmanager
-def at_most(seconds: float, error: type[BaseException]) -> Iterator[None]:
+def limit_seconds(seconds: float, error: type[BaseException]) -> Iterator[None]:
     """Raise `error` when the process has computed for `seconds` in this block, and again should it be caught.
 
     The limit is of computing time, so that it does not depend on what else runs. Python handles signals in its main

@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoProcessor
 from trl import ModelConfig
 
-from vgr_trl import DAPOConfig, DAPOTrainer, validate
+from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, load_processor, parse
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, load_processor, parse, replace_aliases
 from vgr_trl.utils import ConfigError
 
 
@@ -117,7 +117,7 @@ MISSING = [
 def test_a_processor_without_torchvision_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch, error):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     monkeypatch.setattr(AutoProcessor, "from_pretrained", Mock(side_effect=error))
-    monkeypatch.setattr(validate, "is_torchvision_available", lambda: False)
+    monkeypatch.setattr("vgr_trl.validate.options.is_torchvision_available", lambda: False)
     with pytest.raises(ConfigError, match=r"needs torchvision, .*pip install torch torchvision"):
         load_processor(str(tmp_path))
     options = DAPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False)
@@ -129,3 +129,23 @@ def test_other_errors_of_a_processor_stay_what_they_are(tmp_path, monkeypatch):
     monkeypatch.setattr(AutoProcessor, "from_pretrained", Mock(side_effect=ImportError("no sentencepiece")))
     with pytest.raises(ImportError, match="no sentencepiece"):
         load_processor(str(tmp_path))
+
+
+def test_flags_of_other_scripts_set_the_options_they_stand_for(tmp_path):
+    flags = "--eval_num_generations 4 --prompt_preview_chars=300 --clip_ratio_low 0.1 --clip-ratio-dual 3.0"
+    flags += " --late_reward_weights 1.0 0.5 --use_segmented_reward_weights true --loss_avg_mode seq --out_dir x"
+    flags += " --early_reward_weights 1 0"
+    expected = "--num_generations_eval 4 --prompt_preview_length=300 --epsilon 0.1 --delta 3.0"
+    expected += " --reward_weights 1.0 0.5 --loss_type grpo --output_dir x --early_reward_weights 1 0"
+    assert replace_aliases(flags.split()) == expected.split()
+    with pytest.raises(ConfigError, match="--loss_avg_mode is an alias of --loss_type"):
+        replace_aliases(["--loss_avg_mode=seq", "--loss_type", "bnpo"])
+    with pytest.raises(ConfigError, match="needs --early_reward_weights"):
+        replace_aliases(["--use_segmented_reward_weights"])
+    file = tmp_path / "train.yaml"
+    file.write_text("eval_num_generations: 4\nloss_avg_mode: token\nout_dir: x\nuse_cpu: true\nbf16: false\n")
+    (made,) = parse([DAPOConfig], "train", ["--config", str(file)])
+    assert (made.num_generations_eval, made.loss_type, made.output_dir) == (4, "dapo", "x")
+    file.write_text("out_dir: x\noutput_dir: y\n")
+    with pytest.raises(ConfigError, match="out_dir and output_dir, which are one option"):
+        parse([DAPOConfig], "train", ["--config", str(file)])

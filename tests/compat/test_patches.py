@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vgr_trl.patches.transformers import without_cudnn_attention
+from vgr_trl.patches.transformers import disable_cudnn_attention
 from vgr_trl.patches.trl import (
     as_text,
-    beside_training,
+    enlarge_tables,
+    flatten_conversations,
     images_logged_by_all,
-    in_texts,
     keep_newest,
-    let_tables_hold,
+    keep_training_table,
     merge_rounds,
     remove_oldest_tables,
     suppress_image_tokens,
@@ -27,7 +27,7 @@ def test_texts_of_a_table_have_no_characters_that_do_something():
     message = {"role": "user", "content": [{"type": "text", "text": HOSTILE}]}
     assert as_text([{"role": "system", "content": "line\n\ttab"}]) == "line\n\ttab"
     columns = {"prompt": [[message]], "completion": [HOSTILE]}
-    with in_texts(columns):
+    with flatten_conversations(columns):
         assert columns == {"prompt": [SHOWN], "completion": [SHOWN]}
 
 
@@ -40,7 +40,7 @@ def folder(tmp_path):
 def test_a_table_of_an_evaluation_replaces_none_of_training(folder):
     file, evaluated = folder / "completions_00002.parquet", folder / "completions_00002_eval.parquet"
     file.write_text("training")
-    with beside_training(str(folder.parent), 2, True):
+    with keep_training_table(str(folder.parent), 2, True):
         file.write_text("evaluation")
     assert evaluated.read_text() == "evaluation"
     assert file.read_text() == "training"
@@ -86,7 +86,7 @@ def test_rounds_become_one_entry():
 
 def test_tables_hold_further_rounds_of_the_same_batch_only():
     logs = {"prompt": deque("ab", maxlen=2), "rewards": defaultdict(lambda: deque(maxlen=2), {"r": deque([1, 2])})}
-    let_tables_hold(logs, 6)
+    enlarge_tables(logs, 6)
     logs["prompt"].extend("cdef")
     logs["rewards"]["late"].extend([1, 2, 3])
     keep_newest(logs, 2)
@@ -140,6 +140,6 @@ def test_cudnn_is_off_where_torch_would_take_it_first(torch_version, capability,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: not switched)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
-    assert (without_cudnn_attention() is not None) is off
+    assert (disable_cudnn_attention() is not None) is off
     assert switched == [False] * off
-    assert without_cudnn_attention() is None
+    assert disable_cudnn_attention() is None

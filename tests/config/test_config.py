@@ -11,7 +11,6 @@ from trl import TrlParser
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.train import describe_run
-from vgr_trl.config import ALIASES
 from vgr_trl.options import changed_options, check_value, unused_options
 from vgr_trl.utils import ConfigError
 
@@ -82,23 +81,6 @@ def test_numbers_of_trl_are_checked_too(tmp_path):
             config(tmp_path, **{name: value})
 
 
-def test_aliases_set_the_options_they_stand_for(tmp_path):
-    assert {*ALIASES, *ALIASES.values()} <= set(DAPOConfig.__dataclass_fields__)
-    given = {"eval_num_generations": 4, "prompt_preview_chars": 300, "completion_preview_chars": 50,
-             "clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_dual": 3.0,
-             "late_reward_weights": [1.0]}  # fmt: skip
-    made = config(tmp_path, **given, warmup_ratio=0.05)
-    assert {alias: getattr(made, ALIASES[alias]) for alias in given} == given
-    assert made.get_warmup_steps(1000) == 50
-    assert DAPOConfig(out_dir=str(tmp_path / "x"), use_cpu=True, bf16=False).output_dir == str(tmp_path / "x")
-    modes = {mode: config(tmp_path, loss_avg_mode=mode).loss_type for mode in ("token", "seq", "sequence")}
-    assert modes == {"token": "dapo", "seq": "grpo", "sequence": "grpo"}
-    for options in ({"eval_num_generations": 4, "num_generations_eval": 2},
-                    {"loss_avg_mode": "seq", "loss_type": "bnpo"}):  # fmt: skip
-        with pytest.raises(ConfigError, match="give one of them"):
-            config(tmp_path, **options)
-
-
 GAE = {"advantage_estimator": "gae"}
 
 
@@ -108,7 +90,7 @@ GAE = {"advantage_estimator": "gae"}
         ({"output_dir": " "}, "output_dir"), ({"max_steps": 0}, "nothing would be trained"),
         ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_steps"),
         ({"soft_punish_cache": 600, "max_completion_length": 512}, "max_completion_length, 512"),
-        ({"clip_ratio_dual": 1.25}, "clip_ratio_dual"),
+        ({"delta": 1.25}, "delta"),
         ({"importance_sampling_level": "sequence", "token_weights": True}, "ignore token weights"),
         ({"kl_coef": 0.1, "beta": 0.1}, "kl_coef, or beta"), ({"replay_buffer_size": 4, **GAE}, "earlier critic"),
         ({"kl_coef": 0.1, "use_kl_loss": False, "multi_objective_aggregation": "normalize_then_sum"}, "or use_kl_loss"),
@@ -168,7 +150,7 @@ def test_options_without_effect(tmp_path, given, expected):
 
 def test_the_trainer_names_options_without_effect_and_the_plan_does_not_show_them_as_on(text_trainer, monkeypatch):
     warnings = []
-    monkeypatch.setattr("vgr_trl.validate.logger.warning", warnings.append)
+    monkeypatch.setattr("vgr_trl.validate.features.logger.warning", warnings.append)
     trainer = text_trainer(filter_low=0.1, replay_buffer_size=8, soft_punish_cache=3, max_steps=1)
     assert "filter_low is without effect because online_filtering is False." in warnings
     assert "soft_punish_cache is without effect because there is no length reward." in warnings
@@ -182,7 +164,7 @@ def test_flags_and_a_file_as_users_write_them(tmp_path):
     file = tmp_path / "x.yaml"
     file.write_text("warmup_ratio: 0.1\nuse_cpu: true\nbf16: false\nearly_reward_weights: [1.0, 2.0]\n")
     flags = f"--config {file} --warmup_ratio 0.2 --output_dir {tmp_path} --reward_weights 2.5 1.0"
-    flags += " --soft_punish_cache 50 --eval_num_generations 4 --share_prompts on --resume_from_checkpoint"
+    flags += " --soft_punish_cache 50 --num_generations_eval 4 --share_prompts on --resume_from_checkpoint"
     (made,) = TrlParser(DAPOConfig).parse_args_and_config(flags.split())
     assert (made.warmup_steps, made.early_reward_weights, made.reward_weights) == (0.2, [1.0, 2.0], [2.5, 1.0])
     assert (made.soft_punish_cache, made.num_generations_eval, made.share_prompts) == (50, 4, "on")

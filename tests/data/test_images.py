@@ -15,7 +15,7 @@ from support.made_sets import encoded
 
 from vgr_trl.data.convert import encode_image
 from vgr_trl.data.images import ImageLimits, open_image, read_image, to_rgb
-from vgr_trl.data.rows import prepare_rows, reads_alike
+from vgr_trl.data.rows import is_repeatable, prepare_rows
 from vgr_trl.utils import DataError
 
 HERE, LIMITS = Path(), ImageLimits()
@@ -216,9 +216,9 @@ def test_a_prompt_is_decoded_once_for_its_completions_and_micro_batches(vision_t
 
 def test_rows_of_a_transform_that_may_draw_lots_are_read_each_time(png):
     rows = Dataset.from_dict({"problem": ["a ?"], "solution": ["b"], "image": [str(png)]})
-    assert reads_alike(prepare_rows(rows, split="train", root=png.parent)[0])
-    assert not reads_alike(rows.with_transform(lambda batch: batch))
-    assert not reads_alike(rows.to_iterable_dataset())
+    assert is_repeatable(prepare_rows(rows, split="train", root=png.parent)[0])
+    assert not is_repeatable(rows.with_transform(lambda batch: batch))
+    assert not is_repeatable(rows.to_iterable_dataset())
 
 
 def test_rows_with_big_images_are_left_out():

@@ -9,7 +9,7 @@ from vgr_trl.cli.__main__ import main
 from vgr_trl.data import merge as merge_module
 from vgr_trl.data.convert import Output, Rules
 from vgr_trl.data.load import load_path
-from vgr_trl.data.merge import Row, interleaved, merge, sharing_images, split, without_duplicates
+from vgr_trl.data.merge import Row, drop_duplicates, interleaved, merge, sharing_images, split
 from vgr_trl.data.public_sets import CONVERTERS
 from vgr_trl.utils import ConfigError, DataError
 
@@ -155,7 +155,7 @@ def places(rows):
 )
 def test_rows_that_contradict_each_other_are_both_left_out(one, other, contradict):
     rows = [row(number, answer=answer, choices=choices) for number, (answer, choices) in enumerate((one, other))]
-    kept, reasons = without_duplicates(rows)
+    kept, reasons = drop_duplicates(rows)
     assert (len(kept), len(reasons)) == ((0, 2) if contradict else (1, 1))
 
 

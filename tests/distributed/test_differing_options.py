@@ -7,7 +7,7 @@ import os, sys
 from vgr_trl import DAPOConfig
 from vgr_trl.patches.distributed import close_group_at_exit
 from vgr_trl.utils import ConfigError
-from vgr_trl.validate import refuse_differing_options
+from vgr_trl.validate.options import refuse_differing_options
 
 rank = int(os.environ["RANK"])
 close_group_at_exit()

@@ -28,6 +28,6 @@ def test_accelerate_launch_with_two_processes(model_folder, question_files, tmp_
     assert done.stderr.count("left out 2 of 15 rows of the train data") == 1
     skipped = [json.loads(line) for line in (output / "skipped.jsonl").read_text().splitlines()]
     assert [row["row"] for row in skipped] == [3]
-    assert "steps 2 of 4 completions" in " ".join(done.stdout.split())
+    assert "2 steps of 4 completions" in " ".join(done.stdout.split())
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 2
     assert (output / "adapter_config.json").exists()

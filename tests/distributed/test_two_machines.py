@@ -27,7 +27,7 @@ def test_two_machines_train_one_run(model_folder, question_files, tmp_path, port
     said = outputs(*started)
     assert [process.returncode for process in started] == [0, 0], [error[-3000:] for _, error in said]
     plan = " ".join(said[0][0].split())
-    assert "hardware 2 processes on 2 machines, DeepSpeed ZeRO-2, CPU, no mixed precision" in plan
-    assert "steps 2 of 4 completions" in plan
+    assert "2 processes on 2 machines, DeepSpeed ZeRO-2, CPU, no mixed precision" in plan
+    assert "2 steps of 4 completions" in plan
     assert json.loads((tmp_path / "run0" / "trainer_state.json").read_text())["global_step"] == 2
     assert not (tmp_path / "run1" / "trainer_state.json").exists(), "one process writes"

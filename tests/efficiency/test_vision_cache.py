@@ -17,10 +17,10 @@ from support.models.other_families import OTHERS
 
 from vgr_trl.efficiency.vision_cache import FAMILIES as TYPES
 from vgr_trl.efficiency.vision_cache import VisionCache, images_processed_once, parts_of_tower
-from vgr_trl.forward_passes import nothing_added
+from vgr_trl.forward_passes import add_zero_features
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of
-from vgr_trl.validate import plan_vision
+from vgr_trl.validate.features import plan_vision
 
 
 def noise(seed, *size, mode="RGB"):
@@ -186,7 +186,7 @@ def test_image_features_added_as_nothing_reach_all_weights_that_images_do(name):
         return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
 
     text = make_batch(KNOWN[name], images=(0, 0), generations=1)
-    added = nothing_added(base, lambda base: base.get_image_features(**inputs))
+    added = add_zero_features(base, lambda base: base.get_image_features(**inputs))
     assert reached(text, added) == reached(batch, nullcontext()) > reached(text, nullcontext())
 
 

@@ -34,15 +34,15 @@ class Case:
     options: dict = field(default_factory=lambda: EVERYTHING)
     rewards: tuple = (accuracy_reward, vgr_hard_negative_reward)
     lora: bool = False
-    without_images: bool = False
+    drop_images: bool = False
 
 
 REPLAYED = {name: value for name, value in EVERYTHING.items() if not name.startswith("dynamic_sampling")}
 GAE = {"advantage_estimator": "gae", "lam": 0.9, "critic_learning_rate": 1e-2, "token_weights": True}
 CASES = {
     "everything": Case(),
-    "mixed": Case(REPLAYED, without_images=True),
-    "mixed lora": Case(lora=True, without_images=True),
+    "mixed": Case(REPLAYED, drop_images=True),
+    "mixed lora": Case(lora=True, drop_images=True),
     "lora": Case(lora=True),
     "remax": Case({"advantage_estimator": "remax"}, (accuracy_reward,)),
     "critic head": Case(GAE | {"critic": "head"}, (accuracy_reward,)),
@@ -58,7 +58,7 @@ def rows_of(file: str, case: Case) -> Dataset:
     """Questions with images of several sizes; of a mixed case every fourth has none."""
     rows = [dict(row) for row in prompts(file)]
     for number, row in enumerate(rows):
-        kept = row["image"] if not case.without_images or number % 4 != 3 else None
+        kept = row["image"] if not case.drop_images or number % 4 != 3 else None
         row["image"] = kept and kept.resize(SIZES[number % 4], Image.Resampling.NEAREST)
     return Dataset.from_list(rows)
 
@@ -119,7 +119,7 @@ def run_generation(kind: str, data: tuple[str, str], output: Path) -> dict:
     """Two steps with a real `generate`, thrice: as it comes; one process ends at once; all end at once, all dead."""
     found = {}
     for name in ("free", "one silent", "all silent"):
-        case = Case(without_images=kind not in engines.SHARDED)  # which refuse uneven images in generation
+        case = Case(drop_images=kind not in engines.SHARDED)  # which refuse uneven images in generation
         if name == "all silent":
             case = replace(case, rewards=(no_reward, vgr_hard_negative_reward))
         trainer = trainer_of(kind, case, data, output / f"{kind} {name}", max_steps=2, max_completion_length=8)

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-PACKAGES = ("batch", "config", "credit", "integrations", "rewards", "sharing", "signals")
+PACKAGES = ("collapse", "config", "credit", "integrations", "loss", "pixels", "rewards", "rows", "sharing", "signals")
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 sys.modules["trl"] = None

@@ -5,10 +5,8 @@ from itertools import repeat
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from vgr_trl.callbacks import CollapseWatch
-from vgr_trl.metrics import MetricHistory, find_collapse, first_signs
+from vgr_trl.collapse import CollapseWatch, MetricHistory, find_collapse, first_signs
 
 WEIGHTS = {"accuracy_reward": 2.5, "vgr_reward": 1.0, "think_format_reward": 0.5}
 HEALTHY = {
@@ -86,7 +84,7 @@ def test_a_loss_that_is_not_finite_is_a_sign_at_once():
 def test_a_collapse_is_seen_whatever_the_accumulation(micro_batches, logged_every):
     """The last micro-batches have groups of equal rewards only, and so no entropy."""
     metrics = {"train": {"entropy": []}}
-    trainer = SimpleNamespace(_metrics=metrics, reward_func_names=[], reward_weights=torch.zeros(0))
+    trainer = SimpleNamespace(_metrics=metrics, named_reward_weights=dict)
     watch, args, control = CollapseWatch(trainer), SimpleNamespace(stop_on_collapse=True), SimpleNamespace()
     control.should_training_stop = False
     for step in range(1, 20):

@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 from PIL import Image
 
-from vgr_trl.sampling.dynamic_sampling import FurtherPrompts, prompt_key, prompts_of_round
+from vgr_trl.sampling.dynamic_sampling import FurtherPrompts, prompt_key, prompts_per_round
 from vgr_trl.sampling.zero_variance import Placement
 
 
@@ -15,7 +15,7 @@ from vgr_trl.sampling.zero_variance import Placement
     [(3, 8, 1, 3), (3, 8, 4, 3), (1, 4, 8, 2), (4, 8, 3, 6)],
 )
 def test_prompts_of_a_round_are_shared_equally(missing, generations, processes, expected):
-    count = prompts_of_round(missing, generations, processes)
+    count = prompts_per_round(missing, generations, processes)
     assert count == expected
     assert count * generations % processes == 0
 

@@ -159,7 +159,8 @@ def test_quantiles_are_those_of_the_first_round(make):
 
     def found(values, bounds=None):
         zeros = torch.zeros(8)
-        rollout = Rollout([], rewards=torch.tensor(values)[:, None], batch={"prompt_ids": zeros, "advantages": zeros})
+        rollout = Rollout([], batch={"prompt_ids": zeros, "advantages": zeros})
+        rollout.rewards = torch.tensor(values)[:, None]
         return find_zero_variance(trainer, rollout, bounds)
 
     first = found([0.0, 0.0, 0.0, 0.4, 0.0, 0.8, 1.0, 1.0])

@@ -21,7 +21,7 @@ from support.models.compare import (
 from support.models.families import BODY, FAMILIES, OPEN, PAD, PIXEL_INPUTS, VIDEO, build, make_batch, randomise
 from support.models.other_families import OTHERS
 
-from vgr_trl.sharing import leave_out_empty_images, model_support, prefix_cache, prefix_forward, share_prompts
+from vgr_trl.sharing import ignore_empty_images, model_support, prefix_cache, prefix_forward, share_prompts
 from vgr_trl.utils import DataError
 
 WRONG = 1e-2
@@ -191,7 +191,7 @@ def test_pixel_inputs_without_an_image(name, padded):
     with torch.no_grad():
         plain, _ = scored(model, batch)
         batch.inputs |= {key: torch.zeros_like(value) if padded else value[:0] for key, value in pixels.items()}
-        with leave_out_empty_images(model):
+        with ignore_empty_images(model):
             without, shared, report = plain_and_shared(model, batch)
     assert report.prompts_per_row == 1 / 3
     assert torch.equal(plain, without)
@@ -199,7 +199,7 @@ def test_pixel_inputs_without_an_image(name, padded):
 
 
 @pytest.mark.parametrize("images", [0, 1])
-@pytest.mark.parametrize("around", [share_prompts, leave_out_empty_images])
+@pytest.mark.parametrize("around", [share_prompts, ignore_empty_images])
 def test_images_in_some_processes_only(images, around):
     """With sharded parameters a vision tower that runs in one process waits for weights from the others for ever."""
     model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl", images=(images, images))
@@ -247,7 +247,7 @@ def test_packed_rows_without_a_mask():
 
 @pytest.mark.parametrize(
     ("around", "duplicate"),
-    [(share_prompts, copy.deepcopy), (leave_out_empty_images, lambda model: pickle.loads(pickle.dumps(model)))],
+    [(share_prompts, copy.deepcopy), (ignore_empty_images, lambda model: pickle.loads(pickle.dumps(model)))],
 )
 def test_a_copy_made_within_the_block(around, duplicate):
     """An average of the weights, say, runs its own weights, in the block and behind it."""

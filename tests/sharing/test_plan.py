@@ -11,7 +11,7 @@ from support.models.families import build as build_model
 from support.steps import DAPO, build_trainer, options
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from vgr_trl.validate import is_sharded, plan_features
+from vgr_trl.validate.features import is_sharded, plan_features
 
 ROWS = Dataset.from_dict({"prompt": ["red blue green teal " * 6] * 8})
 

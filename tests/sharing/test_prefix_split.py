@@ -7,7 +7,7 @@ from trl.trainer.utils import shuffle_sequence_dict, split_pixel_values_by_grid
 
 from vgr_trl.sharing.prefix_cache import UnsupportedModel
 from vgr_trl.sharing.prefix_forward import check_inputs, find_groups, find_split
-from vgr_trl.sharing.sharing import shuffle_by_group
+from vgr_trl.sharing.sharing import shuffle_whole_groups
 
 CONFIG = build("qwen2_5_vl").config
 
@@ -83,7 +83,7 @@ def test_the_shuffle_is_that_of_trl_with_groups_together():
     theirs = shuffle_sequence_dict(batch)
     after = torch.rand(1)
     torch.manual_seed(3)
-    ours = shuffle_by_group(batch)
+    ours = shuffle_whole_groups(batch)
     assert torch.equal(torch.rand(1), after)
     rows = ours["advantages"].tolist()
     assert [row < 3 for row in rows] in ([True] * 3 + [False] * 3, [False] * 3 + [True] * 3)

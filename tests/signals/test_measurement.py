@@ -5,7 +5,7 @@ import torch
 from support.models.eager_reference import SPECIAL_IDS, VISION_IDS, difference
 from support.models.families import CLOSE, EOS, IMAGE, OPEN, VIDEO, build, make_batch
 
-from vgr_trl.measure import _rows_that_fit, signals_of_scores
+from vgr_trl.measure import _limit_kept_rows, make_signals
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import GenerationProbe
 from vgr_trl.signals.scoring import AttentionPlan, Want, score
@@ -32,8 +32,8 @@ def test_attention_measured_in_generation(longer):
     inputs = {**prompts, "input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == IMAGE).long()}
     plan = AttentionPlan(VISION_IDS, SPECIAL_IDS)
     scores = score(model, inputs | {"logits_to_keep": length}, Want(entropies=True, attention=plan))
-    found = signals_of_scores(scores, probe.mass).attention
-    expected = signals_of_scores(scores, None).attention
+    found = make_signals(scores, probe.mass).attention
+    expected = make_signals(scores, None).attention
     assert found.vision.shape == expected.vision.shape == (2, 6, length)
     assert torch.equal(found.mask, expected.mask)
     assert difference(found.vision, expected.vision, found.mask) < 1e-5
@@ -50,5 +50,5 @@ def test_maps_are_kept_of_as_many_rows_as_fit(monkeypatch):
     one = 4 * 2 * 12 * 16
     for most, kept in ((one - 1, [3]), (one, [0]), (2 * one - 1, [0, 3]), (2 * one, [0, 2]), (3 * one, [0, 1])):
         monkeypatch.setattr("vgr_trl.measure.MOST_KEPT", most)
-        assert _rows_that_fit(vision, 2 * 12, rows) == kept
-    assert _rows_that_fit(vision, 2 * 12, ()) == []
+        assert _limit_kept_rows(vision, 2 * 12, rows) == kept
+    assert _limit_kept_rows(vision, 2 * 12, ()) == []

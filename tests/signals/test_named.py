@@ -12,10 +12,10 @@ from vgr_trl.signals.named import (
     RolloutSignals,
     add_named,
     attention_metrics,
-    columns_of_signals,
+    columns_to_signals,
     named_signals,
     reward_columns,
-    signals_of_columns,
+    signals_to_columns,
 )
 from vgr_trl.signals.ratios import measure_segments
 
@@ -105,11 +105,11 @@ def test_the_share_of_a_region_by_hand_and_through_a_buffer():
     counts = torch.tensor([8, 8])
     mass = AttentionMass(half, half, counts, counts, mask, region, torch.tensor([2, 0]))
     signals = RolloutSignals(torch.zeros(2, 1), torch.zeros(2, 1), mask, mass)
-    signals = signals_of_columns(columns_of_signals(signals))
+    signals = columns_to_signals(signals_to_columns(signals))
     names = add_named(named_signals(MeasureOptions(signals=["region_focus"])), signals)
     assert names == ["region_share", "region_focus"]
     assert signals.extra["region_share"][0].item() == pytest.approx(0.5)
     assert signals.extra["region_focus"][0].item() == pytest.approx(2)
     assert signals.extra["region_share"][1].isnan(), "no box"
-    again = signals_of_columns(columns_of_signals(signals))
+    again = columns_to_signals(signals_to_columns(signals))
     assert again.extra["region_focus"].nan_to_num().tolist() == signals.extra["region_focus"].nan_to_num().tolist()

@@ -7,7 +7,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from vgr_trl.data.images import boxes_of
-from vgr_trl.signals.regions import drawn, in_pixels, in_region, lit_share, token_shares
+from vgr_trl.signals.regions import boxes_in_pixels, drawn, in_region, lit_share, token_shares
 from vgr_trl.utils import DataError
 
 WITH_PIXELS = ["qwen2_5_vl", "gemma3", "internvl", "idefics3"]
@@ -54,7 +54,7 @@ def test_the_tokens_that_change_with_the_pixels_of_a_model_are_those_of_the_map(
     assert torch.equal(shares > 0, moved)
 
 
-def shown_by(processor, boxes, size, tokens):
+def prepared_transform(processor, boxes, size, tokens):
     """Tokens of the boxes, as a processor lays out an image of that size."""
     given = [dict(processor(images=[image], return_tensors="pt")) for image in
              (drawn(boxes, size), drawn([], size), drawn([(0, 0, 1, 1)], size))]  # fmt: skip
@@ -66,15 +66,15 @@ def shown_by(processor, boxes, size, tokens):
 def test_the_boxes_of_qwens_processor():
     """112 x 56 pixels are 8 x 4 patches of 14, 4 x 2 tokens; the right half of the upper row are tokens 2 and 3."""
     processor = Qwen2VLImageProcessorPil(patch_size=14, merge_size=2, min_pixels=28 * 28, max_pixels=10**6)
-    assert shown_by(processor, [(0.5, 0, 1, 0.5)], (112, 56), 8) == [2, 3]
-    assert shown_by(processor, [(0.3, 0.6, 0.32, 0.62)], (112, 56), 8) == [5], "smaller than a token"
-    assert shown_by(processor, [(0, 0, 0.25, 0.5), (0.75, 0.5, 1, 1)], (112, 56), 8) == [0, 7]
+    assert prepared_transform(processor, [(0.5, 0, 1, 0.5)], (112, 56), 8) == [2, 3]
+    assert prepared_transform(processor, [(0.3, 0.6, 0.32, 0.62)], (112, 56), 8) == [5], "smaller than a token"
+    assert prepared_transform(processor, [(0, 0, 0.25, 0.5), (0.75, 0.5, 1, 1)], (112, 56), 8) == [0, 7]
 
 
 def test_the_boxes_of_tiles_and_their_thumbnail():
     """InternVL: 2 x 1 tiles of 2 x 2 tokens and a thumbnail; the left half is one tile and half of that."""
     processor = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=4)
-    assert shown_by(processor, [(0, 0, 0.5, 1)], (64, 32), 12) == [0, 1, 2, 3, 8, 10]
+    assert prepared_transform(processor, [(0, 0, 0.5, 1)], (64, 32), 12) == [0, 1, 2, 3, 8, 10]
 
 
 def test_pixels_that_no_one_knows_the_tokens_of():
@@ -104,6 +104,6 @@ def test_at_least_half_of_a_token_or_the_one_with_most():
 )
 def test_boxes_of_rows(row, boxes):
     assert boxes_of(row, (100, 50)) == [pytest.approx(box) for box in boxes]
-    assert in_pixels([(0.1, 0.2, 0.5, 0.6)], (100, 50)) == [(10, 10, 40, 20)]
+    assert boxes_in_pixels([(0.1, 0.2, 0.5, 0.6)], (100, 50)) == [(10, 10, 40, 20)]
     with pytest.raises(DataError, match=r"A row has "):
         boxes_of({"bbox": [0.5, 0, 0.4, 1]}, (100, 50))

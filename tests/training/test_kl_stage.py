@@ -11,7 +11,7 @@ from support.trainers import begin, emitted, logged, scored_passes
 from vgr_trl.loss import PENALTY, FullKL
 from vgr_trl.rows import valid_tokens
 from vgr_trl.utils import ConfigError
-from vgr_trl.validate import refuse_unfit_options
+from vgr_trl.validate.options import refuse_unfit_options
 
 
 def logps_by_hand(model, inputs):

@@ -7,7 +7,7 @@ import torch
 
 from vgr_trl.config import PerturbationOptions
 from vgr_trl.measure import score_perturbed
-from vgr_trl.signals.named import RolloutSignals, add_named, columns_of_signals, named_signals, signals_of_columns
+from vgr_trl.signals.named import RolloutSignals, add_named, columns_to_signals, named_signals, signals_to_columns
 
 
 def rollout_of(run, monkeypatch):
@@ -74,7 +74,7 @@ def test_stability_by_hand_and_through_a_buffer():
     mask = torch.ones(1, 3, dtype=torch.bool)
     nothing = torch.zeros(1, 3)
     views = {"mask_image": torch.tensor([[0.2, 0.0, 1.0]]).log(), "crop_image": torch.tensor([[0.6, 1.0, 1.0]]).log()}
-    signals = signals_of_columns(columns_of_signals(RolloutSignals(nothing, nothing, mask, views=views)))
+    signals = columns_to_signals(signals_to_columns(RolloutSignals(nothing, nothing, mask, views=views)))
     options = PerturbationOptions(
         perturbation="mask_image", further_perturbations=["crop_image"], signals=["stability"]
     )

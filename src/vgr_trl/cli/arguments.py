@@ -249,6 +249,50 @@ MAX_STAGES_ON_A_PAGE = 4  # with more stages, --help lists the stages only
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {"train": {"logging_steps": 1}}
 
 
+# Flags of our users' scripts, of EasyR1 and of verl -> the option that each sets.
+ALIASES = {
+    "eval_num_generations": "num_generations_eval",
+    "prompt_preview_chars": "prompt_preview_length",
+    "completion_preview_chars": "completion_preview_length",
+    "out_dir": "output_dir",
+    "clip_ratio_low": "epsilon",
+    "clip_ratio_high": "epsilon_high",
+    "clip_ratio_dual": "delta",
+    "late_reward_weights": "reward_weights",
+    "token_weight_clip": "token_weights_clip",
+    "loss_avg_mode": "loss_type",
+}
+LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "seq": "grpo"}  # values of `loss_avg_mode`
+NO_EFFECT = "use_segmented_reward_weights"  # early_reward_weights alone switch them on
+
+
+def replace_aliases(argv: Sequence[str]) -> list[str]:
+    """Return a command line with options in place of their aliases.
+
+    Raises:
+        ConfigError: an option and its alias are both given.
+    """
+    names = [word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else None for word in argv]
+    if NO_EFFECT in names and not {"early_reward_weights", "config", "recipe"}.intersection(names):
+        raise ConfigError(f"--{NO_EFFECT} needs --early_reward_weights: give them, or drop the flag.")
+    words: list[str] = []
+    flag = ""  # the alias whose values follow
+    for name, word in zip(names, argv, strict=True):
+        if name is None:
+            if flag != NO_EFFECT:
+                words.append(LOSS_TYPES.get(word, word) if flag == "loss_avg_mode" else word)
+            continue
+        flag = name
+        option = ALIASES.get(name, name)
+        if option != name and option in names:
+            raise ConfigError(f"--{name} is an alias of --{option}: give one of them.")
+        _, equals, value = word.partition("=")
+        value = LOSS_TYPES.get(value, value) if name == "loss_avg_mode" else value
+        if name != NO_EFFECT:
+            words.append(f"--{option}{equals}{value}" if option != name else word)
+    return words
+
+
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
     """Show each flag once, and its default unless it is None."""
 
@@ -364,7 +408,7 @@ def parse(
     Raises:
         ConfigError: an option is refused by this library, TRL or transformers.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = replace_aliases(sys.argv[1:] if argv is None else argv)
     parser = _Parser(groups, command)
     given, rest = parser.parse_known_args(argv)
     if rest:
@@ -404,6 +448,12 @@ def _read_config_file(file: Path, known: Collection[str], ignored: Collection[st
 
 
 def _check_names(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
+    """Return the options of a file under their own names; raise `ConfigError` if one is unknown."""
+    if twice := [f"{alias} and {name}" for alias, name in ALIASES.items() if {alias, name} <= values.keys()]:
+        raise ConfigError(f"{where} has {twice[0]}, which are one option: give one of them.")
+    if "loss_avg_mode" in values:
+        values["loss_avg_mode"] = LOSS_TYPES.get(values["loss_avg_mode"], values["loss_avg_mode"])
+    values = {ALIASES.get(name, name): value for name, value in values.items() if name != NO_EFFECT}
     for name, value in values.items():
         if name not in known:
             raise ConfigError(f"{where} has {name}, which is not an option.{did_you_mean(str(name), known)}")

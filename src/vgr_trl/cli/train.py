@@ -26,8 +26,8 @@ from vgr_trl.callbacks import EXIT_STATUS
 from vgr_trl.checkpoints import (
     TRACES,
     how_to_go_on,
+    lacks_final_model_only,
     load_trained,
-    only_lacks_its_model,
     refuse_finished,
     resolve_checkpoint,
     resume_mode,
@@ -53,7 +53,7 @@ from vgr_trl.data.merge import train_test_split
 from vgr_trl.data.read_row import FLAGS
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.options import changed_options
-from vgr_trl.patches.distributed import close_group_at_exit, let_gloo_finish
+from vgr_trl.patches.distributed import close_group_at_exit, wait_for_gloo
 from vgr_trl.reporting.markdown import format_duration, print_record, progress_lines
 from vgr_trl.reporting.recorder import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import read_run, refuse_unwritable
@@ -68,7 +68,7 @@ from vgr_trl.utils import (
     describe_features,
     write_atomic,
 )
-from vgr_trl.validate import reads_boxes
+from vgr_trl.validate.data import reads_boxes
 
 RUN_FILE = "run.json"
 METRICS = "metrics.json"
@@ -127,7 +127,7 @@ def train(
         trainer = build()
     trainer.data_source = source_name(data)
     metrics_file, steps, is_main = output_dir / METRICS, total_steps(trainer), trainer.accelerator.is_main_process
-    is_trained = only_lacks_its_model(trainer, checkpoint, steps, metrics_file)  # metrics are written last
+    is_trained = lacks_final_model_only(trainer, checkpoint, steps, metrics_file)  # metrics are written last
     if not is_trained:
         refuse_finished(checkpoint, steps)
     trainer.add_callback(RecordBeforeTraining(trainer))
@@ -162,7 +162,7 @@ def train(
                 print(*progress_lines(trainer.state.log_history, evaluated), sep="\n")
                 print(f"Model, metrics and completions are in {output_dir}. Next: vgr-trl report {output_dir}")
     trainer.accelerator.wait_for_everyone()
-    let_gloo_finish()
+    wait_for_gloo()
     trainer.accelerator.end_training()  # `trainer.end` does this, but transformers 5.17 lacks it
     if collapsed is not None:
         raise CollapseError(f"{collapsed} Training stopped; no model was saved.")
@@ -357,7 +357,7 @@ def describe_run(
     )
     return [
         ("model", f"{model.config._name_or_path or type(model).__name__} ({type(model).__name__}), trains {trained}"),
-        ("hardware", describe_processes(trainer.accelerator)),
+        ("processes", describe_processes(trainer.accelerator)),
         ("data", f"{source}: {_count_rows(trainer.train_dataset)} to train on, "
                  f"{_count_rows(trainer.eval_dataset)} to evaluate on"),
         ("rewards", _format_rewards(trainer)),
@@ -369,7 +369,7 @@ def describe_run(
           if verbose else []),
         *([("at step 0", f"{before} evaluation completions and their rewards are recorded for the report")]
           if checkpoint is None and needs_record_before_training(trainer) else []),
-        ("schedule", f"{total_steps(trainer)} steps of {per_step} completions; each rollout ({rollout}) is used for "
+        ("steps", f"{total_steps(trainer)} steps of {per_step} completions; each rollout ({rollout}) is used for "
                      f"{uses:g} step{'s' * (uses != 1)}"),
         ("output", f"{args.output_dir}, {saved}" + (f", continued from {checkpoint}" if checkpoint else "")),
     ]  # fmt: skip
@@ -385,8 +385,8 @@ def describe_processes(accelerator: Accelerator) -> str:
         engine = f"DeepSpeed ZeRO-{plugin.zero_stage}, "
     elif accelerator.distributed_type == DistributedType.FSDP:
         engine = f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}, "
-    computes = "no mixed precision" if precision == "no" else f"mixed precision {precision}"
-    return f"{where}, {engine}{accelerator.device.type.upper()}, {computes}"
+    device = {"cpu": "CPU", "cuda": "GPU"}.get(accelerator.device.type, accelerator.device.type)
+    return f"{where}, {engine}{device}, {'no mixed precision' if precision == 'no' else precision}"
 
 
 def print_plan(rows: list[tuple[str, str]]) -> None:
@@ -440,7 +440,7 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], v
         trainer.remove_callback(PrinterCallback)
         trainer.args.eval_strategy = "no"
         if trainer.accelerator.is_main_process:
-            small_step_rows = ("step", "schedule", "output")
+            small_step_rows = ("step", "steps", "output")
             print_plan([row for row in describe_run(trainer, source, None, verbose) if row[0] not in small_step_rows])
         started = time.monotonic()
         trainer.train()

@@ -31,9 +31,9 @@ from vgr_trl.data.images import (
     ImageLimits,
     as_shares,
     boxes_of,
+    has_boxes_in_pixels,
     image_bytes,
     image_size,
-    in_pixels_of_its_image,
     path_within,
     read_image,
     to_rgb,
@@ -66,7 +66,7 @@ FEATURES = Features(
 
 @dataclass(frozen=True)
 class Rules:
-    """How rows are converted.
+    """Rules for converting rows.
 
     Attributes:
         converter: of the set.
@@ -182,7 +182,7 @@ def to_schema(row: Mapping[str, Any], place: int, rules: Rules) -> dict[str, Any
         raise DataError(f"it has {len(images)} images, where one is expected")
     if not problem.strip():
         raise DataError("its question is empty")
-    original = image_size(images[0], rules.root) if len(images) == 1 and in_pixels_of_its_image(row) else (1, 1)
+    original = image_size(images[0], rules.root) if len(images) == 1 and has_boxes_in_pixels(row) else (1, 1)
     boxes = as_shares(boxes_of(row, original)) if len(images) == 1 else []
     encoded = [encode_image(value, rules.root, rules.limits) for value in images]
     source = row["source"] if isinstance(row.get("source"), str) else Path(rules.file).stem
@@ -270,7 +270,7 @@ def encode_image(value: Any, root: Path, limits: ImageLimits) -> Encoded:
 
 @dataclass(frozen=True)
 class Output:
-    """Where and how rows are written: `SPLIT-00000.parquet`, … and `skipped.jsonl` in `folder`.
+    """Output of a conversion: `SPLIT-00000.parquet`, … and `skipped.jsonl` in `folder`.
 
     Attributes:
         identity: what the rows depend on, as JSON; a split that is finished with the same identity is not made again.

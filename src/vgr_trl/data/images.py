@@ -352,7 +352,7 @@ ANY_SIZE = ImageLimits(max_short_side=None)
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """How frames are taken from videos.
+    """Options for sampling frames from videos.
 
     Attributes:
         fps: frames per second of the video, above 0.
@@ -464,7 +464,7 @@ def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row")
     if column == "bbox":
         boxes, form = given, "left, top, right and bottom as shares of the image, with left < right and top < bottom"
     else:
-        wide, high = size if in_pixels_of_its_image(row, name) else (1, 1)
+        wide, high = size if has_boxes_in_pixels(row, name) else (1, 1)
         boxes = [(left / wide, top / high, (left + w) / wide, (top + h) / high) for left, top, w, h in given]
         form = f"left, top, width and height as shares, or in pixels of its {size[0]} x {size[1]}, and within it"
     for stated, (left, top, right, bottom) in zip(given, boxes, strict=True):
@@ -487,7 +487,7 @@ def box_problem(row: Mapping[str, Any], sizes: Sequence[Size]) -> str | None:
     return None
 
 
-def in_pixels_of_its_image(row: Mapping[str, Any], name: str = "A row") -> bool:
+def has_boxes_in_pixels(row: Mapping[str, Any], name: str = "A row") -> bool:
     """Return whether the boxes of a row reach beyond 1, so that they are pixels and the image's size must be known."""
     column, boxes = _given_boxes(row, name)
     return column == "regions" and any(max(left + w, top + h) > 1.001 for left, top, w, h in boxes)

@@ -41,7 +41,7 @@ SUMMARY = Features(
 
 @dataclass
 class Findings:
-    """What a pass over the rows of a split has found.
+    """Findings of a pass over the rows of a split.
 
     Attributes:
         split: its name.
@@ -78,7 +78,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """How rows are inspected.
+    """Options for inspecting rows.
 
     Attributes:
         options: what a row must satisfy, as in training.
@@ -108,7 +108,7 @@ def summarise(row: Mapping[str, Any], looks: InspectOptions) -> dict[str, Any]:
     if found[REASON] is not None:
         return about | {REASON: found[REASON]}
     if found["right"] is not None:
-        about["right"] = shown_answer(found["right"], found["solution"])
+        about["right"] = format_answer(found["right"], found["solution"])
     if looks.digests:
         root = folder_of(row, looks.options.root)
         about["digests"] = [_digest(image_bytes(value, root)) for value in images_of(row)]
@@ -120,7 +120,7 @@ def _digest(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def shown_answer(right: Solution, stated: Any) -> str:
+def format_answer(right: Solution, stated: Any) -> str:
     """Return the letter of the right option, or an open answer as it is stated."""
     return LETTERS[right.index] if right.choices and right.index is not None else str(stated)
 
@@ -204,7 +204,7 @@ def sampled(row: Mapping[str, Any], place: int, looks: InspectOptions) -> dict[s
     answer = row.get("solution")
     if looks.options.needs_solution:
         right = resolve_solution(answer, row.get("choices"))
-        answer = shown_answer(right, answer) + (f". {right.text}" if right.choices else "")
+        answer = format_answer(right, answer) + (f". {right.text}" if right.choices else "")
     about = {"row": place, "answer": answer, "length": length, "id": row.get("id"), "source": row.get("source")}
     about |= {"more_images": max(0, len(images_of(row)) - MOST_IMAGES)}
     about["messages"] = [

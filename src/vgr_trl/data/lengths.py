@@ -18,7 +18,7 @@ ANY_IMAGE = Image.new("RGB", (1, 1))  # templates look at the type of a part onl
 QUESTION = [{"role": "user", "content": "What is shown?"}]
 
 
-def sizes_of(row: Mapping[str, Any]) -> list[Size]:
+def image_sizes_of(row: Mapping[str, Any]) -> list[Size]:
     """Return (width, height) of the images of a row, from the column that `prepare_rows` adds or from headers."""
     if row.get(SIZES) is not None:
         return [(width, height) for width, height in row[SIZES]]
@@ -72,7 +72,7 @@ class PromptLengths:
             ConfigError: the row has images, and there is a tokenizer only.
             DataError: the prompt is a text beside images, or the chat template refuses it.
         """
-        prompt, sizes = row["prompt"], sizes_of(row)
+        prompt, sizes = row["prompt"], image_sizes_of(row)
         if sizes and not self.reads_images:
             raise ConfigError(f"The data have images, but {type(self.processor).__name__} reads text only.")
         if sizes and isinstance(prompt, str):

@@ -26,7 +26,7 @@ TEST_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a row.
+    """Facts about a row.
 
     Attributes:
         source: which set it is in.
@@ -81,7 +81,7 @@ def merge(
             ]
             start += len(parts[-1])
         everything = concatenate_datasets(parts)
-        kept, duplicates = without_duplicates(known)
+        kept, duplicates = drop_duplicates(known)
         reasons = [duplicates.get(place, reason) for place, reason in enumerate(everything[REASON])]
         feature = everything.features[REASON]
         everything = everything.remove_columns(REASON).add_column(REASON, reasons, feature=feature)
@@ -146,7 +146,7 @@ def _digests(row: Mapping[str, Any], root: Path) -> dict[str, list[str]]:
     return {DIGESTS: [hashlib.sha256(data).hexdigest() for data in content]}
 
 
-def without_duplicates(rows: Sequence[Row]) -> tuple[list[Row], dict[int, str]]:
+def drop_duplicates(rows: Sequence[Row]) -> tuple[list[Row], dict[int, str]]:
     """Return the rows that show other images or ask something else than those before, and why the others are left out.
 
     Of rows with the same images and question the first stays, unless two contradict each other: then it is not known

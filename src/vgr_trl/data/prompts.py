@@ -1,4 +1,4 @@
-"""How a question is written down for the model."""
+"""Write questions as prompts for the model."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from vgr_trl.utils import ConfigError, DataError, at_most, error_text
+from vgr_trl.utils import ConfigError, DataError, error_text, limit_seconds
 
 LETTERS = "ABCDEFGHIJ"
 VIDEO_PLACEHOLDER = re.compile(r"[ \t]*<video>[ \t]*\n?")
@@ -144,7 +144,7 @@ class SystemTemplate:
     def _filled(self, **values: Any) -> str | None:
         text = ""
         try:
-            with at_most(SECONDS, TimeoutError):
+            with limit_seconds(SECONDS, TimeoutError):
                 for part in self._template.generate(**values):
                     text += part
                     if len(text) > CHARACTERS:
@@ -159,7 +159,7 @@ class SystemTemplate:
 
 
 class QuestionTemplate(SystemTemplate):
-    """What the user says in place of the question alone, a Jinja2 template that knows it as `content` (and `problem`).
+    """User message as a Jinja2 template, with the question as `content` (and `problem`).
 
     There is no system prompt then. Args and errors are those of `SystemTemplate`.
     """

@@ -26,7 +26,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Converter:
-    """How a data set is converted.
+    """Conversion of a data set.
 
     Attributes:
         rows: returns the rows that a published row becomes, mostly one, with columns that `read_row` knows.

@@ -80,7 +80,7 @@ def is_media(feature: Any) -> bool:
 
 @dataclass(frozen=True)
 class Question:
-    """What a row asks.
+    """A question read from a row.
 
     Attributes:
         prompt: the question, or a conversation; `<image>` in it is the placeholder of an image.

@@ -91,7 +91,7 @@ OnSkipped = Callable[["SkippedRow"], None] | None
 
 @dataclass(frozen=True)
 class RowOptions:
-    """What a row needs before it can be trained on.
+    """Requirements of a row to be trained on.
 
     Attributes:
         root: folder that relative paths of images and videos start from.
@@ -370,9 +370,9 @@ def drop_long_prompts(
 def prompt_lengths(dataset: Dataset, lengths: PromptLengths, description: str) -> list[int]:
     """Return the tokens of every row's prompt."""
     rows = dataset
-    if shown := shown_by(dataset):
+    if shown := prepared_transform(dataset):
         rows = dataset.with_format(None).select_columns(["prompt", SIZES])
-    elif reads_alike(dataset):
+    elif is_repeatable(dataset):
         names = [name for name in ("prompt", *IMAGE_COLUMNS) if name in dataset.column_names]
         rows = undecoded(dataset.with_format(None).select_columns(names))
     count = partial(_length, lengths=lengths, is_shown=shown is not None)
@@ -414,17 +414,17 @@ class ShowRows:
         return ready
 
 
-def shown_by(dataset: Dataset) -> ShowRows | None:
+def prepared_transform(dataset: Dataset) -> ShowRows | None:
     """Return the transform of prepared data, None for other data."""
     transform = dataset.format["format_kwargs"].get("transform")
     return transform if isinstance(transform, ShowRows) else None
 
 
-def reads_alike(dataset: object) -> bool:
+def is_repeatable(dataset: object) -> bool:
     """Return whether rows can be read by number and are the same every time; a transform of a user's may be random."""
     if not isinstance(dataset, Dataset):
         return False
-    return dataset.format["format_kwargs"].get("transform") is None or shown_by(dataset) is not None
+    return dataset.format["format_kwargs"].get("transform") is None or prepared_transform(dataset) is not None
 
 
 class ReadOnce:
@@ -435,7 +435,7 @@ class ReadOnce:
     replacement depends on the row's number only, so that all processes, and a resumed run, choose the same.
 
     Args:
-        rows: for which `reads_alike` holds.
+        rows: for which `is_repeatable` holds.
         name: of the data, for messages.
     """
 

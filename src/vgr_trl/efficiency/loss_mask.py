@@ -1,4 +1,4 @@
-"""Which tokens of a micro-batch have a loss, and the smallest part of it that has them all."""
+"""Find the loss mask of a micro-batch, and the smallest window that contains it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from vgr_trl.pixels import IMAGE_INPUTS, PERTURBED, on_device, split_images, stack_images
-from vgr_trl.rows import TOKEN_TYPES
-from vgr_trl.sharing.model_support import changed_hidden_states
+from vgr_trl.sharing.model_support import replace_hidden_states
+from vgr_trl.sharing.prefix_forward import PER_TOKEN
 from vgr_trl.utils import patched_method
 
 
@@ -33,7 +33,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Extent:
-    """What runs of a row by itself: columns of its prompt and of its completion, and whether it runs at all."""
+    """Columns of the prompt and of the completion of a row that run, and whether it runs at all."""
 
     prompt: int
     completion: int
@@ -177,8 +177,8 @@ def tokens_of(rows: Sequence[int], extents: Sequence[Extent], groups: Sequence[i
 
 
 @contextmanager
-def only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> Iterator[None]:
-    """Let TRL's fused head score these tokens alone: all others have log-probability and entropy 0, and no gradient.
+def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> Iterator[None]:
+    """Restrict TRL's fused head to these tokens; others get log-probability and entropy 0, and no gradient.
 
     TRL leaves out positions only where it has Triton, and scores all that have a label.
 
@@ -209,7 +209,7 @@ def only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> Iterator
             """(1, K, D) of (N, S or more, D)."""
             return hidden[:, : scored.size(1)][scored.to(hidden.device)].unsqueeze(0)
 
-        with changed_hidden_states(base, emitting):
+        with replace_hidden_states(base, emitting):
             outputs = forward(*args, fused_lm_head=True, shift_labels=next_tokens[scored].unsqueeze(0), **kwargs)
         for name in ("log_probs", "entropy"):
             if (value := getattr(outputs, name)) is not None:
@@ -221,11 +221,10 @@ def only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> Iterator
         yield
 
 
-_PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
 _OF_IMAGES = {*IMAGE_INPUTS, "num_images", "num_tiles"}
 
 
-def trim(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tensor | None = None) -> dict[str, Any]:
+def trim_inputs(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tensor | None = None) -> dict[str, Any]:
     """Return the inputs of TRL's `_get_per_token_logps_and_entropies` for a part of its rows and columns.
 
     Args:
@@ -241,7 +240,7 @@ def trim(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tensor | No
     part = dict(inputs) | {"logits_to_keep": window.completion}
     every = len(window.rows) == len(ids)
     rows = slice(None) if every else on_device(window.rows, ids.device)
-    for name in _PER_TOKEN:
+    for name in PER_TOKEN:
         if inputs.get(name) is not None:
             part[name] = inputs[name][rows, columns]
     if loss_mask is not None:
@@ -251,7 +250,7 @@ def trim(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tensor | No
         return {name: value for name, value in part.items() if name not in _OF_IMAGES}
     if every:
         return part
-    return _with_images_of(window.rows, inputs, part, len(ids))
+    return _take_images(window.rows, inputs, part, len(ids))
 
 
 def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
@@ -266,10 +265,10 @@ def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
             part[name] = [value[row] for row in rows]
         elif isinstance(value, torch.Tensor) and value.ndim > 0 and name not in IMAGE_INPUTS:
             part[name] = value[list(rows)]
-    return _with_images_of(rows, {**batch, PERTURBED: None}, part, len(batch["prompt_ids"]))
+    return _take_images(rows, {**batch, PERTURBED: None}, part, len(batch["prompt_ids"]))
 
 
-def _with_images_of(rows: Sequence[int], batch: Mapping[str, Any], part: dict[str, Any], count: int) -> dict[str, Any]:
+def _take_images(rows: Sequence[int], batch: Mapping[str, Any], part: dict[str, Any], count: int) -> dict[str, Any]:
     """Replace in `part` the images of a batch of `count` rows by those of some of them."""
     counts = [name for name in ("num_images", "num_tiles") if batch.get(name) is not None]
     part |= {name: [batch[name][row] for row in rows] for name in counts}

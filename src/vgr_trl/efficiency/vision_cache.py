@@ -30,7 +30,7 @@ _EXACT = "transformers.models."  # where processors are deterministic
 
 @contextmanager
 def images_processed_once(processor: Any) -> Iterator[None]:
-    """Let a processor make pixel inputs of equal rows of images once in this block, whichever its calls ask for them.
+    """Memoise image preprocessing in this block: equal rows of images are processed once.
 
     What it returns is what it returns otherwise, in tensors of PyTorch also where none are asked for. Rows are lists of
     images of Pillow; everything else, and processors from elsewhere than transformers, are left alone.
@@ -90,7 +90,7 @@ class _ProcessedOnce:
 
 
 def _keys(images: Any) -> list[Hashable] | None:
-    """What tells each row of images from others; None unless all are lists of plain images."""
+    """Return a key for each row of images; None unless all are lists of plain images."""
     if not isinstance(images, list) or not all(isinstance(row, list) for row in images):
         return None
     flat = {id(image): image for row in images for image in row}
@@ -125,7 +125,7 @@ def parts_of_tower(base: Any) -> list[nn.Module]:
 
 
 def parameters_of_tower(base: Any) -> Iterator[nn.Parameter]:
-    """Those of the modules, and those that the base model itself has (the newline of LLaVA-NeXT)."""
+    """Yield the parameters of the modules, and those of the base model itself (the newline of LLaVA-NeXT)."""
     own = base.parameters(recurse=False)
     return chain(own, chain.from_iterable(part.parameters() for part in parts_of_tower(base)))
 
@@ -200,7 +200,7 @@ class VisionCache:
         return found
 
     def _outputs(self, plain: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """What `get_image_features` returns, as far as decoders read it."""
+        """Return the part of the output of `get_image_features` that decoders read."""
         images = _images_of(arguments)
         if images is None:
             return plain(**arguments)

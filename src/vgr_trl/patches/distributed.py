@@ -27,7 +27,7 @@ def give_timeout(seconds: int) -> None:
 # outlives a group that was destroyed but is still referred to, as by DDP and DeepSpeed. Removable when torch waits
 # for it.
 
-_SEEN = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
+_STATUS_LINES = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
 _SECONDS, _MOST = 0.1, 60.0  # between two looks at the threads, and in all
 
 
@@ -38,7 +38,7 @@ def close_group_at_exit() -> None:
         atexit.register(_close)
 
 
-def let_gloo_finish() -> None:
+def wait_for_gloo() -> None:
     """Let go of the interpreter's lock until gloo has freed the last collective, so that the group can be destroyed.
 
     Its threads are at rest then: they sleep, and between two looks none was woken, as one is that waits for the lock.
@@ -47,25 +47,25 @@ def let_gloo_finish() -> None:
     before: list[str] | None = None
     for _ in range(int(_MOST / _SECONDS)):
         time.sleep(_SECONDS)
-        now = _what_threads_did()
+        now = _gloo_thread_states()
         if now == before and not any(line.startswith("State:") and "sleeping" not in line for line in now):
             return
         before = now
 
 
-def _what_threads_did() -> list[str]:
+def _gloo_thread_states() -> list[str]:
     """Of each of gloo's threads (of Linux) whether it sleeps, and how often it was given and lost a core."""
     found: list[str] = []
     for status in sorted(Path("/proc/self/task").glob("*/status")):
         with suppress(OSError):  # it has ended
             name, *lines = status.read_text().splitlines()
             if name.endswith("pt_gloo_runloop"):
-                found += [line for line in lines if line.startswith(_SEEN)]
+                found += [line for line in lines if line.startswith(_STATUS_LINES)]
     return found
 
 
 def _close() -> None:
-    let_gloo_finish()
+    wait_for_gloo()
     failed = getattr(sys, "last_value", None) is not None  # a collective may be pending then, for ever
     if distributed.is_initialized() and not failed:
         distributed.destroy_process_group()

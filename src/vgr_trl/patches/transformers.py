@@ -58,7 +58,7 @@ def load_weights(model: PreTrainedModel, checkpoint: str) -> None:
 # a step. Removable when the oldest torch that is taken has the first mended.
 
 
-def without_cudnn_attention() -> str | None:
+def disable_cudnn_attention() -> str | None:
     """Switch it off in this process, and return a sentence that says so; None where it would not be taken."""
     if not prefers_cudnn():
         return None

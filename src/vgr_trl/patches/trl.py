@@ -50,7 +50,7 @@ def as_text(messages: Any) -> Any:
 
 
 @contextmanager
-def in_texts(columns: dict[str, Any], names: Iterable[str] = ("prompt", "completion")) -> Iterator[None]:
+def flatten_conversations(columns: dict[str, Any], names: Iterable[str] = ("prompt", "completion")) -> Iterator[None]:
     """In this block, the columns of these names hold the texts of their conversations; afterwards what they held."""
     kept = {name: columns[name] for name in names}
     columns.update({name: [as_text(messages) for messages in column] for name, column in kept.items()})
@@ -61,7 +61,7 @@ def in_texts(columns: dict[str, Any], names: Iterable[str] = ("prompt", "complet
 
 
 @contextmanager
-def beside_training(output_dir: str | None, step: int, evaluates: bool) -> Iterator[None]:
+def keep_training_table(output_dir: str | None, step: int, evaluates: bool) -> Iterator[None]:
     """In this block TRL writes its table of completions; that of an evaluation then gets a name of its own, `…_eval`.
 
     TRL 1.16 names both by the step, so that an evaluation replaced the table of training of its step.
@@ -146,7 +146,7 @@ def _in_messages(prompt: Any) -> list[Any]:
 # tests compare with TRL's own loss for all its types (tests/training/test_loss_terms.py).
 
 _PER_COMPLETION = ("grpo", "sapo")
-_PER_WINDOW = ("dapo", "cispo", "vespo")
+PER_WINDOW = ("dapo", "cispo", "vespo")  # losses that are divided by the tokens of the optimizer step
 
 
 def average_as_loss(
@@ -167,7 +167,7 @@ def average_as_loss(
         accumulation_steps: micro-batches of the current optimizer step.
     """
     total = (per_token * mask).sum()
-    if args.loss_type in _PER_WINDOW:
+    if args.loss_type in PER_WINDOW:
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / num_processes
         of_window: torch.Tensor = tokens * accumulation_steps / args.steps_per_generation
         return total / of_window
@@ -216,7 +216,7 @@ def replace_newest(values: deque[Any], newest: list[Any]) -> None:
     values.extend(newest)
 
 
-def let_tables_hold(logs: dict[str, Any], count: int) -> None:
+def enlarge_tables(logs: dict[str, Any], count: int) -> None:
     """Make room for `count` rows in the table of completions, in place; TRL's holds one rollout batch."""
     for name, values in logs.items():
         if isinstance(values, deque):
@@ -234,7 +234,7 @@ def keep_newest(logs: dict[str, Any], count: int) -> None:
 
 
 @contextmanager
-def as_one_batch(trainer: GRPOTrainer, completions: int) -> Iterator[list[int]]:
+def merge_round_metrics(trainer: GRPOTrainer, completions: int) -> Iterator[list[int]]:
     """Let what TRL logs of rollout batches generated in this block belong to the one before it.
 
     Args:
@@ -294,17 +294,17 @@ def suppress_image_tokens(trainer: GRPOTrainer, installed: str | None = None) ->
 # pixels of their neighbours, and nothing fails. Removable with a TRL that tells the two apart.
 
 
-def lie_by_rows(inputs: Mapping[str, Any]) -> bool:
+def has_pixels_by_row(inputs: Mapping[str, Any]) -> bool:
     """Whether the pixel inputs of a batch or a pass have one entry per row, as TRL too has it of their mask."""
     return inputs.get("pixel_attention_mask") is not None and inputs.get("spatial_shapes") is None
 
 
 @contextmanager
-def rows_kept_whole() -> Iterator[None]:
+def keep_pixel_rows_whole() -> Iterator[None]:
     """In this block TRL shuffles pixels that lie by rows with their rows."""
     split = grpo_trainer.split_pixel_values_by_grid
     with patched_attribute(
-        grpo_trainer, "split_pixel_values_by_grid", lambda batch: batch if lie_by_rows(batch) else split(batch)
+        grpo_trainer, "split_pixel_values_by_grid", lambda batch: batch if has_pixels_by_row(batch) else split(batch)
     ):
         yield
 
@@ -312,7 +312,7 @@ def rows_kept_whole() -> Iterator[None]:
 # Token types of completions, where prompts have some: they must not let a completion see what comes after it.
 
 
-def with_causal_completions(inputs: Mapping[str, Any], config: Any, completion_length: int) -> dict[str, Any]:
+def make_completions_causal(inputs: Mapping[str, Any], config: Any, completion_length: int) -> dict[str, Any]:
     """Return inputs of a pass whose token types (N, P + T) are `causal_type` in the completions.
 
     TRL pads them with 0 there, which in PaliGemma lets completions see their own future.

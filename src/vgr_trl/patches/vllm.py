@@ -98,7 +98,7 @@ def collapse_images(
                 f"{images} images{'' if mine is None else f' of {mine} tokens'}, so which of them "
                 "belong to which image is ambiguous: put text between images, or generate with use_vllm=False."
             )
-        collapsed.append(list(_with_runs(ids, image_token_id, counts)))
+        collapsed.append(list(_replace_runs(ids, image_token_id, counts)))
     return collapsed
 
 
@@ -120,7 +120,7 @@ def _images_per_run(runs: Sequence[int], images: int, sizes: Sequence[int] | Non
     return None if rest else counts
 
 
-def _with_runs(ids: Sequence[int], token: int, lengths: Sequence[int]) -> Iterator[int]:
+def _replace_runs(ids: Sequence[int], token: int, lengths: Sequence[int]) -> Iterator[int]:
     """The tokens `ids`, in which the runs of `token` get other lengths."""
     remaining = iter(lengths)
     for is_token, run in groupby(ids, token.__eq__):
@@ -209,7 +209,7 @@ def repeats_one_token(processor: Any) -> bool:
     except ValueError:
         return False
     runs = sum(is_image for is_image, _ in groupby(written, token.__eq__))
-    return runs == 1 and list(_with_runs(written, token, [1])) == list(unexpanded)
+    return runs == 1 and list(_replace_runs(written, token, [1])) == list(unexpanded)
 
 
 # Log-probabilities of prompts with images as a server of vLLM 0.32 sends them, for TRL 1.16 to read.
@@ -224,12 +224,12 @@ def readable_logprobs() -> Iterator[None]:
     """In this block TRL's client reads log-probabilities in both forms."""
     plain = vllm_client.parse_logprobs
     with patched_attribute(
-        vllm_client, "parse_logprobs", lambda choices: plain([with_texts(choice) for choice in choices])
+        vllm_client, "parse_logprobs", lambda choices: plain([fill_texts(choice) for choice in choices])
     ):
         yield
 
 
-def with_texts(logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
+def fill_texts(logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the log-probabilities of a completion with a `token` for every `token_id`, also among the most likely."""
     if logprobs is None or not logprobs.get("content"):
         return logprobs

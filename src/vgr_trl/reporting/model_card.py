@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trl import GRPOConfig
 
-from vgr_trl.config import AliasOptions, EfficiencyOptions, EvaluateOptions, ReportOptions
+from vgr_trl.config import EfficiencyOptions, EvaluateOptions, ReportOptions
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.loss import PENALTY
 from vgr_trl.options import options_in_effect
@@ -58,7 +58,7 @@ TRL_PAPER = {  # in the form that TRL expects
     "title": PAPERS[DAPO].title, "id": PAPERS[DAPO].arxiv, "citation": PAPERS[DAPO].bibtex,
 }  # fmt: skip
 # Groups of options that do not change the method.
-_OTHER_GROUPS = (AliasOptions, ReportOptions, EvaluateOptions, EfficiencyOptions, GRPOConfig)
+_OTHER_GROUPS = (ReportOptions, EvaluateOptions, EfficiencyOptions, GRPOConfig)
 METHOD_OPTIONS = {each.name for group in DAPOConfig.__bases__ if group not in _OTHER_GROUPS for each in fields(group)}
 METHOD_OPTIONS |= {"early_reward_weights", "vgr_hard_negative", "attention_reward_scale"}
 

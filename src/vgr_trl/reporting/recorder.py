@@ -17,7 +17,7 @@ from hashlib import sha1
 from itertools import chain, cycle, groupby, islice, repeat
 from math import isnan, isqrt, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,13 +42,10 @@ from vgr_trl.reporting.records import (
     refuse_unwritable,
 )
 from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.signals.named import QUANTITIES, RolloutSignals, reward_columns, signals_of_rows
+from vgr_trl.signals.named import QUANTITIES, RolloutSignals, reward_columns, take_signal_rows
 from vgr_trl.signals.ratios import late_layers, measure_segments, token_vision_gain_ratio
-from vgr_trl.signals.regions import in_pixels
+from vgr_trl.signals.regions import boxes_in_pixels
 from vgr_trl.utils import ConfigError, DataError, error_text
-
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -76,7 +73,7 @@ class RolloutRecorder:
         ConfigError: a file or folder cannot be written, or a log is requested whose values are not measured.
     """
 
-    def __init__(self, trainer: "DAPOTrainer") -> None:
+    def __init__(self, trainer: ConstructedTrainer) -> None:
         self.trainer, self.args = trainer, trainer.args
         self.is_on = self.args.rollout_log_steps > 0
         self.output_dir = Path(str(self.args.output_dir))
@@ -132,13 +129,12 @@ class RolloutRecorder:
         def decode(ids: list[int]) -> str:
             return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-        assert rollout.rewards is not None
         recorded = []
         for row in chosen:
             data, place = rollout.rows[row], first + row
             ids, mask = batch["completion_ids"][row].tolist(), batch["completion_mask"][row].tolist()
             ids = strip_padding(ids, mask, tokenizer.pad_token_id)
-            signals = None if rollout.signals is None else signals_of_rows(rollout.signals, [row])
+            signals = None if rollout.signals is None else take_signal_rows(rollout.signals, [row])
             num_vision = None if signals is None or signals.attention is None else int(signals.attention.num_vision)
             grids = find_image_grids(batch, row, merge_size, num_vision)
             images, thumbnails, digest = read_row_images(data, grids)
@@ -211,7 +207,6 @@ class RolloutRecorder:
         with self._log_failures():
             self._open_writer(record.step).add(record, dict(chain(*(item.thumbnails.items() for item in recorded))))
         with self._log_failures():
-            assert rollout.rewards is not None
             names, weights = trainer.reward_func_names, trainer.reward_weights.cpu()
             self.logs.add(record, summarise_rollout(rollout.rewards.cpu(), names, weights, trainer.newest_metrics()))
         if self.args.colorize_output:
@@ -285,7 +280,7 @@ def read_row_images(
         size = recorded[0].width, recorded[0].height
         with suppress(DataError):  # the column has no boxes
             if boxes := boxes_of(row, size):
-                recorded[0].regions = in_pixels(boxes, size) or None
+                recorded[0].regions = boxes_in_pixels(boxes, size) or None
     return recorded, thumbnails, digest.digest()
 
 

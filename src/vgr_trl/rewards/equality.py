@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
-from vgr_trl.utils import at_most
+from vgr_trl.utils import limit_seconds
 
 TABLES = tomllib.loads(Path(__file__).with_name("statements.toml").read_text(encoding="utf-8"))
 POLARITY = {word: name for table in TABLES.values() for name in ("yes", "no") for word in table[name]}
@@ -362,7 +362,7 @@ def is_same_formula(gold: str, answer: str) -> bool:
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        with at_most(_VERIFY_SECONDS, TimeoutException):
+        with limit_seconds(_VERIFY_SECONDS, TimeoutException):
             gold, answer = (text + "+0" * bool(_LAST_VARIABLE.search(text)) for text in (gold, answer))  # no unit
             parsed = [
                 parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -15,19 +15,18 @@ from transformers.utils import logging
 
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.data.images import images_of
-from vgr_trl.data.rows import ReadOnce, pop_replaced, reads_alike
-from vgr_trl.patches.trl import as_one_batch
-from vgr_trl.rollout import Rollout
+from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
+from vgr_trl.patches.trl import merge_round_metrics
+from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.rows import Placement
 from vgr_trl.sampling.zero_variance import find_zero_variance
-
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
 
 logger = logging.get_logger(__name__)
 
 
-def resample(trainer: "DAPOTrainer", rounds: list[Rollout]) -> tuple[dict[int, tuple[Rollout, int]], dict[str, float]]:
+def resample(
+    trainer: ConstructedTrainer, rounds: list[Rollout]
+) -> tuple[dict[int, tuple[Rollout, int]], dict[str, float]]:
     """Generate for further prompts; return rollout and number of the group that takes each place, and metrics.
 
     The rollouts are added to `rounds`.
@@ -35,12 +34,12 @@ def resample(trainer: "DAPOTrainer", rounds: list[Rollout]) -> tuple[dict[int, t
     DAPO (https://huggingface.co/papers/2503.14476) generates until the batch is full of groups with a gradient; here
     the number of rounds is limited.
     """
-    prompts, first = trainer.further_prompts, rounds[0].groups
+    prompts, first = trainer.further_prompts, rounds[0].selection
     assert prompts is not None
     missing, chosen, generated = list(first.dropped), dict[int, tuple[Rollout, int]](), 0
     if missing:
         prompts.begin(rounds[0].rows, first.placement)
-    with as_one_batch(trainer, first.placement.rows) as completions:
+    with merge_round_metrics(trainer, first.placement.rows) as completions:
         while missing and len(rounds) <= trainer.args.dynamic_sampling_max_rounds:
             rows, count = prompts.draw(len(missing), first.placement)
             if not rows:
@@ -76,25 +75,25 @@ class FurtherPrompts:
         self._used: set[str] = set()
 
     @classmethod
-    def of(cls, trainer: "DAPOTrainer") -> "FurtherPrompts":
+    def of(cls, trainer: ConstructedTrainer) -> "FurtherPrompts":
         """Return those of a trainer's data, a stream in another order than that in which TRL reads it."""
         dataset, seed = trainer.train_dataset, trainer.args.seed
         if isinstance(dataset, IterableDataset) and trainer.shuffle_dataset:
             dataset = dataset.shuffle(seed=seed + 1)
-        return cls(ReadOnce(dataset) if reads_alike(dataset) else dataset, seed)
+        return cls(ReadOnce(dataset) if is_repeatable(dataset) else dataset, seed)
 
     def begin(self, rows: Sequence[Mapping[str, Any]], placement: Placement) -> None:
-        """Note the prompts of a batch, which no further round draws again."""
+        """Exclude this batch's prompts from resampling."""
         firsts = [row for group in range(placement.num_groups) for row, place in placement.here(group) if place == 0]
         self._used = set(gather_object([prompt_key(rows[row]) for row in firsts]))
 
     def draw(self, missing: int, placement: Placement) -> tuple[list[dict[str, Any]], int]:
         """Return this process's rows of a round, and how many prompts it has; none where the data have no more."""
         size, processes = placement.num_generations, placement.num_processes
-        prompts = self._unused(prompts_of_round(missing, size, processes))
-        step = prompts_of_round(1, size, processes)
+        prompts = self._unused(prompts_per_round(missing, size, processes))
+        step = prompts_per_round(1, size, processes)
         count = len(prompts) // step * step
-        return rows_of_process(prompts[:count], size, placement.process_index, processes), count
+        return take_local_rows(prompts[:count], size, placement.process_index, processes), count
 
     def _unused(self, count: int) -> list[Any]:
         """The next rows with other prompts, at most those of two passes over the data."""
@@ -149,19 +148,19 @@ class FurtherPrompts:
         self.drawn, self._rows = int(shares[0]["drawn"]), None
 
 
-def prompts_of_round(missing: int, num_generations: int, num_processes: int) -> int:
+def prompts_per_round(missing: int, num_generations: int, num_processes: int) -> int:
     """Return the smallest number of prompts, at least `missing`, whose completions the processes share equally."""
     step = num_processes // gcd(num_processes, num_generations)
     return -(-missing // step) * step
 
 
-def rows_of_process(
+def take_local_rows(
     prompts: Sequence[dict[str, Any]], num_generations: int, process_index: int, num_processes: int
 ) -> list[dict[str, Any]]:
     """Return this process's rows of a round, G adjacent ones per prompt over all processes.
 
     Args:
-        prompts: rows of the data set, as many as `prompts_of_round` says; the same on every process.
+        prompts: rows of the data set, as many as `prompts_per_round` says; the same on every process.
     """
     repeated = [dict(prompt) for prompt in prompts for _ in range(num_generations)]
     rows = len(repeated) // num_processes

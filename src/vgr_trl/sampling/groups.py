@@ -11,13 +11,10 @@ from accelerate.utils import gather_object
 from vgr_trl.rollout import Rollout
 from vgr_trl.rows import OLD_LOGPS, Placement, Rows, join_rows, valid_tokens
 from vgr_trl.sampling.zero_variance import group_std
-from vgr_trl.signals.named import RolloutSignals, columns_of_signals, signals_of_columns
+from vgr_trl.signals.named import RolloutSignals, columns_to_signals, signals_to_columns
 
 if TYPE_CHECKING:
     pass
-
-
-# Groups: the completions of one prompt, taken out of a rollout batch, and put into one
 
 
 @dataclass(frozen=True, eq=False)  # tensors do not compare to a bool
@@ -87,7 +84,7 @@ def groups_from_batch(
     Raises:
         DataError: the batch cannot be cut into rows.
     """
-    rows = Rows.of_batch({**batch, **columns_of_signals(signals)})
+    rows = Rows.of_batch({**batch, **signals_to_columns(signals)})
     rows.columns.pop("advantages", None)
     lengths = [batch[name].sum(1).tolist() for name in ("prompt_mask", "completion_mask")]
     pieces = {}
@@ -112,7 +109,7 @@ def groups_from_batch(
     ]
 
 
-def _with_columns(rows: Rows, columns: dict[str, Any]) -> Rows:
+def _replace_columns(rows: Rows, columns: dict[str, Any]) -> Rows:
     return replace(rows, columns={**rows.columns, **columns})
 
 
@@ -140,9 +137,9 @@ def insert_groups(
     Raises:
         DataError: a group lacks what the batch has.
     """
-    rows = Rows.of_batch({**batch, **columns_of_signals(signals)})
+    rows = Rows.of_batch({**batch, **signals_to_columns(signals)})
     parts, source = [rows], list(range(len(rows)))
-    for target, group in _brought(replacements, placement).items():
+    for target, group in _bring_rows(replacements, placement).items():
         here = placement.here(target)
         first = sum(map(len, parts))
         parts.append(group.take([index for _, index in here]))
@@ -151,10 +148,10 @@ def insert_groups(
     if len(parts) == 1:
         return dict(batch), signals
     joined = join_rows(parts, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of).take(source)
-    return joined.into_batch(batch), signals_of_columns(joined.columns)
+    return joined.into_batch(batch), columns_to_signals(joined.columns)
 
 
-def _brought(replacements: Mapping[int, Group], placement: Placement) -> dict[int, Rows]:
+def _bring_rows(replacements: Mapping[int, Group], placement: Placement) -> dict[int, Rows]:
     """The rows of the groups of which this process needs some, with their advantages."""
     travelling = [target for target, group in replacements.items() if list(placement.holders(target)) != [group.holder]]
     arrived = {target: group.rows for target, group in replacements.items()}
@@ -163,7 +160,7 @@ def _brought(replacements: Mapping[int, Group], placement: Placement) -> dict[in
         arrived |= dict(gather_object(sent))
     needed = {target: arrived[target] for target in replacements if placement.here(target)}
     return {
-        target: _with_columns(rows, {"advantages": replacements[target].advantages})
+        target: _replace_columns(rows, {"advantages": replacements[target].advantages})
         for target, rows in needed.items()
         if rows is not None
     }
@@ -181,7 +178,7 @@ def priority(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
 
 def cut_groups(rollout: Rollout, wanted: list[int], *, pad_token_id: int, step: int) -> list[Group]:
     """Return groups of a rollout whose groups have been selected; see `groups_from_batch`."""
-    selection = rollout.groups
+    selection = rollout.selection
     return groups_from_batch(
         rollout.batch,
         wanted,
@@ -194,8 +191,8 @@ def cut_groups(rollout: Rollout, wanted: list[int], *, pad_token_id: int, step: 
     )
 
 
-def with_measured_logps(group: Group) -> Group:
+def fill_old_logps(group: Group) -> Group:
     """Return the group with the measured log-probabilities as old ones, where its batch came without."""
     if group.rows is None or OLD_LOGPS in group.rows.columns:
         return group
-    return replace(group, rows=_with_columns(group.rows, {OLD_LOGPS: group.rows.columns["signals.logps"]}))
+    return replace(group, rows=_replace_columns(group.rows, {OLD_LOGPS: group.rows.columns["signals.logps"]}))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -10,12 +10,9 @@ from transformers.utils import logging
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.credit import active_rules
 from vgr_trl.registries import short_name
-from vgr_trl.rollout import Rollout
-from vgr_trl.sampling.groups import Group, cut_groups, priority, with_measured_logps
+from vgr_trl.rollout import ConstructedTrainer, Rollout
+from vgr_trl.sampling.groups import Group, cut_groups, fill_old_logps, priority
 from vgr_trl.sampling.zero_variance import group_spread
-
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -73,7 +70,7 @@ class ReplayBuffer:
         return sum(ages) / len(ages) if ages else 0.0
 
     def advance(self, step: int) -> None:
-        """Say that `step` is the global step; groups older than `max_age` leave."""
+        """Set the step; evict groups older than `max_age`."""
         self.step = step
         if self.max_age is not None:
             self._groups = [group for group in self._groups if step - group.step <= self.max_age]
@@ -173,7 +170,7 @@ def split_state(state: Mapping[str, Any], process_index: int, num_processes: int
 class Replay:
     """Groups of earlier rollout batches, which take the place of zero-variance ones."""
 
-    def __init__(self, trainer: "DAPOTrainer") -> None:
+    def __init__(self, trainer: ConstructedTrainer) -> None:
         args, self._trainer = trainer.args, trainer
         self.buffer = ReplayBuffer(
             args.replay_buffer_size,
@@ -189,13 +186,13 @@ class Replay:
         self.buffer.advance(self._trainer.state.global_step)
         return self.buffer.sample(count)
 
-    def keep(self, trainer: "DAPOTrainer", rollout: Rollout, fresh: dict[int, Group]) -> None:
+    def keep(self, trainer: ConstructedTrainer, rollout: Rollout, fresh: dict[int, Group]) -> None:
         """Put groups with a gradient into the buffer.
 
         Args:
             fresh: groups of further prompts, by their place in the batch.
         """
-        selection = rollout.groups
+        selection = rollout.selection
         size = selection.placement.num_generations
         values = (each.cpu().view(-1, size) for each in (selection.advantages, selection.task_rewards))
         admitted = self.buffer.admits(*values)
@@ -203,7 +200,7 @@ class Replay:
         groups = cut_groups(
             rollout, wanted, pad_token_id=trainer._tokenizer.pad_token_id, step=trainer.state.global_step
         )
-        for group in [*map(with_measured_logps, groups), *fresh.values()]:
+        for group in [*map(fill_old_logps, groups), *fresh.values()]:
             self.buffer.add(group)
 
     def metrics(self, replaced_fraction: float) -> dict[str, float]:

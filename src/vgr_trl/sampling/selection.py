@@ -5,21 +5,17 @@ All tensors about groups are of all processes, prompt-major, so that every proce
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from transformers.utils import logging
 
 from vgr_trl.advantages import estimate_advantages
 from vgr_trl.patches.trl import replace_newest
-from vgr_trl.rollout import Rollout
+from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.rows import OLD_LOGPS
 from vgr_trl.sampling.dynamic_sampling import resample
-from vgr_trl.sampling.groups import Group, correct_num_items, cut_groups, insert_groups, with_measured_logps
+from vgr_trl.sampling.groups import Group, correct_num_items, cut_groups, fill_old_logps, insert_groups
 from vgr_trl.sampling.zero_variance import find_zero_variance
-
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -27,7 +23,7 @@ logger = logging.get_logger(__name__)
 # One rollout batch, top to bottom
 
 
-def select_groups(trainer: "DAPOTrainer", rollout: Rollout) -> dict[str, float]:
+def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, float]:
     """Replace zero-variance groups of a rollout by further or replayed ones, where that is on; return metrics."""
     args, replay, metrics = trainer.args, trainer.replay, dict[str, float]()
     selection = find_zero_variance(trainer, rollout)
@@ -51,7 +47,7 @@ def select_groups(trainer: "DAPOTrainer", rollout: Rollout) -> dict[str, float]:
     stored = {"pad_token_id": trainer._tokenizer.pad_token_id, "step": trainer.state.global_step}
     fresh = {place: cut_groups(source, [number], **stored)[0] for place, (source, number) in chosen.items()}
     if replay is not None:
-        fresh = {place: with_measured_logps(group) for place, group in fresh.items()}
+        fresh = {place: fill_old_logps(group) for place, group in fresh.items()}
     replacements = fresh | replayed
     if replay is not None:
         replay.keep(trainer, rollout, fresh)
@@ -82,7 +78,7 @@ def select_groups(trainer: "DAPOTrainer", rollout: Rollout) -> dict[str, float]:
 
 
 def divide_by_one_deviation(
-    trainer: "DAPOTrainer",
+    trainer: ConstructedTrainer,
     rounds: list[Rollout],
     chosen: Mapping[int, tuple[Rollout, int]],
     replayed: Mapping[int, "Group"],
@@ -95,12 +91,12 @@ def divide_by_one_deviation(
     Returns:
         the replayed groups.
     """
-    estimator, selections = trainer.args.advantage_estimator, [rollout.groups for rollout in rounds]
+    estimator, selections = trainer.args.advantage_estimator, [rollout.selection for rollout in rounds]
     first, size = selections[0], selections[0].placement.num_generations
     own = torch.ones(first.placement.num_groups, dtype=torch.bool, device=first.rewards.device)
     own[[*first.filtered, *chosen, *replayed]] = False
     rewards = [first.rewards.view(-1, size)[own].flatten()]
-    rewards += [source.groups.rewards.view(-1, size)[number] for source, number in chosen.values()]
+    rewards += [source.selection.rewards.view(-1, size)[number] for source, number in chosen.values()]
     if estimator == "grpo":
         rewards += [group.rewards.to(first.rewards) for group in replayed.values()]
     trained = torch.cat(rewards)

@@ -12,20 +12,19 @@ from vgr_trl.advantages import estimate_advantages
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.credit import masked_mean
 from vgr_trl.patches.trl import replace_newest
-from vgr_trl.rollout import GroupSelection, Rollout, weighted_sums
+from vgr_trl.rollout import ConstructedTrainer, GroupSelection, Rollout, weighted_sums
 from vgr_trl.rows import Placement, valid_tokens
 from vgr_trl.utils import ConfigError
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
-    from vgr_trl.trainer import DAPOTrainer
 
 
 logger = logging.get_logger(__name__)
 
 
 def find_zero_variance(
-    trainer: "DAPOTrainer", rollout: Rollout, bounds: tuple[float, float] | None = None
+    trainer: ConstructedTrainer, rollout: Rollout, bounds: tuple[float, float] | None = None
 ) -> GroupSelection:
     """Find advantages by the estimator and the groups without a gradient; correct the advantages of batch and table.
 
@@ -35,7 +34,6 @@ def find_zero_variance(
     args, accelerator, size = trainer.args, trainer.accelerator, int(trainer.args.num_generations or 1)
     rows = len(rollout.batch["prompt_ids"])
     placement = Placement(rows, size, accelerator.process_index, accelerator.num_processes)
-    assert rollout.rewards is not None
     rewards = weighted_sums(rollout.rewards, trainer.reward_weights)
     tasks = rollout.rewards[:, :-1] if args.penalises_kl else rollout.rewards
     task_rewards = weighted_sums(tasks, trainer.reward_weights[: tasks.size(1)])
@@ -73,7 +71,7 @@ def find_zero_variance(
     return selection
 
 
-def greedy_baseline(trainer: "DAPOTrainer", rollout: Rollout, placement: Placement) -> torch.Tensor:
+def greedy_baseline(trainer: ConstructedTrainer, rollout: Rollout, placement: Placement) -> torch.Tensor:
     """Return the reward of one greedy completion per prompt for ReMax, (num_groups,), the same on every process.
 
     The process with a prompt's first completion generates it. Rewards that compare a group count as 0. Every process
@@ -86,7 +84,6 @@ def greedy_baseline(trainer: "DAPOTrainer", rollout: Rollout, placement: Placeme
     most, first_row = max(map(len, firsts)), placement.process_index * placement.rows
     mine = [group * placement.num_generations - first_row for group in firsts[placement.process_index]]
     rows = mine + [0] * (most - len(mine))  # others generate too, so that all make the same collective calls
-    assert rollout.messages is not None
     rewards = trainer.greedy_rewards([rollout.rows[row] for row in rows], [rollout.messages[row] for row in rows])
     sums = weighted_sums(rewards, trainer.reward_weights).nan_to_num().view(placement.num_processes, most)
     return torch.cat([sums[process, : len(groups)] for process, groups in enumerate(firsts)])

@@ -8,6 +8,6 @@ behind them, `prefix_cache.py` what completions read of prompts, `generation.py`
 from vgr_trl.sharing.model_support import has_active_dropout
 from vgr_trl.sharing.prefix_cache import SharingReport
 from vgr_trl.sharing.probe import why_not_share
-from vgr_trl.sharing.sharing import leave_out_empty_images, share_prompts
+from vgr_trl.sharing.sharing import ignore_empty_images, share_prompts
 
-__all__ = ["SharingReport", "has_active_dropout", "leave_out_empty_images", "share_prompts", "why_not_share"]
+__all__ = ["SharingReport", "has_active_dropout", "ignore_empty_images", "share_prompts", "why_not_share"]

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
-from vgr_trl.sharing.prefix_cache import UnsupportedModel, keeps_nothing, require
+from vgr_trl.sharing.prefix_cache import UnsupportedModel, is_stateless_layer, require
 from vgr_trl.utils import ConfigError, patched_attribute
 
 # Attributes by which layers of transformers hold the rate of a dropout, or the width of the noise of a router.
@@ -58,7 +58,7 @@ def base_of(causal: Any) -> Any:
 
 
 @contextmanager
-def changed_hidden_states(base: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def replace_hidden_states(base: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Let a base model return other last hidden states in this block, to this thread."""
     mine = get_ident()
 
@@ -148,7 +148,7 @@ def has_sharded_parameters(model: nn.Module) -> bool:
 
 
 @contextmanager
-def attention_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def wrap_attention(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Wrap what models get when they look up their attention function, eager ones and local overrides included."""
     look_up = AttentionInterface.get_interface
 
@@ -277,7 +277,7 @@ def check_layers(config: PretrainedConfig) -> None:
     unknown = unknown or {type(layer).__name__ for layer in layers if not _is_shareable(layer)}
     if unknown:
         raise UnsupportedModel(f"layers of type {min(unknown)}")
-    shares_keys = any(keeps_nothing(layer) for layer in layers)
+    shares_keys = any(is_stateless_layer(layer) for layer in layers)
     known = text.model_type in _KEY_SHARING_FAMILIES
     require(not shares_keys or known, "layers that take their keys and values from another")
     sees = getattr(text, "use_bidirectional_attention", None)
@@ -291,7 +291,7 @@ def _is_shareable(layer: Any) -> bool:
         hasattr(layer, "number_of_states") and hasattr(layer, "record_past")
     ):
         return False
-    return type(layer) in _SHAREABLE or keeps_nothing(layer)
+    return type(layer) in _SHAREABLE or is_stateless_layer(layer)
 
 
 def check_rope(config: Any) -> None:

@@ -235,7 +235,7 @@ class ExpandedState(LinearAttentionCacheLayerMixin):
         return recurrent_states
 
 
-def keeps_nothing(layer: Any) -> bool:
+def is_stateless_layer(layer: Any) -> bool:
     """Whether the layer takes its keys and values from another layer of a pass; older releases have none such."""
     return type(layer).__name__ == "DummyLayer"
 
@@ -248,7 +248,7 @@ def prefix_to_write(config: PretrainedConfig) -> Prefix:
 
 
 def _stored(layer: Any, kind: str) -> Any:
-    if keeps_nothing(layer):
+    if is_stateless_layer(layer):
         return layer
     if isinstance(layer, LinearAttentionLayer):
         return StoredState(layer.number_of_states, is_recurrent=kind != "conv")
@@ -263,7 +263,7 @@ def prefix_to_read(written: Prefix, index: torch.Tensor) -> Prefix:
 
 
 def _keeping(cache: Prefix) -> list[Any]:
-    return [layer for layer in cache.layers if not keeps_nothing(layer)]
+    return [layer for layer in cache.layers if not is_stateless_layer(layer)]
 
 
 def check_written(written: Prefix, length: int, hidden: torch.Tensor | None) -> None:

@@ -20,11 +20,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from vgr_trl.pixels import IMAGE_INPUTS, UnknownParts, image_inputs_of, on_device, parts_by_tokens
 from vgr_trl.rows import TOKEN_TYPES
 from vgr_trl.sharing.model_support import (
-    attention_wrapped,
     check_model,
     check_token_types,
     prefers_cudnn,
     shards_layers,
+    wrap_attention,
 )
 from vgr_trl.sharing.prefix_cache import (
     PackedKeys,
@@ -171,7 +171,7 @@ def has_images(inputs: Mapping[str, Any]) -> bool:
     return pixels is not None and len(pixels) > 0 and (mask is None or bool(mask.any()))
 
 
-def without_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool] | None = None) -> dict[str, Any]:
+def drop_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool] | None = None) -> dict[str, Any]:
     """The inputs, without the pixel inputs if they hold no image.
 
     TRL cuts the pixels of a batch into chunks; for a chunk whose rows have no image nothing is left, or padding, on
@@ -408,7 +408,7 @@ def packed_pass(
 
         return with_bounds
 
-    with attention_wrapped(wrap):
+    with wrap_attention(wrap):
         outputs = plain(
             input_ids=ids.flatten()[tokens].unsqueeze(0),
             position_ids=positions[..., tokens].unsqueeze(-2),
@@ -640,7 +640,7 @@ class SharedForward:
             return self.plain(*args, **kwargs) if self.paused else self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = without_empty_images(dict(zip(self.names, args, strict=False)) | kwargs, self.agree_on_images)
+        inputs = drop_empty_images(dict(zip(self.names, args, strict=False)) | kwargs, self.agree_on_images)
         if inputs.get("use_cache") or inputs.get("past_key_values") is not None:
             return self.plain(**inputs)
         gradients = torch.is_grad_enabled()

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.generation import GenerationMixin, GenerationMode
 
-from vgr_trl.pixels import IMAGE_INPUTS, on_device, owned
+from vgr_trl.pixels import IMAGE_INPUTS, clone_to, on_device
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
@@ -28,10 +28,10 @@ from vgr_trl.sharing.prefix_forward import (
     PER_TOKEN,
     PrefixSplit,
     SharedForward,
+    drop_empty_images,
     find_groups,
     find_split,
     first_rows,
-    without_empty_images,
 )
 from vgr_trl.sharing.probe import why_not_share
 from vgr_trl.utils import ConfigError, Feature, patched_attribute, patched_method
@@ -86,7 +86,7 @@ def share_prompts(
     reason = why_no_pass_shares(model) if has_sharded_parameters(model) else why_not_share(model, gradients=False)
     if reason is not None:
         report.plain[reason] += 1
-        with leave_out_empty_images(model):
+        with ignore_empty_images(model):
             yield report
         return
     keep_keys_unrepeated()
@@ -101,7 +101,7 @@ def share_prompts(
 
 
 @contextmanager
-def leave_out_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | None = None) -> Iterator[None]:
+def ignore_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | None = None) -> Iterator[None]:
     """Let a model run on rows without images although it is given pixel inputs; `share_prompts` does so by itself.
 
     Args:
@@ -120,7 +120,7 @@ def leave_out_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | 
     agree = agree if "pixel_values" in names else None
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return plain(**without_empty_images(dict(zip(names, args, strict=False)) | kwargs, agree))
+        return plain(**drop_empty_images(dict(zip(names, args, strict=False)) | kwargs, agree))
 
     with patched_method(base, "forward", forward):
         yield
@@ -164,7 +164,7 @@ class SharedPasses:
         refuses = self._refuses_uneven
         if not feature.enabled:
             generates = completion_length is None
-            with leave_out_empty_images(model, agree=self._agree if refuses and not generates else None):
+            with ignore_empty_images(model, agree=self._agree if refuses and not generates else None):
                 yield
             return
         alike = self._sharded or (self._in_order and torch.is_grad_enabled())
@@ -193,7 +193,7 @@ def sort_by_group(permutation: Sequence[int], groups: Sequence[int]) -> list[int
     return sorted(permutation, key=lambda row: position[groups[row]])
 
 
-def shuffle_by_group(
+def shuffle_whole_groups(
     batch: dict[str, Any], arrange: Callable[[Sequence[int], Sequence[int]], list[int]] = sort_by_group
 ) -> dict[str, Any]:
     """TRL's `shuffle_sequence_dict` for a generation batch, with the completions of a prompt kept together.
@@ -224,7 +224,7 @@ def shuffle_by_group(
 
 
 def _one_per_group(values: Sequence[torch.Tensor], groups: Sequence[int]) -> list[torch.Tensor]:
-    kept = [owned(values[row], values[row].device) for row in first_rows(groups)]
+    kept = [clone_to(values[row], values[row].device) for row in first_rows(groups)]
     return [kept[group] for group in groups]
 
 
@@ -300,7 +300,7 @@ class SharedGeneration:
         self.model, self.plain, self.forward, self.report = model, plain, forward, report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs = without_empty_images(kwargs, self.forward.agree_on_images)
+        kwargs = drop_empty_images(kwargs, self.forward.agree_on_images)
         split, reason = None, ""
         with self.forward.lock, patched_attribute(self.forward, "paused", True):
             try:

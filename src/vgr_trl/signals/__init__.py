@@ -1,4 +1,4 @@
-"""What each token saw: attention to the image and to the instruction, and dependence on the image.
+"""Per-token signals: attention to the image and to the instruction, and dependence on the image.
 
 `ratios.py`: which tokens are the image, and the formulas. `probe.py`: attention and hidden states, measured while a
 model computes. `regions.py`: boxes of an image. `perturbation.py`: images made harder to see. `scoring.py`: a batch,

@@ -80,13 +80,13 @@ class RolloutSignals:
         return None if self.attention is None else self.attention.region
 
 
-def unmeasured(mask: torch.Tensor) -> RolloutSignals:
+def build_unmeasured_signals(mask: torch.Tensor) -> RolloutSignals:
     """Return the signals of completions of which nothing was measured but which tokens count, (N, T) bool."""
     nothing = torch.full(mask.shape, torch.nan, device=mask.device)
     return RolloutSignals(nothing, nothing, mask)
 
 
-def columns_of_signals(signals: RolloutSignals | None) -> dict[str, torch.Tensor]:
+def signals_to_columns(signals: RolloutSignals | None) -> dict[str, torch.Tensor]:
     """Return the tensors of `signals`, rows first: (N, T), (N, L, T) and (N,)."""
     if signals is None:
         return {}
@@ -102,8 +102,8 @@ def columns_of_signals(signals: RolloutSignals | None) -> dict[str, torch.Tensor
     }
 
 
-def signals_of_columns(columns: dict[str, Any]) -> RolloutSignals | None:
-    """Return the signals that `columns_of_signals` made columns of; None if there are none among `columns`."""
+def columns_to_signals(columns: dict[str, Any]) -> RolloutSignals | None:
+    """Return the signals that `signals_to_columns` made columns of; None if there are none among `columns`."""
     given = {
         name.removeprefix("signals."): value.transpose(0, 1) if name in LAYERED else value
         for name, value in columns.items()
@@ -119,9 +119,9 @@ def signals_of_columns(columns: dict[str, Any]) -> RolloutSignals | None:
     return RolloutSignals(**rest)
 
 
-def signals_of_rows(signals: RolloutSignals, rows: list[int]) -> RolloutSignals:
+def take_signal_rows(signals: RolloutSignals, rows: list[int]) -> RolloutSignals:
     """Return the signals of some rows, on the CPU."""
-    part = signals_of_columns({name: value[rows].cpu() for name, value in columns_of_signals(signals).items()})
+    part = columns_to_signals({name: value[rows].cpu() for name, value in signals_to_columns(signals).items()})
     assert part is not None
     return part
 
@@ -299,7 +299,7 @@ SIGNAL_COLUMNS = (*SINGLE_COLUMNS, "attention_metrics")
 QUANTITIES = (*SINGLE_COLUMNS, "attention_vision", "attention_instruction")
 
 
-def columns_needed_by(reward: Any) -> set[str]:
+def needed_signal_columns(reward: Any) -> set[str]:
     """Return the columns of `SIGNAL_COLUMNS` that a reward function takes by name."""
     named = set(getattr(reward, "required", ())) | set(getattr(reward, "optional", ()))
     with suppress(TypeError, ValueError):

@@ -50,7 +50,7 @@ def _with_images(prompt: Any, perturb: Perturb) -> Any:
     return _with_parts(prompt, replace)
 
 
-def without_images(prompt: Any) -> Any:
+def drop_images(prompt: Any) -> Any:
     """Return a conversation whose messages have no images; a text as it is."""
     return _with_parts(prompt, lambda part: [] if part["type"] == "image" else [part])
 
@@ -258,8 +258,8 @@ def image_left(steps: int) -> float:
 
 
 def remove_image(image: Image.Image) -> Image.Image:
-    """Raise, since no image is left: conversations without images are made by `without_images`."""
-    raise DataError("remove_image leaves no image to return: score the conversation without it, see without_images.")
+    """Raise, since no image is left: conversations without images are made by `drop_images`."""
+    raise DataError("remove_image leaves no image to return: score the conversation without it, see drop_images.")
 
 
 PERTURBATIONS: dict[str, Callable[..., Image.Image]] = {

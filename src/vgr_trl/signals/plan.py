@@ -1,4 +1,4 @@
-"""Which queries and keys of each pass through a model are measured, for which rows of the batch."""
+"""Plan of a measured pass: which queries and keys belong to which rows of the batch."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class Pass:
         return [self.numbers[self.groups.index(group)] for group in range(self.shape[0])]
 
     def index_of(self, row: int) -> int | None:
-        """Which of the B rows stands for a row of the batch, None if none does."""
+        """Return the index among the B rows that stands for a row of the batch, None if there is none."""
         return self.groups[self.numbers.index(row)] if row in self.numbers else None
 
     def sets_of_keys(

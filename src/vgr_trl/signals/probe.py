@@ -19,12 +19,12 @@ from transformers.generation import GenerationMode
 from vgr_trl.pixels import on_device
 from vgr_trl.sharing.model_support import (
     attention_modules,
-    attention_wrapped,
     causal_model,
     has_active_dropout,
     indexed_modules,
     is_compiled,
     why_adapter_reads_whole_rows,
+    wrap_attention,
 )
 from vgr_trl.signals.plan import PassPlan, Queries
 from vgr_trl.signals.ratios import AttentionMass, ModalityMasks, build_modality_masks
@@ -126,7 +126,7 @@ class AttentionProbe:
         self.plan.hook(self._stack, self._base, self._attention[0])
         for module in self._attention:
             self._stack.callback(module.register_forward_hook(self._read_weights).remove)
-        self._stack.enter_context(attention_wrapped(self._wrap))
+        self._stack.enter_context(wrap_attention(self._wrap))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -134,7 +134,7 @@ class AttentionProbe:
 
     @property
     def mass(self) -> AttentionMass:
-        """What was measured, (L, N, T), with the layers that have attention; `mask` counts every token as valid.
+        """Attention mass (L, N, T) of the layers that have attention; `mask` counts every token as valid.
 
         Raises:
             ConfigError: fewer rows have passed through the model than `masks` has.
@@ -377,7 +377,7 @@ class GenerationProbe:
 
     @property
     def mass(self) -> AttentionMass:
-        """Of the latest generation, (L, N, T) with T the longest completion; `mask` counts every token as valid.
+        """Attention mass of the latest generation, (L, N, T); `mask` counts every token as valid.
 
         Raises:
             ConfigError: nothing has been generated.

@@ -1,4 +1,4 @@
-"""Which tokens are the image; ratios of attention: VGR, AEI and MDI balance; dependency on the image.
+"""Vision and instruction masks; attention ratios VGR, AEI and MDI balance; dependency on the image.
 
 Averages come first, ratios after: a segment's attention is the mean over its layers and over the valid tokens.
 Undefined values (no vision tokens, no instruction tokens, no completion tokens, no attention on either) are NaN.

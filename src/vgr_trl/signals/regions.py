@@ -1,4 +1,4 @@
-"""Which vision tokens show what a question is about, for the families of models whose pixel inputs are known.
+"""Vision tokens of the regions that a question is about, for models whose pixel inputs are known.
 
 The processor itself finds out what of an image is within a region: it gets an image of the same size that is white
 there and black elsewhere, so that resizing, cropping, padding and tiles are its own. What is left is how patches and
@@ -15,7 +15,7 @@ from vgr_trl.data.images import Box
 from vgr_trl.utils import DataError
 
 
-def in_pixels(boxes: Sequence[Box], size: tuple[int, int]) -> list[tuple[float, float, float, float]]:
+def boxes_in_pixels(boxes: Sequence[Box], size: tuple[int, int]) -> list[tuple[float, float, float, float]]:
     """Return boxes as (left, top, width, height) in pixels of an image of this size, to a millionth."""
     wide, high = size
     corners = (

@@ -14,7 +14,7 @@ from peft import PeftModel
 from torch import nn
 
 from vgr_trl.pixels import counts_by_tokens, image_inputs_of
-from vgr_trl.rows import TOKEN_TYPES, take_scoring_rows, with_completion_types
+from vgr_trl.rows import TOKEN_TYPES, extend_token_types, take_scoring_rows
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
@@ -176,7 +176,7 @@ def read_hidden_states(model: nn.Module, completion_length: int) -> Iterator[lis
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Which attention a scoring pass measures.
+    """Attention to be measured by a scoring pass.
 
     Attributes:
         vision_token_ids: placeholder tokens of images and videos.
@@ -201,7 +201,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class Want:
-    """What a scoring pass returns beside log-probabilities.
+    """Quantities to read off a scoring pass beside log-probabilities.
 
     Attributes:
         entropies: entropies of the distributions that tokens are drawn from.
@@ -218,7 +218,7 @@ class Want:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a scoring pass found for N completions of T tokens; None unless it was wanted.
+    """Result of a scoring pass over N completions of T tokens; a field is None unless it was wanted.
 
     Attributes:
         logps: (N, T), log-probabilities of the tokens.
@@ -451,7 +451,7 @@ class RolloutScorer:
         ids = torch.cat([prompt_ids, completion_ids], dim=1).to(device)  # (N, P + T)
         batch: dict[str, Any] = {
             **{name: value for name, value in given.items() if name not in TOKEN_TYPES},
-            **with_completion_types(given, self.causal.config, prompt_ids.size(1) + length),
+            **extend_token_types(given, self.causal.config, prompt_ids.size(1) + length),
             "input_ids": ids,
             "attention_mask": torch.cat([prompt_mask, completion_mask], dim=1).to(device),
             "logits_to_keep": length,

@@ -21,7 +21,7 @@ from vgr_trl.checkpoints import (
     resolve_checkpoint,
     resume_mode,
     save_share,
-    what_is_wrong,
+    why_incomplete,
     write_manifest,
 )
 from vgr_trl.utils import ConfigError
@@ -82,7 +82,7 @@ def test_a_named_checkpoint_must_exist_and_be_complete(tmp_path):
 )
 def test_every_file_of_a_checkpoint_must_be_what_was_written(tmp_path, break_it, reason):
     older, newer = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2, processes=2, shares=2)
-    assert what_is_wrong(newer) is None
+    assert why_incomplete(newer) is None
     break_it(newer)
     assert complete_checkpoints(tmp_path) == [older]
     with pytest.raises(ConfigError, match=f"is not complete \\({reason}"):

@@ -7,20 +7,20 @@ import torch
 from support.trainers import logged
 from support.vllm import in_place_of_vllm
 
-from vgr_trl.generation import blind_conversation, description_in
+from vgr_trl.generation import blind_conversation, extract_description
 from vgr_trl.rewards import load_reward
 from vgr_trl.rewards.simple import blind_accuracy_reward
 
 
 def test_descriptions():
-    assert description_in("<description> a red\ncircle </description><answer>B</answer>", "description", False) == (
-        "a red\ncircle"
-    )
-    assert description_in("<see>x</see> <see>y</see>", "see", False) == "x"
-    assert description_in("<answer>B</answer>", "description", False) is None
-    assert description_in("<answer>B</answer>", "description", True) == "<answer>B</answer>"
-    assert description_in("</see> <see>x <see>y</see>", "see", False) == "x <see>y"
-    assert description_in("<see>" * 100_000, "see", False) is None, "in no more time than the text is long"
+    assert extract_description(
+        "<description> a red\ncircle </description><answer>B</answer>", "description", False
+    ) == ("a red\ncircle")
+    assert extract_description("<see>x</see> <see>y</see>", "see", False) == "x"
+    assert extract_description("<answer>B</answer>", "description", False) is None
+    assert extract_description("<answer>B</answer>", "description", True) == "<answer>B</answer>"
+    assert extract_description("</see> <see>x <see>y</see>", "see", False) == "x <see>y"
+    assert extract_description("<see>" * 100_000, "see", False) is None, "in no more time than the text is long"
 
 
 def test_what_is_asked_takes_nothing_of_a_description_for_a_place():

@@ -21,7 +21,7 @@ def make(vision_trainer):
 def trained(run, monkeypatch):
     """The pixels that are generated from, those of each training pass, and the rollout once it is judged."""
     seen, batches, rollouts = [], [], []
-    generate, finish = run.model.generate, noisy.finish_noise
+    generate, finish = run.model.generate, noisy.record_noise
     loss = run._loss_of_part
 
     def keep(trainer, rollout):
@@ -30,7 +30,7 @@ def trained(run, monkeypatch):
 
     monkeypatch.setattr(run.model, "generate", lambda **inputs: seen.append(inputs) or generate(**inputs))
     monkeypatch.setattr(run, "_loss_of_part", lambda model, inputs: batches.append(inputs) or loss(model, inputs))
-    monkeypatch.setattr("vgr_trl.trainer.finish_noise", keep)
+    monkeypatch.setattr("vgr_trl.trainer.record_noise", keep)
     run.train()
     return seen[0], batches, rollouts[0]
 

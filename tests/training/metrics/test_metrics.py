@@ -8,9 +8,10 @@ import torch
 from transformers.integrations import integration_utils
 
 from vgr_trl import metrics as clocks
-from vgr_trl.callbacks import guard_trackers, in_verl
-from vgr_trl.metrics import OptimizerClock, StageClock, StepMetrics, approximate_kl, weigh_by_tokens
+from vgr_trl.callbacks import guard_trackers, rename_for_verl
+from vgr_trl.metrics import OptimizerClock, StageClock
 from vgr_trl.rollout import TrainingPass
+from vgr_trl.step_metrics import StepMetrics, approximate_kl, weigh_by_tokens
 
 
 def test_approximate_kl_by_hand():
@@ -21,26 +22,33 @@ def test_approximate_kl_by_hand():
     assert approximate_kl(new, old, mask).tolist() == pytest.approx([0.5, 0.0], abs=1e-6)
 
 
-def step_metrics(names=(), weights=()):
-    args = SimpleNamespace(importance_sampling_level="token", has_token_advantages=False)
-    accelerator = SimpleNamespace(reduce=lambda local, reduction: local)
-    named = {"reward_func_names": names, "reward_weights": torch.tensor(weights)}
-    return StepMetrics(SimpleNamespace(accelerator=accelerator, args=args, **named))
-
-
 def test_rates_start_a_new_window_after_each_reading():
     """Two micro-batches on one process: 4 + 3 tokens of prompts and completions, 2 completions each."""
-    steps = step_metrics(["accuracy", "format"], [0.5, 2.0])
+    args = SimpleNamespace(importance_sampling_level="token", has_token_advantages=False)
+    steps, weights = (
+        StepMetrics(args, SimpleNamespace(reduce=lambda local, reduction: local)),
+        {"accuracy": 0.5, "format": 2.0},
+    )
     inputs = {"prompt_mask": torch.tensor([[1, 1], [1, 1]]), "completion_mask": torch.tensor([[1, 1], [1, 0]])}
     for _ in range(2):
-        assert steps.measure(TrainingPass(inputs, logps=torch.zeros(2, 2)), {}) == {"approx_kl": 0.0}
+        passed = TrainingPass(inputs)
+        passed.logps = torch.zeros(2, 2)
+        assert steps.measure(passed, {}) == {"approx_kl": 0.0}
     rest = {
         "skipped/rows": 0.0, "skipped/tokens": 0.0, "reward_weights/accuracy": 0.5, "reward_weights/format": 2.0,
     }  # fmt: skip
-    assert steps.of_window(2.0) == {"perf/tokens_per_second": 7.0, "perf/samples_per_second": 2.0, **rest}
+    assert steps.summarise_window(2.0, weights) == {
+        "perf/tokens_per_second": 7.0,
+        "perf/samples_per_second": 2.0,
+        **rest,
+    }
     steps.prompts_too_long += 1
     rest["data/prompts_too_long"] = 1
-    assert steps.of_window(1.0) == {"perf/tokens_per_second": 0.0, "perf/samples_per_second": 0.0, **rest}
+    assert steps.summarise_window(1.0, weights) == {
+        "perf/tokens_per_second": 0.0,
+        "perf/samples_per_second": 0.0,
+        **rest,
+    }
 
 
 def test_every_token_counts_the_same_in_a_mean_over_micro_batches():
@@ -113,8 +121,8 @@ LOGS = {
 
 
 def test_names_of_verl():
-    assert in_verl({"loss": 0.5}) == {"loss": 0.5, "actor/pg_loss": 0.5}
-    found = in_verl(LOGS, processes=3)
+    assert rename_for_verl({"loss": 0.5}) == {"loss": 0.5, "actor/pg_loss": 0.5}
+    found = rename_for_verl(LOGS, processes=3)
     expected = {
         "loss": 0.5, "actor/pg_loss": 0.4, "reward/overall": 1.5, "critic/rewards/mean": 1.5, "reward/accuracy": 0.7,
         "actor/approx_kl": 0.1, "timing_s/step": 2.0, "perf/time_per_step": 2.0, "actor/clipfrac": 0.2,
@@ -124,9 +132,12 @@ def test_names_of_verl():
     assert found == expected
     logs = {"eval_reward": 1.0, "eval_rewards/accuracy/mean": 0.5, "eval_reward/length": 7, "eval_loss": 2.0,
             "eval_completions/mean_length": 9.0}  # fmt: skip
-    assert in_verl(logs) == {"val/reward_score": 1.0, "val/accuracy_reward": 0.5, "val/length_reward": 7,
+    assert rename_for_verl(logs) == {"val/reward_score": 1.0, "val/accuracy_reward": 0.5, "val/length_reward": 7,
                              "eval_loss": 2.0, "val_response_length/mean": 9.0}  # fmt: skip
-    assert in_verl({"reward": 3.0, "reward/overall": 2.0}) == {"critic/rewards/mean": 3.0, "reward/overall": 2.0}
+    assert rename_for_verl({"reward": 3.0, "reward/overall": 2.0}) == {
+        "critic/rewards/mean": 3.0,
+        "reward/overall": 2.0,
+    }
 
 
 class Tracker(integration_utils.TensorBoardCallback):

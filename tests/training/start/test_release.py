@@ -8,7 +8,7 @@ import torch
 from trl.trainer import utils as trl_utils
 
 from vgr_trl.utils import UnsupportedTRLError
-from vgr_trl.validate import check_head
+from vgr_trl.validate.options import check_head
 
 
 @pytest.mark.parametrize("code", ["from vgr_trl import DAPOTrainer", "from vgr_trl import DAPOConfig"])

@@ -1,0 +1,216 @@
+"""Prepare the data of a trainer: prompts from questions, rows that cannot be used left out."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+from accelerate import PartialState
+from datasets import Dataset, Features, IterableDataset, Value
+from peft import PeftConfig
+from transformers.utils import logging
+
+from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.data.images import COLUMNS as BOX_COLUMNS
+from vgr_trl.data.images import IMAGE_COLUMNS, PLACE, box_problem
+from vgr_trl.data.lengths import SIZES, PromptLengths, image_sizes_of
+from vgr_trl.data.prompts import special_problem, special_tokens
+from vgr_trl.data.read_row import image_columns, undecoded
+from vgr_trl.data.rows import (
+    REASON,
+    Sieve,
+    SkippedRow,
+    drop_long_prompts,
+    map_rows,
+    prepare_rows,
+    prepared_transform,
+    skipped_rows,
+)
+from vgr_trl.measure import iterate_datasets
+from vgr_trl.patches.distributed import close_group_at_exit, give_timeout
+from vgr_trl.patches.transformers import disable_cudnn_attention
+from vgr_trl.patches.trl import suppress_image_tokens
+from vgr_trl.registries import BLIND_ANSWERS, find_measurements, needed_signals
+from vgr_trl.rewards.loading import (
+    check_callable,
+    reads_solution,
+)
+from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.utils import (
+    ConfigError,
+    DataError,
+)
+from vgr_trl.validate.options import check_head, refuse_differing_options, refuse_targets_without_module
+
+# The data
+
+logger = logging.get_logger(__name__)
+
+
+def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None) -> None:
+    """Check what TRL has constructed, and make prompts of its data.
+
+    Raises:
+        UnsupportedTRLError: TRL's fused head does not support this device.
+        ConfigError: options differ between the processes, the adapter names modules that the model lacks, or the data
+            have images that it cannot read.
+        DataError: the data are not understood, or no row can be used.
+    """
+    close_group_at_exit()
+    refuse_differing_options(trainer.args)
+    give_timeout(trainer.args.ddp_timeout)
+    check_head(trainer.accelerator.device)
+    suppress_image_tokens(trainer)
+    notice = None if trainer.args.cudnn_attention else disable_cudnn_attention()
+    if notice and trainer.accelerator.is_main_process:
+        logger.warning(notice)
+    if peft_config is not None:
+        refuse_targets_without_module(trainer.accelerator.unwrap_model(trainer.model))
+    prepare_data(trainer)
+    for name, dataset in iterate_datasets(trainer):
+        if not trainer._is_vlm and (columns := image_columns(dataset)):
+            raise ConfigError(
+                f"The {name} data has a column `{columns[0]}`, but {type(trainer.model).__name__} with "
+                f"{type(trainer.processing_class).__name__} reads text only: use a vision-language model with its "
+                "processor, or remove the column."
+            )
+
+
+def prepare_data(trainer: ConstructedTrainer) -> None:
+    """Make prompts of rows that are questions; leave out rows that cannot be used, with a warning.
+
+    Raises:
+        DataError: the columns are not understood, or no row can be used.
+    """
+    if trainer.environment_factories is not None or trainer.rollout_func is not None:
+        return  # which make the prompts
+    special = special_tokens(trainer.processing_class)
+    needs_solution = any(map(reads_solution, trainer.reward_funcs))
+    boxes = reads_boxes(trainer.args, trainer.reward_funcs)
+
+    def ready(dataset: Any, split: str, part: str | None) -> Any:
+        if not isinstance(dataset, Dataset | IterableDataset):
+            return dataset
+        split = split if part is None else f"{split} {part}"
+        if not _has_prompts(dataset):
+            names = ", ".join(_names(dataset))
+            dataset, skipped = prepare_rows(
+                dataset, split=split, needs_solution=needs_solution, special=special, boxes=boxes
+            )
+            _warn(
+                f"The {split} data are questions ({names}); prompts were made of them with the standard system prompt. "
+                "vgr_trl.data.rows.prepare_rows does so with options of your own."
+            )
+            _warn_left_out(split, skipped)
+            return dataset
+        if isinstance(dataset, Dataset):
+            return _drop_bad_rows(dataset, split, special, boxes)
+        if boxes:
+            sieve = Sieve(split, lambda row: box_problem(row, image_sizes_of(row)))
+            dataset = dataset.filter(sieve.keeps, with_indices=True)
+            sieve.require_row(dataset)
+        return dataset
+
+    change_data(trainer, ready)
+
+
+def change_data(trainer: ConstructedTrainer, change: Callable[[Any, str, str | None], Any]) -> None:
+    """Replace the data of `trainer`, called `train`, and `eval` with the name of a part if it has several."""
+
+    def changed(dataset: Any, split: str) -> Any:
+        if isinstance(dataset, dict):
+            return type(dataset)({name: change(part, split, name) for name, part in dataset.items()})
+        return None if dataset is None else change(dataset, split, None)
+
+    trainer.train_dataset = changed(trainer.train_dataset, "train")
+    trainer.eval_dataset = changed(trainer.eval_dataset, "eval")
+
+
+def reads_boxes(args: DAPOConfig, rewards: Iterable[Any]) -> bool:
+    """Return whether a signal, a rule of credit or one of the rewards reads the boxes of rows."""
+    needs = {need for reward in rewards for need in needed_signals(reward)} - {BLIND_ANSWERS}
+    return "regions" in {*args.readers(), *find_measurements(needs)}
+
+
+def _has_prompts(dataset: Any) -> bool:
+    """Whether the rows have prompts that TRL can read: with images, these must be conversations."""
+    if "prompt" not in _names(dataset):
+        return False
+    first: dict[str, Any] = next(iter(dataset), {})
+    return not (image_columns(dataset) and isinstance(first.get("prompt"), str))
+
+
+def _names(dataset: Any) -> list[str]:
+    return list(next(iter(dataset), {}) if dataset.column_names is None else dataset.column_names)
+
+
+def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None, boxes: bool) -> Dataset:
+    """The rows, with prompts, whose conversations hold no special token, and whose boxes can be read.
+
+    A text is a prompt in its final form, and may hold special tokens.
+    """
+    if (shown := prepared_transform(dataset)) and shown.rules.special == special and shown.rules.boxes >= boxes:
+        return dataset  # `prepare_rows` has checked it
+    names = set(dataset.column_names or ())
+    boxes = boxes and bool(names & set(BOX_COLUMNS))
+    read = names & {"prompt", PLACE, *((*BOX_COLUMNS, *IMAGE_COLUMNS, SIZES) if boxes else ())}
+    rows = undecoded(dataset.with_format(None).select_columns(sorted(read)))
+    texts = len(rows) > 0 and not isinstance(rows[0]["prompt"], list)
+    if len(rows) == 0 or (texts and not boxes):
+        return dataset
+    examine = partial(_problem, special=None if texts else special, boxes=boxes)
+    found = map_rows(
+        rows, examine, Features({REASON: Value("string")}), [special, boxes], f"Checking prompts ({split})"
+    )
+    reasons = list(found[REASON])
+    skipped = skipped_rows(split, reasons, places=rows[PLACE] if PLACE in read else None)
+    _warn_left_out(split, skipped)
+    return dataset.select([row for row, reason in enumerate(reasons) if reason is None]) if skipped else dataset
+
+
+def _problem(row: Mapping[str, Any], special: re.Pattern[str] | None, boxes: bool) -> dict[str, str | None]:
+    reason = None if special is None else special_problem(special, row["prompt"])
+    return {REASON: box_problem(row, image_sizes_of(row)) if reason is None and boxes else reason}
+
+
+def _warn_left_out(split: str, skipped: Sequence[SkippedRow]) -> None:
+    if skipped:
+        first = skipped[0]
+        _warn(f"Left out {len(skipped)} rows of the {split} data; the first: row {first.row}: {first.reason}.")
+
+
+def _warn(sentence: str) -> None:
+    if PartialState().is_main_process:
+        logger.warning(sentence)
+
+
+def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str]) -> None:
+    """Refuse rewards and data that cannot be trained with; leave out prompts over `max_prompt_length`.
+
+    Environments add columns of their own later.
+    """
+    args = trainer.args
+    if trainer.environment_factories is None and trainer.rollout_func is None:
+        for _, dataset in iterate_datasets(trainer):
+            for reward in trainer.reward_funcs if getattr(dataset, "column_names", None) is not None else ():
+                check_callable(reward, [*dataset.column_names, *measured_columns])
+    if (limit := args.max_prompt_length) is not None:
+
+        def count(split: str) -> None:
+            trainer.step_metrics.prompts_too_long += split == "train"
+
+        template: dict[str, Any] = {"tools": trainer.tools or None, "chat_template": trainer.chat_template}
+        template |= cast("dict[str, Any]", trainer.chat_template_kwargs)
+        lengths = PromptLengths(trainer.processing_class, **template)
+
+        def kept(dataset: Any, split: str, part: str | None) -> Any:
+            return drop_long_prompts(dataset, lengths, limit, part or split, partial(count, split))
+
+        change_data(trainer, kept)
+    prompts, train_dataset = args.prompts_per_rollout, trainer.train_dataset
+    if hasattr(train_dataset, "__len__") and (rows := len(train_dataset)) < prompts:
+        raise DataError(  # TRL drops what is left over of an epoch, which would be everything
+            f"The train data has {rows} rows, but a rollout takes {prompts} prompts (generation_batch_size "
+            f"{args.generation_batch_size} / num_generations {args.num_generations}): add rows, or lower "
+            "per_device_train_batch_size or gradient_accumulation_steps."
+        )

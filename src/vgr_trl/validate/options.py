@@ -1,0 +1,251 @@
+"""Check options, rewards, model and adapter before the first generation."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from packaging.version import Version
+from peft import PeftModel
+from transformers import AutoProcessor, GenerationConfig, PreTrainedModel
+from transformers.integrations import get_available_reporting_integrations as trackers
+from transformers.utils import is_torchvision_available, logging
+from trl.trainer import utils
+
+from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.loss import kl_penalty_reward
+from vgr_trl.measure import find_completion_maker
+from vgr_trl.options import unused_options
+from vgr_trl.rewards.attention import scale_by_accuracy
+from vgr_trl.rewards.groups import gather_groups, needed_columns
+from vgr_trl.rewards.loading import (
+    RewardSchedule,
+    is_reward_name,
+    load_reward,
+    replace_by_hard_negative,
+)
+from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.sampling.zero_variance import filter_index
+from vgr_trl.utils import (
+    ConfigError,
+    UnsupportedTRLError,
+    naming_torchvision,
+    release,
+)
+from vgr_trl.validate.features import why_rows_matter
+
+logger = logging.get_logger(__name__)
+
+
+def validate_config(args: DAPOConfig | None, model: str | PreTrainedModel, options: Mapping[str, Any]) -> DAPOConfig:
+    """Return the options of a trainer; raise `ConfigError` if they do not fit its other named arguments.
+
+    TRL loads the model before the processor, so a processor that lacks torchvision is refused here.
+    """
+    if isinstance(model, str) and options.get("processing_class") is None and not is_torchvision_available():
+        with naming_torchvision(model), suppress(OSError, ValueError):
+            AutoProcessor.from_pretrained(model, trust_remote_code=getattr(args, "trust_remote_code", False))
+    if args is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        return DAPOConfig(f"{name.rstrip('/').split('/')[-1]}-DAPO")
+    if not isinstance(args, DAPOConfig):
+        raise ConfigError(f"args is a {type(args).__name__}: give a DAPOConfig, which takes the same options.")
+    if missing := {"mlflow", "swanlab", "tensorboard", "trackio", "wandb"} & {*(args.report_to or ())} - {*trackers()}:
+        raise ConfigError(f"report_to names {min(missing)}, which is missing or off: pip install it, or give none.")
+    if args.max_prompt_length is not None and options.get("environment_factory") is not None:
+        raise ConfigError(
+            "max_prompt_length needs prompts from the data, but environment_factory makes them: drop one."
+        )
+    return args
+
+
+def plan_rewards(
+    reward_funcs: Any, args: DAPOConfig, num_generations: Callable[[], int]
+) -> tuple[list[Any], RewardSchedule]:
+    """Return the rewards as TRL gets them, and the schedule of their weights.
+
+    Rewards that compare the completions of a prompt see whole groups.
+
+    Args:
+        reward_funcs: None, one or several; some may be names.
+        num_generations: returns the completions per prompt, at each call.
+    """
+    several = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    sizes: Any = {"max_completion_length": args.max_completion_length, "soft_punish_cache": args.soft_punish_cache}
+    rewards = [load_reward(each, **sizes) if is_reward_name(each) else each for each in several if each is not None]
+    if args.vgr_hard_negative:
+        rewards = replace_by_hard_negative(rewards)
+    if args.attention_reward_scale == "accuracy":
+        rewards = scale_by_accuracy(rewards)
+    schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
+    state = PartialState()
+    over_groups = [
+        gather_groups(reward, gather_object, state.process_index, num_generations)
+        if needed_columns(reward) is not None
+        else reward
+        for reward in rewards
+    ]
+    return over_groups + [kl_penalty_reward] * args.penalises_kl, schedule
+
+
+MAY_DIFFER_BY_PROCESS = {  # options that may differ between the processes of a run
+    "local_rank", "output_dir", "logging_dir", "run_name", "rollout_log_path", "eval_log_path", "log_level",
+    "log_level_replica", "disable_tqdm", "report_to", "dataloader_num_workers", "dataloader_prefetch_factor",
+    "dataloader_pin_memory", "hub_token", "resume_from_checkpoint",
+}  # fmt: skip
+
+
+def refuse_differing_options(args: DAPOConfig) -> None:
+    """Raise `ConfigError` on all processes if their options differ, which would train something else in silence."""
+    plain = (str, int, float, list, dict, type(None))
+    given = {name: repr(value) for name, value in vars(args).items() if isinstance(value, plain) and name[0] != "_"}
+    of_all = gather_object([{name: value for name, value in given.items() if name not in MAY_DIFFER_BY_PROCESS}])
+    for name in of_all[0]:
+        for number, each in enumerate(of_all):
+            if each.get(name) != of_all[0][name]:
+                raise ConfigError(
+                    f"{name} is {of_all[0][name]} in process 0 and {each.get(name)} in process {number}: give all "
+                    "processes the same options."
+                )
+
+
+# Options that do not fit the model, the data or the launch
+
+
+def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images: bool) -> None:
+    """Raise `ConfigError` for the first option that does not go with a trainer, a `filter_key` without reward too."""
+    args = trainer.args
+    estimator, aggregation = args.advantage_estimator, args.multi_objective_aggregation
+    maker = find_completion_maker(trainer)
+    of_transformers = {} if trainer.use_vllm else args.generation_kwargs or {}
+    unknown = [name for name in of_transformers if not hasattr(GenerationConfig(), name)]
+    # The losses of parts of a micro-batch add up to its loss; those of bnpo, if they are weighed by their tokens.
+    parts = why_rows_matter(trainer, "dapo" if trainer.loss_type == "bnpo" else trainer.loss_type)
+    parts = "a critic learns from whole micro-batches" if args.uses_critic else parts
+    shift = args.readers().get("shift", [""])[0]
+    weighs_first = aggregation != "sum_then_normalize"
+    if estimator != "grpo" and weighs_first:
+        raise ConfigError(
+            f"advantage_estimator is {estimator} with multi_objective_aggregation {aggregation}: the estimators take "
+            "weighted sums, so use sum_then_normalize."
+        )
+    if args.selects_groups and weighs_first:
+        raise ConfigError(
+            f"multi_objective_aggregation is {aggregation} with replay_buffer_size, dynamic_sampling or "
+            "online_filtering, which find groups without a gradient by weighted sums: use sum_then_normalize, or drop "
+            "them."
+        )
+    if estimator == "remax" and (trainer.use_vllm or trainer.use_transformers_continuous_batching):
+        raise ConfigError(
+            "advantage_estimator is remax, whose greedy completions are generated by transformers: switch off vLLM "
+            "and continuous batching, or use rloo."
+        )
+    if unknown:
+        raise ConfigError(
+            f"generation_kwargs has {', '.join(unknown)}, which the generation of transformers does not know and "
+            "leaves unread: give names of its GenerationConfig, or drop it."
+        )
+    if sharded and args.needs_full_kl:
+        raise ConfigError(
+            "kl_penalty is full with ZeRO-3 or FSDP, which do not gather the heads it runs again: use low_var_kl, or "
+            "ZeRO-2."
+        )
+    if sharded and shift:
+        raise ConfigError(
+            f"{shift} compares whole distributions, which ZeRO-3 and FSDP do not gather the head for: use ZeRO-2, or "
+            "a rule that reads the dependency."
+        )
+    if sharded and args.uses_critic and args.critic == "model":
+        raise ConfigError(
+            "critic is model with ZeRO-3 or FSDP, of whose parameters no process has a whole copy: use critic head, "
+            "or ZeRO-2."
+        )
+    if maker and args.selects_groups:
+        raise ConfigError(
+            f"Groups cannot be replaced with {maker}: drop it, or replay_buffer_size, dynamic_sampling and "
+            "online_filtering."
+        )
+    if maker and estimator == "remax":
+        raise ConfigError(
+            f"advantage_estimator is remax with {maker}, which would not generate greedily: drop it, or use rloo."
+        )
+    if args.max_tokens_per_micro_batch is not None and parts:
+        raise ConfigError(
+            f"max_tokens_per_micro_batch is {args.max_tokens_per_micro_batch}, but {parts}: switch one of the two "
+            "off, or lower per_device_train_batch_size instead."
+        )
+    refuse_unfit_noise(trainer, has_images)
+    if args.online_filtering:
+        filter_index(args.filter_key, trainer.reward_func_names)
+
+
+def refuse_unfit_noise(trainer: ConstructedTrainer, has_images: bool) -> None:
+    """Raise `ConfigError` if `noisy_generations` does not go with the data, the model's tools or its generation."""
+    args, noisy = trainer.args, trainer.args.noisy_generations
+    if noisy > trainer.num_generations:
+        raise ConfigError(
+            f"noisy_generations is {noisy} with num_generations {trainer.num_generations}: give at most that many."
+        )
+    if not noisy:
+        return
+    why = None
+    if not has_images:
+        why = "the data have no images; add some, or switch it off."
+    elif trainer.rollout_func or trainer.tools:
+        why = "of rollout_func and tools; switch one of the two off."
+    elif args.attention_source == "generate":
+        why = 'attention_source is "generate", which would measure noise; use "scoring".'
+    elif trainer.use_transformers_continuous_batching:
+        why = "continuous batching shows no images; switch it off."
+    elif trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        why = "vllm_importance_sampling_correction would weigh perturbed against clean images; set it to False."
+    if why:
+        raise ConfigError(f"noisy_generations cannot be used here: {why}")
+
+
+def refuse_targets_without_module(model: PeftModel) -> None:
+    """Raise `ConfigError` if an adapter names a target that is no module of the model, which PEFT passes over."""
+    targets = getattr(next(iter(model.peft_config.values())), "target_modules", None)
+    if isinstance(targets, str) or not targets:
+        return
+    adapted = getattr(model.base_model, "targeted_module_names", [])
+    missing = sorted(target for target in targets if not any(f".{name}".endswith(f".{target}") for name in adapted))
+    if missing:
+        linear = {name.split(".")[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
+        names = ", ".join(sorted(linear - {"base_layer", "default"}))
+        raise ConfigError(
+            f"No module of {type(model.get_base_model()).__name__} is named {' or '.join(missing)}, which the adapter "
+            f"targets: give other names (linear modules are {names})."
+        )
+
+
+def check_head(device: torch.device, installed: str | None = None) -> None:
+    """Raise `UnsupportedTRLError` where TRL's fused head cannot run: before 1.16 it is a Triton kernel and no more.
+
+    Args:
+        installed: version of TRL, that of the installed package by default.
+    """
+    kernel = getattr(utils, "_ChunkedLogProbFunction", None)
+    of_trl = kernel is None or kernel.__module__.startswith("trl.")
+    if release(installed) < Version("1.16") and of_trl and device.type not in ("cuda", "xpu"):
+        raise UnsupportedTRLError(
+            f"TRL {installed or version('trl')} scores by a Triton kernel, but the model is on {device.type}: train on "
+            'a GPU, or pip install "trl>=1.16".'
+        )
+
+
+def find_idle_options(trainer: ConstructedTrainer) -> dict[str, str]:
+    """Return why each option of the trainer that is not at its default has no effect, by name."""
+    needed = trainer.measurement.needed
+    facts = {
+        "attention": "attention" in needed,
+        "similarity": "similarity" in needed,
+        "blind_answers": "blind" in needed,
+        "changing_weights": trainer.reward_schedule.changes,
+        "evaluation": trainer.eval_dataset is not None,
+        "length_reward": any("overlong" in name for name in trainer.reward_func_names),
+    }
+    return unused_options(trainer.args, [name for name, holds in facts.items() if not holds])
