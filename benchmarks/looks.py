@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vgr_trl.data.images import images_of
-from vgr_trl.evaluation import Writer, conversation_of
+from vgr_trl.evaluation import CompletionGenerator, build_conversation
 from vgr_trl.signals import RolloutScorer, blacken_patches, split_layers, vision_gain_ratio, visual_dependency
 from vgr_trl.signals.ratios import special_token_ids
 
@@ -18,11 +18,13 @@ def looks(
     """Return the mean late VGR of one sampled answer to each row, and its mean dependency per token on the image."""
     model.eval()
     torch.manual_seed(1)
-    writer = Writer(model, processor, max_completion_length)
+    generator = CompletionGenerator(model, processor, max_completion_length)
     scorer = RolloutScorer(model, special_token_ids=special_token_ids(processor))
     shown = [rows, [blackened(row) for row in rows]]
-    prompts: list[Any] = [writer.prompt([conversation_of(row, False, None) for row in each]) for each in shown]
-    ids, mask = tokenised([text for (text,) in writer.sample(prompts[0], 1, 1.0)], processor)
+    prompts: list[Any] = [
+        generator.encode_prompts([build_conversation(row, False, None) for row in each]) for each in shown
+    ]
+    ids, mask = tokenised([text for (text,) in generator.sample(prompts[0], 1, 1.0)], processor)
     clean, perturbed = (
         scorer.score(
             inputs.pop("input_ids"), inputs.pop("attention_mask"), ids.to(model.device), mask.to(model.device), **inputs

@@ -12,7 +12,7 @@ from typing import Any
 
 from vgr_trl.cli.arguments import DEFAULT_REWARDS, DEFAULTS, DataArguments, RewardArguments
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.recipes import FOLDER, About, Recipe, read_recipe
+from vgr_trl.recipes import RECIPE_FOLDER, About, Recipe, read_recipe
 from vgr_trl.registries import credit_rules
 
 DOCS = Path(__file__).resolve().parent
@@ -106,7 +106,9 @@ def _flat(recipe: Recipe) -> dict[str, Any]:
 
 def _notes(recipes: Sequence[Recipe]) -> dict[str, str]:
     """What stands behind the options in the files, with the name of the recipe unless all say the same."""
-    found = [dict(NOTE.findall((FOLDER / f"{recipe.name}.yaml").read_text(encoding="utf-8"))) for recipe in recipes]
+    found = [
+        dict(NOTE.findall((RECIPE_FOLDER / f"{recipe.name}.yaml").read_text(encoding="utf-8"))) for recipe in recipes
+    ]
     common = {name: note for name, note in found[0].items() if all(notes.get(name) == note for notes in found)}
     named = {
         name: "; ".join(

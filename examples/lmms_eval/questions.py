@@ -4,7 +4,7 @@ from typing import Any
 
 from trl.data_utils import prepare_multimodal_messages
 
-from vgr_trl.cli.arguments import DataArguments, system_prompt_of
+from vgr_trl.cli.arguments import DataArguments, load_system_prompt
 from vgr_trl.data.prompts import build_prompt
 from vgr_trl.data.rows import RowOptions, ready_row
 from vgr_trl.rewards import accuracy_reward
@@ -13,7 +13,7 @@ from vgr_trl.rewards import accuracy_reward
 def messages(row: dict[str, Any], lmms_eval_specific_kwargs: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """Return the conversation as training puts it, with its system prompt or that of `system_prompt_file`."""
     given = DataArguments(system_prompt_file=(lmms_eval_specific_kwargs or {}).get("system_prompt_file"))
-    ready = ready_row(row, RowOptions(needs_solution=False, system_prompt=system_prompt_of(given)))
+    ready = ready_row(row, RowOptions(needs_solution=False, system_prompt=load_system_prompt(given)))
     conversation = prepare_multimodal_messages(ready["prompt"], ready["images"])
     return [{**message, "content": [_part(part) for part in message["content"]]} for message in conversation]
 

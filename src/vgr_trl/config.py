@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from vgr_trl import registries
 from vgr_trl.options import option
-from vgr_trl.registries import VIEW, Registry, needs_of, option_values, short_name
+from vgr_trl.registries import LOGPS_PREFIX, Registry, build_options, needed_signals, short_name
 from vgr_trl.utils import ConfigError
 
 # What is added from outside: plug-ins by name, and their own options.
@@ -53,17 +53,16 @@ class PluginOptions:
     def plugin_values(self, plugin: Any, name: str) -> Any:
         """Return the values of a plug-in's own options, all options of the run if it has none."""
         options = getattr(plugin, "options", None)
-        return self if options is None else option_values(options, self._given())
+        return self if options is None else build_options(options, self._given())
 
     def readers(self) -> dict[str, list[str]]:
         """Return what plug-ins read of a rollout: measurement -> the signals and credit rules that need it."""
         needs = [(f"the signal {name}", [name]) for name in self.signals or ()]
-        needs += [
-            (f"the credit rule {name}", [*needs_of(registries.credit_rules.load(name))]) for name in self.plugin_rules
-        ]
+        rules = {name: registries.credit_rules.load(name) for name in self.plugin_rules}
+        needs += [(f"the credit rule {name}", [*needed_signals(rule)]) for name, rule in rules.items()]
         found: dict[str, list[str]] = {}
         for reader, names in needs:
-            for measurement in registries.measurements(names):
+            for measurement in registries.find_measurements(names):
                 found.setdefault(measurement, []).append(reader)
         return found
 
@@ -204,7 +203,7 @@ class PerturbationOptions(PluginOptions):
         """
         readers = self.readers()
         own = self.perturbations if depends or "views" in readers else [self.perturbation] * ("shift" in readers)
-        read = [need.removeprefix(VIEW) for need in readers if need.startswith(VIEW)]
+        read = [need.removeprefix(LOGPS_PREFIX) for need in readers if need.startswith(LOGPS_PREFIX)]
         return list(dict.fromkeys([*own, *read]))
 
     def parameters_of(self, name: str) -> dict[str, Any]:

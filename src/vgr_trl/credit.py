@@ -19,7 +19,7 @@ from vgr_trl import registries
 from vgr_trl.config import RULES, CreditOptions
 from vgr_trl.metrics import Gather, Totals, add_filter, add_weights
 from vgr_trl.options import check_options, check_value, option
-from vgr_trl.registries import declares, is_measurement, needs_of, short_name
+from vgr_trl.registries import declares, is_measurement, needed_signals, short_name
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass, last_layers, late_layers, token_vision_gain_ratio
 from vgr_trl.utils import ConfigError, DataError
@@ -51,7 +51,8 @@ def active_rules(options: CreditOptions) -> dict[str, tuple[str, ...]]:
     Raises:
         ConfigError: a rule of `credit_rules` is not found.
     """
-    plugins = {f"the credit rule {spec}": needs_of(registries.credit_rules.load(spec)) for spec in options.plugin_rules}
+    rules = {spec: registries.credit_rules.load(spec) for spec in options.plugin_rules}
+    plugins = {f"the credit rule {spec}": needed_signals(rule) for spec, rule in rules.items()}
     return {switch: (need,) for switch, need in builtin_rules(options).items()} | plugins
 
 

@@ -1,4 +1,4 @@
-"""Accuracy of a model on questions, without training."""
+"""Evaluate a model on questions, without training."""
 
 import math
 import sys
@@ -33,28 +33,28 @@ def blank_image(image: Image.Image) -> Image.Image:
     return Image.new("RGB", image.size, (128, 128, 128))
 
 
-def conversation_of(row: Mapping[str, Any], blank_images: bool, system_prompt: str | None) -> Any:
-    """Return the prompt of a row, made of its question if it has none; a text stays one.
+def build_conversation(row: Mapping[str, Any], blank_images: bool, system_prompt: str | None) -> Any:
+    """Return the prompt of a row, built from its question if it has none; a text prompt is returned unchanged.
 
     Raises:
-        DataError: it is a text beside images.
+        DataError: a row with images has a text prompt.
     """
     prompt = row.get("prompt") or build_prompt(row["problem"], row.get("choices"), system_prompt=system_prompt)
     images = images_of(row)
     if not images:
         return prompt
     if isinstance(prompt, str):
-        raise DataError("A row with images has a text as its prompt: give a conversation (a list of messages).")
+        raise DataError("A row with images has a text prompt: give a conversation (a list of messages).")
     return prepare_multimodal_messages(
         placed(prompt), images=[blank_image(i) for i in images] if blank_images else images
     )
 
 
 def grade(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, Any]:
-    """Return the record of a question: what was written, and what each completion is worth."""
+    """Return the record of a question: completions, correctness and format."""
     completions = [greedy, *sampled]
-    correct = correct_of(row, completions)
-    solution = solution_of(row)
+    correct = grade_completions(row, completions)
+    solution = read_solution(row)
     well_formed = think_format_reward(completions)
     return {
         **{key: row[key] for key in ("id", "source", "problem", "solution") if key in row},
@@ -69,24 +69,24 @@ def grade(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, 
     }
 
 
-def correct_of(row: Mapping[str, Any], completions: list[str]) -> list[float | None]:
-    """Return for each completion whether it is right, None without a usable solution."""
+def grade_completions(row: Mapping[str, Any], completions: list[str]) -> list[float | None]:
+    """Return the accuracy of each completion: 1, 0, or None without a usable solution."""
     columns = {key: [row[key]] * len(completions) for key in ("solution", "choices", "label_idx") if key in row}
     return accuracy_reward(completions, **columns)
 
 
-def solution_of(row: Mapping[str, Any]) -> Solution | None:
-    """Return the right answer, None if the row does not state it."""
+def read_solution(row: Mapping[str, Any]) -> Solution | None:
+    """Return the reference answer of a row, or None if it has no usable one."""
     try:
         return resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx"))
     except RewardError:
         return None
 
 
-def rewards_of(
+def compute_rewards(
     functions: Sequence[Any], rows: Sequence[Mapping[str, Any]], completions: list[str], tokenizer: Any
 ) -> dict[str, list[float | None]]:
-    """Return what each function gives the greedy completions of all rows, by the names of the functions."""
+    """Return the rewards of the greedy completions of all rows, by function name."""
     if not functions:
         return {}
     columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "image", "images")}
@@ -98,14 +98,19 @@ def rewards_of(
 
 @dataclass(frozen=True)
 class Scores:
-    """Results on a set of questions; rates lie in [0, 1].
+    """Scores on a set of questions; rates are in [0, 1].
 
-    `accuracy` and `format` are those of the greedy completion, `mean_at_k` and `format_sampled` means over the k
-    sampled completions, `pass_at_k` the share of questions with at least one right among them (None for k = 0).
-    `interval` is where accuracy lies with 95 % confidence (Wilson), `unparsable` the share of greedy completions that
-    state no answer, `majority` what the commonest letter and the commonest open answer would reach, `blind` the
-    accuracy with grey images, None where that was not measured. `rewards` are means of further reward functions over
-    the greedy completions they apply to.
+    Attributes:
+        questions: number of questions.
+        k: sampled completions per question.
+        accuracy, format: rates of the greedy completion.
+        mean_at_k, format_sampled: means over the sampled completions; None for k = 0.
+        pass_at_k: share of questions with a right sampled completion; None for k = 0.
+        interval: 95 % confidence interval of the accuracy (Wilson).
+        unparsable: share of greedy completions that state no answer.
+        majority: accuracy of always giving the most common letter or open answer.
+        blind: accuracy with grey images; None if not measured.
+        rewards: means of further reward functions over the greedy completions that they apply to.
     """
 
     questions: int
@@ -124,26 +129,26 @@ class Scores:
 
 @dataclass(frozen=True)
 class Evaluation(Scores):
-    """Scores of all questions and of each group of them, what the model wrote, and how many rows had no solution."""
+    """Scores of all questions and of each group, the number of rows without a usable solution, and all completions."""
 
     skipped: int = 0
     groups: dict[str, Scores] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def to_dict(self, records: bool = False) -> dict[str, Any]:
-        """Return the numbers as plain Python values; with `records` also every completion."""
+        """Return the scores as plain Python values; with `records` also the completions."""
         values = asdict(self)
         if not records:
             del values["records"]
         return values
 
 
-def evaluation_of(records: list[dict[str, Any]], groups: Sequence[str] | None = None) -> Evaluation:
-    """Return the scores of all records with a solution, one at least, and of each of their groups.
+def build_evaluation(records: list[dict[str, Any]], groups: Sequence[str] | None = None) -> Evaluation:
+    """Compute scores of all records with a solution (at least one), and of each group.
 
     Args:
-        records: of the questions, as `grade` makes them.
-        groups: of each of them; None: there are none.
+        records: as `grade` returns them.
+        groups: group of each record; None: no groups.
     """
     scored = [record for record in records if record["correct"] is not None]
     members = defaultdict(list)
@@ -151,15 +156,15 @@ def evaluation_of(records: list[dict[str, Any]], groups: Sequence[str] | None = 
         if record["correct"] is not None:
             members[group].append(record)
     return Evaluation(
-        **asdict(scores_of(scored)),
+        **asdict(compute_scores(scored)),
         skipped=len(records) - len(scored),
-        groups={name: scores_of(of_group) for name, of_group in sorted(members.items())},
+        groups={name: compute_scores(of_group) for name, of_group in sorted(members.items())},
         records=records,
     )
 
 
-def scores_of(records: Sequence[dict[str, Any]]) -> Scores:
-    """Return the scores of at least one record with correct, correct_sampled, format and format_sampled."""
+def compute_scores(records: Sequence[dict[str, Any]]) -> Scores:
+    """Compute the scores of at least one record."""
     k = len(records[0]["correct_sampled"])
     right = sum(record["correct"] for record in records)
     columns = {name: [record["rewards"][name] for record in records] for name in records[0].get("rewards", {})}
@@ -171,42 +176,42 @@ def scores_of(records: Sequence[dict[str, Any]]) -> Scores:
         pass_at_k=fmean(max(record["correct_sampled"]) for record in records) if k else None,
         format=fmean(record["format"] for record in records),
         format_sampled=fmean(fmean(record["format_sampled"]) for record in records) if k else None,
-        interval=wilson(right, len(records)),
+        interval=wilson_interval(right, len(records)),
         unparsable=fmean(not record["parsed"] for record in records),
-        majority=majority([record["answer"] for record in records]),
-        blind=_mean_of_known(record.get("correct_blind") for record in records),
-        rewards={name: _mean_of_known(values) for name, values in columns.items()},
+        majority=majority_accuracy([record["answer"] for record in records]),
+        blind=_mean_known(record.get("correct_blind") for record in records),
+        rewards={name: _mean_known(values) for name, values in columns.items()},
     )
 
 
-def _mean_of_known(values: Iterable[float | None]) -> float | None:
+def _mean_known(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
-def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """Return the interval of a share of `right` among `count` trials (E. B. Wilson, 1927), z deviations wide."""
+def wilson_interval(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """Return the Wilson score interval of `right` successes in `count` trials (E. B. Wilson, 1927)."""
     share, spread = right / count, z * z / count
     centre = (share + spread / 2) / (1 + spread)
     half = z * math.sqrt(share * (1 - share) / count + spread / count / 4) / (1 + spread)
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def majority(answers: Sequence[int | str | None]) -> float:
-    """Return what share is right where letters always get the commonest letter, open questions the commonest text.
+def majority_accuracy(answers: Sequence[int | str | None]) -> float:
+    """Return the accuracy of always giving the most common letter, or for open questions the most common text.
 
     Args:
-        answers: the right one of each question, the index of a letter or a text; None: not known, wrong.
+        answers: reference answers, letter indices or texts; None: unknown, counts as wrong.
     """
     best = (Counter(answer for answer in answers if isinstance(answer, kind)).values() for kind in (int, str))
     return sum(max(counts, default=0) for counts in best) / len(answers)
 
 
-class Writer:
-    """Generates completions with a model and its processor (or tokenizer).
+class CompletionGenerator:
+    """Generate completions with a model and its processor.
 
     Args:
-        processor: its processor, or its tokenizer for a text-only model.
+        processor: of the model; a tokenizer for a text-only model.
         max_completion_length: in tokens, at least 1.
     """
 
@@ -215,8 +220,8 @@ class Writer:
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.max_completion_length = max_completion_length
 
-    def prompt(self, conversations: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Return the model's inputs for conversations (or texts), padded on the left, on the model's device."""
+    def encode_prompts(self, conversations: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Return model inputs for conversations (or texts), left-padded, on the model's device."""
         if isinstance(conversations[0], str):
             fields = dict(self.processor(text=list(conversations)))
         else:
@@ -238,19 +243,19 @@ class Writer:
                 inputs[name] = torch.as_tensor(value)
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
-    def greedy(self, inputs: dict[str, torch.Tensor]) -> list[str]:
-        """Return the most likely completion, token by token, of each prompt."""
-        return self._write(inputs, do_sample=False)
+    def generate_greedy(self, inputs: dict[str, torch.Tensor]) -> list[str]:
+        """Return the greedy completion of each prompt."""
+        return self._generate(inputs, do_sample=False)
 
     def sample(self, inputs: dict[str, torch.Tensor], count: int, temperature: float) -> list[list[str]]:
-        """Return `count` completions of each prompt, drawn from the whole distribution at `temperature`."""
+        """Return `count` completions of each prompt, sampled at `temperature` without top-k or top-p."""
         if count == 0:
             return [[] for _ in inputs["input_ids"]]
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "num_return_sequences": count}
-        texts = self._write(inputs, **sampling)
+        texts = self._generate(inputs, **sampling)
         return [texts[start : start + count] for start in range(0, len(texts), count)]
 
-    def _write(self, inputs: dict[str, torch.Tensor], **sampling: Any) -> list[str]:
+    def _generate(self, inputs: dict[str, torch.Tensor], **sampling: Any) -> list[str]:
         settings = GenerationConfig(
             max_new_tokens=self.max_completion_length,
             eos_token_id=self._stop_ids(),
@@ -258,7 +263,7 @@ class Writer:
             suppress_tokens=self._image_ids(),
             **sampling,
         )
-        # What the checkpoint prefers (beams, a smaller top_k, …) would fill in what these settings leave open.
+        # Otherwise generate() takes unset values (beams, top_k, …) from the checkpoint.
         owner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         with patched_attribute(owner, "generation_config", settings):
             ids = self.model.generate(**inputs, generation_config=settings)
@@ -274,7 +279,7 @@ class Writer:
         return sorted({*declared, self.tokenizer.eos_token_id})
 
     def _image_ids(self) -> list[int] | None:
-        """TRL suppresses the image token while it samples, so it is suppressed here too."""
+        """Return the image token to suppress, as TRL does during sampling."""
         image_id = getattr(getattr(self.model, "config", None), "image_token_id", None)
         return [image_id] if isinstance(image_id, int) and self.tokenizer is not self.processor else None
 
@@ -299,23 +304,23 @@ def evaluate(
     """Generate one greedy and `num_samples` sampled completions per question and score them.
 
     Args:
-        processor: its processor, or its tokenizer for a text-only model.
+        processor: of the model; a tokenizer for a text-only model.
         rows: questions with `prompt` (a conversation) or `problem` (text) and `choices`; `solution`; `image`/`images`.
         num_samples: k of mean@k and pass@k; 0 for greedy only.
-        temperature: of sampling, > 0.
+        temperature: sampling temperature, > 0.
         max_completion_length: in tokens, at least 1.
         batch_size: questions per generation call, at least 1.
-        blank_images: replace each image by mid-grey of the same size, to see what is answered without looking.
-        blind: also answer each question greedily with such images, beside the true ones.
-        reward_funcs: whose means over the greedy completions are given too; called with completions and columns.
-        group_by: a column; scores are also given for each of its values.
-        system_prompt: put before rows that have a `problem` and no `prompt`; None for none.
+        blank_images: replace each image with mid-grey, to measure accuracy without vision.
+        blind: also answer each question greedily with grey images.
+        reward_funcs: functions whose means over the greedy completions are also computed.
+        group_by: column; scores are also computed for each of its values.
+        system_prompt: for rows that have a `problem` but no `prompt`; None: no system prompt.
 
     Raises:
         ConfigError: `group_by` is not a column.
-        DataError: there is no row with a usable solution, or no image to blank.
+        DataError: no row has a usable solution, or there are no images to blank.
     """
-    if not any(solution_of(row) is not None for row in rows):
+    if not any(read_solution(row) is not None for row in rows):
         raise DataError(f"None of the {len(rows)} rows has a usable `solution`: give a letter, an index or a text.")
     if group_by is not None and group_by not in rows[0]:
         raise ConfigError(f"group_by is {group_by!r}: give one of the columns {', '.join(rows[0])}.")
@@ -323,32 +328,32 @@ def evaluate(
         raise DataError("blank_images=True needs images, but no row has an `image` or `images`.")
     for function in reward_funcs:
         check_callable(function, rows[0])
-    writer = Writer(model, processor, max_completion_length)
+    generator = CompletionGenerator(model, processor, max_completion_length)
     title = "evaluate (blank images)" if blank_images else "evaluate"
     records: list[dict[str, Any]] = []
-    with _inference(model, seed):
+    with _inference_mode(model, seed):
         for start in tqdm(range(0, len(rows), batch_size), desc=title, disable=not progress):
             batch = [rows[index] for index in range(start, min(start + batch_size, len(rows)))]
-            inputs = writer.prompt([conversation_of(row, blank_images, system_prompt) for row in batch])
-            greedy, sampled = writer.greedy(inputs), writer.sample(inputs, num_samples, temperature)
+            inputs = generator.encode_prompts([build_conversation(row, blank_images, system_prompt) for row in batch])
+            greedy, sampled = generator.generate_greedy(inputs), generator.sample(inputs, num_samples, temperature)
             graded = [grade(*each) for each in zip(batch, greedy, sampled, strict=True)]
             if blind and not blank_images and any(images_of(row) for row in batch):
-                blind_answers = writer.greedy(
-                    writer.prompt([conversation_of(row, True, system_prompt) for row in batch])
+                blind_answers = generator.generate_greedy(
+                    generator.encode_prompts([build_conversation(row, True, system_prompt) for row in batch])
                 )
                 for record, row, text in zip(graded, batch, blind_answers, strict=True):
-                    record["correct_blind"] = correct_of(row, [text])[0]
+                    record["correct_blind"] = grade_completions(row, [text])[0]
             records += graded
     greedy = [record["greedy"] for record in records]
-    for name, values in rewards_of(reward_funcs, rows, greedy, writer.tokenizer).items():
+    for name, values in compute_rewards(reward_funcs, rows, greedy, generator.tokenizer).items():
         for record, value in zip(records, values, strict=True):
             record.setdefault("rewards", {})[name] = value
-    return evaluation_of(records, None if group_by is None else [str(row[group_by]) for row in rows])
+    return build_evaluation(records, None if group_by is None else [str(row[group_by]) for row in rows])
 
 
 @contextmanager
-def _inference(model: Any, seed: int) -> Iterator[None]:
-    """Nothing is trained, and the random state is what it was afterwards."""
+def _inference_mode(model: Any, seed: int) -> Iterator[None]:
+    """Run in eval mode without gradients, and restore mode and random state."""
     was_training = model.training
     model.eval()
     try:
@@ -360,7 +365,7 @@ def _inference(model: Any, seed: int) -> Iterator[None]:
 
 
 def print_scores(results: Mapping[str, Evaluation]) -> None:
-    """Print a row for all questions of each model, and one for each group of them; models stand side by side."""
+    """Print a table with a row per model for all questions and for each group."""
     first, has_several = next(iter(results.values())), len(results) > 1
     rewards = list(dict.fromkeys(name for result in results.values() for name in result.rewards))
     numbers = ["questions", "accuracy", "95 %", "majority", "blind", "unparsable", f"mean@{first.k}", f"pass@{first.k}"]
@@ -375,11 +380,11 @@ def print_scores(results: Mapping[str, Evaluation]) -> None:
                 rates = [scores.majority, scores.blind, scores.unparsable, scores.mean_at_k, scores.pass_at_k]
                 rates += [scores.format, *(scores.rewards.get(name) for name in rewards)]
                 low, high = scores.interval
-                cells = [str(scores.questions), _rate(scores.accuracy), f"{low:.3f}–{high:.3f}", *map(_rate, rates)]
                 names = [group or "all", *[model] * has_several]
-                table.add_row(*names, *cells, end_section=model == list(results)[-1])
+                counts = [str(scores.questions), _format_rate(scores.accuracy), f"{low:.3f}–{high:.3f}"]
+                table.add_row(*names, *counts, *map(_format_rate, rates), end_section=model == list(results)[-1])
     (Console() if sys.stdout.isatty() else Console(width=240)).print(table)
 
 
-def _rate(value: float | None) -> str:
+def _format_rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"

@@ -13,7 +13,7 @@ from vgr_trl.credit import builtin_rules
 from vgr_trl.data.images import COLUMNS, Box, boxes_of
 from vgr_trl.data.read_row import image_columns
 from vgr_trl.pixels import image_inputs_of, image_tensors, joined, parts_by_counts, tiles_by_tokens
-from vgr_trl.registries import BLIND_ANSWERS, VIEW, is_late, measurements, needs_of
+from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
 from vgr_trl.rows import (
     build_scoring_inputs,
@@ -128,7 +128,7 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
         raise ConfigError(
             f"vision_token_ids has {unknown[0]}, but the model has {embedded} tokens: give the placeholder of images."
         )
-    of_rewards = [need for reward in trainer.reward_funcs for need in needs_of(reward) if need != BLIND_ANSWERS]
+    of_rewards = [need for reward in trainer.reward_funcs for need in needed_signals(reward) if need != BLIND_ANSWERS]
     named = named_signals(args, of_rewards)
     if any(signal.name == "stability" for signal in named) and not args.further_perturbations:
         raise ConfigError("The signal stability compares perturbations: name others as further_perturbations.")
@@ -144,10 +144,10 @@ def find_needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
     for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
         if needed_signal_columns(reward) - data_columns:
             needed.setdefault("attention", f"the reward {name}")
-        if BLIND_ANSWERS in needs_of(reward):
+        if BLIND_ANSWERS in needed_signals(reward):
             needed.setdefault("blind", f"the reward {name}")
-        for need in measurements([need for need in needs_of(reward) if need != BLIND_ANSWERS]):
-            if is_late(need):
+        for need in find_measurements([need for need in needed_signals(reward) if need != BLIND_ANSWERS]):
+            if is_measured_after_rewards(need):
                 raise ConfigError(
                     f"The reward {name} needs {need}, measured after the rewards: let a signal or rule read it."
                 )
@@ -155,7 +155,7 @@ def find_needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
     for rule, need in builtin_rules(args).items():
         needed.setdefault(need, rule)
     for need, readers in args.readers().items():
-        needed.setdefault("views" if need.startswith(VIEW) else need, readers[0])
+        needed.setdefault("views" if need.startswith(LOGPS_PREFIX) else need, readers[0])
     for need, option, is_on in (
         ("attention", needed.get("regions", ""), "regions" in needed),
         ("attention", "compute_attention_metrics", args.compute_attention_metrics is True),

@@ -1,6 +1,6 @@
 """`python -m vgr_trl.mtrl config=config.yaml a.b=c`, in place of `verl.trainer.main` or `mtrl.training.training_main`.
 
-It starts as many processes as the configuration asks for, as EasyR1 does, unless it is among those already.
+Like EasyR1, it starts as many processes as the configuration asks for, unless a launcher has started it.
 """
 
 import os
@@ -16,87 +16,90 @@ from vgr_trl.cli.__main__ import main as run_command
 from vgr_trl.config_converters import Conversion, convert, read_configuration
 from vgr_trl.utils import ConfigError
 
-_LAUNCHED = "VGR_TRL_LAUNCHED"  # set for the processes that are started here
-_SHARDED = (
+_LAUNCHED_VARIABLE = "VGR_TRL_LAUNCHED"  # set in the processes that this module starts
+_FSDP_FLAGS = (
     "--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
     "--fsdp_state_dict_type", "FULL_STATE_DICT",
 )  # fmt: skip
-_NODES, _GPUS = "trainer.nnodes", "trainer.n_gpus_per_node"
-_STRATEGY = "worker.actor.fsdp.enable_full_shard"  # a switch of EasyR1, the name of a strategy in MTRL
-_RESHARDS = {"TRUE": "true", "FULL_SHARD": "true", "HYBRID_SHARD": "true", "FALSE": "false", "SHARD_GRAD_OP": "false"}
-_OFFLOADS = ("fsdp.enable_cpu_offload", "offload.offload_params", "offload.offload_optimizer")
+_NODES_KEY, _GPUS_KEY = "trainer.nnodes", "trainer.n_gpus_per_node"
+_STRATEGY_KEY = "worker.actor.fsdp.enable_full_shard"  # a bool in EasyR1, the name of a strategy in MTRL
+_RESHARD_FLAGS = dict.fromkeys(("TRUE", "FULL_SHARD", "HYBRID_SHARD"), "true")
+_RESHARD_FLAGS |= dict.fromkeys(("FALSE", "SHARD_GRAD_OP"), "false")
+_OFFLOAD_KEYS = ("fsdp.enable_cpu_offload", "offload.offload_params", "offload.offload_optimizer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, or evaluate, as the configuration says, and return the exit status."""
+    """Train or evaluate as configured, and return the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = [f"--{argument}" if argument.startswith("config=") else argument for argument in given]
-    is_launched = any(name in os.environ for name in (_LAUNCHED, "LOCAL_RANK", "RANK", "OMPI_COMM_WORLD_RANK"))
+    is_launched = any(name in os.environ for name in (_LAUNCHED_VARIABLE, "LOCAL_RANK", "RANK", "OMPI_COMM_WORLD_RANK"))
     try:
         stated, _ = read_configuration(arguments)
-        command = None if stated is None or is_launched else _launch_command(convert(stated), given)
+        command = None if stated is None or is_launched else _build_launch_command(convert(stated), given)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
     if command is None:
         return run_command(["train", *arguments])
-    environment = {**os.environ, _LAUNCHED: "1", **({"ACCELERATE_USE_CPU": "true"} if "--use_cpu" in given else {})}
+    environment = {**os.environ, _LAUNCHED_VARIABLE: "1"}
+    if "--use_cpu" in given:
+        environment["ACCELERATE_USE_CPU"] = "true"
     return subprocess.run(command, env=environment, check=False).returncode
 
 
-def _launch_command(found: Conversion, given: Sequence[str]) -> list[str] | None:
-    """The command that starts the processes; None for one process, which is this one.
+def _build_launch_command(found: Conversion, given: Sequence[str]) -> list[str] | None:
+    """Return the command that starts the processes; None if one process is enough, which is this one.
 
     Raises:
-        ConfigError: this machine cannot start them, or a GPU cannot hold what each would.
+        ConfigError: this machine has too few GPUs, there are several nodes, or a GPU has too little memory.
     """
-    nodes, processes = found.whole(_NODES), found.whole(_GPUS)
-    if _GPUS not in found.stated:
+    nodes, processes = found.read_integer(_NODES_KEY), found.read_integer(_GPUS_KEY)
+    if _GPUS_KEY not in found.stated:
         processes = max(1, min(torch.cuda.device_count(), processes))
     if nodes * processes == 1 or found["trainer.val_only"]:
         return None
     if "--use_cpu" in given and nodes == 1:
         launch = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     elif (gpus := torch.cuda.device_count()) < processes:
-        name = found.names.get(_GPUS, _GPUS)
+        name = found.names.get(_GPUS_KEY, _GPUS_KEY)
         raise ConfigError(
-            f"{name} is {processes}, but this machine has {gpus} GPUs: give {name}={max(gpus, 1)}, which changes no "
-            "batch, or --use_cpu."
+            f"{name} is {processes}, but this machine has {gpus} GPUs: give {name}={max(gpus, 1)}, which keeps the "
+            "batch sizes, or --use_cpu."
         )
     else:
         launch = ["accelerate.commands.launch", "--num_processes", str(nodes * processes), "--num_machines", str(nodes)]
-        launch += _engine(found, given)
+        launch += _choose_engine_flags(found, given)
     own = ["-m", "vgr_trl.mtrl", *given]
     if nodes > 1:
         raise ConfigError(
-            f"{found.names.get(_NODES, _NODES)} is {nodes}: start this on each machine, with the address of the first "
-            f"for ADDRESS and 0 to {nodes - 1} for RANK: accelerate launch --main_process_ip ADDRESS "
+            f"{found.names.get(_NODES_KEY, _NODES_KEY)} is {nodes}: start this on each machine, with the address of "
+            f"the first for ADDRESS and 0 to {nodes - 1} for RANK: accelerate launch --main_process_ip ADDRESS "
             f"--main_process_port 29500 --machine_rank RANK {shlex.join([*launch[1:], *own])}"
         )
     return [sys.executable, "-m", *launch, *own]
 
 
-def _engine(found: Conversion, given: Sequence[str]) -> list[str]:
-    """Flags of accelerate: sharded as theirs are, but by DDP where each process needs whole parameters."""
-    strategy = str(found[_STRATEGY]).upper()
-    if strategy not in (*_RESHARDS, "NO_SHARD"):
-        name = found.names.get(_STRATEGY, _STRATEGY)
-        raise ConfigError(f"{name} is {found[_STRATEGY]!r}: give {', '.join(_RESHARDS)} or NO_SHARD.")
+def _choose_engine_flags(found: Conversion, given: Sequence[str]) -> list[str]:
+    """Return accelerate flags: FSDP with the configured sharding, or DDP if each process needs all parameters."""
+    strategy = str(found[_STRATEGY_KEY]).upper()
+    if strategy not in (*_RESHARD_FLAGS, "NO_SHARD"):
+        name = found.names.get(_STRATEGY_KEY, _STRATEGY_KEY)
+        raise ConfigError(f"{name} is {found[_STRATEGY_KEY]!r}: give {', '.join(_RESHARD_FLAGS)} or NO_SHARD.")
     has_critic = found["algorithm.adv_estimator"] == "gae" and not re.search("--critic[= ]head", " ".join(given))
     if has_critic or strategy == "NO_SHARD":
         if has_critic:
             _refuse_large_critic(found)
-        why = "A critic model is trained whole (--critic head is sharded)" if has_critic else "NO_SHARD"
-        print(f"{why}: each process holds all parameters, by DDP, and nothing is offloaded.", file=sys.stderr)
+        why = "A critic model is not sharded (--critic head is)" if has_critic else "NO_SHARD"
+        print(f"{why}: using DDP, so each process holds all parameters and nothing is offloaded.", file=sys.stderr)
         return ["--multi_gpu"]
-    offloads = any(found[f"worker.actor.{key}"] for key in _OFFLOADS)
-    own = ["--fsdp_reshard_after_forward", _RESHARDS[strategy], "--fsdp_offload_params", str(offloads).lower()]
-    return [*_SHARDED, *own]
+    offloads = any(found[f"worker.actor.{key}"] for key in _OFFLOAD_KEYS)
+    reshard = ["--fsdp_reshard_after_forward", _RESHARD_FLAGS[strategy]]
+    return [*_FSDP_FLAGS, *reshard, "--fsdp_offload_params", str(offloads).lower()]
 
 
 def _refuse_large_critic(found: Conversion) -> None:
-    """Raise `ConfigError` if weights, gradients and moments of policy and critic are more than a GPU has."""
-    from vgr_trl.cli.evaluate import count_parameters  # with transformers, which other files do without
+    """Raise `ConfigError` if weights, gradients and optimizer states of policy and critic exceed a GPU's memory."""
+    from vgr_trl.cli.evaluate import count_parameters  # imports transformers, which takes seconds
 
     name, held = str(found.options["model_name_or_path"]), 4 if found.options["dtype"] == "float32" else 2
     parameters, memory = count_parameters(name), torch.cuda.get_device_properties(0).total_memory
@@ -104,8 +107,8 @@ def _refuse_large_critic(found: Conversion) -> None:
     if 2 * each * parameters > memory:
         raise ConfigError(
             f"Each GPU would hold policy and critic, 2 x {each} bytes x {parameters / 1e9:.1f} billion parameters "
-            f"= {2 * each * parameters / 1e9:.0f} GB, but it has {memory / 1e9:.0f} GB: give --critic head, with which "
-            "the policy is sharded."
+            f"= {2 * each * parameters / 1e9:.0f} GB, but it has {memory / 1e9:.0f} GB: give --critic head, which "
+            "allows sharding."
         )
 
 

@@ -1,7 +1,7 @@
-"""Registries of plug-ins: signals, credit rules, perturbations, rewards and data sets, by name or path.
+"""Registries of plug-ins: signals, credit rules, perturbations, rewards and data sets.
 
-A plug-in is a function. It is named by what it is registered as (here, or as an entry point of an installed package),
-by a dotted path, or by its file: `my_rules.py:my_rule`. What it reads and which options it has, `declares` says.
+A plug-in is a function. Name it by its registered name (here, or an entry point of an installed package), by a dotted
+path, or by file: `my_rules.py:my_rule`. The decorator `declares` states which signals it reads and its options.
 """
 
 import dataclasses
@@ -23,49 +23,51 @@ from typing import Any, TypeVar
 from vgr_trl.utils import ConfigError, RewardError, VGRError
 
 Plugin = TypeVar("Plugin")
-# Signals that are not made of others. Beside them, `logps:gaussian_blur` is what its name says, of any perturbation.
+# Signals that are measured, not computed from others; also `logps:NAME` for any perturbation NAME.
 MEASUREMENTS = ("attention", "dependency", "entropies", "logps", "regions", "shift", "similarity", "views")
-VIEW = "logps:"
-BLIND_ANSWERS = "blind_answers"  # which rewards may need: generated, not measured
+LOGPS_PREFIX = "logps:"
+BLIND_ANSWERS = "blind_answers"  # rewards may need these; they are generated, not measured
 
 
 @contextmanager
-def _importing(where: str, kind: str, error_type: type[VGRError]) -> Iterator[None]:
-    """Raise `error_type` where importing a plug-in fails, with the reason."""
+def _naming_import_errors(where: str, kind: str, error_type: type[VGRError]) -> Iterator[None]:
+    """Convert errors of importing a plug-in into `error_type`, with the reason."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise error_type(f"{where}, for a {kind}, imports {error.name}, which is missing: install it.") from error
+        raise error_type(
+            f"{where}, imported for a {kind}, needs {error.name}, which is not installed: install it."
+        ) from error
     except (Exception, SystemExit) as error:
         raise error_type(
-            f"Importing {where} for a {kind} failed with {type(error).__name__}: {error}; repair it."
+            f"Importing {where} for a {kind} failed with {type(error).__name__}: {error}; fix it."
         ) from error
 
 
 def _import_module(name: str, kind: str, error_type: type[VGRError]) -> ModuleType:
-    """Return the module with this dotted name, from the working directory too."""
+    """Import a module by dotted name, also from the working directory."""
     _make_importable(os.getcwd())
-    with _importing(name, kind, error_type):
+    with _naming_import_errors(name, kind, error_type):
         return importlib.import_module(name)
 
 
 def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = ConfigError) -> ModuleType:
-    """Return the module that the Python file `path` is, the same one each time.
+    """Import a Python file as a module, once per process, and make its folder importable.
 
-    It is registered under its own name where that is free, so that its functions can be pickled and unpickled in a
-    process started from this one, else under a name made from its path; its folder can be imported from.
+    The module keeps its file name if that is not taken, so that its functions can be pickled for child processes; else
+    its name is derived from its path.
 
     Args:
         path: of the file.
-        kind: what is looked for in it, for messages.
-        error_type: raised if it does not exist, or running it fails.
+        kind: kind of plug-in, for messages.
+        error_type: raised if the file does not exist or cannot be imported.
     """
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise error_type(f"The file {path} of a {kind} does not exist (looked for {file}): give its path.")
     _make_importable(str(file.parent))
     name = file.stem
-    if not _is_free(name, file):
+    if not _imports_file(name, file):
         name = f"{name}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -74,7 +76,7 @@ def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = C
     assert spec.loader is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
-        with _importing(str(file), kind, error_type):
+        with _naming_import_errors(str(file), kind, error_type):
             spec.loader.exec_module(module)
     except error_type:
         del sys.modules[name]
@@ -82,8 +84,8 @@ def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = C
     return module
 
 
-def _is_free(name: str, file: Path) -> bool:
-    """Return whether `import name` means `file`."""
+def _imports_file(name: str, file: Path) -> bool:
+    """Whether `import name` imports `file`."""
     loaded = sys.modules.get(name) or (importlib.util.find_spec(name) if name.isidentifier() else None)
     origin = getattr(loaded, "__file__", None) or getattr(loaded, "origin", None)
     return origin is not None and Path(origin).resolve() == file
@@ -95,8 +97,8 @@ def _make_importable(folder: str) -> None:
     importlib.invalidate_caches()
 
 
-def _file_form(kind: str) -> str:
-    """Return how a function of a file is named, for messages: `my_rewards.py:my_reward`."""
+def _example_file(kind: str) -> str:
+    """Return an example of a plug-in in a file, for messages: `my_rewards.py:my_reward`."""
     noun = kind.replace(" ", "_").replace("-", "_")
     return f"my_{noun}s.py:my_{noun}"
 
@@ -105,11 +107,11 @@ class Registry:
     """The plug-ins of one kind.
 
     Args:
-        kind: what one of them is called in messages.
-        group: of entry points, by which installed packages add theirs.
-        module: that registers those of this library; imported when a name is first looked up.
-        form: what one of them has to be, for messages.
-        error_type: raised if one is not found, or cannot be imported.
+        kind: name of the kind, for messages.
+        group: entry point group of installed packages.
+        module: registers the built-in plug-ins; imported when a name is first looked up.
+        form: signature that a plug-in must have, for messages.
+        error_type: raised if a plug-in is not found or cannot be imported.
     """
 
     def __init__(self, kind: str, group: str, module: str, form: str, error_type: type[VGRError] = ConfigError) -> None:
@@ -117,10 +119,10 @@ class Registry:
         self._own: dict[str, Any] = {}
 
     def register(self, *names: str) -> Callable[[Plugin], Plugin]:
-        """Return a decorator that makes a plug-in known by `names`; a name belongs to one plug-in.
+        """Return a decorator that registers a plug-in under `names`.
 
         Raises:
-            VGRError: another plug-in has the name; of the type that the registry has.
+            VGRError: another plug-in has one of the names. Its type is the registry's `error_type`.
         """
 
         def add(plugin: Plugin) -> Plugin:
@@ -132,7 +134,7 @@ class Registry:
         return add
 
     def names(self) -> list[str]:
-        """Return all names that are known, those of installed packages too."""
+        """Return all registered names, including those of installed packages."""
         importlib.import_module(self.module)
         return sorted({*self._own, *(entry.name for entry in entry_points(group=self.group))})
 
@@ -141,18 +143,18 @@ class Registry:
 
         Args:
             spec: a name, a dotted path `my_package.my_module.my_name`, or a file `my_file.py:my_name`, relative to the
-                working directory or absolute. What is no text is returned as it is, if it is a function.
+                working directory or absolute. A function is returned unchanged.
 
         Raises:
-            VGRError: nothing has this name, two packages have it, it cannot be imported, or it is no function; of the
-                type that the registry has.
+            VGRError: the name is unknown or registered twice, the import fails, or the object is not a function. Its
+                type is the registry's `error_type`.
         """
         if not isinstance(spec, str):
-            return self.checked(spec, repr(spec))
+            return self.check_function(spec, repr(spec))
         name = spec.strip()
         path, colon, attribute = name.rpartition(":")
         if not colon and ("." not in name or name in self.names()):
-            return self.checked(self._named(name), repr(name))
+            return self.check_function(self._find(name), repr(name))
         if not colon:
             path, _, attribute = name.rpartition(".")
         load = import_file if path.endswith(".py") else _import_module
@@ -163,21 +165,21 @@ class Registry:
                 f"{path} has no {self.kind} {attribute!r}: give one of its functions "
                 f"({', '.join(functions) or 'it has none'})."
             )
-        return self.checked(getattr(module, attribute), repr(name))
+        return self.check_function(getattr(module, attribute), repr(name))
 
-    def checked(self, plugin: Any, shown: str) -> Any:
-        """Return the plug-in, or raise if it is no function; `shown` is its name for the message."""
+    def check_function(self, plugin: Any, shown: str) -> Any:
+        """Return the plug-in, or raise if it is not a function; `shown` is its name for the message."""
         if not callable(plugin) or inspect.isclass(plugin):
             raise self.error_type(f"The {self.kind} {shown} is of type {type(plugin).__name__}: give {self.form}.")
         return plugin
 
-    def _named(self, name: str) -> Any:
+    def _find(self, name: str) -> Any:
         importlib.import_module(self.module)
         own = self._own.get(name)
         registered = {entry.value: entry for entry in entry_points(group=self.group, name=name)}
         others = [entry for entry in registered.values() if own is None or not entry.value.startswith("vgr_trl.")]
         if len(others) + (own is not None) > 1:
-            owners = ["vgr_trl"] * (own is not None) + [f"{_package(entry)} ({entry.value})" for entry in others]
+            owners = ["vgr_trl"] * (own is not None) + [f"{_package_name(entry)} ({entry.value})" for entry in others]
             raise self.error_type(
                 f"The {self.kind} {name!r} is registered more than once, by {' and by '.join(owners)}: give"
                 f" the one you mean as a dotted path, such as {others[0].value.replace(':', '.')}."
@@ -185,7 +187,7 @@ class Registry:
         if own is not None:
             return own
         if not others:
-            file = _file_form(self.kind)
+            file = _example_file(self.kind)
             noun = file.partition(":")[2]
             nearest = get_close_matches(name, self.names(), n=1)
             meant = f". Did you mean {nearest[0]}? Else give" if nearest else ": give"
@@ -193,11 +195,11 @@ class Registry:
                 f"There is no {self.kind} {name!r}{meant} one of {', '.join(self.names())}, or a dotted path or file "
                 f"such as my_package.{noun.removeprefix('my_')}s.{noun} or {file}."
             )
-        with _importing(f"{name} of {_package(others[0])}", self.kind, self.error_type):
+        with _naming_import_errors(f"{name} of {_package_name(others[0])}", self.kind, self.error_type):
             return others[0].load()
 
 
-def _package(entry: EntryPoint) -> str:
+def _package_name(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist is not None else entry.value
 
 
@@ -224,11 +226,11 @@ datasets = Registry(
 
 
 def declares(*, needs: Sequence[str] = (), options: type | None = None) -> Callable[[Plugin], Plugin]:
-    """Return a decorator that says what a plug-in reads, and which options it has.
+    """Return a decorator that declares which signals a plug-in reads, and its options.
 
     Args:
-        needs: names of signals, of this library (`attention`, `dependency`, …) or plug-ins; only these are measured.
-        options: a dataclass, whose values are given in `plugin_options` (of a reward, in `reward_function_kwargs`).
+        needs: names of signals: built-in (`attention`, `dependency`, …) or plug-ins. Only these are measured.
+        options: a dataclass; users set its fields in `plugin_options` (rewards: in `reward_function_kwargs`).
     """
 
     def mark(plugin: Any) -> Any:
@@ -243,44 +245,44 @@ def short_name(spec: str) -> str:
     return spec.strip().rpartition(":")[2].rpartition(".")[2]
 
 
-def needs_of(plugin: Any) -> tuple[str, ...]:
+def needed_signals(plugin: Any) -> tuple[str, ...]:
     """Return the names of the signals that a plug-in reads."""
     return tuple(getattr(plugin, "needs", ()))
 
 
 def is_measurement(name: str) -> bool:
-    """Whether a signal of that name is measured, not made of others."""
-    return name in MEASUREMENTS or name.startswith(VIEW)
+    """Whether a signal is measured, not computed from others."""
+    return name in MEASUREMENTS or name.startswith(LOGPS_PREFIX)
 
 
-def is_late(name: str) -> bool:
-    """Whether a measurement is made after the rewards, in the pass over perturbed images."""
-    return name in ("dependency", "shift", "views") or name.startswith(VIEW)
+def is_measured_after_rewards(name: str) -> bool:
+    """Whether a measurement runs after the rewards, in the pass over perturbed images."""
+    return name in ("dependency", "shift", "views") or name.startswith(LOGPS_PREFIX)
 
 
-def measurements(names: Iterable[str]) -> list[str]:
-    """Return which measurements signals read, through the signals that they are made of.
+def find_measurements(names: Iterable[str]) -> list[str]:
+    """Return the measurements that signals read, directly or through other signals.
 
     Args:
         names: of signals.
 
     Raises:
-        ConfigError: one is not found, or is made of itself.
+        ConfigError: a signal is not found or depends on itself.
     """
-    return list(dict.fromkeys(name for chain in map(_chains, names) for name in chain))
+    return list(dict.fromkeys(name for chain in map(_find_measurements, names) for name in chain))
 
 
-def _chains(name: str, within: tuple[str, ...] = ()) -> Iterator[str]:
+def _find_measurements(name: str, within: tuple[str, ...] = ()) -> Iterator[str]:
     if name in within:
-        raise ConfigError(f"The signal {name} needs itself ({' needs '.join([*within, name])}): take one need away.")
+        raise ConfigError(f"The signal {name} needs itself ({' needs '.join([*within, name])}): remove one need.")
     if is_measurement(name):
         yield name
         return
-    for need in needs_of(signals.load(name)):
-        yield from _chains(need, (*within, name))
+    for need in needed_signals(signals.load(name)):
+        yield from _find_measurements(need, (*within, name))
 
 
-def option_values(options: type, given: Mapping[str, Any]) -> Any:
-    """Return an instance of a plug-in's options, with the values of `given` that are its own."""
+def build_options(options: type, given: Mapping[str, Any]) -> Any:
+    """Return an instance of a plug-in's options dataclass, filled from the matching keys of `given`."""
     fields: Any = dataclasses.fields(options)
     return options(**{field.name: given[field.name] for field in fields if field.name in given})

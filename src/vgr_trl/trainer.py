@@ -47,12 +47,12 @@ from vgr_trl.patches.trl import (
     unlogged,
 )
 from vgr_trl.patches.vllm import forget_with_new_weights, plan_vllm_images
-from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, rewards_of
+from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.groups import WholeGroups
-from vgr_trl.rewards.loading import checked
-from vgr_trl.rewards.reward_files import ScoredFile, returned_weights
+from vgr_trl.rewards.loading import wrap_reward
+from vgr_trl.rewards.reward_files import ScoredFile, collect_token_weights
 from vgr_trl.rollout import (
     ConstructedTrainer,
     Rollout,
@@ -281,7 +281,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             if rollout is not None:
                 rollout.rewards = rewards  # unweighted, (N of all, F)
                 if self.has_reward_files:
-                    rollout.token_weights = returned_weights(self.reward_funcs)
+                    rollout.token_weights = collect_token_weights(self.reward_funcs)
             return rewards
 
     def _columns_for_rewards(self, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, list[Any]]:
@@ -430,7 +430,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     ) -> None:
         """Write TRL's model card with our tags, rewards, options and the papers to cite."""
         own = [tags] if isinstance(tags, str) else tags or []
-        super().create_model_card(model_name, dataset_name, [*own, *method_tags(self.args, rewards_of(self))])
+        super().create_model_card(model_name, dataset_name, [*own, *method_tags(self.args, user_rewards(self))])
         if self.is_world_process_zero():
             extend_card(self, model_name, dataset_name or self.data_source)
 
@@ -544,7 +544,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
                 found.append(reward)
             else:
                 function = _zero if alone and isinstance(reward, WholeGroups) else reward
-                found.append(checked(function, name, self._warn_of_nan, self, self.args.reward_timeout))
+                found.append(wrap_reward(function, name, self._warn_of_nan, self, self.args.reward_timeout))
         return found
 
     def _warn_of_nan(self, name: str, count: int) -> None:

@@ -28,7 +28,7 @@ def options_of(tmp_path):
     ("flags", "message"),
     [
         ("--lerning_rate 1e-4", "no flag --lerning_rate. Did you mean --learning_rate?"),
-        ("stray --max_steps 1", "'stray' stands among the flags"),
+        ("stray --max_steps 1", "'stray' belongs to no flag"),
         ("--num_generations four", "--num_generations: invalid int value: 'four'"),
         ("--image_key=", "image_key is '': give the name of a column"),
         ("--problem_key none", "problem_key is 'none': give the name of a column"),

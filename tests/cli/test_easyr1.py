@@ -111,12 +111,15 @@ def test_their_entry_point_evaluates_only(config, capsys):
     [
         (["worker.actor.ulysses_size=2"], "worker.actor.ulysses_size is 2: sequence parallelism is refused"),
         (["trainer.raytime=1"], "trainer.raytime is unknown"),
-        (["worker.rollout.n=1"], "Rollouts and updates are 8 times as large then"),
+        (["worker.rollout.n=1"], "rollouts and updates become 8 times as large"),
         (["worker.reward.reward_type=model"], "give --reward_model_name_or_path MODEL"),
         (["worker.actor.model.peft_type=lora"], "give worker.actor.model.lora_rank=64, for example"),
         (["data.answer_key=right"], "Give --solution_key none (data.answer_key=none or"),
         (["trainer.max_steps=1", *CPU], "returned token_weights, but token_weights is off"),
-        (["algorithm.adv_estimator=reinforce_plus_plus", "--ignore_unknown_keys"], "something else would be trained"),
+        (
+            ["algorithm.adv_estimator=reinforce_plus_plus", "--ignore_unknown_keys"],
+            "ignoring these would change the training",
+        ),
     ],
 )
 def test_keys_that_cannot_be_followed_stop_the_run(config, capsys, more, message):

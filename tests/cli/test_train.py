@@ -73,7 +73,7 @@ def test_a_hub_data_set_without_test_is_split(train, rows, tmp_path):
     """A tenth of the 16 rows is two; the second is trained on where only one is evaluated."""
     save(rows.select(range(16)), tmp_path / HUB / "train.parquet")
     printed, is_evaluated = train("--dataset_name", str(HUB), *EVERY_STEP, "--max_test_rows", "1")
-    assert "The data have no split test: 1 of 16 rows are not trained on but evaluated" in printed
+    assert "The data have no split test: 1 of 16 rows are held out for evaluation" in printed
     assert "15 rows to train on, 1 rows to evaluate on" in printed
     assert is_evaluated
 
@@ -82,7 +82,7 @@ def test_validation_is_evaluated_on_where_there_is_no_test(train, rows, tmp_path
     save(rows.select(range(10)), tmp_path / HUB / "train.parquet")
     save(rows.select(range(10, 13)), tmp_path / HUB / "validation.parquet")
     printed, is_evaluated = train("--dataset_name", str(HUB), *EVERY_STEP)
-    assert "The data have no split test: validation is evaluated on." in printed
+    assert "The data have no split test: evaluating on validation." in printed
     assert "10 rows to train on, 3 rows to evaluate on" in printed
     assert is_evaluated
 
@@ -113,7 +113,7 @@ def test_a_folder_with_test_is_evaluated_where_it_is_asked_for(train, rows, tmp_
     save(rows.select(range(8, 10)), tmp_path / "set" / "test.parquet")
     printed, is_evaluated = train("--dataset_path", "set", *EVERY_STEP)
     assert "8 rows to train on, 2 rows to evaluate on" in printed
-    assert "at step 0 4 completions of the data to evaluate on" in printed
+    assert "at step 0 4 evaluation completions and their rewards" in printed
     assert (0, "eval") in read_run(tmp_path / "out").steps()
     assert is_evaluated
     printed, _ = train("--dataset_path", "set", "--output_dir", "other")

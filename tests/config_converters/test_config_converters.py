@@ -10,17 +10,17 @@ from trl import ModelConfig
 
 from vgr_trl.cli.arguments import DataArguments, RewardArguments
 from vgr_trl.config_converters import (
-    KEYS,
-    NAMES,
+    EASYR1_KEYS,
+    EASYR1_NAMES,
     VERL_DEFAULTS,
     VERL_NAMES,
     convert,
-    flat,
+    flatten,
     is_convertible,
     read_configuration,
 )
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.integrations.verl.credit import NAMES_OF_NOTES
+from vgr_trl.integrations.verl.credit import OPTION_ALIASES
 from vgr_trl.utils import ConfigError
 
 EASYR1 = Path(__file__).with_name("easyr1_keys.txt").read_text().splitlines()[1:]
@@ -37,7 +37,7 @@ MICRO = "worker.actor.micro_batch_size_per_device_for_update"
 
 def options_of(given=(), processes=1):
     found = convert({**ENOUGH, **dict(given)}, processes)
-    assert (found.stopped, found.refused) == ({}, {})
+    assert (found.unsupported, found.refused) == ({}, {})
     assert set(found.options) <= {
         option.name for group in (DAPOConfig, DataArguments, RewardArguments, ModelConfig) for option in fields(group)
     }
@@ -46,10 +46,10 @@ def options_of(given=(), processes=1):
 
 def test_every_key_of_easyr1_is_known():
     assert len(EASYR1) == 193
-    assert set(EASYR1) <= set(KEYS)
-    assert set(NAMES.values()) <= set(KEYS)
-    assert {key for key, _ in VERL_NAMES.values()} | set(VERL_DEFAULTS) <= set(KEYS)
-    assert all(key.option or key.why or key.is_computed for key in KEYS.values())
+    assert set(EASYR1) <= set(EASYR1_KEYS)
+    assert set(EASYR1_NAMES.values()) <= set(EASYR1_KEYS)
+    assert {key for key, _ in VERL_NAMES.values()} | set(VERL_DEFAULTS) <= set(EASYR1_KEYS)
+    assert all(key.option or key.why or key.is_computed for key in EASYR1_KEYS.values())
 
 
 def test_batches_are_the_same_however_many_processes():
@@ -104,22 +104,22 @@ def test_options_by_hand(given, expected):
 @pytest.mark.parametrize(
     ("kind", "key", "value", "why"),
     [
-        ("refused", "worker.actor.loss_type", "dppo", "here it can be default, gspo"),
-        ("refused", "algorithm.adv_estimator", "reinforce_plus_plus", "EasyR1's has no baseline"),
+        ("refused", "worker.actor.loss_type", "dppo", "supported values are default, gspo"),
+        ("refused", "algorithm.adv_estimator", "reinforce_plus_plus", "EasyR1's version has no baseline"),
         ("refused", "worker.actor.optim.strategy", "adamw_bf16", "the rounding of bfloat16 weights"),
-        ("stopped", "worker.actor.clip_ratio_lwo", 0.2, "Did you mean worker.actor.clip_ratio_low"),
-        ("stopped", "worker.rollout.val_override_config", {"top_k": 5}, "no top_k of their own"),
+        ("unsupported", "worker.actor.clip_ratio_lwo", 0.2, "Did you mean worker.actor.clip_ratio_low"),
+        ("unsupported", "worker.rollout.val_override_config", {"top_k": 5}, "top_k cannot be set for evaluation alone"),
     ],
 )
 def test_values_that_cannot_be_followed_are_named(kind, key, value, why):
     found = convert({**ENOUGH, key: value})
     assert list(getattr(found, kind)) == [key]
     assert why in getattr(found, kind)[key]
-    assert any(line.key == key and line.value.startswith("stops") for line in found.lines)
+    assert any(line.key == key and line.value.startswith("stops") for line in found.table_rows)
     with pytest.raises(ConfigError, match=re.escape(why)):
-        found.check(ignore=False, own_rewards=False)
-    if kind == "stopped":
-        found.check(ignore=True, own_rewards=False)
+        found.check(ignore_unknown=False, has_rewards=False)
+    if kind == "unsupported":
+        found.check(ignore_unknown=True, has_rewards=False)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_values_that_cannot_be_followed_are_named(kind, key, value, why):
     [
         ("algorithm.disable_kl", "flase", "is 'flase': give true or false"),
         ("algorithm.kl_coef", "much", "is 'much': give a number"),
-        ("data.train_files", "hub/a,hub/b", "several parts must all be files"),
+        ("data.train_files", "hub/a,hub/b", "several sources are supported only if all are files"),
     ],
 )
 def test_values_of_another_type_are_refused(key, value, message):
@@ -174,15 +174,15 @@ worker:
 
 def test_mtrl():
     """One update a rollout; the divergence in the rewards, as use_divergence_loss is off by default."""
-    found = convert(flat(yaml.safe_load(MTRL)))
-    assert (found.stopped, found.refused) == ({}, {})
+    found = convert(flatten(yaml.safe_load(MTRL)))
+    assert (found.unsupported, found.refused) == ({}, {})
     expected = {
         "kl_coef": 0.01, "kl_type": "adaptive", "kl_target": 6.0, "use_kl_loss": False, "warmup_steps": 10,
         "reward_funcs": ["reward.py:reward_function"], "reward_num_cpus": 4, "lora_r": 8,
         "lora_target_modules": ["q_proj", "v_proj"], "bf16": True, "output_dir": "checkpoints/mtrl_training/vl",
     }  # fmt: skip
     assert {name: found.options[name] for name in expected} == expected
-    with pytest.raises(ConfigError, match="divergence_coef is 0.01 and algorithm.kl_coef, which means the same, 0.1"):
+    with pytest.raises(ConfigError, match="divergence_coef is 0.01, but its other name algorithm.kl_coef is 0.1"):
         convert({"optimization.divergence_coef": 0.01, "algorithm.kl_coef": 0.1})
     assert is_convertible(yaml.safe_load(MTRL))
     assert not is_convertible({"learning_rate": 1e-5, "model_init_kwargs": {"a": 1}})
@@ -202,8 +202,8 @@ def test_a_default_that_nobody_wrote_stops_nothing(monkeypatch):
 
 def test_token_weights_of_a_port():
     """The names inside EasyR1 and the options here are the same table; also under worker.rollout and worker.actor."""
-    for name, option in NAMES_OF_NOTES.items():
-        assert KEYS[f"algorithm.{name}"].option == option
+    for name, option in OPTION_ALIASES.items():
+        assert EASYR1_KEYS[f"algorithm.{name}"].option == option
     given = {
         "algorithm.enable_token_weights": True, "algorithm.token_weight_clip": [0.5, 2.0],
         "worker.rollout.token_weight_smooth_sigma": 1.0, "worker.actor.token_weight_last_k_layers": 4,
@@ -267,10 +267,12 @@ def test_verl_names_with_verl_defaults():
     }  # fmt: skip
     found = convert(given)
     assert found.refused == {}
-    assert list(found.stopped) == ["worker.reward.reward_function"]
+    assert list(found.unsupported) == ["worker.reward.reward_function"]
     expected = {"kl_coef": 1e-3, "kl_penalty": "low_var_kl", "use_kl_loss": True, "epsilon_high": 0.2,
                 "num_train_epochs": 30, "num_generations": 5, "loss_type": "dapo"}  # fmt: skip
     assert {name: found.options[name] for name in expected} == expected
     assert convert({**given, "actor_rollout_ref.actor.use_kl_loss": False}).options["kl_coef"] == 0.0
     assert convert({**given, "algorithm.adv_estimator": "gae"}).options["critic_learning_rate"] == 1e-5
-    assert "actor_rollout_ref.actor.megatron.x" in convert({**given, "actor_rollout_ref.actor.megatron.x": 1}).stopped
+    assert (
+        "actor_rollout_ref.actor.megatron.x" in convert({**given, "actor_rollout_ref.actor.megatron.x": 1}).unsupported
+    )

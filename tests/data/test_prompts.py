@@ -3,7 +3,7 @@ import signal
 
 import pytest
 
-from vgr_trl.cli.arguments import DataArguments, system_prompt_of
+from vgr_trl.cli.arguments import DataArguments, load_system_prompt
 from vgr_trl.data import prompts
 from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, build_prompt, placed
 from vgr_trl.data.rows import RowOptions, ready_row
@@ -55,27 +55,27 @@ def test_a_template_that_fails_or_reaches_out_of_the_sandbox_is_a_reason(text):
 
 
 def test_the_system_prompt_that_flags_name(tmp_path):
-    assert system_prompt_of(DataArguments()) == SYSTEM_PROMPT
-    assert system_prompt_of(DataArguments(prompt_language="zh")) == SYSTEM_PROMPTS["zh"]
+    assert load_system_prompt(DataArguments()) == SYSTEM_PROMPT
+    assert load_system_prompt(DataArguments(prompt_language="zh")) == SYSTEM_PROMPTS["zh"]
     (tmp_path / "mine.txt").write_text("{{ letters | length }} options\n", encoding="utf-8")
-    mine = system_prompt_of(DataArguments(system_prompt_file=str(tmp_path / "mine.txt")))
+    mine = load_system_prompt(DataArguments(system_prompt_file=str(tmp_path / "mine.txt")))
     assert isinstance(mine, SystemTemplate)
     assert mine.render("q", ["a", "b"]) == "2 options"
     (tmp_path / "empty.txt").write_text(" \n", encoding="utf-8")
-    assert system_prompt_of(DataArguments(system_prompt_file=str(tmp_path / "empty.txt"))) is None
-    assert system_prompt_of(DataArguments(system_prompt_file="none")) is None
+    assert load_system_prompt(DataArguments(system_prompt_file=str(tmp_path / "empty.txt"))) is None
+    assert load_system_prompt(DataArguments(system_prompt_file="none")) is None
     with pytest.raises(ConfigError, match="prompt_language is 'fr'"):
         DataArguments(prompt_language="fr")
     for other in ("system_prompt_file", "question_template_file"):
         with pytest.raises(ConfigError, match="give only one"):
             DataArguments(prompt_language="zh", **{other: "mine.txt"})
     with pytest.raises(ConfigError, match="which cannot be read as UTF-8 text"):
-        system_prompt_of(DataArguments(system_prompt_file=str(tmp_path / "no.txt")))
+        load_system_prompt(DataArguments(system_prompt_file=str(tmp_path / "no.txt")))
 
 
 def test_a_question_template_is_what_the_user_says(tmp_path):
     (tmp_path / "math.jinja").write_text("{{ content | trim }} Put the answer in \\boxed{}.\n")
-    template = system_prompt_of(DataArguments(question_template_file=str(tmp_path / "math.jinja")))
+    template = load_system_prompt(DataArguments(question_template_file=str(tmp_path / "math.jinja")))
     assert build_prompt(" 2 + 2? ", system_prompt=template) == [
         {"role": "user", "content": "2 + 2? Put the answer in \\boxed{}."}
     ]

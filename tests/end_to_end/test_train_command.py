@@ -9,7 +9,7 @@ from support.checkpoints import complete_checkpoints
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.evaluate import load_for_inference
-from vgr_trl.cli.train import fitting_options
+from vgr_trl.cli.train import suggest_options
 from vgr_trl.demo.demo import Questions, draw, draw_questions
 from vgr_trl.utils import ConfigError
 
@@ -79,14 +79,14 @@ def test_from_a_file_to_a_trained_model_an_evaluation_and_a_page(model_folder, t
     ],
 )
 def test_sizes_fit_the_machine(parameters, gigabytes, device, expected):
-    options = fitting_options(parameters, gigabytes * 1e9, device)
+    options = suggest_options(parameters, gigabytes * 1e9, device)
     assert {name: options.get(name) for name in expected} == expected
     assert int(options["per_device_train_batch_size"]) * int(options["gradient_accumulation_steps"]) == 64
 
 
 def test_a_model_that_is_too_large_is_one_sentence():
     with pytest.raises(ConfigError, match="32.0 billion parameters"):
-        fitting_options(32e9, 24e9, "cuda")
+        suggest_options(32e9, 24e9, "cuda")
 
 
 def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, capsys):
@@ -152,7 +152,7 @@ def test_a_run_that_collapses_ends_with_the_sign_if_it_shall(model_folder, quest
     said, message = capsys.readouterr()
     assert re.findall(r"^step (\d+)/30", said, re.M)[-1] == "21"
     assert "at step 21: format_reward fell from 0.5 to 0.188 (means of 8 steps)" in message
-    assert message.endswith("Training was stopped there, and no model was saved.\n")
+    assert message.endswith("Training stopped; no model was saved.\n")
     assert not (output / "model.safetensors").exists()
 
 

@@ -11,7 +11,7 @@ from transformers import AutoProcessor, GenerationConfig, PreTrainedTokenizerFas
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.demo.demo import draw_questions
-from vgr_trl.evaluation import Writer, blank_image, conversation_of, evaluate
+from vgr_trl.evaluation import CompletionGenerator, blank_image, build_conversation, evaluate
 from vgr_trl.rewards import mdi_reward
 from vgr_trl.utils import VGRError
 
@@ -102,7 +102,7 @@ def test_rows_that_cannot_be_evaluated(tokenizer):
     for rows, more, message in (
         ([{"problem": "what ?"}], {}, "None of the 1 rows has a usable"),
         (ROWS, {"blank_images": True}, "needs images"),
-        (ROWS, {"reward_funcs": [mdi_reward]}, "mdi_reward cannot be called with what is passed to it"),
+        (ROWS, {"reward_funcs": [mdi_reward]}, "mdi_reward cannot be called with the arguments it gets"),
         (ROWS, {"group_by": "famly"}, "group_by is 'famly': give one of the columns problem, solution, family"),
     ):
         with pytest.raises(VGRError, match=message):
@@ -126,13 +126,14 @@ def test_a_batch_is_answered_as_its_rows_are_one_by_one(text_model, tokenizer):
 
 def test_rows_with_and_without_images_share_a_batch(model_folder):
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder).eval()
-    writer = Writer(model, AutoProcessor.from_pretrained(model_folder), 4)
+    writer = CompletionGenerator(model, AutoProcessor.from_pretrained(model_folder), 4)
     first, second, third = draw_questions(3, seed=3, split="test")
     rows = [first, {**second, "image": None}, third]
 
     def last_logits(chosen, blank=False):
         with torch.no_grad():
-            return model(**writer.prompt([conversation_of(row, blank, None) for row in chosen])).logits[:, -1]
+            inputs = writer.encode_prompts([build_conversation(row, blank, None) for row in chosen])
+            return model(**inputs).logits[:, -1]
 
     together = last_logits(rows)
     for index, row in enumerate(rows):

@@ -20,7 +20,7 @@ from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, earlier_rewards, parse
 from vgr_trl.config import PerturbationOptions
-from vgr_trl.config_converters import convert, flat
+from vgr_trl.config_converters import convert, flatten
 from vgr_trl.credit import CreditOptions
 from vgr_trl.data.load import load_split
 from vgr_trl.data.rows import prepare_rows
@@ -91,7 +91,7 @@ def test_lines_of_further_experiments_are_read(line):
 
 def test_perception_in_a_configuration_is_that_of_the_recipe():
     sources = {"data.train_files": "some/questions@train", "worker.actor.model.model_path": "some/model"}
-    given = {**sources, "worker.rollout.n": 8, **flat(yaml.safe_load(TPRL))}
+    given = {**sources, "worker.rollout.n": 8, **flatten(yaml.safe_load(TPRL))}
     options = convert(given).options
     of_credit = {each.name for group in (CreditOptions, PerturbationOptions) for each in fields(group)}
     recipe = {name: value for name, value in load_recipe("tprl").items() if name in of_credit}

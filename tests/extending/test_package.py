@@ -127,7 +127,7 @@ def test_a_signal_made_of_itself(monkeypatch):
     for name, other in (("hen", "egg"), ("egg", "hen")):
         signal = registries.declares(needs=(other,))(lambda signals, options: signals.logps)
         monkeypatch.setitem(registries.signals._own, name, signal)
-    with pytest.raises(ConfigError, match="The signal hen needs itself .hen needs egg needs hen.: take one need away"):
+    with pytest.raises(ConfigError, match="The signal hen needs itself .hen needs egg needs hen.: remove one need"):
         DAPOConfig("out", use_cpu=True, signals=["hen"])
 
 

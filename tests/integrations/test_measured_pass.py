@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parents[1] / "with_verl" / "parts"))
 from tiny_rollout import rollout, tiny_model
 
 from vgr_trl.integrations.verl.credit import SignalOptions
-from vgr_trl.integrations.verl.signals import MeasuredPass, black_of, packed_layout, padded_layout, perturb_row
+from vgr_trl.integrations.verl.signals import MeasuredPass, normalised_black, packed_layout, padded_layout, perturb_row
 from vgr_trl.signals.ratios import special_token_ids
 
 
@@ -58,7 +58,7 @@ def test_packed_and_padded_agree(tiny, monkeypatch):
 
 def test_perturbed_pixels_depend_on_the_image_the_step_and_the_seed(tiny):
     _, processor, _, pixels = tiny
-    black = black_of(processor)
+    black = normalised_black(processor)
     options = SignalOptions(black_prob=0.5, seed=1)
     first, same, other = (perturb_row(pixels[row], options, 7, black)["pixel_values"] for row in (0, 1, 2))
     assert torch.equal(first, same)  # completions of one prompt

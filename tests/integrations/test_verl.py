@@ -10,12 +10,12 @@ import torch
 from vgr_trl.integrations.verl.credit import (
     SignalContext,
     SignalOptions,
-    estimate,
-    named_estimator,
-    options_of,
+    add_loss_terms,
+    compute_loss_terms,
+    estimate_advantages,
+    make_estimator,
+    resolve_options,
     set_signal_context,
-    token_terms,
-    with_terms,
 )
 from vgr_trl.integrations.verl.inside_easyr1 import rewards as easyr1_rewards
 from vgr_trl.integrations.verl.inside_easyr1.main import split_arguments
@@ -41,7 +41,7 @@ def test_names_of_the_notes():
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"blur_radius": 3}, "blur_radius is not known here"),
+        ({"blur_radius": 3}, "blur_radius is unknown or unsupported here"),
         ({"token_weights": True, "enable_token_weights": True}, "token_weights is given twice"),
         ({"apply_to": "mask"}, "apply_to is given, but token_weights is False"),
         ({"seed": 1}, "but nothing is measured on perturbed images"),
@@ -54,14 +54,14 @@ def test_options_that_are_refused(given, sentence):
 
 
 def test_names_of_estimators_and_losses_switch_options_on():
-    assert options_of("vgr_vppo", {}).enable_trajectory_reweighting
-    assert not options_of("vgr_vppo", {"enable_trajectory_reweighting": False}).enable_trajectory_reweighting
-    assert options_of("grpo", {"use_entropy_penalty": True}, "vgr_vppo").use_entropy_penalty
+    assert resolve_options("vgr_vppo", {}).enable_trajectory_reweighting
+    assert not resolve_options("vgr_vppo", {"enable_trajectory_reweighting": False}).enable_trajectory_reweighting
+    assert resolve_options("grpo", {"use_entropy_penalty": True}, "vgr_vppo").use_entropy_penalty
     for estimator, given, loss, sentence in (
         ("grpo", {"token_weights": True}, None, "adv_estimator is 'grpo', which does not read"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            options_of(estimator, given, loss)
+            resolve_options(estimator, given, loss)
 
 
 RIGHT = "<think>the sky</think><answer>B</answer>"
@@ -103,7 +103,7 @@ def test_rewards_made_of_attention():
     context, rewards = SignalContext(SignalOptions.read(weights), columns), torch.zeros(5, 2)
     rewards[[0, 1, 2], [1, 0, 1]] = 1.0
     index = ["x", "x", "x", "x", "fill"]
-    advantages, _ = estimate(centred, context, token_level_rewards=rewards, response_mask=mask, index=index)
+    advantages, _ = estimate_advantages(centred, context, token_level_rewards=rewards, response_mask=mask, index=index)
     expected = [1 + 5 / 6 + 10 / 6 - 100, 1 + 1 + 5 + 100, 1 + 0 - 5 - 100, 1 / 6 - 100]
     assert advantages[:4, 0].tolist() == pytest.approx([value - 0.5 for value in expected])
     assert advantages[1].tolist() == [pytest.approx(106.5), 0]
@@ -115,15 +115,17 @@ def test_rewards_made_of_attention():
 @pytest.mark.parametrize("where", ["rollout", "actor"])
 def test_weights_and_another_rule_multiply(where):
     """VGR 1, 2, 4: weights 12/7, 6/7, 3/7 (definitions); the filter keeps the two tokens of largest dependency."""
-    options = options_of("vgr", {"credit_rules": ["token_weights", "perception_filter"], "top_p_perception_tokens": 0.6,
-                                 "positive_only": True})  # fmt: skip
+    options = resolve_options("vgr", {"credit_rules": ["token_weights", "perception_filter"],
+                                      "top_p_perception_tokens": 0.6, "positive_only": True})  # fmt: skip
     columns = {"vgr_dependency": torch.tensor([[3.0, 1.0, 2.0]]).repeat(2, 1)}
     weights = torch.tensor([[4.0, 2.0, 1.0]]).repeat(2, 1)
     if where == "actor":
         columns |= {"vgr_vision": torch.ones(2, 3), "vgr_instruction": torch.tensor([[1.0, 2.0, 4.0]]).repeat(2, 1)}
     context = SignalContext(options, columns, weights if where == "rollout" else None)
     mask, rewards = torch.ones(2, 3), torch.tensor([[0.0, 0.0, 1.5], [0.0, 0.0, -0.5]])
-    advantages, _ = estimate(centred, context, token_level_rewards=rewards, response_mask=mask, index=["a", "a"])
+    advantages, _ = estimate_advantages(
+        centred, context, token_level_rewards=rewards, response_mask=mask, index=["a", "a"]
+    )
     expected = [[12 / 7, 0, 3 / 7], [-1, 0, -1]]
     assert advantages.tolist() == [pytest.approx(row, abs=1e-5) for row in expected]
     assert context.metrics["vgr/token_weight_mean"] == pytest.approx(1)
@@ -132,12 +134,12 @@ def test_weights_and_another_rule_multiply(where):
 def test_without_weights_all_are_1_and_a_reward_needs_attention():
     mask = torch.ones(1, 2)
     given = {"token_level_rewards": mask, "response_mask": mask, "index": ["a"]}
-    context = SignalContext(options_of("vgr_token_weights", {"collect_attentions": True}))
+    context = SignalContext(resolve_options("vgr_token_weights", {"collect_attentions": True}))
     with pytest.warns(UserWarning, match="all weights are 1"):
-        assert estimate(centred, context, **given)[0].tolist() == [[1.5, 1.5]]
+        assert estimate_advantages(centred, context, **given)[0].tolist() == [[1.5, 1.5]]
     with pytest.raises(ConfigError, match="the batch has no measured attention"):
-        estimate(centred, SignalContext(SignalOptions.read({"vgr_reward_weight": 1.0})), **given)
-    estimator = named_estimator("vgr", lambda name: centred)
+        estimate_advantages(centred, SignalContext(SignalOptions.read({"vgr_reward_weight": 1.0})), **given)
+    estimator = make_estimator("vgr", lambda name: centred)
     with pytest.raises(ConfigError, match="The advantage estimator vgr got no signals: .*VERL_ENGINE_VENDOR=vgr"):
         estimator(**given, config=None)
     with set_signal_context(SignalContext(SignalOptions())):
@@ -168,10 +170,10 @@ def test_gradients_of_the_published_code(case):
     def given(response_mask, **_):
         return (advantages.unsqueeze(1) * response_mask,) * 2
 
-    context = SignalContext(options_of("vgr_vppo", stated | case["options"], "vgr_vppo"), columns)
+    context = SignalContext(resolve_options("vgr_vppo", stated | case["options"], "vgr_vppo"), columns)
     index = list(range(len(old)))
-    shaped, _ = estimate(given, context, token_level_rewards=0 * old, response_mask=mask.long(), index=index)
-    loss, logps = with_terms(dual_clip, mean, "vgr_vppo"), logps.requires_grad_()
+    shaped, _ = estimate_advantages(given, context, token_level_rewards=0 * old, response_mask=mask.long(), index=index)
+    loss, logps = add_loss_terms(dual_clip, mean, "vgr_vppo"), logps.requires_grad_()
     with set_signal_context(context):
         value, metrics = loss(old, logps, shaped, mask, config=SimpleNamespace(global_batch_info={}))
     value.backward()
@@ -182,11 +184,11 @@ def test_gradients_of_the_published_code(case):
 
 def test_terms_of_the_loss_beside_the_entropy_penalty():
     logps, mask = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[1, 1, 0]])
-    terms = token_terms(SignalContext(SignalOptions(der_loss_weight1=0.25)), logps, mask)
+    terms = compute_loss_terms(SignalContext(SignalOptions(der_loss_weight1=0.25)), logps, mask)
     assert {name: term.tolist() for name, term in terms.items()} == {"entropy_loss": [[0.25, 0.5, 0.0]]}
-    assert token_terms(SignalContext(SignalOptions()), logps, mask) == {}
-    with pytest.raises(ConfigError, match="the micro-batch has no perturbed images"):
-        token_terms(SignalContext(SignalOptions(perception_loss_weight=0.1)), logps, mask)
+    assert compute_loss_terms(SignalContext(SignalOptions()), logps, mask) == {}
+    with pytest.raises(ConfigError, match="the micro-batch has none: add images"):
+        compute_loss_terms(SignalContext(SignalOptions(perception_loss_weight=0.1)), logps, mask)
 
 
 def test_the_command_line_of_easyr1_is_split():

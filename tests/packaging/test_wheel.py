@@ -13,7 +13,7 @@ import yaml
 from support.made_records import record
 
 from vgr_trl import __version__
-from vgr_trl.reporting.records import encode
+from vgr_trl.reporting.records import encode_entry
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = """
@@ -61,7 +61,7 @@ def test_every_file_of_the_package_is_in_the_wheel(installed: dict[str, str]) ->
 
 def test_commands_run_from_the_wheel(installed: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "run" / "rollouts").mkdir(parents=True)
-    (tmp_path / "run" / "rollouts" / "records-000001.jsonl").write_bytes(encode(record()))
+    (tmp_path / "run" / "rollouts" / "records-000001.jsonl").write_bytes(encode_entry(record()))
     printed = run(["-P", "-c", COMMANDS], installed, tmp_path)
     assert printed.startswith(installed["PYTHONPATH"])
     assert "method:" in printed

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from vgr_trl.reporting.records import AttentionMap, Completion, LogEntry, Record, RecordedImage, encode
+from vgr_trl.reporting.records import AttentionMap, Completion, LogEntry, Record, RecordedImage, encode_entry
 
 GRID = (3, 4)
 SIZE = (400, 300)
@@ -87,8 +87,8 @@ def make_run(
         logs.append(LogEntry(step, "train", 30.0 * step, logged(step, steps, offset)))
     for item in (item for record in records for item in record.completions if prompt is not None):
         item.prompt = str(prompt).format(item.prompt)
-    (folder / "records-000001.jsonl").write_bytes(b"".join(map(encode, records)))
-    (folder / "logs.jsonl").write_bytes(b"".join(map(encode, logs)))
+    (folder / "records-000001.jsonl").write_bytes(b"".join(map(encode_entry, records)))
+    (folder / "logs.jsonl").write_bytes(b"".join(map(encode_entry, logs)))
     return output_dir
 
 

@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 from support.made_records import completion, record
 
-from vgr_trl.reporting.markdown import MarkdownLogs, Summary, duration, print_record, sections, token_shades
+from vgr_trl.reporting.markdown import MarkdownLogs, Summary, format_duration, load_sections, print_record, token_shades
 from vgr_trl.utils import printable
 
 PARSER = MarkdownIt("commonmark").enable("table")
@@ -47,7 +47,7 @@ def test_a_section_on_rollouts_has_numbers_texts_and_rewards():
         prompt="what?", text="<think>red</think>", solution="A", rewards={"accuracy_reward": 1.0}, reward=1.25,
         advantage=0.5, correct=True, metrics=METRICS,
     )  # fmt: skip
-    section = sections().rollouts(record(3, "train", shown, completion(correct=False, replaced=True)), SUMMARY)
+    section = load_sections().rollouts(record(3, "train", shown, completion(correct=False, replaced=True)), SUMMARY)
     assert section.startswith("## Training, step 3\n")
     assert "8 completions, success rate 0.25, 2 shown." in section
     assert cells(section) == [
@@ -61,7 +61,7 @@ def test_a_section_on_rollouts_has_numbers_texts_and_rewards():
     assert rewards == {"rewards": {"accuracy_reward": 1.0}, "reward": 1.25, "advantage": 0.5}
     assert attention["late"]["vgr"] == 2.0
     assert section.count("it was not trained on") == 1
-    cut = sections().rollouts(record(0, "eval", completion(prompt="abcdef", text="ghijkl")), SUMMARY, 2, 3)
+    cut = load_sections().rollouts(record(0, "eval", completion(prompt="abcdef", text="ghijkl")), SUMMARY, 2, 3)
     assert cut.startswith("## Evaluation, step 0\n")
     assert blocks(cut, "text") == ["ab\n[… 4 more characters]\n", "ghi\n[… 3 more characters]\n"]
 
@@ -72,8 +72,8 @@ def test_no_text_changes_the_structure_of_a_section(text, name, length):
         shown = completion(prompt=text, text=text, solution=text, tokens=[text], weights=[1.0], rewards={name: 1.0})
         of_record = record(0, "train", shown)
         summary = Summary(4, {name: (0.5, 0.5)}, segments={name: {"vgr": 1.0}}, credit={name: 1.0})
-        parts = sections().attention(of_record, summary), sections().token_weights(of_record, summary)
-        return "\n".join([sections().rollouts(of_record, summary, length, length), *parts])
+        parts = load_sections().attention(of_record, summary), load_sections().token_weights(of_record, summary)
+        return "\n".join([load_sections().rollouts(of_record, summary, length, length), *parts])
 
     assert structure(written(text, name)) == structure(written("t", "n"))
 
@@ -94,7 +94,7 @@ def test_a_file_that_is_full_says_so_once_and_stays(tmp_path):
     for _ in range(2):
         for step in range(10):
             logs(tmp_path, rollout_log_path=path).add(record(step, "train", text), SUMMARY)
-    section = len(sections().rollouts(record(0, "train", text), SUMMARY).encode())
+    section = len(load_sections().rollouts(record(0, "train", text), SUMMARY).encode())
     assert 2000 <= path.stat().st_size < 2000 + section + 200
     written = path.read_text()
     assert written.count("vgr-trl report") == 1
@@ -139,5 +139,5 @@ def test_no_text_brings_its_own_control_characters_to_the_terminal(text):
 
 
 def test_times_in_one_unit_or_two():
-    times = [duration(seconds) for seconds in (89, 90, 89 * 60 + 29, 89 * 60 + 31, 3 * 3600 + 5 * 60)]
+    times = [format_duration(seconds) for seconds in (89, 90, 89 * 60 + 29, 89 * 60 + 31, 3 * 3600 + 5 * 60)]
     assert times == ["89 s", "2 min", "89 min", "1 h 30", "3 h 05"]

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from vgr_trl import DAPOConfig
-from vgr_trl.reporting.model_card import DAPO, PAPERS, extended_card, method_tags
+from vgr_trl.reporting.model_card import DAPO, PAPERS, add_method_section, method_tags
 
 CARD = (
     "---\ntags: []\n---\n\n# Model\n\nTrained.\n\n### Framework versions\n\n- TRL: 1.16\n\n## Citations\n\nCite TRL.\n"
@@ -31,7 +31,7 @@ def options(**changed: Any) -> DAPOConfig:
 def test_each_method_is_cited_once_and_tagged(
     changed: dict[str, Any], rewards: list[str], arxiv: str, tag: str | None
 ) -> None:
-    cited = extended_card(CARD, options(**changed), rewards)
+    cited = add_method_section(CARD, options(**changed), rewards)
     assert re.findall(r"eprint *= \{(.*)\}", cited) == [arxiv]
     assert method_tags(options(**changed), rewards) == ["dapo", "vgr_trl", *([tag] if tag else [])]
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from vgr_trl.reporting.notebook import colour_at, show_completion
+from vgr_trl.reporting.notebook import position_colour, show_completion
 from vgr_trl.reporting.records import AttentionMap, Completion, RecordedImage
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples" / "notebooks").glob("*.ipynb"))
@@ -67,7 +67,7 @@ def test_every_token_has_its_colour_and_says_its_value(run: Path) -> None:
     assert [text for _, text in tokens] == ["red", " one", "<|im_end|>"]
     assert [attributes["title"] for attributes, _ in tokens] == [f"vision gain ratio {v}" for v in ("0.5", "1", "2")]
     for (attributes, _), place in zip(tokens, (-1, 0, 1), strict=True):
-        assert f"background:{colour_at(place)}" in attributes["style"]
+        assert f"background:{position_colour(place)}" in attributes["style"]
 
 
 def test_cells_are_dark_where_nobody_looked(run: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 from made_run import completion, make_run, thumbnail
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.reporting.page import PLACE, page_template, write_report
-from vgr_trl.reporting.records import LogEntry, encode, read_thumbnail
+from vgr_trl.reporting.page import DATA_PLACEHOLDER, load_template, write_report
+from vgr_trl.reporting.records import LogEntry, encode_entry, read_thumbnail
 from vgr_trl.utils import DataError
 
 SOURCES = Path(__file__).parents[2] / "report_page"
@@ -69,14 +69,14 @@ HOSTILE = (
 
 
 def test_text_cannot_leave_its_place(tmp_path: Path) -> None:
-    tokens = [HOSTILE, "</SCRIPT >", "<!--<script>", PLACE]
+    tokens = [HOSTILE, "</SCRIPT >", "<!--<script>", DATA_PLACEHOLDER]
     extra = [completion(tmp_path, 0, True, tokens=tokens, prompt=HOSTILE)]
     make_run(tmp_path / "run", steps=1, name=HOSTILE, extra=extra)
     rewrite(tmp_path / "run", "records-000001.jsonl", lambda text: text.replace('" disc"', r'" \ud800disc"'))
     page = tmp_path / "page.html"
     write_report([tmp_path / "run"], page)
     text = page.read_text(encoding="utf-8")
-    assert DATA.sub(rf"\g<1>{PLACE}\g<3>", text) == page_template()  # nothing else has changed
+    assert DATA.sub(rf"\g<1>{DATA_PLACEHOLDER}\g<3>", text) == load_template()  # nothing else has changed
     run = data_in(page)["runs"][0]
     assert run["name"] == HOSTILE
     assert run["records"][-1]["completions"][-1]["tokens"] == tokens
@@ -91,11 +91,11 @@ def test_page_is_built_from_its_sources() -> None:
     digest = sha256()
     for path in kept:
         digest.update(f"{path}\n".encode() + (SOURCES / path).read_bytes() + b"\n")
-    assert f'name="vgr-trl-page-sources" content="{digest.hexdigest()}"' in page_template()
+    assert f'name="vgr-trl-page-sources" content="{digest.hexdigest()}"' in load_template()
 
 
 def test_page_loads_nothing_and_names_its_licences() -> None:
-    page = page_template()
+    page = load_template()
     assert "default-src 'none'" in page
     assert not re.search(r"<(?:script|link|img)\b[^>]*\s(?:src|href)=\"(?!data:)", page)
     for library in ("preact", "uplot", "@floating-ui/dom"):
@@ -130,18 +130,18 @@ def test_missing_and_foreign_thumbnails_stay_out(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     write_report([tmp_path / "run"], page)
     assert list(data_in(page)["images"]) == [f"images/{names[3]}"]
-    assert "missing: 3" in data_in(page)["runs"][0]["notes"][0]
+    assert "3 thumbnails are missing" in data_in(page)["runs"][0]["notes"][0]
     assert read_thumbnail(folder.parent, "../../secret.webp") is None
 
 
 def test_an_evaluation_that_falls_or_has_no_right_answer_is_flagged(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=4)
     logs = run / "rollouts/logs.jsonl"
-    cases = {(0.094, 1.0, 0.047): [" 9.4 % → 4.7 %"], (0.047, 1.0, 0.094): [], (0, 0, 0): ["0 from start to end"]}
+    cases = {(0.094, 1.0, 0.047): [" 9.4 % → 4.7 %"], (0.047, 1.0, 0.094): [], (0, 0, 0): ["accuracy is 0 throughout"]}
     for reached, flagged in cases.items():
         values = dict(zip((1, 2, 4), reached, strict=True))  # what it reached in between does not matter
         entries = [LogEntry(step, "eval", 0.0, {"eval_rewards/accuracy_reward/mean": x}) for step, x in values.items()]
-        logs.write_bytes(b"".join(map(encode, entries)))
+        logs.write_bytes(b"".join(map(encode_entry, entries)))
         signs = report_of(run)["signs"]
         assert [sign["step"] for sign in signs] == [4] * len(flagged)
         assert all(sign["seen"].endswith(end) for sign, end in zip(signs, flagged, strict=True))
@@ -173,7 +173,7 @@ def test_evaluated_completions_stand_beside_a_run(tmp_path: Path) -> None:
     assert data["images"][name] == picture["thumbnail"]
     for bad in ("{", "[]", '{"models": {"m": 1}}', '{"accuracy": 1.0, "records": [{"greedy": "a"}]}'):
         file.write_text(bad)
-        with pytest.raises(DataError, match="scores.json is no file of vgr-trl evaluate"):
+        with pytest.raises(DataError, match="scores.json was not written by vgr-trl evaluate"):
             write_report([file], page)
 
 

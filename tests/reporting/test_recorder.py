@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.reporting.recorder import grids_of_row, prompt_text, quantised, summary_of, token_pieces, without_padding
+from vgr_trl.reporting.recorder import (
+    find_image_grids,
+    prompt_text,
+    quantise_attention,
+    split_tokens,
+    strip_padding,
+    summarise_rollout,
+)
 
 TOKENIZER = build_processor(["what colour is the circle?", "red blue", "a red"]).tokenizer
 
@@ -20,34 +27,34 @@ def decode(ids):
 def test_grids_are_those_of_the_processor_merged():
     # Row 0 has two images, row 1 one: 4 x 6 patches are 2 x 3 vision tokens where two by two are merged.
     batch = {"num_images": [2, 1], "image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2], [1, 8, 4]])}
-    assert grids_of_row(batch, 0, 2, 7) == [(2, 3), (1, 1)]
-    assert grids_of_row(batch, 1, 2, 8) == [(4, 2)]
+    assert find_image_grids(batch, 0, 2, 7) == [(2, 3), (1, 1)]
+    assert find_image_grids(batch, 1, 2, 8) == [(4, 2)]
 
 
 def test_attention_is_kept_to_a_510th_of_the_largest():
     # 0.5 is the largest of the first token: 0.25 is 127.5 of 255, which rounds to the even 128.
-    found = quantised(torch.tensor([[0.5, 0.25, 0.0], [0.0, 0.0, 0.0]]), [(1, 3)])
+    found = quantise_attention(torch.tensor([[0.5, 0.25, 0.0], [0.0, 0.0, 0.0]]), [(1, 3)])
     assert found.scale == [0.5, 0.0]
     assert list(found.values) == [255, 128, 0, 0, 0, 0]
     attention = torch.rand(20, 12, generator=torch.Generator().manual_seed(0))
-    kept = quantised(attention, [(2, 3), (3, 2)])
+    kept = quantise_attention(attention, [(2, 3), (3, 2)])
     for token, row in enumerate(attention.tolist()):
         assert kept.row(token) == pytest.approx(row, abs=max(row) / 510 + 1e-6)
     for grids in ([None], [(2, 2)], [], [(3, 4), None]):
-        assert quantised(attention, grids) is None
+        assert quantise_attention(attention, grids) is None
 
 
 def test_a_truncated_completion_whose_mask_is_empty_ends_before_the_padding():
-    assert without_padding([1, 2, 9, 9], [0, 0, 0, 0], 9) == [1, 2]
-    assert without_padding([1, 2, 9, 9], [1, 1, 1, 0], 9) == [1, 2, 9]
+    assert strip_padding([1, 2, 9, 9], [0, 0, 0, 0], 9) == [1, 2]
+    assert strip_padding([1, 2, 9, 9], [1, 1, 1, 0], 9) == [1, 2, 9]
 
 
 @given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=30))
 def test_pieces_of_any_tokens_are_the_text_also_where_bytes_are_none(ids):
-    pieces = token_pieces(ids, decode)
+    pieces = split_tokens(ids, decode)
     assert (len(pieces), "".join(pieces)) == (len(ids), decode(ids))
     of_bytes = TOKENIZER("é").input_ids  # two bytes, which no token joins
-    assert token_pieces([*of_bytes, *TOKENIZER(" red").input_ids], decode) == ["", "é", " red"]
+    assert split_tokens([*of_bytes, *TOKENIZER(" red").input_ids], decode) == ["", "é", " red"]
 
 
 def test_the_tokens_of_an_image_are_one_word_in_a_prompt():
@@ -61,7 +68,7 @@ def test_a_batch_in_numbers():
     rewards = torch.tensor([[1.0, 0.0], [0.0, 0.5], [1.0, 1.0], [math.nan, 1.0]])
     metrics = {"attention/late/vgr": 2.0, "attention/prompt/late/vgr": 9.0, "token_weight_mean": 1.0, "kl": 3.0,
                "combined_token_fraction": 0.5}  # fmt: skip
-    summary = summary_of(rewards, ["accuracy_reward", "other"], torch.tensor([1.0, 2.0]), metrics)
+    summary = summarise_rollout(rewards, ["accuracy_reward", "other"], torch.tensor([1.0, 2.0]), metrics)
     assert summary.completions == 4
     assert summary.success_rate == pytest.approx(2 / 3)
     assert summary.rewards["accuracy_reward"] == pytest.approx((2 / 3, math.sqrt(1 / 3)))
@@ -69,6 +76,6 @@ def test_a_batch_in_numbers():
     assert summary.rewards["total"] == pytest.approx((1.75, math.sqrt((2 * 0.75**2 + 1.25**2 + 0.25**2) / 3)))
     assert summary.segments == {"late": {"vgr": 2.0}}
     assert summary.credit == {"token_weight_mean": 1.0, "combined_token_fraction": 0.5}
-    nothing = summary_of(torch.full((1, 1), math.nan), ["accuracy_reward"], torch.tensor([1.0]), {})
+    nothing = summarise_rollout(torch.full((1, 1), math.nan), ["accuracy_reward"], torch.tensor([1.0]), {})
     assert (nothing.success_rate, nothing.rewards["accuracy_reward"]) == (None, (None, None))
-    assert summary_of(rewards[:, 1:], ["other"], torch.tensor([1.0]), {}).success_rate is None
+    assert summarise_rollout(rewards[:, 1:], ["other"], torch.tensor([1.0]), {}).success_rate is None

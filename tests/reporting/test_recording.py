@@ -13,7 +13,7 @@ from support.dealt_completions import generate_by_prompt
 from support.launching import results_of
 from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 
-from vgr_trl.reporting.recorder import RecordBefore
+from vgr_trl.reporting.recorder import RecordBeforeTraining
 from vgr_trl.reporting.records import read_logs, read_run
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 
@@ -95,7 +95,7 @@ def test_attention_maps_sum_to_the_mass_on_the_image_on_its_grid(make, vision_tr
 def test_evaluations_ask_the_same_questions_as_before_the_first_step(make, tmp_path, eight_gpus):
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
     trainer = make(**evaluated)
-    trainer.add_callback(RecordBefore(trainer))
+    trainer.add_callback(RecordBeforeTraining(trainer))
     trainer.train()
     assert eight_gpus == [], "a run on a CPU"
     run = read_run(tmp_path / "run")
@@ -195,7 +195,7 @@ def test_training_continues_where_records_cannot_be_written(make, tmp_path, monk
         (writer.folder / "records-000001.jsonl").symlink_to("/dev/full")
         return writer.folder / "records-000001.jsonl"
 
-    monkeypatch.setattr("vgr_trl.reporting.records.RecordWriter._next_file", always_full)
+    monkeypatch.setattr("vgr_trl.reporting.records.RecordWriter._new_file", always_full)
     trainer.train()
     assert trainer.state.global_step == 2
     assert len(warnings) == 1
@@ -221,7 +221,7 @@ def run(model_folder, question_file, output, rows_per_process):
     rewards = [accuracy_reward, vgr_reward, length_reward]
     trainer = vision_trainer(model_folder, rewards, options, rows, rows.select(range(4)))
     trainer.model.generate = generate_by_prompt(trainer)
-    trainer.add_callback(RecordBefore(trainer))
+    trainer.add_callback(RecordBeforeTraining(trainer))
     trainer.train()
     trainer.evaluate()
 

@@ -9,7 +9,7 @@ from vgr_trl.reporting.records import (
     RecordedImage,
     RecordWriter,
     decode_record,
-    encode,
+    encode_entry,
     read_logs,
     read_run,
     refuse_unwritable,
@@ -26,7 +26,7 @@ def test_a_record_comes_back_as_it_was():
             images=[RecordedImage("images/a.webp", 64, 48, [2, 3]), RecordedImage(None, 0, 0)],
         ),
     )  # fmt: skip
-    line = encode(written)
+    line = encode_entry(written)
     assert line.count(b"\n") == 1
     assert decode_record(line) == written
 
@@ -66,7 +66,7 @@ def test_a_continued_run_appends_behind_what_a_kill_has_left(tmp_path):
     first.add(record(0), {})
     first.add(record(1, "train", completion(text="old")), {})
     first.log(LogEntry(0, "train", 1.0, {"loss": 1.0}))
-    for name, torn in (("records-000001.jsonl", encode(record(3))[:-9]), ("logs.jsonl", b'{"version":1,')):
+    for name, torn in (("records-000001.jsonl", encode_entry(record(3))[:-9]), ("logs.jsonl", b'{"version":1,')):
         with (tmp_path / "rollouts" / name).open("ab") as file:
             file.write(torn)
     created = read_run(tmp_path).description["created"]
@@ -104,11 +104,11 @@ def folder(tmp_path):
 
 
 def test_a_damaged_line_costs_that_line_only(folder, caplog):
-    broken = encode(record(1)).replace(b'"tokens"', b'"takens"')
-    infinite = encode(record(3)).replace(b'"step":3', b'"step":1e999')
-    lines = [encode(record(0)), b"\0\0\0\n", broken, infinite, b'{"version":"x"}\n', encode(record(2))]
+    broken = encode_entry(record(1)).replace(b'"tokens"', b'"takens"')
+    infinite = encode_entry(record(3)).replace(b'"step":3', b'"step":1e999')
+    lines = [encode_entry(record(0)), b"\0\0\0\n", broken, infinite, b'{"version":"x"}\n', encode_entry(record(2))]
     (folder / "records-000001.jsonl").write_bytes(b"".join(lines))
-    (folder / "logs.jsonl").write_bytes(encode(LogEntry(1, "train", 0.0, {"loss": 1.0})) + b"[]\ntorn {")
+    (folder / "logs.jsonl").write_bytes(encode_entry(LogEntry(1, "train", 0.0, {"loss": 1.0})) + b"[]\ntorn {")
     (folder / "run.json").write_text('{"version":')
     run = read_run(folder)
     assert [item.step for item in run.records()] == [0, 2]
@@ -118,8 +118,8 @@ def test_a_damaged_line_costs_that_line_only(folder, caplog):
 
 @pytest.mark.parametrize("file", ["records-000001.jsonl", "logs.jsonl", "run.json"])
 def test_a_later_version_is_refused(folder, file):
-    (folder / "records-000001.jsonl").write_bytes(encode(record(0)))
-    (folder / file).write_bytes(encode(LogEntry(0, "train", 0.0, {})).replace(b'"version":1', b'"version":2'))
+    (folder / "records-000001.jsonl").write_bytes(encode_entry(record(0)))
+    (folder / file).write_bytes(encode_entry(LogEntry(0, "train", 0.0, {})).replace(b'"version":1', b'"version":2'))
     with pytest.raises(DataError, match="version 2"):
         list(read_logs(read_run(folder).folder / "logs.jsonl"))
 

@@ -106,5 +106,5 @@ def test_hard_negatives_and_mdi_are_scaled_towards_0():
 
 def test_other_rewards_are_left_alone():
     assert scale_by_accuracy([accuracy_reward, vgr_reward])[0] is accuracy_reward
-    with pytest.raises(RewardError, match="the rows of vgr_reward have no column solution: add one, or give"):
+    with pytest.raises(RewardError, match="the rows of vgr_reward have no column solution: add it, or set"):
         scale_by_accuracy([vgr_reward])[0](["a", "b"], vgr=[1.0, 2.0], num_generations=2)

@@ -26,7 +26,7 @@ from vgr_trl.rewards import (
     vgr_hard_negative_reward,
     vgr_reward,
 )
-from vgr_trl.rewards.loading import ADVICE, check_callable, checked, logger
+from vgr_trl.rewards.loading import HANGING_ADVICE, check_callable, logger, wrap_reward
 from vgr_trl.utils import ConfigError, RewardError
 
 
@@ -103,7 +103,7 @@ def test_rewards_that_cannot_be_called():
 
 def call(returned, count=2):
     counted = []
-    reward = checked(lambda completions, **kwargs: returned, "mine", lambda *nans: counted.append(nans))
+    reward = wrap_reward(lambda completions, **kwargs: returned, "mine", lambda *nans: counted.append(nans))
     return reward(completions=["x"] * count, prompts=[]), counted
 
 
@@ -146,36 +146,38 @@ def test_the_trainer_reaches_rewards_that_take_it():
         (lambda completions: [1.0], 1.0),
         (functools.partial(lambda completions, trainer: [trainer], trainer=3.0), 3.0),
     ):
-        assert checked(reward, "mine", print, trainer=7.0)(completions=["x"]) == [expected]
+        assert wrap_reward(reward, "mine", print, trainer=7.0)(completions=["x"]) == [expected]
 
 
 def test_asynchronous_rewards_stay_so():
-    right = checked(functools.partial(later, value=1), "mine", print)
+    right = wrap_reward(functools.partial(later, value=1), "mine", print)
     assert asyncio.run(right(completions=["x"] * 2)) == [1.0, 1.0]
     with pytest.raises(RewardError, match=r"^The reward mine returned \['no'\]"):
-        asyncio.run(checked(functools.partial(later, value="no"), "mine", print)(completions=["x"]))
+        asyncio.run(wrap_reward(functools.partial(later, value="no"), "mine", print)(completions=["x"]))
 
 
 def test_a_reward_that_takes_long_is_reported_and_goes_on(monkeypatch):
     """In a pool of threads, as judges behind a network are asked; it waits until the cure has been named."""
     advised = threading.Event()
-    monkeypatch.setattr(logger, "warning", lambda text: (reports.append(text), ADVICE in text and advised.set()))
+    monkeypatch.setattr(
+        logger, "warning", lambda text: (reports.append(text), HANGING_ADVICE in text and advised.set())
+    )
     reports = []
 
     def asks_judges(completions, **kwargs):
         with ThreadPoolExecutor(2) as judges:
             return list(judges.map(lambda _: float(advised.wait(60)), completions))
 
-    limited = checked(asks_judges, "judge", print, seconds=0.05)
+    limited = wrap_reward(asks_judges, "judge", print, seconds=0.05)
     assert limited(completions=["x", "y"], prompts=["p", "q"], id=["row-1", "row-2"]) == [1.0, 1.0]
     first, last = reports[0], reports[-1]
     assert "The reward judge has not returned" in first
     assert "2 completions, of the rows 'row-1' to 'row-2'" in first
     assert any("in asks_judges" in report for report in reports)  # a busy machine may report before the call
-    assert ADVICE not in first
-    assert ADVICE in last
+    assert HANGING_ADVICE not in first
+    assert HANGING_ADVICE in last
     count = len(reports)
-    assert checked(asks_judges, "judge", print, seconds=60)(completions=["x"]) == [1.0]
+    assert wrap_reward(asks_judges, "judge", print, seconds=60)(completions=["x"]) == [1.0]
     assert len(reports) == count
 
 
@@ -199,7 +201,7 @@ def test_what_a_reward_does_to_its_arguments_is_undone():
     }  # fmt: skip
     given = {name: (values, copy.copy(values), copy.deepcopy(values)) for name, values in columns.items()}
     for reward in (careless, careless_within_rows):
-        assert checked(reward, "careless", print)(**columns) == [1, 1]
+        assert wrap_reward(reward, "careless", print)(**columns) == [1, 1]
     for name, (values, same_rows, equal_rows) in given.items():
         assert columns[name] is values
         assert all(row is same for row, same in zip(values, same_rows, strict=True))

@@ -68,14 +68,14 @@ def test_a_second_score_is_a_reward_of_its_own_and_costs_no_second_call(written)
     assert accuracy.__name__ == "accuracy"
     with pytest.raises(RewardError, match="returned no 'style', but overall, format, accuracy"):
         load_reward(f"{file}:compute_score[style]")(**ROWS)
-    with pytest.raises(RewardError, match=r"names the score 'accuracy', but accuracy returns one number"):
+    with pytest.raises(RewardError, match=r"asks for a score, but accuracy returns one number"):
         load_reward("accuracy[accuracy]")
 
 
 def test_sequential_form_runs_in_processes_of_its_own(written):
     file = written(ONE_BY_ONE)
     options = FileOptions(processes=2, arguments={"bonus": 1})
-    with pytest.raises(RewardError, match="reward_function_kwargs has 'weight', but compute_score takes bonus"):
+    with pytest.raises(RewardError, match="reward_function_kwargs has 'weight', but compute_score accepts bonus"):
         load_reward(f"{file}:compute_score", files=FileOptions(arguments={"weight": 0.5}))
     overall, process = load_rewards([f"{file}:compute_score", f"{file}:compute_score[process]"], files=options)
     texts = [[{"role": "assistant", "content": "x" * length}] for length in range(9)]

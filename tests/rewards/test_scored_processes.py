@@ -23,7 +23,7 @@ def compute_score(reward_input):
 PROGRAM = """
 import json, signal, sys
 from vgr_trl.rewards import load_rewards
-from vgr_trl.rewards.loading import checked
+from vgr_trl.rewards.loading import wrap_reward
 from vgr_trl.rewards.reward_files import FileOptions
 
 def score(*texts):
@@ -43,7 +43,7 @@ if __name__ == "__main__":
         sys.stdin.readline()
         print(json.dumps([int(each) for each in process(**score(*"hgfedcba"))]), flush=True)
         sys.exit()
-    checked(overall, "overall", print, seconds=float(sys.argv[3]))(**score(sys.argv[2]))
+    wrap_reward(overall, "overall", print, seconds=float(sys.argv[3]))(**score(sys.argv[2]))
 """
 
 

@@ -7,7 +7,7 @@ import verl
 from example_scripts import EXAMPLES, overrides
 from hydra import compose, initialize_config_dir
 
-from vgr_trl.integrations.verl.inside_verl.plugin import MODE, read_options
+from vgr_trl.integrations.verl.inside_verl.plugin import TRAINER_MODE, read_options
 from vgr_trl.integrations.verl.rewards import compute_score
 
 SCRIPT = EXAMPLES / "run_vppo_qwen2_5_vl_7b.sh"
@@ -22,7 +22,7 @@ def test_verl_takes_every_line(tmp_path):
     assert options.enable_perception_filtering
     assert (options.top_p_perception_tokens, options.trajectory_scaling_min) == (0.4, 0.9)
     assert options.use_entropy_penalty
-    assert config.trainer.v1.trainer_mode == MODE
+    assert config.trainer.v1.trainer_mode == TRAINER_MODE
     reward = config.reward.custom_reward_function
     assert reward.name == compute_score.__name__
     assert set(reward.reward_kwargs) <= set(inspect.signature(compute_score).parameters)

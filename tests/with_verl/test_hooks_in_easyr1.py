@@ -50,8 +50,8 @@ def test_weights_of_rows_that_were_filtered(hooks):
 
 
 def test_the_runner_travels_to_another_process(hooks):
-    from vgr_trl.integrations.verl.inside_easyr1.main import runner_with
+    from vgr_trl.integrations.verl.inside_easyr1.main import make_runner
 
-    runner = runner_with({"preset": "vgr_vppo"}).__ray_metadata__.modified_class
+    runner = make_runner({"preset": "vgr_vppo"}).__ray_metadata__.modified_class
     assert runner.__mro__[1].__name__ == "Runner"
     assert len(cloudpickle.dumps(runner)) > 100

@@ -56,7 +56,7 @@ def test_options_that_verl_cannot_follow():
         ours.read_options(configuration(apply_to="mask"))
     bypassed = configuration()
     bypassed.algorithm.rollout_correction = {"bypass_mode": True}
-    with pytest.raises(ConfigError, match="leaves out the pass that measures"):
+    with pytest.raises(ConfigError, match="skips the pass that measures"):
         ours.read_options(bypassed)
 
 

@@ -1,6 +1,5 @@
-"""The command `vgr-trl`: parse, call, print.
+"""The command `vgr-trl`: parse flags, call the library, print.
 
-Read `__main__.py` (the table of commands), `arguments.py` (options and how they are read), `loading.py` (models, data),
-then `train.py` with `plan.py` (what a run is going to do, and `--dry_run`), or `evaluate.py`. `easyr1.py` turns
-configurations of EasyR1, MTRL and verl into flags; `data.py` and `report.py` stand alone.
+Start with `__main__.py` (the table of commands) and `arguments.py` (options, YAML files, loading of data and models).
+`train.py` (also `--dry_run`), `evaluate.py` and `data.py` are the commands that need more than a function.
 """

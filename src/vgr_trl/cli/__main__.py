@@ -1,4 +1,4 @@
-"""The command `vgr-trl`: the table of its commands, and those that are short."""
+"""The command `vgr-trl`: the table of its commands, and the short commands."""
 
 import argparse
 import importlib
@@ -18,15 +18,17 @@ from vgr_trl import __version__
 from vgr_trl.recipes import read_recipe, recipe_file, recipe_names
 from vgr_trl.utils import ConfigError, VGRError, is_disk_full
 
-LEGEND = """
-passes: over the completions of a rollout, beside generation, without + with gradients. The attention metrics of a run
-with images share the first of them; where there is none they are one more (not with --compute_attention_metrics false).
-vgr-trl recipes NAME shows one, with departures and numbers; vgr-trl train --recipe NAME starts from it."""
+RECIPES_LEGEND = """
+passes: forward passes over the completions of a rollout, without + with gradients, not counting generation.
+Attention metrics reuse the first pass without gradients, or add one if there is none (unless
+--compute_attention_metrics false).
+vgr-trl recipes NAME prints one, with its departures from the paper; vgr-trl train --recipe NAME starts from it."""
 TEMPLATES = Path(__file__).parent / "templates"
-RENAMED = r"`\w*gradient_checkpointing\w*` is deprecated"  # by transformers 5.23, and TRL 1.16 calls it at every step
+# transformers 5.23 warns at every step of TRL 1.16.
+DEPRECATION_PATTERN = r"`\w*gradient_checkpointing\w*` is deprecated"
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
+def _make_parser(command: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"vgr-trl {command}", description=COMMANDS[command][0])
 
 
@@ -34,14 +36,14 @@ def demo(argv: Sequence[str]) -> int:
     """Warm-start a tiny vision-language model, train it, and return 0 if its accuracy on new questions rose."""
     from vgr_trl.demo import Options
 
-    parser = _parser("demo")
-    parser.add_argument("--seed", type=int, default=0, help="of questions, weights and sampling (default 0)")
+    parser = _make_parser("demo")
+    parser.add_argument("--seed", type=int, default=0, help="seed of questions, weights and sampling (default 0)")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"), help="run folder (default runs/demo)")
-    parser.add_argument("--steps", type=int, default=Options.steps, help=f"of reinforcement (default {Options.steps})")
+    parser.add_argument("--steps", type=int, default=Options.steps, help=f"training steps (default {Options.steps})")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where it runs (default cpu)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device (default cpu)")
     flags = parser.parse_args(argv)
-    _say_what_loads("demo")
+    _announce_command("demo")
     from vgr_trl.cli.arguments import keep_offline
     from vgr_trl.cli.train import check_output_dir, write_identity
     from vgr_trl.demo.demo import run_demo
@@ -55,11 +57,11 @@ def demo(argv: Sequence[str]) -> int:
 
 
 def quickstart(argv: Sequence[str]) -> int:
-    """Train with sizes that fit this machine, evaluated before and after on rows held out, and open the page of it.
+    """Train with sizes that fit this machine, evaluate before and after on held-out rows, and open the report.
 
-    Flags of `train` may follow, and win.
+    Flags of `train` may follow and override the chosen sizes.
     """
-    parser = _parser("quickstart")
+    parser = _make_parser("quickstart")
     parser.usage = "vgr-trl quickstart DATA --model MODEL [--output_dir DIR] [flags of train]"
     parser.add_argument("data", help="a file (JSONL, JSON, CSV, Parquet), a folder, or a name on the hub")
     parser.add_argument("--model", help="a folder, or a name on the hub")
@@ -67,29 +69,29 @@ def quickstart(argv: Sequence[str]) -> int:
     flags, more = parser.parse_known_args(argv)
     if flags.model is None:
         raise ConfigError(
-            "Give --model: Qwen/Qwen3-VL-4B-Instruct on a GPU, or on a CPU the tiny one that vgr-trl init --laptop "
-            "makes and which knows its own questions: vgr-trl quickstart tiny_vlm/train.parquet --model tiny_vlm/model "
+            "Give --model, such as Qwen/Qwen3-VL-4B-Instruct on a GPU. On a CPU, run vgr-trl init --laptop, which "
+            "writes a tiny model and questions, then vgr-trl quickstart tiny_vlm/train.parquet --model tiny_vlm/model "
             "--system_prompt_file none."
         )
     if Path(flags.data).suffix and not Path(flags.data).exists() and "/" not in flags.data:
         raise ConfigError(f"{flags.data} does not exist: give a file, a folder, or a name on the hub.")
-    _say_what_loads("quickstart")
+    _announce_command("quickstart")
     import torch
 
-    from vgr_trl.cli.arguments import option_of_source
+    from vgr_trl.cli.arguments import source_option
     from vgr_trl.cli.evaluate import count_parameters
-    from vgr_trl.cli.train import fitting_options
     from vgr_trl.cli.train import main as train
+    from vgr_trl.cli.train import suggest_options
 
     device, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if torch.cuda.is_available():
         device, memory = "cuda", torch.cuda.mem_get_info()[1]
-    options = {"model_name_or_path": flags.model, option_of_source(flags.data): flags.data}
-    options |= {"output_dir": str(flags.output_dir)} | fitting_options(count_parameters(flags.model), memory, device)
+    options = {"model_name_or_path": flags.model, source_option(flags.data): flags.data}
+    options |= {"output_dir": str(flags.output_dir)} | suggest_options(count_parameters(flags.model), memory, device)
     given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in more if word.startswith("--")}
     words = [word for name, value in options.items() if name not in given for word in (f"--{name}", value)]
     words += more
-    print(f"The same as this, to change and go on from:\n  vgr-trl train {shlex.join(words)}", flush=True)
+    print(f"Equivalent command:\n  vgr-trl train {shlex.join(words)}", flush=True)
     if status := train(words):
         return status
     report([str(flags.output_dir)])
@@ -99,21 +101,21 @@ def quickstart(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str]) -> int:
-    """Write a page with the curves and completions of one or several runs, print where it is and what it leaves out."""
+    """Write an HTML report with curves and completions of one or several runs; print its path and omissions."""
     from vgr_trl.reporting.page import MEGABYTE, write_report
     from vgr_trl.utils import printable
 
-    parser = _parser("report")
+    parser = _make_parser("report")
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a run, or a file of `evaluate`"
     )
-    parser.add_argument("--output", type=Path, help="the page (default: report.html in the first RUN or beside it)")
-    parser.add_argument("--names", nargs="+", help="names of the runs, in order (default: their own)")
-    parser.add_argument("--max_megabytes", type=float, default=9.5, help="largest size, 1 to 100 (default 9.5)")
-    parser.add_argument("--live", type=float, metavar="SECONDS", help="write and load it again so often, until Ctrl-C")
+    parser.add_argument("--output", type=Path, help="HTML file (default: report.html in or beside the first RUN)")
+    parser.add_argument("--names", nargs="+", help="names to show for the runs, in order")
+    parser.add_argument("--max_megabytes", type=float, default=9.5, help="maximum size, 1 to 100 (default 9.5)")
+    parser.add_argument("--live", type=float, metavar="SECONDS", help="rewrite the page at this interval until Ctrl-C")
     flags = parser.parse_args(argv)
     if flags.live is not None and not flags.live >= 1:
-        raise ConfigError(f"live is {flags.live}: give the seconds from one page to the next, at least 1.")
+        raise ConfigError(f"live is {flags.live}: give an interval of at least 1 second.")
     first = flags.runs[0]
     output = flags.output or (first.parent if first.is_file() else first) / "report.html"
     write = partial(write_report, flags.runs, output, max_megabytes=flags.max_megabytes, names=flags.names)
@@ -123,7 +125,7 @@ def report(argv: Sequence[str]) -> int:
         for note in notes:
             print(printable(f"  {name}: {note}"))
     if flags.live:
-        print(f"It is written anew every {flags.live:g} s; Ctrl-C ends this, and leaves a page that stays.", flush=True)
+        print(f"Rewritten every {flags.live:g} s; Ctrl-C stops and leaves a static page.", flush=True)
         with suppress(KeyboardInterrupt):
             while True:
                 time.sleep(flags.live)
@@ -133,8 +135,8 @@ def report(argv: Sequence[str]) -> int:
 
 
 def recipes(argv: Sequence[str]) -> int:
-    """List the recipes, or print the file of one."""
-    parser = _parser("recipes")
+    """List the recipes, or print the file of one recipe."""
+    parser = _make_parser("recipes")
     parser.add_argument("name", nargs="?", help="print this recipe: its paper, departures, options and their numbers")
     name = parser.parse_args(argv).name
     if name is not None:
@@ -146,15 +148,15 @@ def recipes(argv: Sequence[str]) -> int:
         assert about is not None  # a test checks this for every recipe
         signals, passes = ", ".join(about.signals) or "no signal", " + ".join(map(str, about.passes))
         print(f"{name:<{width}}{about.method}\n{'':<{width}}{about.paper}; {signals}; {passes} passes")
-    print(LEGEND)
+    print(RECIPES_LEGEND)
     return 0
 
 
 def init(argv: Sequence[str]) -> int:
-    """Write a commented YAML file; for a laptop also the model and the questions that it names, in `tiny_vlm`."""
-    parser = _parser("init")
-    parser.add_argument("file", nargs="?", type=Path, default=Path("train.yaml"), help="to write (default train.yaml)")
-    parser.add_argument("--laptop", action="store_true", help="for a CPU, with a tiny model and data (a minute or two)")
+    """Write a commented YAML file; with `--laptop` also the tiny model and questions it uses, in `tiny_vlm`."""
+    parser = _make_parser("init")
+    parser.add_argument("file", nargs="?", type=Path, default=Path("train.yaml"), help="(default train.yaml)")
+    parser.add_argument("--laptop", action="store_true", help="for a CPU, with a tiny model and data (1-2 minutes)")
     flags = parser.parse_args(argv)
     folder = flags.file.parent / "tiny_vlm"
     template = TEMPLATES / ("laptop.yaml" if flags.laptop else "gpu.yaml")
@@ -162,22 +164,22 @@ def init(argv: Sequence[str]) -> int:
         with flags.file.open("x", encoding="utf-8") as file:
             file.write(template.read_text(encoding="utf-8").format(name=flags.file, tiny=folder))
     except FileExistsError as error:
-        raise ConfigError(f"{flags.file} exists already: give another name, or remove it.") from error
+        raise ConfigError(f"{flags.file} already exists: give another name, or remove it.") from error
     except OSError as error:
         raise ConfigError(f"{flags.file} cannot be written ({error}): give another name.") from error
     if flags.laptop:
         from vgr_trl.demo import Options
         from vgr_trl.demo.write_folder import write_warm_folder
 
-        print(f"Warm-starting a tiny vision-language model; it and its questions are written to {folder}.", flush=True)
-        write_warm_folder(folder, Options(warm_start_accuracy=0.45))  # below the demo's: the rise shows in fewer steps
+        print(f"Warm-starting a tiny vision-language model; writing it and its questions to {folder}.", flush=True)
+        write_warm_folder(folder, Options(warm_start_accuracy=0.45))  # demo: 0.55; a lower start rises in fewer steps
     print(f"Wrote {flags.file}. Next: {'' if flags.laptop else 'edit it, then '}vgr-trl train --config {flags.file}")
     return 0
 
 
 def env(argv: Sequence[str]) -> int:
-    """Print the versions of packages, and the devices."""
-    _parser("env").parse_args(argv)
+    """Print package versions and devices."""
+    _make_parser("env").parse_args(argv)
     from trl.scripts.env import print_env
 
     print(f"vgr_trl {__version__}")
@@ -185,22 +187,22 @@ def env(argv: Sequence[str]) -> int:
     return 0
 
 
-def _say_what_loads(command: str) -> None:
+def _announce_command(command: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"vgr-trl {__version__}: {command}; loading torch, transformers and TRL", file=sys.stderr, flush=True)
 
 
-def _imported(name: str) -> Callable[[Sequence[str]], int]:
+def _import_command(name: str) -> Callable[[Sequence[str]], int]:
     return lambda argv: int(importlib.import_module(f"vgr_trl.cli.{name}").main(argv))
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
-    "quickstart": ("from a file of questions to a trained model, an evaluation and a page", quickstart),
-    "train": ("train a vision-language model with DAPO (the script of `accelerate launch`)", _imported("train")),
-    "evaluate": ("measure accuracy, mean@k, pass@k and format of a model, without training", _imported("evaluate")),
-    "report": ("make one page of HTML of a run, or of several: curves, completions, what they looked at", report),
-    "data": ("convert public question sets to one schema, merge and inspect them", _imported("data")),
-    "demo": ("train the embedded vision-language model and show accuracy before and after", demo),
+    "quickstart": ("train on a file of questions, evaluate, and write a report", quickstart),
+    "train": ("train a vision-language model with DAPO (the script of `accelerate launch`)", _import_command("train")),
+    "evaluate": ("accuracy, mean@k, pass@k and format of a model, without training", _import_command("evaluate")),
+    "report": ("write an HTML report of one or several runs: curves, completions, attention", report),
+    "data": ("convert public question sets to one schema, merge and inspect them", _import_command("data")),
+    "demo": ("train the built-in tiny vision-language model; accuracy before and after", demo),
     "recipes": ("list the methods that `train --recipe NAME` starts from, or show one", recipes),
     "init": ("write a commented YAML file for `vgr-trl train --config`", init),
     "env": ("print versions and devices, for bug reports", env),
@@ -208,7 +210,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the named command and return its exit status; an error of this library is one sentence, not a traceback."""
+    """Run the named command and return its exit status; print errors of this library as a sentence, not a traceback."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
     if name in ("", "-h", "--help"):
         lines = [f"  {command:<12}{what}" for command, (what, _) in COMMANDS.items()]
@@ -224,15 +226,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         if name in ("train", "evaluate"):
-            if name == "train" and rest in (["--help"], ["-h"]):  # at once, as the groups take seconds to load
+            if name == "train" and rest in (["--help"], ["-h"]):  # print it before the imports, which take seconds
                 print((TEMPLATES / "train_help.txt").read_text(encoding="utf-8"), end="", flush=True)
             else:
-                _say_what_loads(name)
+                _announce_command(name)
             from vgr_trl.cli.arguments import convert_flags
 
             name, rest = convert_flags(name, rest)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=RENAMED, category=FutureWarning)
+            warnings.filterwarnings("ignore", message=DEPRECATION_PATTERN, category=FutureWarning)
             return COMMANDS[name][1](rest)
     except VGRError as error:
         print(f"vgr-trl {name}: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Options of `vgr-trl train` and `evaluate`, from flags, `--config FILE` and `--recipe NAME`, and what they load."""
+"""Parse options of `vgr-trl train` and `evaluate` (flags, `--config`, `--recipe`); load data and processors."""
 
 import argparse
 import inspect
@@ -44,57 +44,59 @@ from vgr_trl.rewards.loading import load_rewards
 from vgr_trl.rewards.reward_files import FileOptions, ScoredFile
 from vgr_trl.utils import ConfigError, VGRError, error_text, naming_torchvision, parse_yaml
 
-SOURCES = ("dataset_name", "dataset_config", "dataset_path", "data_files")
+DATA_SOURCES = ("dataset_name", "dataset_config", "dataset_path", "data_files")
 
 
 # fmt: off
 @dataclass
 class RunArguments:
-    """This command"""
+    """Command"""
 
-    recipe: str | None = option(None, "Start from the options of a method (vgr-trl recipes lists them; or a "
-        "file of your own, my.yaml). --config overrides them, and flags override both.")
-    dry_run: bool = option(False, "Load everything, put a few prompts through one step, show them and what the whole "
-        "run would take, and write nothing.")
-    verbose: bool = option(False, "Say at the start what every feature does, or why it is off.")
-    ignore_unknown_keys: bool = option(False, "With a configuration of EasyR1, MTRL or verl as --config: run without "
-        "the keys that have no meaning here; without this flag they stop the run.")
+    recipe: str | None = option(None, "Start from the options of a published method (vgr-trl recipes lists them) "
+        "or of your own file (my.yaml). --config overrides it; flags override both.")
+    dry_run: bool = option(False, "Load everything, run one step on a few prompts, print completions and an "
+        "estimate of the whole run's time and memory; write nothing.")
+    verbose: bool = option(False, "Print every feature at the start: on, or off and why.")
+    ignore_unknown_keys: bool = option(False, "If --config is a file of EasyR1, MTRL or verl: ignore keys that have "
+        "no equivalent here instead of stopping.")
 
 
 @dataclass
 class DataArguments:
     """Data"""
 
-    dataset_name: str | None = option(None, "Name of a data set on the hub.")
+    dataset_name: str | None = option(None, "Hub data set to train on.")
     dataset_config: str | None = option(None, "Configuration of the hub data set.")
-    dataset_path: str | None = option(None, "Folder with a data set: files of one kind, or written by save_to_disk.")
-    data_files: str | None = option(None, "train=a.parquet,test=b.parquet; several files as train=a.jsonl+b.jsonl, "
-        "train=*.jsonl, or by the flag again; Parquet, JSON, JSONL, CSV or Arrow.", nargs="+", action="extend")
-    problem_key: str | None = option(None, "Column of the question, a text or messages (else prompt, problem, "
+    dataset_path: str | None = option(None, "Data set folder: files of one format, or written by save_to_disk.")
+    data_files: str | None = option(None, "train=a.parquet,test=b.parquet; several files: train=a.jsonl+b.jsonl, "
+        "train=*.jsonl, or repeat the flag. Parquet, JSON, JSONL, CSV or Arrow.", nargs="+", action="extend")
+    problem_key: str | None = option(None, "Question column: text or messages (default: prompt, problem, "
         "question, query, messages or conversations).")
-    solution_key: str | None = option(None, "Column of the answer (else solution, answer, label_idx, …).")
-    choices_key: str | None = option(None, "Column of the options (else choices or options); none: there are none.")
-    image_key: str | None = option(None, "Column of the images (else images or image); none: train on the text alone.")
-    video_key: str | None = option(None, "Column of the videos (else videos or video); none: there are none.")
-    image_dir: str | None = option(None, "Root folder for relative image paths; paths may not leave it (else the "
-        "data's).")
-    min_pixels: int | None = option(None, "Enlarge smaller images to this area.")
-    max_pixels: int | None = option(None, "Reduce larger images to this area.")
-    max_short_side: int | None = option(None, "Reduce images whose shorter side has more pixels; 0: none.")
-    filter_big_images: bool = option(False, "Leave rows out that have an image of more than 1024 pixels on a side.")
+    solution_key: str | None = option(None, "Answer column (default: solution, answer, label_idx, …).")
+    choices_key: str | None = option(None, "Column of multiple-choice options (default: choices or options); "
+        "none: open questions.")
+    image_key: str | None = option(None, "Image column (default: images or image); none: train on text only.")
+    video_key: str | None = option(None, "Video column (default: videos or video); none: ignore videos.")
+    image_dir: str | None = option(None, "Root folder for relative image paths; paths may not leave it "
+        "(default: the folder of the data).")
+    min_pixels: int | None = option(None, "Enlarge smaller images to this area, in pixels.")
+    max_pixels: int | None = option(None, "Shrink larger images to this area, in pixels.")
+    max_short_side: int | None = option(None, "Shrink images whose shorter side exceeds this, in pixels; 0: off.")
+    filter_big_images: bool = option(False, "Skip rows that have an image wider or higher than 1024 pixels.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
-    dataset_streaming: bool = option(False, "Read rows as they are needed (max_steps is set).")
-    test_dataset: str | None = option(None, "Hub name, folder or file to evaluate on, if not a split of the same data.")
+    dataset_streaming: bool = option(False, "Stream rows instead of loading the split; requires max_steps.")
+    test_dataset: str | None = option(None, "Evaluation data (hub name, folder or file), if not a split of "
+        "the same data.")
     max_train_rows: int | None = option(None, "Use only the first N training rows.", ge=1)
     max_test_rows: int | None = option(None, "Use only the first N evaluation rows.", ge=1)
-    system_prompt_file: str | None = option(None, "File with the system prompt: a text, or a Jinja2 template with "
-        "problem, choices, letters and source; an empty file, or none: no system prompt.")
-    question_template_file: str | None = option(None, "Jinja2 template of what the user says, with the question as "
-        "content; without system prompt.")
-    prompt_language: Literal["en", "zh"] | None = option(None, "Language of the standard system prompt.")
-    video_fps: float = option(2.0, "Frames taken of each second of a video.", gt=0, le=1000)
-    max_video_frames: int = option(16, "Most frames of one row; rows with more are left out and listed.", ge=1)
+    system_prompt_file: str | None = option(None, "System prompt file: text, or a Jinja2 template with problem, "
+        "choices, letters and source; an empty file, or none: no system prompt.")
+    question_template_file: str | None = option(None, "Jinja2 template of the user message, with the question as "
+        "content; no system prompt is used.")
+    prompt_language: Literal["en", "zh"] | None = option(None, "Language of the default system prompt.")
+    video_fps: float = option(2.0, "Frames sampled per second of video.", gt=0, le=1000)
+    max_video_frames: int = option(16, "Maximum frames per row; rows with more are skipped and listed.", ge=1)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -110,7 +112,7 @@ class DataArguments:
             raise ConfigError("prompt_language, system_prompt_file and question_template_file: give only one of them.")
 
     def image_limits(self) -> ImageLimits:
-        """Return what becomes of images that are too large or too small."""
+        """Return the limits for images that are too large or too small."""
         short = self.max_short_side or None
         return ImageLimits(self.min_pixels, self.max_pixels, short, filter_big_images=self.filter_big_images or None)
 
@@ -119,10 +121,10 @@ DEFAULT_REWARDS = ("accuracy", "format", "length")
 
 
 def earlier_rewards(flags: Sequence[str]) -> list[str]:
-    """Return the flags that four or five reward weights without names stood for in the scripts before this library.
+    """Return `--reward_funcs` flags for four or five weights without names, as the scripts before this library gave.
 
-    These scripts counted attention rewards in full. The list is empty if the flags name rewards, a recipe or a file, or
-    give another number of weights. The main process prints what is added.
+    Those scripts did not scale attention rewards by accuracy. Returns an empty list if the flags name rewards, a recipe
+    or a file, or give another number of weights. The main process prints the flags that are added.
     """
     names = {word.partition("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
     numbers: dict[str, list[str]] = {}
@@ -144,16 +146,16 @@ def earlier_rewards(flags: Sequence[str]) -> list[str]:
 
 @dataclass
 class RewardFileArguments:
-    """Functions of rewards"""
+    """Reward files"""
 
-    reward_type: str | None = option(None, "Form of reward files of EasyR1: batch or sequential (else as they say).")
-    reward_num_cpus: int = option(1, "Processes that a sequential reward file of EasyR1 is called in.")
+    reward_type: str | None = option(None, "Form of EasyR1 reward files: batch or sequential (default: as they say).")
+    reward_num_cpus: int = option(1, "Worker processes for a sequential EasyR1 reward file.")
     reward_function_kwargs: dict[str, Any] | str | None = option(
-        None, "Further arguments of reward files of EasyR1, and options that other rewards declare, as JSON."
+        None, "JSON object: extra arguments of EasyR1 reward files, and options that other rewards declare."
     )
 
     def load(self, specs: Sequence[str], max_completion_length: int | None, soft_punish_cache: int | None) -> list[Any]:
-        """Return the reward functions that `specs` name, with their further arguments."""
+        """Return the reward functions that `specs` name, with `reward_function_kwargs` bound."""
         given: Any = self.reward_function_kwargs or {}
         try:
             arguments = dict(json.loads(given) if isinstance(given, str) else given)
@@ -180,50 +182,51 @@ class RewardArguments(RewardFileArguments):
 
     reward_funcs: list[str] | None = option(
         None,
-        "Rewards in the order of reward_weights (without: accuracy format length): names (accuracy, vgr, "
-        "vgr_hard_negative, mdi, region, blind_accuracy, format, think_only_format, tag_count, length, of packages), "
-        "dotted paths (my_package.rewards.my_reward) or files (my_rewards.py:my_reward).",
+        "Rewards, in the order of reward_weights (default: accuracy format length): names (accuracy, vgr, "
+        "vgr_hard_negative, mdi, region, blind_accuracy, format, think_only_format, tag_count, length, or of installed "
+        "packages), dotted paths (my_package.rewards.my_reward) or files (my_rewards.py:my_reward).",
     )
     reward_model_name_or_path: str | None = option(
-        None, "A sequence-classification model whose score is one more, first reward."
+        None, "Sequence-classification model whose score is added as the first reward."
     )
 
 
 # fmt: off
 @dataclass
 class EvaluationArguments(RewardFileArguments):
-    """What is evaluated, and how"""
+    """Evaluation"""
 
-    model_name_or_path: list[str] | None = option(None, "One or several checkpoints, LoRA adapters or hub names.")
+    model_name_or_path: list[str] | None = option(None, "Checkpoints, LoRA adapters or hub names to evaluate.")
     model_revision: str | None = option(None, "Branch, tag or commit of a hub model.")
-    trust_remote_code: bool = option(False, "Allow a model that brings its own code.")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option("auto", "Of the weights.")
-    num_samples: int = option(8, "k of mean@k and pass@k; 0: greedy only.", ge=0)
-    temperature: float = option(1.0, "Of sampling.", gt=0)
-    max_completion_length: int = option(512, "In tokens.", ge=1)
-    soft_punish_cache: int | None = option(None, "In tokens, of the reward length.")
+    trust_remote_code: bool = option(False, "Run Python code that comes with the model.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option("auto", "Dtype of the weights.")
+    num_samples: int = option(8, "Samples per question: k of mean@k and pass@k; 0: greedy only.", ge=0)
+    temperature: float = option(1.0, "Sampling temperature.", gt=0)
+    max_completion_length: int = option(512, "Maximum completion length, in tokens.", ge=1)
+    soft_punish_cache: int | None = option(None, "Length of the penalty ramp of the length reward, in tokens.")
     batch_size: int = option(16, "Questions per generation call.", ge=1)
     blank_images: bool = option(False, "Replace images with grey to measure accuracy without vision.")
     blind_baseline: bool = option(True, "Also answer greedily with grey images, for the column blind.")
-    reward_funcs: list[str] = option([], "Rewards whose means are given too: names, dotted paths, files, as for train.")
-    group_by: str | None = option(None, "Column by whose values scores are given too (else family or source); none.")
-    seed: int = option(0, "Of sampling.")
-    output_file: str | None = option(None, "Write the numbers there, as JSON.")
-    save_completions: bool = option(False, "Add completions, questions and images to the JSON, for `vgr-trl report`.")
+    reward_funcs: list[str] = option([], "Also print the means of these rewards, named as for train.")
+    group_by: str | None = option(None, "Also print scores per value of this column (default: family or "
+        "source); none: off.")
+    seed: int = option(0, "Sampling seed.")
+    output_file: str | None = option(None, "JSON file to write the scores to.")
+    save_completions: bool = option(False, "Also write questions, images and completions, for `vgr-trl report`.")
     # fmt: on
 
     def __post_init__(self) -> None:
         check_options(self)
 
 
-OF_TRAINING = frozenset(  # options
+TRAINING_OPTIONS = frozenset(  # options
     option.name for group in (RunArguments, RewardArguments, DAPOConfig, ModelConfig) for option in fields(group)
 )
 
 
 @contextmanager
-def one_sentence() -> Iterator[None]:
-    """Turn what the libraries below raise for bad input, before any work is done, into a `ConfigError`."""
+def raise_config_errors() -> Iterator[None]:
+    """Convert errors that libraries raise for bad input into a `ConfigError`; only before any work is done."""
     try:
         yield
     except VGRError:
@@ -232,17 +235,18 @@ def one_sentence() -> Iterator[None]:
         raise ConfigError(f"{type(error).__name__}: {error_text(error, 450)}") from error
 
 
-# The options of TRL that most runs set: `--help training` lists them, `--help others` the rest.
-COMMON = (
+# TRL options that most runs set: shown by `--help training`; `--help others` shows the rest.
+COMMON_OPTIONS = (
     "model_name_or_path", "dtype", "attn_implementation", "use_peft", "lora_r", "lora_alpha", "lora_target_modules",
     "load_in_4bit", "output_dir", "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_steps", "seed",
     "bf16", "use_cpu", "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations",
     "max_completion_length", "temperature", "reward_weights", "use_vllm", "vllm_mode", "save_steps", "eval_strategy",
     "eval_steps", "report_to",
 )  # fmt: skip
-RARE = "others"  # the stage of TRL's options that are seldom set
-ON_ONE_PAGE = 4  # stages whose options are shown at once
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {"train": {"logging_steps": 1}}  # of a command, not of its dataclasses
+OTHER_STAGE = "others"
+MAX_STAGES_ON_A_PAGE = 4  # with more stages, --help lists the stages only
+# Defaults of a command that differ from those of its dataclasses.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {"train": {"logging_steps": 1}}
 
 
 # Flags of our users' scripts, of EasyR1 and of verl -> the option that each sets.
@@ -290,7 +294,7 @@ def replace_aliases(argv: Sequence[str]) -> list[str]:
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Names each flag once, and its default unless that is None."""
+    """Show each flag once, and its default unless it is None."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         return action.option_strings[0]
@@ -300,17 +304,17 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _Help(argparse.Action):
-    """Prints the options of one stage (`--help kl`), all, or, where there are many stages, a line on each."""
+    """Print the options of one stage (`--help kl`), of all (`--help-all`), or one line per stage if there are many."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if isinstance(values, str) and values not in parser.stages:
-            raise ConfigError(f"There is no stage {values} in the help: give one of {', '.join(parser.stages)}.")
-        if not (self.const or values) and len(parser.stages) > ON_ONE_PAGE:
+            raise ConfigError(f"--help has no group {values}: give one of {', '.join(parser.stages)}.")
+        if not (self.const or values) and len(parser.stages) > MAX_STAGES_ON_A_PAGE:
             print("\nOptions, by group:")
             for name, group in parser.stages.items():
                 title = shorten(str(group.title).rpartition(" [")[0], 72, placeholder=" …")
                 print(f"  {name:<14}{len(group._group_actions):>3}  {title}")
-            print(f"\n{parser.prog} --help kl shows those of a group, --help-all all of them.")
+            print(f"\n{parser.prog} --help kl shows one group, --help-all every option.")
             parser.exit()
         parser._action_groups = [parser.stages[values]] if values else list(parser.stages.values())
         parser.print_help()
@@ -318,7 +322,7 @@ class _Help(argparse.Action):
 
 
 class _Parser(HfArgumentParser):
-    """Sorts the options by stage, and raises `ConfigError` where argparse prints a usage of hundreds of flags."""
+    """Group the options by stage; raise `ConfigError` instead of printing a usage of hundreds of flags."""
 
     def __init__(self, groups: Sequence[Any], command: str) -> None:
         self.stages: dict[str, argparse._ArgumentGroup] = {}
@@ -337,13 +341,13 @@ class _Parser(HfArgumentParser):
             if self.options.setdefault(action.dest, action) is not action:
                 action.help = argparse.SUPPRESS  # --no_x of x
             elif action.type is string_to_bool:
-                action.nargs, action.const = "?", True  # stands alone where the default is None too
+                action.nargs, action.const = "?", True  # `--flag` alone means true, also if the default is None
         self.add_argument("--config")
         self.add_argument("--help", "-h", action=_Help, nargs="?", const=False)
         self.add_argument("--help-all", "--help_all", action=_Help, nargs=0, const=True)
 
     def _add_dataclass_arguments(self, dtype: Any) -> None:
-        """Make an argument group of each dataclass that options are declared in, titled by its docstring."""
+        """Add one argument group per dataclass that declares options, titled by its docstring."""
         hints, left = get_type_hints(dtype), {each.name: each for each in fields(dtype) if each.init}
         for base in dtype.__mro__:
             for name in inspect.get_annotations(base):
@@ -353,13 +357,14 @@ class _Parser(HfArgumentParser):
                     stage = re.sub("(Options|Arguments|Config)$", "", base.__name__).lower()
                     title = re.split(r"[;:(]|\.?\n|\.$", base.__doc__ or stage)[0].strip()
                 else:
-                    stage, title = ("training", "Training") if name in COMMON else (RARE, "TRL and transformers")
+                    is_common = name in COMMON_OPTIONS
+                    stage, title = ("training", "Training") if is_common else (OTHER_STAGE, "TRL and transformers")
                 section = self.stages.get(stage) or self.add_argument_group(f"{title} [{stage}]")
                 self.stages[stage], each.type = section, hints[name]
                 self._parse_dataclass_field(section, each)  # type: ignore[arg-type]
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Read numbers that stand in one word, as in (0.5,2.0), like numbers in several."""
+        """Accept several numbers in one word, such as (0.5,2.0)."""
         if action.nargs == "+" and action.type in (int, float):
             arg_strings = [number for word in arg_strings for number in re.split(r"\s*,\s*", word.strip("()[] "))]
         return super()._get_values(action, arg_strings)
@@ -369,8 +374,8 @@ class _Parser(HfArgumentParser):
         message = re.sub(r"^argument (?:-\w/)?(--\w+)[^:]*", r"\1", message)
         raise ConfigError(f"{message}; {self.prog} --help describes the flags.")
 
-    def words_for(self, values: Mapping[str, Any]) -> list[str]:
-        """Return the words of a command line that give the values of a file; what none can give becomes a default."""
+    def to_words(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the values of a file as command-line words; set values that no word can express as defaults."""
         words = []
         for name, value in values.items():
             action = self.options[name]
@@ -387,7 +392,7 @@ class _Parser(HfArgumentParser):
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return a sentence with the nearest of the known names, or where to find them."""
+    """Return a sentence that suggests the closest known name, or where to find the names."""
     nearest = get_close_matches(name, known, n=1, cutoff=0.6)
     return f" Did you mean {nearest[0]}?" if nearest else " --help-all lists them."
 
@@ -395,13 +400,13 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 def parse(
     groups: Sequence[Any], command: str, argv: Sequence[str] | None = None, ignored: Collection[str] = ()
 ) -> tuple[Any, ...]:
-    """Return the groups of options (dataclasses) filled from flags, else from `--config x.yaml`, else from `--recipe`.
+    """Parse flags, `--config x.yaml` and `--recipe`, in this order of precedence, into dataclasses.
 
     Args:
-        ignored: further options that the file may hold; they are named and left out, as are its rewards beside them.
+        ignored: options that the file may also hold; they are skipped with a message, and so is its `reward_funcs`.
 
     Raises:
-        ConfigError: an option is refused, by this library or, in their own words, by TRL or transformers.
+        ConfigError: an option is refused by this library, TRL or transformers.
     """
     argv = replace_aliases(sys.argv[1:] if argv is None else argv)
     parser = _Parser(groups, command)
@@ -409,14 +414,14 @@ def parse(
     if rest:
         flag = next((word.partition("=")[0] for word in rest if word.startswith("--")), None)
         if flag is None:
-            raise ConfigError(f"{rest[0]!r} stands among the flags but belongs to none: take it out, or quote it.")
+            raise ConfigError(f"{rest[0]!r} belongs to no flag: remove it, or quote the value that it is part of.")
         raise ConfigError(f"There is no flag {flag}.{did_you_mean(flag, parser._option_string_actions)}")
-    values = {} if given.config is None else _read(Path(given.config), parser.options, ignored)
+    values = {} if given.config is None else _read_config_file(Path(given.config), parser.options, ignored)
     recipe = getattr(given, "recipe", None) or values.get("recipe")
     if recipe is not None:
-        values = _checked(load_recipe(str(recipe)), f"The recipe {recipe}", parser.options) | values
+        values = _check_names(load_recipe(str(recipe)), f"The recipe {recipe}", parser.options) | values
     stated = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    words = parser.words_for({name: value for name, value in values.items() if name not in stated})
+    words = parser.to_words({name: value for name, value in values.items() if name not in stated})
     try:
         *filled, _ = parser.parse_args_into_dataclasses([*words, *argv], look_for_args_file=False)
     except VGRError:
@@ -426,8 +431,8 @@ def parse(
     return tuple(filled)
 
 
-def _read(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
-    """Return the options in the file of `--config`, and set its environment variables (`env`)."""
+def _read_config_file(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
+    """Read the options of the `--config` file, and export its environment variables (`env`)."""
     try:
         values = parse_yaml(file.read_text(encoding="utf-8-sig"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
@@ -439,10 +444,10 @@ def _read(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[
     if left_out:
         left_out += ["reward_funcs"] * ("reward_funcs" in values)
         print(f"Without effect here: {', '.join(left_out)}.", file=sys.stderr)
-    return _checked({name: value for name, value in values.items() if name not in left_out}, str(file), known)
+    return _check_names({name: value for name, value in values.items() if name not in left_out}, str(file), known)
 
 
-def _checked(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
+def _check_names(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
     """Return the options of a file under their own names; raise `ConfigError` if one is unknown."""
     if twice := [f"{alias} and {name}" for alias, name in ALIASES.items() if {alias, name} <= values.keys()]:
         raise ConfigError(f"{where} has {twice[0]}, which are one option: give one of them.")
@@ -457,8 +462,8 @@ def _checked(values: dict[str, Any], where: str, known: Collection[str]) -> dict
     return values
 
 
-def _without(words: Sequence[str], names: Collection[str]) -> list[str]:
-    """A command line without the flags of these names and what stands behind them; they are named."""
+def _drop_flags(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """Drop flags by name, with their values, and print which."""
     kept, left_out, is_left_out = [], [], False
     for word in words:
         if word.startswith("--"):
@@ -472,19 +477,19 @@ def _without(words: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the command and its flags, a configuration of EasyR1, MTRL or verl among them converted and printed.
+    """Convert a configuration of EasyR1, MTRL or verl among the flags into flags of this library, and print the table.
 
-    `val_only` makes `evaluate` of `train`.
+    Returns the command (`evaluate` instead of `train` if `val_only` is set) and its flags.
 
     Raises:
-        ConfigError: a key is unknown or has no meaning here, and `--ignore_unknown_keys` is not given.
+        ConfigError: a key is unknown or unsupported, and `--ignore_unknown_keys` is not given.
     """
     given, kept = read_configuration(argv)
     if given is None:
         return command, list(argv)
     found = convert(given, int(os.environ.get("WORLD_SIZE", "1")))
     if os.environ.get("RANK", "0") == "0":
-        print(found.table(), flush=True)
+        print(found.format_table(), flush=True)
     flags = {word.partition("=")[0] for word in kept}
     evaluates = command == "evaluate" or bool(found["trainer.val_only"])
     found.check("--ignore_unknown_keys" in flags, "--reward_funcs" in flags, evaluates)
@@ -495,7 +500,7 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
         known = {each.name for group in (DataArguments, EvaluationArguments) for each in fields(group)}
         options = {name: value for name, value in found.evaluation_options().items() if name in known}
         kept = [word for word in kept if word != "--ignore_unknown_keys"]
-        command, kept = "evaluate", kept if command == "evaluate" else _without(kept, OF_TRAINING - known)
+        command, kept = "evaluate", kept if command == "evaluate" else _drop_flags(kept, TRAINING_OPTIONS - known)
     words = []
     for name, value in options.items():
         items = value if isinstance(value, list) else [value]
@@ -503,17 +508,17 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
     return command, [*words, *kept]
 
 
-def system_prompt_of(arguments: DataArguments) -> str | SystemTemplate | None:
-    """Return the system prompt that the flags name: a file's, or the standard one in their language."""
+def load_system_prompt(arguments: DataArguments) -> str | SystemTemplate | None:
+    """Return the system prompt: from `system_prompt_file` or `question_template_file`, else the default one."""
     if (path := arguments.question_template_file) is not None:
-        return QuestionTemplate(_text_of("question_template_file", path), f"question_template_file {path}")
+        return QuestionTemplate(_read_text("question_template_file", path), f"question_template_file {path}")
     if (path := arguments.system_prompt_file) is None:
         return SYSTEM_PROMPTS[arguments.prompt_language or "en"]
-    text = "" if path == "none" else _text_of("system_prompt_file", path)
+    text = "" if path == "none" else _read_text("system_prompt_file", path)
     return SystemTemplate(text, f"system_prompt_file {path}") if text else None
 
 
-def _text_of(option: str, path: str) -> str:
+def _read_text(option: str, path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -521,56 +526,56 @@ def _text_of(option: str, path: str) -> str:
 
 
 def evaluation_source(arguments: DataArguments) -> DataArguments:
-    """Return the arguments such that they name the data to evaluate on, where `test_dataset` names others."""
+    """Return the arguments for loading evaluation data: the same, or with `test_dataset` as the source."""
     test = arguments.test_dataset
     if test is None:
         return arguments
-    source: dict[str, Any] = dict.fromkeys((*SOURCES, "test_dataset"))
-    kind = option_of_source(test)
+    source: dict[str, Any] = dict.fromkeys((*DATA_SOURCES, "test_dataset"))
+    kind = source_option(test)
     source[kind] = f"{arguments.dataset_test_split}={test}" if kind == "data_files" else test
     return replace(arguments, **source)
 
 
-def option_of_source(name: str) -> str:
-    """Return the option that takes `name`: a folder, a file, or else a data set on the hub."""
+def source_option(name: str) -> str:
+    """Return the option for a data source: `dataset_path` for a folder, `data_files`, or `dataset_name`."""
     path = Path(name)
     is_file = path.is_file() or path.suffix.lower() in BUILDERS
     return "dataset_path" if path.is_dir() else "data_files" if is_file else "dataset_name"
 
 
 def keep_offline(*names: str | None) -> None:
-    """Switch off the download counter of `datasets` and TRL's telemetry if every name is a local path or None.
+    """Disable the download counter of `datasets` and TRL's telemetry if every name is a local path or None.
 
-    Both call a server for a run from local files too (`HF_UPDATE_DOWNLOAD_COUNTS`, `HF_HUB_DISABLE_TELEMETRY`).
+    Both contact a server even for local files (`HF_UPDATE_DOWNLOAD_COUNTS`, `HF_HUB_DISABLE_TELEMETRY`).
     """
     if all(name is None or Path(name).exists() for name in names):
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS, constants.HF_HUB_DISABLE_TELEMETRY = False, True
 
 
-def source_of(data: DataArguments) -> str:
-    """Return what names the data: a name on the hub, a folder or files."""
+def source_name(data: DataArguments) -> str:
+    """Return the data source as text: hub name, folder or files."""
     return str(data.dataset_name or data.dataset_path or data.data_files)
 
 
 def load_rows(
     arguments: DataArguments, split: str, *, limit: int | None, processor: Callable[[], Any] | None = None, **rules: Any
 ) -> tuple[Any, list[SkippedRow]]:
-    """Return the usable rows of a split, with prompts, and the rows left out.
+    """Load a split: return the usable rows, with prompts, and the skipped rows.
 
     Args:
-        limit: the first so many rows only.
-        processor: gives the model's processor, whose special tokens no text of a row may hold.
+        limit: use only the first N rows.
+        processor: returns the model's processor; rows whose text has its special tokens are refused.
         rules: further arguments of `prepare_rows`: `needs_solution`, `boxes`, `on_skipped`, `shuffle_seed`.
 
     Raises:
         ConfigError, DataError: an option or the data cannot be used.
     """
-    streaming, source = arguments.dataset_streaming, {name: getattr(arguments, name) for name in SOURCES}
+    streaming, source = arguments.dataset_streaming, {name: getattr(arguments, name) for name in DATA_SOURCES}
     dataset = load_split(split, streaming=streaming, with_folders=arguments.image_dir is None, **source)
     if limit is not None:
         dataset = dataset.take(limit if streaming else min(limit, len(dataset)))
     keys = keys_of(**vars(arguments))
-    with readable(source_of(arguments), "the data"):  # damage in a stream is found only now
+    with readable(source_name(arguments), "the data"):  # a stream raises read errors only here
         if processor is not None and set(keys.video) & set(dataset.column_names or ()):
             refuse_single_image_models(processor())
         return prepare_rows(
@@ -578,7 +583,7 @@ def load_rows(
             split=split,
             keys=keys,
             root=image_root(arguments, split),
-            system_prompt=system_prompt_of(arguments),
+            system_prompt=load_system_prompt(arguments),
             videos=VideoOptions(arguments.video_fps, arguments.max_video_frames),
             special=None if processor is None else special_tokens(processor()),
             images=arguments.image_limits(),
@@ -587,7 +592,7 @@ def load_rows(
 
 
 def image_root(arguments: DataArguments, split: str) -> Path:
-    """Return the folder that relative paths of images and videos start from, and that none leads out of."""
+    """Return the root folder for relative image and video paths; paths may not leave it."""
     if arguments.image_dir is not None:
         return Path(arguments.image_dir).absolute()
     if arguments.data_files:
@@ -598,7 +603,7 @@ def image_root(arguments: DataArguments, split: str) -> Path:
 
 @contextmanager
 def naming_model(name: str) -> Iterator[None]:
-    """Turn what transformers and the hub raise for a missing or broken model into one sentence."""
+    """Convert errors of transformers and the hub about a missing or broken model into a `ConfigError`."""
     require_model(name)
     try:
         yield
@@ -608,7 +613,7 @@ def naming_model(name: str) -> Iterator[None]:
 
 
 def require_model(name: str) -> None:
-    """Raise `ConfigError` for a path that does not exist and is no name in the cache or on the hub."""
+    """Raise `ConfigError` if a model is neither a local path nor found in the cache or on the hub."""
     path = Path(name)
     why = why_not_on_hub(name, "model") if HUB_NAME.fullmatch(name) and not path.exists() else ""
     if path.exists() or why is None:
@@ -619,23 +624,23 @@ def require_model(name: str) -> None:
     raise ConfigError(f"There is no model folder {name}{hint}{f' (from the hub: {why})' if why else ''}")
 
 
-def adapter_of(name: str, revision: str | None) -> PeftConfig | None:
-    """Return the configuration of a LoRA adapter, None for a whole model."""
+def load_adapter_config(name: str, revision: str | None) -> PeftConfig | None:
+    """Return the configuration of a LoRA adapter, or None for a full model."""
     with naming_model(name):
         is_adapter = find_adapter_config_file(name, revision=revision) is not None
         return PeftConfig.from_pretrained(name, revision=revision) if is_adapter else None
 
 
 def load_processor(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Return the processor (or tokenizer) saved with a model or an adapter, else with the adapter's base model.
+    """Load the processor (or tokenizer) saved with a model or adapter, else with the adapter's base model.
 
     Args:
         name: a folder or a hub name.
 
     Raises:
-        ConfigError: there is none, or it needs torchvision, which is missing.
+        ConfigError: there is none, or it needs torchvision, which is not installed.
     """
-    adapter, files = adapter_of(name, revision), ("processor_config.json", "tokenizer_config.json")
+    adapter, files = load_adapter_config(name, revision), ("processor_config.json", "tokenizer_config.json")
     if adapter is not None and not any((Path(name) / file).exists() for file in files):
         name, revision = str(adapter.base_model_name_or_path), adapter.revision
     with naming_torchvision(name), naming_model(name):

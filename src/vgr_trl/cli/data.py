@@ -13,7 +13,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from vgr_trl.cli.arguments import DataArguments, load_processor, one_sentence, system_prompt_of
+from vgr_trl.cli.arguments import DataArguments, load_processor, load_system_prompt, raise_config_errors
 from vgr_trl.data.convert import (
     ROWS_PER_FILE,
     SKIPPED,
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsers = {"convert": convert_parser, "merge": merge_parser, "inspect": inspect_parser, "score": score_parser}
     runs = {"convert": convert_run, "merge": merge_run, "inspect": inspect_run, "score": score_run}
     flags = parsers[chosen.command]().parse_args(chosen.flags)
-    with one_sentence():
+    with raise_config_errors():
         findings: Any = runs[chosen.command](flags)
     if findings is not None and not findings.usable:
         raise DataError(f"None of the {findings.rows} rows of {flags.path} can be used; see the reasons above.")
@@ -298,7 +298,7 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
     options = RowOptions(
         root=Path(data.image_dir).absolute() if data.image_dir else root,
         needs_solution=not flags.no_solution,
-        system_prompt=system_prompt_of(data),
+        system_prompt=load_system_prompt(data),
         videos=VideoOptions(data.video_fps, data.max_video_frames),
         special=special_tokens(processor) if processor else None,
         images=data.image_limits(),

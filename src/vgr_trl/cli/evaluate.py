@@ -13,38 +13,38 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vgr_trl.cli.arguments import (
-    OF_TRAINING,
+    TRAINING_OPTIONS,
     DataArguments,
     EvaluationArguments,
-    adapter_of,
     evaluation_source,
     keep_offline,
+    load_adapter_config,
     load_processor,
     load_rows,
     naming_model,
-    one_sentence,
     parse,
+    raise_config_errors,
 )
 from vgr_trl.data.prompts import as_parts
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
-from vgr_trl.reporting.recorder import images_of_row
+from vgr_trl.reporting.recorder import read_row_images
 from vgr_trl.utils import ConfigError
 
-MEASURED = ("num_samples", "temperature", "max_completion_length", "batch_size", "blank_images", "seed")
+EVALUATE_OPTIONS = ("num_samples", "temperature", "max_completion_length", "batch_size", "blank_images", "seed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse flags (or `--config x.yaml`, also that of a training), evaluate `--dataset_test_split`, print a table."""
-    data, options = parse((DataArguments, EvaluationArguments), "evaluate", argv, OF_TRAINING)
+    data, options = parse((DataArguments, EvaluationArguments), "evaluate", argv, TRAINING_OPTIONS)
     output = Path(options.output_file) if options.output_file else None
     if options.save_completions and output is None:
         raise ConfigError("save_completions is on, but there is no file to save them in: give --output_file FILE.")
     if output is not None:
-        with one_sentence():  # before the work whose numbers it is for
+        with raise_config_errors():  # fail before the evaluation, not after it
             output.parent.mkdir(parents=True, exist_ok=True)
             output.open("a").close()
-    results = run(data, options)
+    results = evaluate_models(data, options)
     print_scores(results)
     if output is not None:
         values = {name: result.to_dict(records=options.save_completions) for name, result in results.items()}
@@ -53,39 +53,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluation]:
-    """Evaluate each model that the options name on the same questions; rows left out are listed in a file."""
+def evaluate_models(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluation]:
+    """Evaluate each model on the same questions; list skipped rows in a file."""
     if not options.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder, an adapter folder or a hub name.")
     if data.dataset_streaming:
         raise ConfigError("dataset_streaming is on, but evaluate reads a whole split: remove the flag.")
     rewards = options.load(options.reward_funcs, options.max_completion_length, options.soft_punish_cache)
-    measured = {name: getattr(options, name) for name in MEASURED}
+    measured = {name: getattr(options, name) for name in EVALUATE_OPTIONS}
     loading: dict[str, Any] = {"revision": options.model_revision, "trust_remote_code": options.trust_remote_code}
     source, split, limit = evaluation_source(data), data.dataset_test_split, data.max_test_rows
     keep_offline(source.dataset_name, *options.model_name_or_path)
     questions: dict[str, tuple[Any, list[SkippedRow]]] = {}
     results: dict[str, Evaluation] = {}
-    for name in dict.fromkeys(options.model_name_or_path):  # a missing one is named before the first answers
-        with one_sentence():
+    for name in dict.fromkeys(options.model_name_or_path):  # report a missing model before evaluating any
+        with raise_config_errors():
             processor = partial(load_processor, name, **loading)
-            rules = {"needs_solution": True, "decodes": True}  # a row that cannot be read is left out, not replaced
+            rules = {"needs_solution": True, "decodes": True}  # skip unreadable rows instead of replacing them
             questions[name] = load_rows(source, split, limit=limit, processor=processor, **rules)
     for name, (rows, _) in questions.items():
-        with one_sentence():
+        with raise_config_errors():
             model, loaded = load_for_inference(name, dtype=options.dtype, **loading)
-        group_by, blind = _group_column(options.group_by, rows), options.blind_baseline
+        group_by, blind = _choose_group_column(options.group_by, rows), options.blind_baseline
         results[name] = evaluate(model, loaded, rows, blind=blind, reward_funcs=rewards, group_by=group_by, **measured)
         for record, row in zip(results[name].records if options.save_completions else (), rows, strict=False):
-            record |= _shown(row)
+            record |= _report_fields(row)
     if left_out := next((skipped for _, skipped in questions.values() if skipped), None):
         report_skipped(left_out, Path(options.output_file or "evaluate.json").with_suffix(".skipped.jsonl"))
     return results
 
 
-def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `vgr-trl report` shows of a question: its text, and thumbnails of its images in base64."""
-    pictures, thumbnails, _ = images_of_row(row, [])
+def _report_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the prompt text and base64 image thumbnails of a row, for `vgr-trl report`."""
+    pictures, thumbnails, _ = read_row_images(row, [])
     parts = [part for turn in row["prompt"] if turn["role"] != "system" for part in as_parts(turn["content"])]
     return {
         "prompt": "\n".join(part.get("text") or f"<{part['type']}>" for part in parts),
@@ -101,12 +101,12 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
 def load_for_inference(
     name: str, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
-    """Return the model and the processor of a checkpoint, a LoRA adapter (on its base model) or a hub name.
+    """Load model and processor from a checkpoint, a LoRA adapter (with its base model) or the hub.
 
     Raises:
         ConfigError: it does not exist or cannot be loaded.
     """
-    adapter = adapter_of(name, revision)
+    adapter = load_adapter_config(name, revision)
     base = name if adapter is None else str(adapter.base_model_name_or_path)
     options = {"revision": adapter.revision if adapter else revision, "trust_remote_code": trust_remote_code}
     with naming_model(base):
@@ -121,10 +121,10 @@ def load_for_inference(
 
 
 def count_parameters(name: str) -> int:
-    """Return the number of parameters of a model folder or a hub name, by its configuration alone.
+    """Count the parameters of a model folder or hub model from its configuration, without loading weights.
 
     Raises:
-        ConfigError: it does not exist, or its class is not one of transformers.
+        ConfigError: the model does not exist, or transformers lacks its class.
     """
     with naming_model(name), torch.device("meta"):
         config = AutoConfig.from_pretrained(name)
@@ -134,8 +134,8 @@ def count_parameters(name: str) -> int:
         return int(architecture(config).num_parameters())
 
 
-def _group_column(given: str | None, rows: Any) -> str | None:
-    """The column that is asked for, else one of families in which there are several."""
+def _choose_group_column(given: str | None, rows: Any) -> str | None:
+    """Return the given column, else `family` or `source` if it has several values."""
     if given is not None:
         return None if given == "none" else given
     several = (name for name in ("family", "source") if name in rows.column_names and len(set(rows[name])) > 1)

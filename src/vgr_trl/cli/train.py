@@ -1,4 +1,4 @@
-"""`vgr-trl train`: train a vision-language model with DAPO; what a run will do, and `--dry_run`."""
+"""`vgr-trl train`: train a vision-language model with DAPO; describe the run; `--dry_run`."""
 
 import json
 import os
@@ -42,10 +42,10 @@ from vgr_trl.cli.arguments import (
     keep_offline,
     load_processor,
     load_rows,
-    one_sentence,
     parse,
+    raise_config_errors,
     require_model,
-    source_of,
+    source_name,
 )
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.load import MEANT, parse_data_files, readable
@@ -54,8 +54,8 @@ from vgr_trl.data.read_row import FLAGS
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.options import changed_options
 from vgr_trl.patches.distributed import close_group_at_exit, wait_for_gloo
-from vgr_trl.reporting.markdown import duration, print_record, reached_lines
-from vgr_trl.reporting.recorder import RecordBefore, is_recorded_before
+from vgr_trl.reporting.markdown import format_duration, print_record, progress_lines
+from vgr_trl.reporting.recorder import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import read_run, refuse_unwritable
 from vgr_trl.rewards.attention import ATTENTION_REWARDS
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
@@ -72,17 +72,16 @@ from vgr_trl.validate.data import reads_boxes
 
 RUN_FILE = "run.json"
 METRICS = "metrics.json"
-FIRST_ROWS = 16  # of a stream, which show whether it has images
-SHOWN = "learning_rate", "temperature", "max_completion_length", "loss_type", "beta", "use_vllm", "seed"
-SHOWN_IF_VERBOSE = (
+PLAN_OPTIONS = "learning_rate", "temperature", "max_completion_length", "loss_type", "beta", "use_vllm", "seed"
+VERBOSE_PLAN_OPTIONS = (
     "loss_type", "epsilon", "epsilon_high", "beta", "learning_rate", "lr_scheduler_type", "warmup_steps",
     "temperature", "max_completion_length", "num_iterations", "scale_rewards", "importance_sampling_level",
     "mask_truncated_completions", "use_vllm", "bf16", "gradient_checkpointing", "seed",
 )  # fmt: skip
 OWN_OPTIONS = tuple(option.name for option in fields(DAPOConfig) if option.name not in GRPOConfig.__dataclass_fields__)
-PROMPTS = 3  # of a dry run
-TINY = 1e8  # parameters below which a model learns at the rate of the demo
-LARGE = 40e9  # bytes beside the weights in which eight completions of 512 tokens and their images have room
+DRY_RUN_PROMPTS = 3
+TINY_MODEL_PARAMETERS = 1e8  # models below this use the learning rate of the demo
+LARGE_MEMORY = 40e9  # bytes beside the weights: enough for 8 completions of 512 tokens and their images
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,56 +96,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     sources = data.dataset_name, evaluation_source(data).dataset_name
     keep_offline(model.model_name_or_path, rewards.reward_model_name_or_path, *sources)
     separate_lora_modules(model)
-    config.disable_tqdm = True  # lines of steps, and no bar
+    config.disable_tqdm = True  # step lines replace the progress bar
     build = partial(build_trainer, data, rewards, config, model)
     if how.dry_run:
-        with one_sentence():
-            dry_run(config, source_of(data), build, how.verbose)
+        with raise_config_errors():
+            dry_run(config, source_name(data), build, how.verbose)
         return 0
-    trainer = train(data, config, identity_of(data, rewards, config, model), build, how.verbose)
+    trainer = train(data, config, run_identity(data, rewards, config, model), build, how.verbose)
     return EXIT_STATUS if trainer.termination.stopped else 0
 
 
 def train(
     data: DataArguments, config: DAPOConfig, identity: dict[str, Any], build: Callable[[], DAPOTrainer], verbose: bool
 ) -> DAPOTrainer:
-    """Train, save model, state and metrics to `output_dir`, return the trainer.
+    """Train, save model, state and metrics to `output_dir`, and return the trainer.
 
     Args:
-        identity: what must be the same for the run to be continued.
+        identity: as `run_identity` returns it.
         build: makes the trainer from `config`.
         verbose: as `describe_run` takes it.
 
     Raises:
         ConfigError, DataError, RewardError: an option, the data or a reward cannot be used; nothing was trained.
-        CollapseError: `stop_on_collapse` ended the training.
+        CollapseError: `stop_on_collapse` stopped the training.
     """
     output_dir, resume = Path(config.output_dir or "trainer_output"), resume_mode(config.resume_from_checkpoint)
     check_output_dir(output_dir, identity, resume)
     checkpoint = resolve_checkpoint(resume, output_dir)
-    with one_sentence():
+    with raise_config_errors():
         trainer = build()
-    trainer.data_source = source_of(data)
+    trainer.data_source = source_name(data)
     metrics_file, steps, is_main = output_dir / METRICS, total_steps(trainer), trainer.accelerator.is_main_process
     is_trained = lacks_final_model_only(trainer, checkpoint, steps, metrics_file)  # metrics are written last
     if not is_trained:
         refuse_finished(checkpoint, steps)
-    trainer.add_callback(RecordBefore(trainer))
+    trainer.add_callback(RecordBeforeTraining(trainer))
     if is_main:
         write_identity(output_dir, identity)
-        print_plan(describe_run(trainer, source_of(data), checkpoint, verbose))
-    trainer.accelerator.wait_for_everyone()  # all have looked for the metrics
+        print_plan(describe_run(trainer, source_name(data), checkpoint, verbose))
+    trainer.accelerator.wait_for_everyone()  # every process has checked for the metrics file
     if is_trained:
         load_trained(trainer, str(checkpoint))
     else:
         metrics_file.unlink(missing_ok=True)
         try:
-            with readable(source_of(data), "the data") if data.dataset_streaming else nullcontext():
+            with readable(source_name(data), "the data") if data.dataset_streaming else nullcontext():
                 trainer.train(resume_from_checkpoint=checkpoint)
         except KeyboardInterrupt as interrupted:
             raise KeyboardInterrupt(how_to_go_on(output_dir)) from interrupted
     if trainer.state.global_step == 0:
-        raise DataError("Nothing was trained: the data gave no whole rollout; see the rows left out above.")
+        raise DataError("Nothing was trained: fewer usable rows than a rollout needs; see the skipped rows above.")
     is_terminated = trainer.termination.stopped
     collapsed = trainer.collapse_watch.found if config.stop_on_collapse and not is_terminated else None
     if is_terminated:
@@ -159,19 +158,19 @@ def train(
             metrics = final_metrics(trainer)
             if is_main:
                 write_atomic(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
-                evaluated = f"{_rows(trainer.eval_dataset)} of {source_of(evaluation_source(data))}"
-                print(*reached_lines(trainer.state.log_history, evaluated), sep="\n")
+                evaluated = f"{_count_rows(trainer.eval_dataset)} of {source_name(evaluation_source(data))}"
+                print(*progress_lines(trainer.state.log_history, evaluated), sep="\n")
                 print(f"Model, metrics and completions are in {output_dir}. Next: vgr-trl report {output_dir}")
     trainer.accelerator.wait_for_everyone()
     wait_for_gloo()
-    trainer.accelerator.end_training()  # what `trainer.end` does, which transformers 5.17 has not
+    trainer.accelerator.end_training()  # `trainer.end` does this, but transformers 5.17 lacks it
     if collapsed is not None:
-        raise CollapseError(f"{collapsed} Training was stopped there, and no model was saved.")
+        raise CollapseError(f"{collapsed} Training stopped; no model was saved.")
     return trainer
 
 
 def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig) -> DAPOTrainer:
-    """Return the trainer of a run, its data loaded; the main process prints which rows and options are left out.
+    """Load data and rewards and return the trainer; the main process reports skipped rows and unused options.
 
     Raises:
         ConfigError, DataError, RewardError: an option, the data or a reward cannot be used.
@@ -194,10 +193,10 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
     order = config.seed if config.shuffle_dataset else None
     rows, skipped = load(data, data.dataset_train_split, limit=data.max_train_rows, shuffle_seed=order)
     if data.dataset_streaming:
-        config.shuffle_dataset = False  # TRL's buffer would hold a thousand rows with decoded images
+        config.shuffle_dataset = False  # TRL's shuffle buffer would hold 1,000 rows of decoded images
     load_test = partial(load, evaluation_source(data), limit=data.max_test_rows)
     rows, test_rows, skipped_tests, note = select_evaluation_rows(data, config, rows, load_test)
-    notes = [note, unscaled_attention(reward_funcs, config), _unused_adapter_options(model)]
+    notes = [note, attention_scale_warning(reward_funcs, config), _adapter_options_warning(model)]
     if is_main:
         for sentence in filter(None, notes):
             print(sentence, file=sys.stderr)
@@ -219,14 +218,13 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
 def select_evaluation_rows(
     data: DataArguments, config: DAPOConfig, train_rows: Any, load: Callable[[str], tuple[Any, list[SkippedRow]]]
 ) -> tuple[Any, Any, list[SkippedRow], str | None]:
-    """Return rows to train and to evaluate on, those left out of the latter, and a sentence about it for the start.
+    """Return training rows, evaluation rows, skipped evaluation rows, and a note about their origin.
 
     Args:
-        load: gives the rows of a split. Where there is no `test`, that of validation is evaluated on, and where there
-            is none either, some of `train_rows`.
+        load: loads a split. Without a split `test` the validation split is used; without that, part of `train_rows`.
 
     Raises:
-        DataError: evaluation is asked for, and there are no rows for it.
+        DataError: evaluation is on, but there are no rows for it.
     """
     if config.eval_strategy == "no":
         return train_rows, None, [], None
@@ -235,29 +233,29 @@ def select_evaluation_rows(
     except MissingSplitError as missing:
         others = [split for split in missing.splits if MEANT.get(split) == "validation"]
         if data.dataset_test_split == "test" and others and data.dataset_train_split not in others:
-            return train_rows, *load(others[0]), f"The data have no split test: {others[0]} is evaluated on."
+            return train_rows, *load(others[0]), f"The data have no split test: evaluating on {others[0]}."
         if data.test_dataset is not None or data.dataset_streaming:
             raise
     root = image_root(data, data.dataset_train_split)
     kept, test_rows = train_test_split(train_rows, config.seed, root, data.max_test_rows)
     note = (
-        f"The data have no split {data.dataset_test_split}: {len(test_rows)} of {len(train_rows)} rows are not trained "
-        f"on but evaluated, chosen by image and seed {config.seed}."
+        f"The data have no split {data.dataset_test_split}: {len(test_rows)} of {len(train_rows)} rows are held out "
+        f"for evaluation, chosen by image and seed {config.seed}."
     )
     return kept, test_rows, [], note
 
 
-def unscaled_attention(functions: list[Any], config: DAPOConfig) -> str | None:
-    """Return what was measured about an attention reward that counts where accuracy does not differ."""
+def attention_scale_warning(functions: list[Any], config: DAPOConfig) -> str | None:
+    """Return a warning if an attention reward is not scaled by the spread of accuracy in its group."""
     if config.attention_reward_scale == "accuracy" or not any(reward in ATTENTION_REWARDS for reward in functions):
         return None
     return (
-        "attention_reward_scale is none: on the demo a VGR reward of weight 1.0 took accuracy from 0.69 to 0.26 "
-        "so, and kept it at 0.69 with accuracy, the default (benchmarks/results/vgr_drift.md)."
+        "attention_reward_scale is none: on the demo, a VGR reward of weight 1.0 lowered accuracy from 0.69 to 0.26; "
+        "with the default, accuracy, it stayed at 0.69 (benchmarks/results/vgr_drift.md)."
     )
 
 
-def _unused_adapter_options(model: ModelConfig) -> str | None:
+def _adapter_options_warning(model: ModelConfig) -> str | None:
     unused = [name for name in changed_options(model) if name.startswith(("lora_", "use_rslora", "use_dora"))]
     if model.use_peft or not unused:
         return None
@@ -265,9 +263,9 @@ def _unused_adapter_options(model: ModelConfig) -> str | None:
 
 
 def separate_lora_modules(model: ModelConfig) -> None:
-    """Take commas between names, and spaces, as separators; a text with other signs is a pattern of PEFT's.
+    """Split LoRA module names at commas and spaces; keep text with other characters as a PEFT pattern.
 
-    TRL turns a list of one module into a text, which PEFT reads as a pattern for the whole name.
+    TRL turns a list of one module into a string, which PEFT would match against the whole module name.
     """
     modules = model.lora_target_modules
     if isinstance(modules, str) and re.fullmatch(r"[\w.]+", modules.replace(",", "").replace(" ", "")):
@@ -277,12 +275,12 @@ def separate_lora_modules(model: ModelConfig) -> None:
         model.lora_target_modules = names
 
 
-def identity_of(
+def run_identity(
     data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig
 ) -> dict[str, Any]:
-    """Return what must be the same for a run to be continued."""
+    """Return the settings that must not change when a run is resumed: model, data, rewards, adapter."""
     source = data.dataset_name or str(Path(str(data.dataset_path)).resolve())
-    if data.data_files:  # however its paths are spelled
+    if data.data_files:  # independent of how the paths are written
         files = parse_data_files(data.data_files)
         source = ",".join(f"{key}={'+'.join(str(path.resolve()) for path in files[key])}" for key in sorted(files))
     columns = [f" {flag}={getattr(data, flag)}" for flag in FLAGS.values() if getattr(data, flag) is not None]
@@ -300,15 +298,12 @@ def identity_of(
 
 
 def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | None, may_repeat: bool = False) -> None:
-    """Refuse a folder that has a run in it, unless that is continued with the same model, data set and rewards.
+    """Raise `ConfigError` if a folder has a run in it, unless that run is resumed with the same settings.
 
     Args:
-        identity: what makes the run the same one: model, data, reward functions.
+        identity: as `run_identity` returns it.
         resume: as `resume_mode` returns it.
-        may_repeat: the same run may overwrite itself.
-
-    Raises:
-        ConfigError: naming what is there, or what differs.
+        may_repeat: whether the same run may overwrite itself.
     """
     refuse_unwritable(output_dir, "output_dir", is_folder=True)
     file = output_dir / RUN_FILE
@@ -330,7 +325,7 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
 
 
 def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
-    """Write `run.json`, from which a later start knows which run the folder has."""
+    """Write `run.json`, by which a later start recognises the run in the folder."""
     output_dir.mkdir(parents=True, exist_ok=True)
     write_atomic(output_dir / RUN_FILE, (json.dumps(identity, indent=2) + "\n").encode())
 
@@ -338,19 +333,20 @@ def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
 def describe_run(
     trainer: DAPOTrainer, source: str, checkpoint: str | None, verbose: bool = False
 ) -> list[tuple[str, str]]:
-    """Return what the run is going to do as (what, value) pairs.
+    """Describe the run as (label, text) pairs, printed before the first step.
 
     Args:
-        checkpoint: where the run continues, or None.
-        verbose: add every feature, on or off and why, further options, and those without effect.
+        checkpoint: that the run resumes from, or None.
+        verbose: also list every feature with the reason why it is off, more options, and options without effect.
     """
     args, idle = trainer.args, trainer.idle_options
     switched_on = [name for name in changed_options(args) if name in OWN_OPTIONS and name not in idle]
     model = trainer.accelerator.unwrap_model(trainer.model)
-    sizes = [  # ZeRO-3 leaves nothing of a parameter on this process but its number of elements
+    sizes = [  # ZeRO-3 keeps only the number of elements of a parameter
         (int(getattr(each, "ds_numel", each.numel())), each.requires_grad) for each in model.parameters()
     ]
     per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    uses = steps_per_rollout(args)
     before = args.eval_batch_size * trainer.accelerator.num_processes
     trained = f"{sum(size for size, trains in sizes if trains):,} of {sum(size for size, _ in sizes):,} parameters"
     rollout = f"{args.prompts_per_rollout} prompts x {args.num_generations} completions = {args.generation_batch_size}"
@@ -362,27 +358,28 @@ def describe_run(
     return [
         ("model", f"{model.config._name_or_path or type(model).__name__} ({type(model).__name__}), trains {trained}"),
         ("processes", describe_processes(trainer.accelerator)),
-        ("data", f"{source}: {_rows(trainer.train_dataset)} to train on, {_rows(trainer.eval_dataset)} to evaluate on"),
-        ("rewards", _rewards(trainer)),
-        ("options", _values(args, SHOWN_IF_VERBOSE if verbose else SHOWN)),
-        *([("on", _values(args, switched_on))] if switched_on else []),
+        ("data", f"{source}: {_count_rows(trainer.train_dataset)} to train on, "
+                 f"{_count_rows(trainer.eval_dataset)} to evaluate on"),
+        ("rewards", _format_rewards(trainer)),
+        ("options", _format_options(args, VERBOSE_PLAN_OPTIONS if verbose else PLAN_OPTIONS)),
+        *([("on", _format_options(args, switched_on))] if switched_on else []),
         *([("step", f"{step} completions"), ("passes", describe_features(trainer.features)),
            ("images", str(trainer.vision_cache)),
-           *[("without effect", f"{_values(args, [name])} because {why}") for name, why in idle.items()]]
+           *[("without effect", f"{_format_options(args, [name])} because {why}") for name, why in idle.items()]]
           if verbose else []),
-        *([("at step 0", f"{before} completions of the data to evaluate on, with their rewards, for the report")]
-          if checkpoint is None and is_recorded_before(trainer) else []),
+        *([("at step 0", f"{before} evaluation completions and their rewards are recorded for the report")]
+          if checkpoint is None and needs_record_before_training(trainer) else []),
         ("steps", f"{total_steps(trainer)} steps of {per_step} completions; each rollout ({rollout}) is used for "
-                  f"{steps_per_rollout(args):g} steps"),
+                     f"{uses:g} step{'s' * (uses != 1)}"),
         ("output", f"{args.output_dir}, {saved}" + (f", continued from {checkpoint}" if checkpoint else "")),
     ]  # fmt: skip
 
 
 def describe_processes(accelerator: Accelerator) -> str:
-    """Return how many processes train, on how many machines, by which engine, and how they compute."""
+    """Return the number of processes and machines, the engine, the device and the precision."""
     count, precision = accelerator.num_processes, accelerator.mixed_precision
     machines = count // int(os.environ.get("LOCAL_WORLD_SIZE", count))
-    where = f"{count} process{'es' * (count > 1)}" + f" on {machines} machines" * (machines > 1)
+    where = f"{count} process{'es' * (count > 1)}" + (f" on {machines} machines" if machines > 1 else "")
     engine = "DDP, " if count > 1 else ""
     if (plugin := accelerator.state.deepspeed_plugin) is not None:
         engine = f"DeepSpeed ZeRO-{plugin.zero_stage}, "
@@ -393,7 +390,7 @@ def describe_processes(accelerator: Accelerator) -> str:
 
 
 def print_plan(rows: list[tuple[str, str]]) -> None:
-    """Print the description as a table."""
+    """Print the description of a run as a table."""
     table = Table(Column(style="bold", no_wrap=True), Column(overflow="fold"), show_header=False, box=None)
     for row in rows:
         table.add_row(*row)
@@ -401,50 +398,50 @@ def print_plan(rows: list[tuple[str, str]]) -> None:
 
 
 def total_steps(trainer: DAPOTrainer) -> int:
-    """Return the optimizer steps of the whole run."""
+    """Return the number of optimizer steps of the run."""
     if trainer.args.max_steps > 0:
         return trainer.args.max_steps
     return trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
 
 
-def _rows(dataset: Any) -> str:
+def _count_rows(dataset: Any) -> str:
     if isinstance(dataset, dict):
-        return " + ".join(f"{name} {_rows(part)}" for name, part in dataset.items())
+        return " + ".join(f"{name} {_count_rows(part)}" for name, part in dataset.items())
     return "none" if dataset is None else f"{len(dataset):,} rows" if hasattr(dataset, "__len__") else "a stream"
 
 
-def _rewards(trainer: DAPOTrainer) -> str:
+def _format_rewards(trainer: DAPOTrainer) -> str:
     early: Sequence[float | None] = trainer.args.early_reward_weights or [None] * len(trainer.reward_func_names)
     weights = zip(trainer.reward_func_names, trainer.reward_weights.tolist(), early, strict=True)
     return ", ".join(f"{name} x {late:g}{'' if one is None else f' (early {one:g})'}" for name, late, one in weights)
 
 
-def _values(args: DAPOConfig, names: Iterable[str]) -> str:
+def _format_options(args: DAPOConfig, names: Iterable[str]) -> str:
     return ", ".join(f"{name}={getattr(getattr(args, name), 'value', getattr(args, name))}" for name in names)
 
 
 def steps_per_rollout(config: DAPOConfig) -> float:
-    """Return the optimizer steps that a rollout is trained on."""
+    """Return how many optimizer steps use a rollout."""
     return (config.steps_per_generation or 1) * config.num_iterations / config.gradient_accumulation_steps
 
 
 def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], verbose: bool) -> None:
-    """Build a trainer, let it make one small step, and print what came out and what the whole run would take.
+    """Run one small step, and print its completions and an estimate of the time and memory of the whole run.
 
     Args:
-        config: of the run; it is changed, so that the step is small and writes to a folder that is removed.
+        config: of the run; modified in place so that the step is small and writes to a temporary folder.
         build: makes the trainer from `config`.
         verbose: as `describe_run` takes it.
     """
     whole = copy(config)
     with tempfile.TemporaryDirectory(prefix="vgr_trl_dry_run_") as folder:
-        _make_small(config, folder)
+        _shrink_config(config, folder)
         trainer = build()
         trainer.remove_callback(PrinterCallback)
         trainer.args.eval_strategy = "no"
         if trainer.accelerator.is_main_process:
-            of_small_step = ("step", "steps", "output")
-            print_plan([row for row in describe_run(trainer, source, None, verbose) if row[0] not in of_small_step])
+            small_step_rows = ("step", "steps", "output")
+            print_plan([row for row in describe_run(trainer, source, None, verbose) if row[0] not in small_step_rows])
         started = time.monotonic()
         trainer.train()
         seconds = time.monotonic() - started
@@ -464,42 +461,42 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], v
     where, peak = "CPU", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if torch.cuda.is_available():
         where, peak = "GPU", torch.cuda.max_memory_allocated()
-    # An upper bound: the small step also chooses kernels and takes memory.
+    # An upper bound: the first step also selects kernels and allocates memory.
     print(f"measured: {small} completions of at most {config.max_completion_length} tokens in {seconds:.1f} s, "
           f"memory {peak / 2**30:.2f} GiB per process ({where})\n"
-          f"total: at most about {duration(steps * per_step * seconds / small)} for {steps} steps of {per_step} "
+          f"total: at most about {format_duration(steps * per_step * seconds / small)} for {steps} steps of {per_step} "
           "completions")  # fmt: skip
 
 
-def _make_small(config: DAPOConfig, folder: str) -> None:
-    """Change the options to one step with a few whole groups, recorded in `folder` and nowhere else."""
+def _shrink_config(config: DAPOConfig, folder: str) -> None:
+    """Reduce the options to one step with a few whole groups that writes only to `folder`."""
     batch, group = config.per_device_train_batch_size * config.world_size, config.num_generations or 1
     whole = [parts for parts in range(1, (config.steps_per_generation or 1) + 1) if batch * parts % group == 0]
-    enough = [parts for parts in whole if batch * parts >= PROMPTS * group]
+    enough = [parts for parts in whole if batch * parts >= DRY_RUN_PROMPTS * group]
     parts = (enough or whole[-1:] or [config.steps_per_generation or 1])[0]
     config.steps_per_generation = config.gradient_accumulation_steps = parts
     config.generation_batch_size = batch * parts
     config.num_iterations, config.max_steps = 1, 1
     config.output_dir, config.report_to, config.push_to_hub = folder, [], False
     config.save_strategy, config.load_best_model_at_end, config.logging_steps = "no", False, 1
-    config.rollout_log_steps, config.rollout_log_samples = 1, 2 * PROMPTS
+    config.rollout_log_steps, config.rollout_log_samples = 1, 2 * DRY_RUN_PROMPTS
     config.markdown_logs = config.log_completions = config.colorize_output = False
     config.rollout_log_path = config.eval_log_path = None
     config.attention_diag_log_path = config.token_weights_log_path = None
 
 
-def fitting_options(parameters: float, memory: float, device: str) -> dict[str, str]:
-    """Return options with which a first training of a model takes minutes, or up to an hour on a GPU, and fits.
+def suggest_options(parameters: float, memory: float, device: str) -> dict[str, str]:
+    """Return options for a first training that fits in memory and takes minutes, or up to an hour on a GPU.
 
     Args:
-        parameters: of the model.
+        parameters: number of parameters of the model.
         memory: of the device, in bytes.
-        device: its type, as torch names it.
+        device: `cpu` or `cuda`.
 
     Raises:
-        ConfigError: the model alone takes most of the memory.
+        ConfigError: the weights alone take more than 70 % of the memory.
     """
-    on_cpu, is_tiny = device == "cpu", parameters < TINY
+    on_cpu, is_tiny = device == "cpu", parameters < TINY_MODEL_PARAMETERS
     adapts = 16 * parameters > memory / 2  # weights, gradients and two moments in float32, and as much for activations
     weights = parameters * (4 if on_cpu or not adapts else 2)
     if weights > 0.7 * memory:
@@ -508,7 +505,10 @@ def fitting_options(parameters: float, memory: float, device: str) -> dict[str, 
             f"{memory / 2**30:.0f} GiB: choose a smaller model."
         )
     free = memory - weights * (1 if adapts else 4)
-    batch, steps = 64 if is_tiny else 8 if free > LARGE else 4 if free > LARGE / 4 else 2, 80 if on_cpu else 100
+    batch, steps = (
+        64 if is_tiny else 8 if free > LARGE_MEMORY else 4 if free > LARGE_MEMORY / 4 else 2,
+        80 if on_cpu else 100,
+    )
     fitting: dict[str, Any] = {
         "dtype": "bfloat16" if adapts and not on_cpu else "float32", "max_completion_length": 64 if on_cpu else 512,
         "learning_rate": "3e-4" if is_tiny else "1e-5" if adapts else "1e-6", "max_pixels": 1_000_000,
@@ -525,7 +525,7 @@ def fitting_options(parameters: float, memory: float, device: str) -> dict[str, 
 
 
 def final_metrics(trainer: DAPOTrainer) -> dict[str, float]:
-    """Return the metrics of the model as it is once trained; nothing where there are no data to evaluate on."""
+    """Return the evaluation metrics of the trained model; empty without evaluation data."""
     state, is_best = trainer.state, trainer.args.load_best_model_at_end
 
     def logged() -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""Configurations of EasyR1, MTRL, VPPO and verl as options of this library.
+"""Convert configurations of EasyR1, MTRL, VPPO and verl into options of this library.
 
-`easyr1.yaml` and `verl.yaml` name every key with its default there, and say which are renamed, ignored or fixed; the
-functions below compute options of the rest.
+`easyr1.yaml` and `verl.yaml` list every key with its default in that trainer, and which keys are renamed, ignored or
+fixed. The `convert_*` functions compute options from the other keys.
 """
 
 import json
@@ -25,11 +25,11 @@ class Key(NamedTuple):
     """A key of another trainer.
 
     Attributes:
-        default: its value where the configuration does not state it.
-        option: the option that takes its value as it is.
-        why: why it needs no option.
-        accepted: the values that need none; others stop the run. None: all.
-        is_computed: a function makes options of it.
+        default: value if the configuration does not state the key.
+        option: option that takes the value unchanged.
+        why: reason why the key needs no option.
+        accepted: values that need no option; others stop the run. None: all.
+        is_computed: whether a `convert_*` function computes options from the key.
     """
 
     default: Any
@@ -39,11 +39,11 @@ class Key(NamedTuple):
     is_computed: bool = False
 
 
-def _read(name: str) -> dict[str, Any]:
+def _load_tables(name: str) -> dict[str, Any]:
     return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
-def _keys(tables: Mapping[str, Any]) -> dict[str, Key]:
+def _build_keys(tables: Mapping[str, Any]) -> dict[str, Key]:
     found = {key: Key(default, option) for key, (default, option) in tables.get("renamed", {}).items()}
     found |= {key: Key(default, is_computed=True) for key, default in tables["computed"].items()}
     found |= {key: Key(value, why=why) for why, keys in tables["ignored"].items() for key, value in keys.items()}
@@ -51,45 +51,46 @@ def _keys(tables: Mapping[str, Any]) -> dict[str, Key]:
     return dict(sorted(found.items()))
 
 
-_EASYR1, _VERL = _read("easyr1"), _read("verl")
-KEYS, VERL_KEYS = _keys(_EASYR1), _keys(_VERL)  # of EasyR1; of verl, which EasyR1 has not
-NAMES: dict[str, str] = _EASYR1["names"]  # of MTRL and VPPO -> EasyR1's
-VERL_NAMES: dict[str, list[Any]] = _VERL["names"]  # verl's key -> EasyR1's, and verl's default
+_EASYR1, _VERL = _load_tables("easyr1"), _load_tables("verl")
+EASYR1_KEYS, VERL_KEYS = _build_keys(_EASYR1), _build_keys(_VERL)  # verl's: keys that EasyR1 lacks
+EASYR1_NAMES: dict[str, str] = _EASYR1["names"]  # key of MTRL or VPPO -> EasyR1's
+VERL_NAMES: dict[str, list[Any]] = _VERL["names"]  # key of verl -> EasyR1's, and verl's default
 VERL_DEFAULTS: dict[str, Any] = _VERL["defaults"]
 SECTIONS = ("data", "algorithm", "worker", "trainer", *_EASYR1["sections"], "actor_rollout_ref", "critic",
             "custom_reward_function")  # fmt: skip
-_OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(SECTIONS)})(?:\.\w+)+)=(.*)", re.DOTALL)
-_MAPPINGS = [key for key, known in KEYS.items() if isinstance(known.default, dict)]  # whose values are no sections
-_MAPPINGS += [key for key, (_, default) in VERL_NAMES.items() if isinstance(default, dict)]
+_OVERRIDE_PATTERN = re.compile(rf"\+{{0,2}}((?:{'|'.join(SECTIONS)})(?:\.\w+)+)=(.*)", re.DOTALL)
+# Keys whose values are mappings, not sections.
+_MAPPING_KEYS = [key for key, known in EASYR1_KEYS.items() if isinstance(known.default, dict)]
+_MAPPING_KEYS += [key for key, (_, default) in VERL_NAMES.items() if isinstance(default, dict)]
 
 
 def easyr1_name(key: str) -> str:
-    """Return the name that a key of MTRL or VPPO has in EasyR1; critic and reference have the names of the actor."""
+    """Return EasyR1's name for a key of MTRL or VPPO; critic and reference use the actor's names."""
     section, dot, rest = key.partition(".")
     key = f"{_EASYR1['sections'].get(section, section)}{dot}{rest}"
     if role := re.match(r"worker\.(critic|ref)\.", key):
         name = f"worker.actor.{key[role.end() :]}"
-        return NAMES.get(name, name).replace("worker.actor.", role[0])
-    return NAMES.get(key, key)
+        return EASYR1_NAMES.get(name, name).replace("worker.actor.", role[0])
+    return EASYR1_NAMES.get(key, key)
 
 
 def is_convertible(content: Any) -> bool:
-    """Whether the content of a YAML file has sections of these trainers."""
+    """Whether the content of a YAML file has a section of one of these trainers."""
     return isinstance(content, dict) and any(isinstance(content.get(name), dict) for name in SECTIONS)
 
 
 def read_configuration(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return what `--config FILE` and overrides `a.b=c` state, by dotted key, and the other words of a command line.
+    """Read `--config FILE` and overrides `a.b=c`; return values by dotted key, and the remaining command-line words.
 
-    None is returned where neither is a configuration of these trainers, or the file cannot be read.
+    Returns None and all words if there is no configuration of these trainers, or the file cannot be read.
 
     Raises:
-        ConfigError: a value with `${…}` cannot be resolved.
+        ConfigError: an interpolation `${…}` cannot be resolved.
     """
     finder = ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
     file, kept = finder.parse_known_args(argv)
-    matches = [match for word in kept if (match := _OVERRIDE.fullmatch(word))]
+    matches = [match for word in kept if (match := _OVERRIDE_PATTERN.fullmatch(word))]
     try:
         content = {} if file.config is None else parse_yaml(file.config.read_text(encoding="utf-8-sig"))
         overrides = {match[1]: parse_yaml(match[2]) for match in matches}
@@ -98,59 +99,61 @@ def read_configuration(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list
     if not is_convertible(content) and not (file.config is None and overrides):
         return None, list(argv)
     if "${" in f"{content}{overrides}":
-        content, overrides = _resolved(content, overrides), {}
-    return flat(content) | overrides, [word for word in kept if not _OVERRIDE.fullmatch(word)]
+        content, overrides = _resolve_interpolations(content, overrides), {}
+    return flatten(content) | overrides, [word for word in kept if not _OVERRIDE_PATTERN.fullmatch(word)]
 
 
-def _resolved(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    """A configuration and its overrides, with the values that `${…}` stands for."""
+def _resolve_interpolations(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    """Apply overrides to a configuration and resolve its interpolations `${…}`."""
     try:
-        from omegaconf import OmegaConf  # few files need it, and it is no package of TRL's
+        from omegaconf import OmegaConf  # optional: few files use interpolation, and TRL does not require it
         from omegaconf.errors import OmegaConfBaseException
     except ImportError as error:
-        raise ConfigError("The configuration has ${…}: pip install omegaconf, or write the values out.") from error
+        raise ConfigError("The configuration uses ${…}: pip install omegaconf, or write the values out.") from error
     try:
         found = OmegaConf.create(dict(content))
         for key, value in overrides.items():
             OmegaConf.update(found, key, value, merge=False)
         return OmegaConf.to_container(found, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"The configuration has ${{…}} that cannot be resolved: {error_text(error)}.") from error
+        raise ConfigError(
+            f"An interpolation ${{…}} of the configuration cannot be resolved: {error_text(error)}."
+        ) from error
 
 
-def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested configuration by dotted keys."""
+def flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten a nested configuration to dotted keys."""
     found: dict[str, Any] = {}
     for name, value in content.items():
         key = f"{prefix}{name}"
-        is_section = isinstance(value, Mapping) and easyr1_name(key) not in _MAPPINGS and key not in _MAPPINGS
-        found |= flat(value, f"{key}.") if is_section else {key: value}
+        is_section = isinstance(value, Mapping) and easyr1_name(key) not in _MAPPING_KEYS and key not in _MAPPING_KEYS
+        found |= flatten(value, f"{key}.") if is_section else {key: value}
     return found
 
 
-class Line(NamedTuple):
-    """A line of the table: their key (* where it was not stated), our option and its value, or why there is none."""
+class TableRow(NamedTuple):
+    """A row of the printed table: key (* if not stated), option and value, or the reason why there is no option."""
 
     key: str
-    ours: str
+    option: str
     value: str
 
 
 @dataclass
 class Conversion:
-    """Result of converting a configuration.
+    """The options that a configuration converts to, and the keys that cannot be converted.
 
     Attributes:
-        values: of all keys of EasyR1, stated or default.
-        processes: of this run.
-        names: keys of EasyR1 -> their names in the configuration, where those differ.
-        stated: keys of EasyR1 that the configuration states.
-        options: of this library, by name.
-        made: key of EasyR1 -> the options made of it; "": those made of none.
-        stopped: keys that are unknown, or that have no meaning here, and why.
-        refused: keys without which something else would be trained, and why.
-        checkpoint: that a training goes on from, or an evaluation reads.
-        notes: sentences for below the table.
+        values: value of every EasyR1 key, stated or default.
+        processes: number of processes of this run.
+        names: EasyR1 key -> its name in the configuration, if that differs.
+        stated: EasyR1 keys that the configuration states.
+        options: options of this library, by name.
+        options_by_key: EasyR1 key -> options computed from it; "": options computed from no key.
+        unsupported: keys that are unknown or have no equivalent here -> reason.
+        refused: keys that cannot be ignored without changing the training -> reason.
+        checkpoint: that training resumes from, or that is evaluated.
+        notes: sentences to print below the table.
     """
 
     values: dict[str, Any]
@@ -158,8 +161,8 @@ class Conversion:
     names: Mapping[str, str]
     stated: Collection[str]
     options: dict[str, Any] = field(default_factory=dict)
-    made: dict[str, list[str]] = field(default_factory=dict)
-    stopped: dict[str, str] = field(default_factory=dict)
+    options_by_key: dict[str, list[str]] = field(default_factory=dict)
+    unsupported: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     checkpoint: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -168,113 +171,111 @@ class Conversion:
         return self.values[key]
 
     def set(self, option: str, value: Any, *keys: str) -> None:
-        """Set an option that is made of some keys."""
+        """Set an option, and record the keys that it comes from."""
         self.options[option] = value
         for key in keys or ("",):
-            self.made.setdefault(key, []).append(option)
+            self.options_by_key.setdefault(key, []).append(option)
 
     def copy(self, section: str, *names: str, **options: str) -> None:
-        """Set options to values of a section: those of the same name, and others as option=name."""
+        """Copy values of a section to options of the same name, or of another name given as option=name."""
         for option, name in {**{name: name for name in names}, **options}.items():
             self.set(option, self[f"{section}.{name}"], f"{section}.{name}")
 
-    def stop(self, key: str, why: str) -> None:
-        """Note that the value of a key has no meaning here."""
-        self.stopped[self.names.get(key, key)] = f"is {self[key]!r}{self._by_default(key)}: {why}"
+    def mark_unsupported(self, key: str, why: str) -> None:
+        """Record that the value of a key has no equivalent here; `--ignore_unknown_keys` skips it."""
+        self.unsupported[self.names.get(key, key)] = f"is {self[key]!r}{self._default_note(key)}: {why}"
 
-    def refuse(self, key: str, why: str) -> None:
-        """Note that the value of a key cannot be followed, and that without it something else would be trained."""
-        self.refused[self.names.get(key, key)] = f"is {self[key]!r}{self._by_default(key)}: {why}"
+    def mark_refused(self, key: str, why: str) -> None:
+        """Record that the value of a key is not supported and cannot be ignored without changing the training."""
+        self.refused[self.names.get(key, key)] = f"is {self[key]!r}{self._default_note(key)}: {why}"
 
-    def _by_default(self, key: str) -> str:
+    def _default_note(self, key: str) -> str:
         return "" if key in self.stated else " by default"
 
-    def whole(self, key: str, least: int = 1) -> int:
-        """Return a whole number, or raise `ConfigError`."""
+    def read_integer(self, key: str, least: int = 1) -> int:
+        """Return the value of a key as an integer of at least `least`, or raise `ConfigError`."""
         value = self[key]
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{self.names.get(key, key)} is {value!r}: give a whole number of at least {least}.")
+            raise ConfigError(f"{self.names.get(key, key)} is {value!r}: give an integer of at least {least}.")
         return value
 
-    def one_of(self, key: str, *known: Any) -> Any:
-        """Return a value that is one of those known, else note why not and return the first."""
+    def read_choice(self, key: str, *known: Any) -> Any:
+        """Return the value of a key if it is one of `known`; else record the refusal and return the first of them."""
         if self[key] not in known:
-            self.refuse(key, f"here it can be {', '.join(map(str, known))}")
+            self.mark_refused(key, f"supported values are {', '.join(map(str, known))}")
         return self[key] if self[key] in known else known[0]
 
     @property
-    def updates(self) -> int:
-        """Updates of the policy, our steps, per rollout, their step."""
-        rollout, update = self.whole(_ROLLOUT_SIZE), self.whole(_UPDATE_SIZE)
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps per rollout; EasyR1 counts rollouts as steps."""
+        rollout, update = self.read_integer(_ROLLOUT_SIZE_KEY), self.read_integer(_UPDATE_SIZE_KEY)
         if rollout % update:
             raise ConfigError(
-                f"{_ROLLOUT_SIZE} is {rollout}{self._by_default(_ROLLOUT_SIZE)} and {_UPDATE_SIZE} is {update}"
-                f"{self._by_default(_UPDATE_SIZE)}, but a rollout is a multiple of the prompts of an update."
+                f"{_ROLLOUT_SIZE_KEY} is {rollout}{self._default_note(_ROLLOUT_SIZE_KEY)} and {_UPDATE_SIZE_KEY} is "
+                f"{update}{self._default_note(_UPDATE_SIZE_KEY)}, but the first must be a multiple of the "
+                "second."
             )
-        return rollout // update * self.whole("worker.actor.ppo_epochs")
+        return rollout // update * self.read_integer("worker.actor.ppo_epochs")
 
     @property
-    def lines(self) -> list[Line]:
-        """The table of keys and options."""
-        reasons, lines = {**self.stopped, **self.refused}, list[Line]()
-        for key, known in KEYS.items():
-            name, options = self.names.get(key, key), self.made.get(key, ())
+    def table_rows(self) -> list[TableRow]:
+        """Rows of the table of keys and options."""
+        reasons, lines = {**self.unsupported, **self.refused}, list[TableRow]()
+        for key, known in EASYR1_KEYS.items():
+            name, options = self.names.get(key, key), self.options_by_key.get(key, ())
             mark = name if key in self.stated else f"{name}*"
             if name in reasons:
-                lines.append(Line(mark, "—", f"stops: {reasons.pop(name).split(': ', 1)[-1]}"))
+                lines.append(TableRow(mark, "—", f"stops: {reasons.pop(name).split(': ', 1)[-1]}"))
             elif options:
-                lines += [Line(mark, option, str(self.options[option])) for option in options]
+                lines += [TableRow(mark, option, str(self.options[option])) for option in options]
             elif key in self.stated:
-                lines.append(Line(name, "—", known.why or "as by default here, or without a part in this run"))
-        lines += [Line(key, "—", f"stops: {why}") for key, why in reasons.items()]
-        return lines + [Line("(none)*", name, str(self.options[name])) for name in self.made.get("", ())]
+                lines.append(TableRow(name, "—", known.why or "same as the default here, or not used in this run"))
+        lines += [TableRow(key, "—", f"stops: {why}") for key, why in reasons.items()]
+        return lines + [TableRow("(none)*", name, str(self.options[name])) for name in self.options_by_key.get("", ())]
 
-    def table(self) -> str:
-        """Return the table as text, the notes, and a sentence where another number of processes was configured."""
-        rows = [Line("key", "ours", "value"), *self.lines]
+    def format_table(self) -> str:
+        """Return the table as text, with the notes, and a note if the configuration asks for other processes."""
+        rows = [TableRow("key", "option", "value"), *self.table_rows]
         first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-        text = ["A configuration of EasyR1 in options of this library (*: theirs by default):"]
-        text += [f"  {key:<{first}}  {ours:<{second}}  {value}" for key, ours, value in rows]
+        text = ["EasyR1 configuration converted to options of this library (*: default of EasyR1):"]
+        text += [f"  {key:<{first}}  {option:<{second}}  {value}" for key, option, value in rows]
         theirs = self["trainer.nnodes"] * self["trainer.n_gpus_per_node"]
         if theirs != self.processes:
             text.append(
-                f"The configuration asks for {theirs} processes, this run has {self.processes}: batches and updates "
-                f"stay the same. For as many, start with accelerate launch --num_processes {theirs}."
+                f"The configuration asks for {theirs} processes, this run has {self.processes}; batches and updates "
+                f"stay the same. To use {theirs}, start with accelerate launch --num_processes {theirs}."
             )
         text += self.notes
         return "\n".join(text)
 
-    def check(self, ignore: bool, own_rewards: bool, evaluates: bool = False) -> None:
-        """Raise `ConfigError` for keys that cannot be followed.
+    def check(self, ignore_unknown: bool, has_rewards: bool, is_evaluation: bool = False) -> None:
+        """Raise `ConfigError` for keys that are unsupported or refused.
 
         Args:
-            evaluates: nothing is trained, so that only keys of data and rewards are looked at among those refused.
-            ignore: pass over those that are unknown or have no meaning here.
-            own_rewards: rewards are named beside the configuration.
+            ignore_unknown: skip unsupported keys.
+            has_rewards: whether `--reward_funcs` replaces the reward file of the configuration.
+            is_evaluation: check refused keys of data and rewards only, since nothing is trained.
         """
-        unknown = {} if ignore else {
-            key: why for key, why in self.stopped.items() if not own_rewards or "reward.reward_f" not in key
-        }  # fmt: skip
-        reasons, cure = unknown, "Change or remove these keys, or run without them by --ignore_unknown_keys."
-        refused = {
+        reasons = {
             key: why
             for key, why in self.refused.items()
-            if not evaluates or easyr1_name(key).startswith(("data.", "worker.reward."))
+            if not is_evaluation or easyr1_name(key).startswith(("data.", "worker.reward."))
         }
-        if refused:
-            reasons, cure = refused, "Give other values: without these something else would be trained."
+        cure = "Give other values; ignoring these would change the training."
+        if not reasons and not ignore_unknown:
+            replaced = "reward.reward_f" if has_rewards else None
+            reasons = {key: why for key, why in self.unsupported.items() if replaced is None or replaced not in key}
+            cure = "Change or remove these keys, or pass --ignore_unknown_keys to ignore them."
         if reasons:
-            sentences = [
-                f"{key} {why}" if why.endswith((".", "?")) else f"{key} {why}." for key, why in reasons.items()
-            ]
+            sentences = [f"{key} {why}{'' if why.endswith(('.', '?')) else '.'}" for key, why in reasons.items()]
             raise ConfigError(" ".join([*sentences, cure]))
 
     def evaluation_options(self) -> dict[str, Any]:
-        """Return the options by the names that `vgr-trl evaluate` has for them, among others."""
+        """Return the options with the names that `vgr-trl evaluate` uses added."""
         options = dict(self.options)
-        for ours, name in (("num_samples", "num_generations_eval"), ("temperature", "eval_temperature")):
+        for option, name in (("num_samples", "num_generations_eval"), ("temperature", "eval_temperature")):
             if name in options:
-                options[ours] = options[name]
+                options[option] = options[name]
         if options.get("temperature") == 0:
             options |= {"num_samples": 0, "temperature": 1.0}
         if self.checkpoint is not None:
@@ -283,40 +284,40 @@ class Conversion:
 
 
 def convert(given: Mapping[str, Any], processes: int = 1) -> Conversion:
-    """Return what the stated keys, and the defaults of the others, become.
+    """Convert a configuration, with EasyR1's or verl's defaults for keys that it does not state.
 
     Args:
-        given: values by dotted key, as the file and the overrides state them.
-        processes: of this run.
+        given: stated values by dotted key.
+        processes: number of processes of this run.
 
     Raises:
-        ConfigError: a value cannot be right in EasyR1 either, or two names of a key have different values.
+        ConfigError: a value would be invalid in EasyR1 too, or two names of one key have different values.
     """
-    stated, names = in_easyr1(given)
-    keys = {key for key in KEYS if names.get(key, key) in given}
-    found = Conversion({key: known.default for key, known in KEYS.items()}, processes, names, keys)
+    stated, names = rename_to_easyr1(given)
+    keys = {key for key in EASYR1_KEYS if names.get(key, key) in given}
+    found = Conversion({key: known.default for key, known in EASYR1_KEYS.items()}, processes, names, keys)
     for key, value in stated.items():
-        if key in KEYS:
-            _check_type(names.get(key, key), value, KEYS[key])
+        if key in EASYR1_KEYS:
+            _check_type(names.get(key, key), value, EASYR1_KEYS[key])
             found.values[key] = value
         elif (known := VERL_KEYS.get(key)) is None:
-            nearest = get_close_matches(key, KEYS, n=1, cutoff=0.6)
-            found.stopped[names.get(key, key)] = f"is unknown.{f' Did you mean {nearest[0]}?' if nearest else ''}"
+            nearest = get_close_matches(key, EASYR1_KEYS, n=1, cutoff=0.6)
+            found.unsupported[names.get(key, key)] = f"is unknown.{f' Did you mean {nearest[0]}?' if nearest else ''}"
         elif known.accepted is not None and value not in known.accepted:
-            found.stopped[key] = f"is {value!r}: {known.why}"
-    for rule in RULES:
+            found.unsupported[key] = f"is {value!r}: {known.why}"
+    for rule in CONVERTERS:
         rule(found)
-    for key, known in KEYS.items():
+    for key, known in EASYR1_KEYS.items():
         value = found[key]
         if known.option is not None and value is not None:
             found.set(known.option, value, key)
         elif known.accepted is not None and value not in known.accepted:
-            found.stop(key, known.why)
+            found.mark_unsupported(key, known.why)
     return found
 
 
 def _check_type(name: str, value: Any, known: Key) -> None:
-    """Refuse what is no switch or number where the default is one: a text such as "flase" would switch it on."""
+    """Raise `ConfigError` unless a switch is a bool and a number a number: the text "flase" would switch a key on."""
     if value is None or not (known.is_computed or known.option is not None):
         return
     if isinstance(known.default, bool):
@@ -326,28 +327,28 @@ def _check_type(name: str, value: Any, known: Key) -> None:
         raise ConfigError(f"{name} is {value!r}: give a number.")
 
 
-def in_easyr1(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return values of EasyR1's keys, and the names that these have in the configuration where those differ.
+def rename_to_easyr1(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return values by EasyR1's keys, and EasyR1 key -> name in the configuration.
 
     Raises:
-        ConfigError: two names of a key have different values.
+        ConfigError: two names of one key have different values.
     """
     if any(key.startswith("actor_rollout_ref.") for key in given):
-        return _of_verl(given)
+        return _rename_verl_keys(given)
     stated: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, value in given.items():
         key = easyr1_name(name)
         if key in stated and stated[key] != value:
-            raise ConfigError(f"{names[key]} is {stated[key]!r} and {name}, which means the same, {value!r}: give one.")
+            raise ConfigError(f"{names[key]} is {stated[key]!r}, but its other name {name} is {value!r}: give one.")
         stated[key], names[key] = value, name
     return stated, names
 
 
-_MODES = {"token-mean": "token", "seq-mean-token-mean": "seq", "vanilla": "default"}
+_VERL_MODES = {"token-mean": "token", "seq-mean-token-mean": "seq", "vanilla": "default"}
 
 
-def _of_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def _rename_verl_keys(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     found = VERL_DEFAULTS | {key: value for key, value in given.items() if key not in VERL_NAMES}
     found |= {key: given.get(name, default) for name, (key, default) in VERL_NAMES.items()}
     names = {key: name for name, (key, _) in VERL_NAMES.items()}
@@ -360,48 +361,49 @@ def _of_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     if in_loss:
         pairs |= {"algorithm.kl_coef": f"{actor}.kl_loss_coef", "algorithm.kl_penalty": f"{actor}.kl_loss_type"}
     for key, name in pairs.items():
-        found[key], names[key] = _MODES.get(own[name], own[name]), name
+        found[key], names[key] = _VERL_MODES.get(own[name], own[name]), name
     return found, names
 
 
-# What is computed, in the order of a step. Steps of EasyR1 are rollouts, ours updates.
+# Converters, in the order of a training step. A step of EasyR1 is a rollout; a step here is an optimizer update.
 
-_NEVER = 10**9
-_ROLLOUT_SIZE, _UPDATE_SIZE = "data.rollout_batch_size", "worker.actor.global_batch_size"
-_MICRO_SIZE = "worker.actor.micro_batch_size_per_device_for_update"
-_TYPES = {None: "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_NEVER_EVALUATE = 10**9
+_ROLLOUT_SIZE_KEY, _UPDATE_SIZE_KEY = "data.rollout_batch_size", "worker.actor.global_batch_size"
+_MICRO_BATCH_SIZE_KEY = "worker.actor.micro_batch_size_per_device_for_update"
+_DTYPES = {None: "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def model(c: Conversion) -> None:
-    """The checkpoint, the types that it is held and computed in, and its adapter."""
+def convert_model(c: Conversion) -> None:
+    """Convert checkpoint, dtypes and adapter."""
     key, held, computed = "worker.actor.model", "worker.actor.fsdp.torch_dtype", "worker.actor.fsdp.mp_param_dtype"
     path = c[f"{key}.model_path"]
     if path is None:
         raise ConfigError(f"{key}.model_path is missing: give a checkpoint folder or a hub name.")
     c.set("model_name_or_path", path, f"{key}.model_path")
     if c[f"{key}.tokenizer_path"] not in (None, path):
-        c.stop(f"{key}.tokenizer_path", "the processor is the one saved with the model")
-    c.set("dtype", _TYPES[c.one_of(held, *_TYPES)], held)
-    kind = c.one_of(computed, "bf16", "fp16", "fp32")
+        c.mark_unsupported(f"{key}.tokenizer_path", "the processor saved with the model is used")
+    c.set("dtype", _DTYPES[c.read_choice(held, *_DTYPES)], held)
+    kind = c.read_choice(computed, "bf16", "fp16", "fp32")
     c.set("bf16", kind == "bf16", computed)
     c.set("fp16", kind == "fp16", computed)
-    _adapter(c, key, f"{key}.lora")
+    _convert_adapter(c, key, f"{key}.lora")
 
 
-def _adapter(c: Conversion, key: str, lora: str) -> None:
-    kind = c.one_of(f"{key}.peft_type", None, "lora", "qlora")
-    rank, excluded, frozen = c.whole(f"{lora}.rank", 0), c[f"{lora}.exclude_modules"], f"{key}.freeze_vision_tower"
+def _convert_adapter(c: Conversion, key: str, lora: str) -> None:
+    kind = c.read_choice(f"{key}.peft_type", None, "lora", "qlora")
+    rank, excluded = c.read_integer(f"{lora}.rank", 0), c[f"{lora}.exclude_modules"]
+    frozen = f"{key}.freeze_vision_tower"
     if kind is not None and rank == 0:
         name = c.names.get(f"{lora}.rank", f"{key}.lora_rank")
-        raise ConfigError(f"{key}.peft_type is {kind}, but no rank is given: give {name}=64, for example.")
+        raise ConfigError(f"{key}.peft_type is {kind}, but the rank is 0: give {name}=64, for example.")
     if c[frozen] and not (rank and excluded):
-        c.stop(frozen, "give lora.exclude_modules: only adapters that leave the tower out freeze it")
+        c.mark_unsupported(frozen, "give lora.exclude_modules: the vision tower is frozen only if adapters exclude it")
     if rank == 0:
         return
-    targets = _names(c[f"{lora}.target_modules"])
-    if excluded:  # one pattern for PEFT, since no option of TRL excludes modules
-        names = "|".join(map(re.escape, _LINEAR if targets == ["all-linear"] else targets))
+    targets = _split_names(c[f"{lora}.target_modules"])
+    if excluded:  # a PEFT pattern, since TRL has no option to exclude modules
+        names = "|".join(map(re.escape, _LINEAR_MODULES if targets == ["all-linear"] else targets))
         targets = [rf"(?!(?:{excluded})$)(?:.*\.)?(?:{names})"]
     c.set("use_peft", True, f"{lora}.rank")
     c.set("load_in_4bit", kind == "qlora", f"{key}.peft_type")
@@ -409,17 +411,17 @@ def _adapter(c: Conversion, key: str, lora: str) -> None:
     c.set("lora_target_modules", targets, f"{lora}.target_modules", *[f"{lora}.exclude_modules"] * bool(excluded))
 
 
-def _names(given: Any) -> list[str]:
+def _split_names(given: Any) -> list[str]:
     texts = [given or ""] if isinstance(given, str | None) else list(given)
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
-def data(c: Conversion) -> None:
-    """Files, folders and names on the hub, each with its split behind `@`; the columns as named, nothing else."""
+def convert_data(c: Conversion) -> None:
+    """Convert data sources (files, a folder or a hub name, each with `@split`), columns and prompt template."""
     train_key, test_key = "data.train_files", "data.val_files"
-    (train, split), (test, test_split) = _source(c[train_key], train_key), _source(c[test_key], test_key)
+    (train, split), (test, test_split) = _parse_source(c[train_key], train_key), _parse_source(c[test_key], test_key)
     if train is None:
-        raise ConfigError(f"{train_key} is missing: give files, a folder or a name on the hub, with @ and the split.")
+        raise ConfigError(f"{train_key} is missing: give files, a folder or a hub name, optionally with @split.")
     if isinstance(train, list):
         files = f"train={'+'.join(train)}"
         if isinstance(test, list):
@@ -433,7 +435,7 @@ def data(c: Conversion) -> None:
         if test != train:
             c.set("test_dataset", test[0] if isinstance(test, list) else test, test_key)
             if isinstance(test, list) and len(test) > 1:
-                c.refuse(test_key, "several files to evaluate on go with files to train on alone")
+                c.mark_refused(test_key, "several evaluation files need training files, not a folder or hub name")
     c.set("choices_key", "none")
     for part in ("image", "video"):
         key = f"data.{part}_key"
@@ -444,27 +446,27 @@ def data(c: Conversion) -> None:
     c.set(option, template or "none", "data.format_prompt")
 
 
-def _source(given: Any, key: str) -> tuple[Any, str]:
-    """A list of files, or a folder or hub name, and the split; None where nothing is given."""
-    pairs = [(name, split or "train") for name, _, split in (part.partition("@") for part in _names(given))]
+def _parse_source(given: Any, key: str) -> tuple[Any, str]:
+    """Return a list of files, a folder or a hub name (None if not given), and the split."""
+    pairs = [(name, split or "train") for name, _, split in (part.partition("@") for part in _split_names(given))]
     suffixes = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
     if pairs and all(Path(name).is_file() or Path(name).suffix in suffixes for name, _ in pairs):
         return [name for name, _ in pairs], "train"
     if len(pairs) > 1:
-        raise ConfigError(f"{key} is {given!r}: several parts must all be files.")
+        raise ConfigError(f"{key} is {given!r}: several sources are supported only if all are files.")
     return pairs[0] if pairs else (None, "")
 
 
-def reward(c: Conversion) -> None:
-    """The function of the file, and the score that groups are filtered by as a reward of weight 0."""
+def convert_reward(c: Conversion) -> None:
+    """Convert the reward function; a filter key other than the overall score becomes a reward of weight 0."""
     key, filter_key = "worker.reward.reward_function", "algorithm.filter_key"
     if (kind := c["worker.reward.reward_type"]) == "model":
-        why = "remove it, and give --reward_model_name_or_path MODEL, with --reward_funcs for the functions beside it"
-        c.refuse("worker.reward.reward_type", why)
+        why = "remove it, and give --reward_model_name_or_path MODEL, and --reward_funcs for further functions"
+        c.mark_refused("worker.reward.reward_type", why)
     else:
-        kind = c.one_of("worker.reward.reward_type", None, "function", "batch", "sequential")
+        kind = c.read_choice("worker.reward.reward_type", None, "function", "batch", "sequential")
     if c[key] is None:
-        c.stop(key, "give FILE.py:FUNCTION, or --reward_funcs")
+        c.mark_unsupported(key, "give FILE.py:FUNCTION, or --reward_funcs")
         return
     file, colon, name = str(c[key]).rpartition(":")
     spec = f"{file}:{name}" if colon else f"{name}:{'reward_function' if kind == 'function' else 'main'}"
@@ -479,53 +481,54 @@ def reward(c: Conversion) -> None:
         c.set("reward_function_kwargs", json.dumps(arguments), "worker.reward.reward_function_kwargs")
 
 
-def batches(c: Conversion) -> None:
-    """The same completions in a micro-batch, an update and a rollout, on however many processes."""
-    n, micro = c.whole("worker.rollout.n"), c.whole(_MICRO_SIZE)
+def convert_batches(c: Conversion) -> None:
+    """Convert batch sizes so that micro-batch, update and rollout have as many completions as in EasyR1."""
+    n, micro = c.read_integer("worker.rollout.n"), c.read_integer(_MICRO_BATCH_SIZE_KEY)
     if n < 2:
         samples, estimator = (c.names.get(key, key) for key in ("worker.rollout.n", "algorithm.adv_estimator"))
-        critic = f", and {estimator}=grpo to do without the critic" if c["algorithm.adv_estimator"] == "gae" else ""
-        why = f"TRL takes at least 2 completions of a prompt, with a critic too: give {samples}=8, for example{critic}"
-        why += f". Rollouts and updates are 8 times as large then, as {_ROLLOUT_SIZE} and {_UPDATE_SIZE} count prompts"
-        c.refuse("worker.rollout.n", why)
+        critic = f", and {estimator}=grpo to train without a critic" if c["algorithm.adv_estimator"] == "gae" else ""
+        why = f"TRL needs at least 2 completions per prompt: give {samples}=8, for example{critic}"
+        why += f". {_ROLLOUT_SIZE_KEY} and {_UPDATE_SIZE_KEY} count prompts, "
+        why += "so rollouts and updates become 8 times as large"
+        c.mark_refused("worker.rollout.n", why)
         return
-    rollout, update = c.whole(_ROLLOUT_SIZE) * n, c.whole(_UPDATE_SIZE) * n
-    while _MICRO_SIZE not in c.stated and micro > 1 and update % (micro * c.processes):
+    rollout, update = c.read_integer(_ROLLOUT_SIZE_KEY) * n, c.read_integer(_UPDATE_SIZE_KEY) * n
+    while _MICRO_BATCH_SIZE_KEY not in c.stated and micro > 1 and update % (micro * c.processes):
         micro -= 1
     at_once = micro * c.processes
     if update % at_once:
         raise ConfigError(
-            f"An update takes {update} completions ({_UPDATE_SIZE} · worker.rollout.n), which {c.processes} processes "
-            f"with {micro} at a time ({_MICRO_SIZE}) cannot share evenly: change one of the three."
+            f"An update takes {update} completions ({_UPDATE_SIZE_KEY} · worker.rollout.n), which {c.processes} "
+            f"processes with {micro} at a time ({_MICRO_BATCH_SIZE_KEY}) cannot share evenly: change one of the three."
         )
     c.set("num_generations", n, "worker.rollout.n")
-    c.set("per_device_train_batch_size", micro, _MICRO_SIZE)
-    c.set("gradient_accumulation_steps", update // at_once, _UPDATE_SIZE)
-    c.set("steps_per_generation", rollout // at_once, _ROLLOUT_SIZE)
+    c.set("per_device_train_batch_size", micro, _MICRO_BATCH_SIZE_KEY)
+    c.set("gradient_accumulation_steps", update // at_once, _UPDATE_SIZE_KEY)
+    c.set("steps_per_generation", rollout // at_once, _ROLLOUT_SIZE_KEY)
 
 
-def schedule(c: Conversion) -> None:
-    """Lengths and intervals in our steps."""
+def convert_schedule(c: Conversion) -> None:
+    """Convert lengths and intervals to optimizer steps."""
     steps, warmup, ratio = "trainer.max_steps", "worker.actor.optim.lr_warmup_steps", "worker.actor.optim"
     if c[steps] is not None:
-        c.set("max_steps", c.whole(steps) * c.updates, steps)
+        c.set("max_steps", c.read_integer(steps) * c.updates_per_rollout, steps)
     else:
-        c.set("num_train_epochs", c.whole("trainer.total_epochs"), "trainer.total_epochs")
-    c.set("logging_steps", c.updates)
+        c.set("num_train_epochs", c.read_integer("trainer.total_epochs"), "trainer.total_epochs")
+    c.set("logging_steps", c.updates_per_rollout)
     save, limit = c["trainer.save_freq"], c["trainer.save_limit"]
     c.set("save_strategy", "steps" if save > 0 else "no", "trainer.save_freq")
     if save > 0:
-        c.set("save_steps", save * c.updates, "trainer.save_freq")
+        c.set("save_steps", save * c.updates_per_rollout, "trainer.save_freq")
     if limit is not None and limit > 0:
         c.set("save_total_limit", limit, "trainer.save_limit")
     if c[warmup] not in (None, -1):
-        c.set("warmup_steps", c.whole(warmup, 0) * c.updates, warmup)
+        c.set("warmup_steps", c.read_integer(warmup, 0) * c.updates_per_rollout, warmup)
     else:
         c.copy(ratio, warmup_ratio="lr_warmup_ratio")
 
 
-def evaluations(c: Conversion) -> None:
-    """When is evaluated, and how completions are sampled then; EasyR1 also does it at the end, as this library."""
+def convert_evaluation(c: Conversion) -> None:
+    """Convert the evaluation schedule and its sampling; both libraries also evaluate at the end."""
     key, sampling, first = "trainer.val_freq", "worker.rollout.val_override_config", "trainer.val_before_train"
     given = dict(c[sampling] or {})
     n = given.pop("n", 1)
@@ -533,31 +536,31 @@ def evaluations(c: Conversion) -> None:
         given["temperature"] = 0
     temperature, top_p = given.pop("temperature", None), given.pop("top_p", None)
     if any(value != -1 for value in given.values()):
-        c.stop(sampling, f"evaluations have no {', '.join(given)} of their own")
+        c.mark_unsupported(sampling, f"{', '.join(given)} cannot be set for evaluation alone")
     if not c["data.val_files"] or not (c[key] > 0 or c[first]):
         c.set("eval_strategy", "no", key)
         return
     c.set("eval_strategy", "steps", key)
-    c.set("eval_steps", c[key] * c.updates if c[key] > 0 else _NEVER, key)
+    c.set("eval_steps", c[key] * c.updates_per_rollout if c[key] > 0 else _NEVER_EVALUATE, key)
     c.set("eval_on_start", bool(c[first]), first)
     c.set("num_generations_eval", n, sampling)
-    c.set("per_device_eval_batch_size", n * max(1, c.whole(_MICRO_SIZE) // n))
+    c.set("per_device_eval_batch_size", n * max(1, c.read_integer(_MICRO_BATCH_SIZE_KEY) // n))
     if temperature is not None:
         c.set("eval_temperature", temperature, sampling)
     if top_p is not None and temperature != 0:
         c.set("eval_top_p", top_p, sampling)
 
 
-def optimizer(c: Conversion) -> None:
-    """AdamW's betas and the schedule of the learning rate."""
+def convert_optimizer(c: Conversion) -> None:
+    """Convert AdamW's betas and the learning-rate schedule."""
     key = "worker.actor.optim"
     first, second = c[f"{key}.betas"]
     c.set("adam_beta1", float(first), f"{key}.betas")
     c.set("adam_beta2", float(second), f"{key}.betas")
     if c[f"{key}.strategy"] != "adamw":
-        why = "it makes up for the rounding of bfloat16 weights: give adamw, with fsdp.torch_dtype null for float32"
-        c.refuse(f"{key}.strategy", why)
-    kind = c.one_of(f"{key}.lr_scheduler_type", "constant", "constant_with_warmup", "cosine")
+        why = "it compensates for the rounding of bfloat16 weights: give adamw, and fsdp.torch_dtype null for float32"
+        c.mark_refused(f"{key}.strategy", why)
+    kind = c.read_choice(f"{key}.lr_scheduler_type", "constant", "constant_with_warmup", "cosine")
     least = c[f"{key}.min_lr_ratio"] if kind == "cosine" else None
     name = "constant_with_warmup" if kind != "cosine" else "cosine_with_min_lr" if least else "cosine"
     c.set("lr_scheduler_type", name, f"{key}.lr_scheduler_type")
@@ -565,13 +568,13 @@ def optimizer(c: Conversion) -> None:
         c.set("lr_scheduler_kwargs", {"min_lr_rate": float(least)}, f"{key}.min_lr_ratio")
 
 
-def rollout(c: Conversion) -> None:
-    """Generation by vLLM beside the training; no ratio of its probabilities to the policy's is taken.
+def convert_rollout(c: Conversion) -> None:
+    """Convert generation: colocated vLLM without importance-sampling correction, or transformers.
 
-    vLLM keeps no attention, which the scoring pass then measures.
+    vLLM does not return attention, so the scoring pass measures it.
     """
     key, parallel = "worker.rollout.name", "worker.rollout.tensor_parallel_size"
-    engine = c.one_of(key, "vllm", "hf")
+    engine = c.read_choice(key, "vllm", "hf")
     if key not in c.stated and util.find_spec("vllm") is None:
         engine = "hf"
     c.set("use_vllm", engine == "vllm", key)
@@ -579,68 +582,68 @@ def rollout(c: Conversion) -> None:
         c.set("vllm_mode", "colocate", key)
         c.set("vllm_enable_sleep_mode", True)
         c.set("vllm_importance_sampling_correction", False)
-        size = c.whole(parallel)
+        size = c.read_integer(parallel)
         c.set("vllm_tensor_parallel_size", size if parallel in c.stated else gcd(size, c.processes), parallel)
     c.set("top_k", max(0, c["worker.rollout.top_k"]), "worker.rollout.top_k")
     collects = "worker.rollout.collect_attentions"
     c.set("attention_source", "generate" if c[collects] and engine == "hf" else "scoring", collects)
 
 
-def advantages(c: Conversion) -> None:
-    """Convert the advantage estimator."""
+def convert_advantages(c: Conversion) -> None:
+    """Convert the advantage estimator and trajectory reweighting."""
     key = "algorithm.adv_estimator"
     if c[key] == "reinforce_plus_plus":
-        c.refuse(key, "EasyR1's has no baseline, ours of that name has the mean of the group: use rloo or grpo")
+        c.mark_refused(key, "EasyR1's version has no baseline, the one here subtracts the group mean: use rloo or grpo")
     else:
-        c.set("advantage_estimator", c.one_of(key, "grpo", "rloo", "remax", "grpo_passk", "gae"), key)
+        c.set("advantage_estimator", c.read_choice(key, "grpo", "rloo", "remax", "grpo_passk", "gae"), key)
     reweighted, filtered = "algorithm.enable_trajectory_reweighting", "algorithm.enable_perception_filtering"
     c.set("enable_trajectory_reweighting", bool(c[reweighted] and c[filtered]), reweighted, filtered)
     if c[filtered]:
         c.set("perturb_per", "completion", filtered)
 
 
-def critic(c: Conversion) -> None:
-    """A model of its own with a head, trained beside the policy; only with GAE."""
+def convert_critic(c: Conversion) -> None:
+    """Convert the critic, a copy of the policy with a value head; only used with GAE."""
     waits, key, policy = "trainer.critic_warmup", "worker.critic", "worker.actor"
     if c["algorithm.adv_estimator"] != "gae":
-        if c.whole(waits, 0) > 1:
-            c.refuse(waits, "there the policy waits that many steps, though there is no critic")
+        if c.read_integer(waits, 0) > 1:
+            c.mark_refused(waits, "EasyR1 delays the policy by that many steps even without a critic")
         return
     c.copy("algorithm", "gamma", "lam")
     c.copy(key, "cliprange_value", critic_learning_rate="optim.lr")
     c.set("critic", "model", f"{key}.model.model_path")
     steps = c[f"{key}.optim.lr_warmup_steps"]
     steps = 0 if steps in (None, -1) else steps
-    c.set("critic_warmup_steps", steps * c.updates, f"{key}.optim.lr_warmup_steps")
+    c.set("critic_warmup_steps", steps * c.updates_per_rollout, f"{key}.optim.lr_warmup_steps")
     if steps == 0 and c[f"{key}.optim.lr_warmup_ratio"]:
-        c.refuse(f"{key}.optim.lr_warmup_ratio", "give lr_warmup_steps, which critic_warmup_steps are")
-    c.set("critic_warmup", max(0, c.whole(waits, 0) - 1) * c.updates, waits)
+        c.mark_refused(f"{key}.optim.lr_warmup_ratio", "give lr_warmup_steps, which becomes critic_warmup_steps")
+    c.set("critic_warmup", max(0, c.read_integer(waits, 0) - 1) * c.updates_per_rollout, waits)
     if c[f"{key}.model.model_path"] not in (None, c[f"{policy}.model.model_path"]):
-        c.refuse(f"{key}.model.model_path", "the critic starts as a copy of the policy")
+        c.mark_refused(f"{key}.model.model_path", "the critic starts as a copy of the policy")
     same = ("global_batch_size", "ppo_epochs", "max_grad_norm", "loss_avg_mode", "optim.weight_decay", "optim.betas")
     for name in same:
         if f"{key}.{name}" in c.stated and c[f"{key}.{name}"] != (given := c[f"{policy}.{name}"]):
-            c.refuse(f"{key}.{name}", f"the critic is trained as the policy: give {given}, or leave it out")
+            c.mark_refused(f"{key}.{name}", f"the critic uses the policy's settings: give {given}, or leave it out")
 
 
-def losses(c: Conversion) -> None:
-    """The clipped loss and its relatives, by TRL's names."""
+def convert_loss(c: Conversion) -> None:
+    """Convert the loss and its aggregation to TRL's names."""
     key = "worker.actor"
-    kind = c.one_of(f"{key}.loss_type", "default", "gspo", "gspo_token", "cispo", "sapo")
-    mode = c.one_of(f"{key}.loss_avg_mode", "token", "seq")
+    kind = c.read_choice(f"{key}.loss_type", "default", "gspo", "gspo_token", "cispo", "sapo")
+    mode = c.read_choice(f"{key}.loss_avg_mode", "token", "seq")
     if kind == "sapo":
         c.set("loss_type", "sapo", f"{key}.loss_type")
         c.copy(key, sapo_temperature_pos="tau_positive", sapo_temperature_neg="tau_negative")
         if mode != "seq":
-            c.refuse(f"{key}.loss_avg_mode", "TRL's sapo is a mean over completions: give seq")
+            c.mark_refused(f"{key}.loss_avg_mode", "TRL's sapo averages over completions: give seq")
     elif kind == "cispo":
         c.set("loss_type", "cispo", f"{key}.loss_type")
         c.set("epsilon_high", 1 + float(c[f"{key}.clip_ratio_high"]), f"{key}.clip_ratio_high")
         if c[f"{key}.clip_ratio_low"] is not None:
-            why = "EasyR1 bounds the ratio of cispo from below too, TRL from above alone: give null for that"
-            c.refuse(f"{key}.clip_ratio_low", why)
+            why = "EasyR1 also clips the ratio of cispo from below, TRL only from above: give null"
+            c.mark_refused(f"{key}.clip_ratio_low", why)
         if mode != "token":
-            c.refuse(f"{key}.loss_avg_mode", "TRL's cispo is a mean over tokens: give token")
+            c.mark_refused(f"{key}.loss_avg_mode", "TRL's cispo averages over tokens: give token")
     else:
         c.set("loss_type", "dapo" if mode == "token" else "grpo", f"{key}.loss_type", f"{key}.loss_avg_mode")
         if kind != "default":
@@ -648,24 +651,24 @@ def losses(c: Conversion) -> None:
         c.copy(key, epsilon="clip_ratio_low", epsilon_high="clip_ratio_high", delta="clip_ratio_dual")
 
 
-def divergence(c: Conversion) -> None:
-    """The KL from the reference."""
+def convert_kl(c: Conversion) -> None:
+    """Convert the KL divergence from the reference model."""
     if c["algorithm.disable_kl"]:
         c.set("kl_coef", 0.0, "algorithm.disable_kl")
         return
     c.copy("algorithm", "kl_coef")
     in_loss = bool(c["algorithm.use_kl_loss"])
     c.set("use_kl_loss", in_loss, "algorithm.use_kl_loss")
-    kind = c.one_of("algorithm.kl_penalty", "kl", "abs", "mse", "low_var_kl")
+    kind = c.read_choice("algorithm.kl_penalty", "kl", "abs", "mse", "low_var_kl")
     c.set("kl_penalty", kind, "algorithm.kl_penalty")
-    controller = c.one_of("algorithm.kl_type", "fixed", "adaptive")
+    controller = c.read_choice("algorithm.kl_type", "fixed", "adaptive")
     c.set("kl_type", "fixed" if in_loss else controller, "algorithm.kl_type")
     if not in_loss and controller == "adaptive":
         c.copy("algorithm", "kl_target", "kl_horizon")
 
 
-def filtering(c: Conversion) -> None:
-    """Groups outside the bounds are left out, and other prompts sampled in their place."""
+def convert_filtering(c: Conversion) -> None:
+    """Convert online filtering: groups outside the bounds are replaced by other prompts."""
     key, tries = "algorithm.online_filtering", c["trainer.max_try_make_batch"]
     c.set("online_filtering", bool(c[key]), key)
     if c[key]:
@@ -675,26 +678,26 @@ def filtering(c: Conversion) -> None:
         c.set("dynamic_sampling_max_rounds", tries - 1 if tries > 1 else 1000, "trainer.max_try_make_batch")
 
 
-def run(c: Conversion) -> None:
-    """Convert checkpoints, resuming and trackers."""
+def convert_output(c: Conversion) -> None:
+    """Convert output folder, resuming and trackers."""
     key, project = "trainer.save_checkpoint_path", c["trainer.project_name"]
     folder = c[key] or os.path.join("checkpoints", project, c["trainer.experiment_name"])
     c.set("output_dir", folder, key)
-    _resume(c, folder)
+    _convert_resume(c, folder)
     c.set("project", project, "trainer.project_name")
     known = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
     logger = c["trainer.logger"]
     names = [logger] if isinstance(logger, str) else list(logger)
     if unknown := [name for name in names if name not in (*known, "console", "file")]:
-        c.stop("trainer.logger", f"there is no {', '.join(unknown)} here, but {', '.join(known)}")
+        c.mark_unsupported("trainer.logger", f"{', '.join(unknown)} is not supported, only {', '.join(known)}")
     trackers = [name for name in names if name in known]
-    if "trainer.logger" not in c.stated:  # a folder ./wandb has a spec too, but no origin
+    if "trainer.logger" not in c.stated:  # only installed ones; a folder ./wandb has a spec but no origin
         trackers = [name for name in trackers if getattr(util.find_spec(name), "origin", None)]
     c.set("report_to", trackers or ["none"], "trainer.logger")
 
 
-def _resume(c: Conversion, folder: str) -> None:
-    """From what is named; with `find_last_checkpoint` from the newest checkpoint in that folder, or in ours."""
+def _convert_resume(c: Conversion, folder: str) -> None:
+    """Resume from the given checkpoint; with `find_last_checkpoint` from the newest one in its folder or the output."""
     load, find = "trainer.load_checkpoint_path", "trainer.find_last_checkpoint"
     given, is_sought = c[load], bool(c[find])
     complete = [file.parent for file in Path(given or folder).glob("checkpoint-[0-9]*/manifest.json")]
@@ -707,14 +710,15 @@ def _resume(c: Conversion, folder: str) -> None:
     present = {path.name for path in Path(given).glob("*")}
     is_new = not present or ("run.json" in present and "trainer_state.json" not in present)
     if is_sought and is_new and not c.checkpoint and (find in c.stated or Path(given).is_dir()):
-        c.notes.append(f"{c.names.get(load, load)} is {given}, which has no checkpoint yet: nothing is continued.")
+        c.notes.append(f"{c.names.get(load, load)} is {given}, which has no checkpoint yet: starting from step 0.")
         c.set("resume_from_checkpoint", "latest" if Path(given) == Path(folder) else "none", load)
         return
     c.checkpoint = c.checkpoint or str(given)
     c.set("resume_from_checkpoint", c.checkpoint, load)
 
 
-RULES = (
-    model, data, reward, batches, schedule, evaluations, optimizer, rollout, advantages, critic, losses, divergence,
-    filtering, run,
+CONVERTERS = (
+    convert_model, convert_data, convert_reward, convert_batches, convert_schedule, convert_evaluation,
+    convert_optimizer, convert_rollout, convert_advantages, convert_critic, convert_loss, convert_kl,
+    convert_filtering, convert_output,
 )  # fmt: skip

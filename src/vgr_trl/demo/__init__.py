@@ -1,7 +1,6 @@
-"""Demo without a download: a real vision-language model of a third of a million parameters, and drawn questions.
+"""A demo without downloads: a vision-language model with a third of a million parameters, and drawn questions.
 
-Read `demo.py`, the whole demo on one page, then `tiny_model.py`. `write_folder.py` leaves model and questions as files
-for other commands.
+Start with `demo.py`, then `tiny_model.py`. `write_folder.py` saves model and questions as files for other commands.
 """
 
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of one run; the seed drives questions, weights, order and sampling."""
+    """Options of the demo; the seed determines questions, weights, order and sampling."""
 
     seed: int = 0
     steps: int = 100

@@ -1,8 +1,7 @@
-"""The demo on one page: drawn questions, a warm start, reinforcement, and the comparison of before and after.
+"""The demo: draw questions, warm-start, train, and compare accuracy before and after.
 
-An image shows one shape in one of four 28-pixel cells of different paper. Three words describe it (colour, shape,
-corner), and all three have to be read off the image; a question asks for one of them, with or without the four words of
-its family as options.
+An image shows one shape in one of four 28-pixel cells with different backgrounds. A question asks for its colour, shape
+or corner, with or without the four words of this family as options.
 """
 
 import json
@@ -30,8 +29,8 @@ from vgr_trl.data.prompts import LETTERS, build_prompt
 from vgr_trl.demo import Options
 from vgr_trl.demo.tiny_model import EOS, build_tiny_vlm
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
-from vgr_trl.reporting.markdown import reached_lines
-from vgr_trl.reporting.recorder import RecordBefore
+from vgr_trl.reporting.markdown import progress_lines
+from vgr_trl.reporting.recorder import RecordBeforeTraining
 from vgr_trl.rewards.simple import accuracy_reward, think_format_reward
 from vgr_trl.trainer import DAPOTrainer
 
@@ -43,7 +42,7 @@ SPLITS = ("test", "validation", *8 * ("train",))  # by the hash of a scene, modu
 CELL = 28  # pixels: one token of a vision tower with patches of 14 pixels merged 2 x 2
 COLOURS = {"red": (214, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 214), "yellow": (236, 200, 40)}
 SHAPES = ("circle", "square", "triangle", "cross")
-# Each corner has a paper of its own: a place that shows only as a position takes a tiny model thousands of steps.
+# Each corner has its own background: from position alone, a tiny model needs thousands of steps to learn corners.
 PAPERS = {
     "northwest": (255, 255, 255), "northeast": (200, 200, 210),
     "southwest": (250, 215, 180), "southeast": (190, 235, 200),
@@ -54,12 +53,12 @@ FAMILIES = {
     "corner": ("which corner is it in?", tuple(PAPERS)),
 }
 EVALUATION = {"max_completion_length": 16, "system_prompt": None}
-RECORDED = 32  # questions of the evaluation, answered twice each, before the first step and after the last one
+RECORDED_QUESTIONS = 32  # evaluation questions, answered twice each before the first and after the last step
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One shape; `size`, `x` and `y` (of its top left pixel, in its cell) in pixels; `shade` and `paper` 0 to 255."""
+    """One shape: `size` and the offset `x`, `y` in its cell, in pixels; brightness `shade` and `paper`, 0 to 255."""
 
     colour: str
     shape: str
@@ -79,24 +78,24 @@ def draw_questions(count: int, *, seed: int, split: Split, multiple_choice: bool
 
     Args:
         count: at least 0.
-        seed: of scenes, families and order of options.
-        split: which of the three disjoint sets of scenes to draw from.
-        multiple_choice: the solution is a letter; otherwise there are no choices and the solution is the word.
+        seed: seed of scenes, families and order of options.
+        split: one of three disjoint sets of scenes.
+        multiple_choice: whether there are choices, with a letter as the solution; otherwise it is the word.
     """
-    rng = random.Random(f"{split} {seed}")  # a text seed, because seeds of numbers that are close give similar streams
-    scenes = _scenes(rng, split)
-    return [_question(next(scenes), rng, f"{split}-{seed}-{index}", multiple_choice) for index in range(count)]
+    rng = random.Random(f"{split} {seed}")  # a text seed, because close numbers give similar streams
+    scenes = _draw_scenes(rng, split)
+    return [_build_question(next(scenes), rng, f"{split}-{seed}-{index}", multiple_choice) for index in range(count)]
 
 
 def draw_scene(scene: Scene) -> Image.Image:
     """Return the scene as an RGB image of 56 x 56 pixels."""
     image = Image.new("RGB", (2 * CELL, 2 * CELL))
     for corner, paper in PAPERS.items():
-        x, y = _origin(corner)
-        image.paste(_shaded(paper, scene.paper - 255), (x, y, x + CELL, y + CELL))
-    left, top = (start + shift for start, shift in zip(_origin(scene.corner), (scene.x, scene.y), strict=True))
+        x, y = _corner_origin(corner)
+        image.paste(_shade(paper, scene.paper - 255), (x, y, x + CELL, y + CELL))
+    left, top = (start + shift for start, shift in zip(_corner_origin(scene.corner), (scene.x, scene.y), strict=True))
     right, bottom = left + scene.size - 1, top + scene.size - 1
-    fill, arm = _shaded(COLOURS[scene.colour], scene.shade - 128), math.ceil(scene.size / 3)
+    fill, arm = _shade(COLOURS[scene.colour], scene.shade - 128), math.ceil(scene.size / 3)
     pen = ImageDraw.Draw(image)
     if scene.shape == "circle":
         pen.ellipse((left, top, right, bottom), fill=fill)
@@ -110,15 +109,15 @@ def draw_scene(scene: Scene) -> Image.Image:
     return image
 
 
-def _origin(corner: str) -> tuple[int, int]:
+def _corner_origin(corner: str) -> tuple[int, int]:
     return (CELL if corner.endswith("east") else 0, CELL if corner.startswith("south") else 0)
 
 
-def _shaded(colour: tuple[int, int, int], change: int) -> tuple[int, ...]:
+def _shade(colour: tuple[int, int, int], change: int) -> tuple[int, ...]:
     return tuple(min(255, max(0, channel + change)) for channel in colour)
 
 
-def _scenes(rng: random.Random, split: Split) -> Iterator[Scene]:
+def _draw_scenes(rng: random.Random, split: Split) -> Iterator[Scene]:
     while True:
         size = rng.randint(17, 25)
         scene = Scene(
@@ -135,7 +134,7 @@ def _scenes(rng: random.Random, split: Split) -> Iterator[Scene]:
             yield scene
 
 
-def _question(scene: Scene, rng: random.Random, name: str, multiple_choice: bool) -> dict[str, Any]:
+def _build_question(scene: Scene, rng: random.Random, name: str, multiple_choice: bool) -> dict[str, Any]:
     family = rng.choice(tuple(FAMILIES))
     problem, words = FAMILIES[family]
     choices, solution = rng.sample(words, len(words)), getattr(scene, family)
@@ -153,9 +152,14 @@ def _question(scene: Scene, rng: random.Random, name: str, multiple_choice: bool
 
 @dataclass(frozen=True)
 class Questions:
-    """Rows for every use: `validation` stops the warm start, `test` measures; they share no image with each other or
-    with `train`. `text` teaches, without images, to go from a thought to an answer, `shown` what is in an image; where
-    they are empty, `train` does."""
+    """Rows by purpose; `train`, `validation` and `test` share no image.
+
+    Attributes:
+        validation: decides when the warm start stops.
+        test: measures accuracy before and after.
+        text: teaches without images to derive an answer from a thought; empty: `train`.
+        shown: teaches to describe images; empty: `train`.
+    """
 
     train: Rows
     validation: Rows
@@ -172,33 +176,33 @@ def draw(seed: int) -> Questions:
     )
 
 
-def prompt_of(row: Row) -> list[dict[str, Any]]:
+def build_row_prompt(row: Row) -> list[dict[str, Any]]:
     """Return the conversation that asks a question, without its image."""
     return build_prompt(row["problem"], row.get("choices"), system_prompt=None)
 
 
 def words_of(rows: Rows) -> list[str]:
-    """Return the distinct texts that the model is going to read and write."""
-    return list(dict.fromkeys(text for row in rows for text in (prompt_of(row)[0]["content"], target_text(row))))
+    """Return the distinct texts that the model reads and writes."""
+    return list(dict.fromkeys(text for row in rows for text in (build_row_prompt(row)[0]["content"], target_text(row))))
 
 
 def as_dataset(rows: Rows) -> Dataset:
-    """Return the columns that the trainer and the rewards read."""
+    """Return the rows as a data set with the columns that the trainer and the rewards read."""
     names = [name for name in ("id", "image", "solution", "choices", "family", "source") if name in rows[0]]
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in names}
-    return Dataset.from_dict({"prompt": [prompt_of(row) for row in rows]} | columns)
+    return Dataset.from_dict({"prompt": [build_row_prompt(row) for row in rows]} | columns)
 
 
 def target_text(row: Row) -> str:
-    """Return what the model is to write for `row`, which has a `thought` and, unless it is a caption, a `solution`."""
+    """Return the target completion of a row; a row without a `solution` is a caption."""
     if row.get("solution") is None:
         return f"<think>{row['thought']}</think>"
     return f"<think>{row['thought']}</think><answer>{row['solution']}</answer>{EOS}"
 
 
-def encode(processor: Any, rows: Sequence[Row], *, images: bool) -> tuple[Any, torch.Tensor]:
-    """Return the model's inputs for prompts with their targets, and the length of each row's target, (N,)."""
-    prompts = [prompt_of(row) for row in rows]
+def encode_rows(processor: Any, rows: Sequence[Row], *, images: bool) -> tuple[Any, torch.Tensor]:
+    """Return model inputs for prompts followed by their targets, and the target lengths, (N,)."""
+    prompts = [build_row_prompt(row) for row in rows]
     if images:
         prompts = [prepare_multimodal_messages(prompts[i], images=[row["image"]]) for i, row in enumerate(rows)]
     texts = processor.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
@@ -216,14 +220,14 @@ def encode(processor: Any, rows: Sequence[Row], *, images: bool) -> tuple[Any, t
 def supervised_loss(
     model: Any, processor: Any, rows: Sequence[Row], *, images: bool, thought_weight: float = 1.0
 ) -> tuple[torch.Tensor, float]:
-    """Return the mean loss over target tokens, and that over answer tokens alone.
+    """Return the mean loss over target tokens, and over answer tokens alone.
 
     Args:
         rows: with problem, choices (or None), thought, solution, and image if `images`.
         images: whether the model sees the images.
-        thought_weight: weight of the tokens that are not the answer; theirs and the answer's mean are added.
+        thought_weight: weight of the mean over the other tokens, which is added to the mean over the answer.
     """
-    inputs, lengths = encode(processor, rows, images=images)
+    inputs, lengths = encode_rows(processor, rows, images=images)
     longest = int(lengths.max())
     inputs, lengths = inputs.to(model.device), lengths.to(model.device)
     logits = model(**inputs, logits_to_keep=longest + 1).logits[:, :-1].float()  # (N, T, vocabulary)
@@ -233,11 +237,11 @@ def supervised_loss(
     opened, closed = ((labels == tag).cumsum(1) > 0 for tag in (opening, closing))
     is_target = torch.arange(longest, device=model.device) >= longest - lengths[:, None]
     is_answer = opened & ~closed & (labels != opening) & is_target
-    rest = losses[is_target & ~is_answer].mean()
+    other_loss = losses[is_target & ~is_answer].mean()
     if not is_answer.any():
-        return rest, rest.item()
-    answer = losses[is_answer].mean()
-    return answer + thought_weight * rest, answer.item()
+        return other_loss, other_loss.item()
+    answer_mean = losses[is_answer].mean()
+    return answer_mean + thought_weight * other_loss, answer_mean.item()
 
 
 def fit(
@@ -252,22 +256,22 @@ def fit(
     batch_size: int = 32,
     learning_rate: float = 2e-3,
     seed: int = 0,
-    **of_loss: Any,
+    **loss_options: Any,
 ) -> int:
     """Train on random batches of `rows` and return the number of steps.
 
     Args:
-        target_loss: stop when a moving average of the answer tokens' loss, which starts at 3, is below it, in nats.
-        is_done: whether to stop after a step, counted from 1.
-        max_steps: stop here at the latest.
-        of_loss: options of `supervised_loss`.
+        target_loss: stop when the moving average of the answer loss (initially 3) is below this, in nats.
+        is_done: called with the step, counted from 1; returns whether to stop.
+        max_steps: maximum number of steps.
+        loss_options: arguments of `supervised_loss`.
     """
     rng, was_training, step, average = random.Random(seed), model.training, 0, 3.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     for step in tqdm(range(1, max_steps + 1), desc=title):
         model.train()
-        loss, answer_loss = supervised_loss(model, processor, rng.sample(rows, batch_size), **of_loss)
+        loss, answer_loss = supervised_loss(model, processor, rng.sample(rows, batch_size), **loss_options)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -281,9 +285,9 @@ def fit(
 
 
 def learn_answers(model: Any, processor: Any, rows: Sequence[Row], **settings: Any) -> int:
-    """Teach, without images, to go from the words of a thought to the answer; return the number of steps.
+    """Teach the model without images to derive the answer from a thought; return the number of steps.
 
-    By default until the answer's loss is below 0.08 nats; `settings` go to `fit`.
+    Stops by default when the answer loss is below 0.08 nats; `settings` are arguments of `fit`.
     """
     settings = {"target_loss": 0.08, "max_steps": 1500, "learning_rate": 1e-3, **settings}
     return fit(model, processor, rows, "warm start (text)", images=False, thought_weight=0.2, **settings)
@@ -360,18 +364,18 @@ def reinforce(
     between they would change what is sampled in training.
     """
     evaluated: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": options.steps, "num_generations_eval": 2}
-    batch = {"per_device_eval_batch_size": 2 * RECORDED, "rollout_log_samples": 16}
+    batch = {"per_device_eval_batch_size": 2 * RECORDED_QUESTIONS, "rollout_log_samples": 16}
     trainer = DAPOTrainer(
         model=model,
         processing_class=processor,
         reward_funcs=[accuracy_reward, think_format_reward],
         args=trainer_options(options, output_dir, **evaluated, **batch),
         train_dataset=as_dataset(questions.train),
-        eval_dataset=as_dataset(questions.validation[:RECORDED]),
+        eval_dataset=as_dataset(questions.validation[:RECORDED_QUESTIONS]),
     )
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(ReinforceBar())
-    trainer.add_callback(RecordBefore(trainer))
+    trainer.add_callback(RecordBeforeTraining(trainer))
     trainer.train()
     trainer.save_model(str(output_dir))
     trainer.save_state()
@@ -414,7 +418,7 @@ def set_up_process(options: Options) -> None:
     disable_progress_bars()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    # Not ours: TRL 1.16 asks the model, at every step, for a property that transformers has renamed.
+    # TRL 1.16 reads a property at every step that transformers has renamed.
     warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing", category=FutureWarning)
 
 
@@ -442,7 +446,7 @@ def run_demo(options: Options, output_dir: Path, questions: Questions | None = N
     (output_dir / "metrics.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     print(f"On {len(questions.test)} held-out questions, of which the report shows none:")
     print_scores(results)
-    print(*reached_lines(history, f"{RECORDED} validation questions"), sep="\n")
+    print(*progress_lines(history, f"{RECORDED_QUESTIONS} validation questions"), sep="\n")
     first, last = (f"{result.mean_at_k or 0:.3f}" for result in results.values())
     verdict = f"{'rose' if rose else 'did not rise'}: {first} → {last}"
     print(f"In {seconds:.0f} s sampled accuracy on {len(questions.test)} new questions {verdict}.")

@@ -1,4 +1,4 @@
-"""Records as text: Markdown logs, the terminal, and the line of a step."""
+"""Format records as text: Markdown logs, console output, and one line per step."""
 
 import json
 import re
@@ -15,21 +15,21 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from vgr_trl.reporting.records import Completion, Record, as_json
+from vgr_trl.reporting.records import Completion, Record, to_json_value
 from vgr_trl.utils import append_atomic, printable
 
-FOLDER = "training_logs"
-REACHED = 10  # steps whose mean is where a training begins, and where it ends
-FULL = b"\n\nThis file has reached rollout_log_max_megabytes: `vgr-trl report` shows the completions that came later.\n"
+LOG_FOLDER = "training_logs"
+MEAN_LOGS = 10  # logs averaged for the start and the end of a training
+FILE_FULL_NOTE = b"\n\nThis file has reached rollout_log_max_megabytes; see `vgr-trl report` for later completions.\n"
 
-_PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # what CommonMark lets a backslash precede
+_PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # characters that CommonMark allows to escape
 _COLUMNS = {
     "vgr": "VGR", "aei_vision": "AEI image", "aei_instruction": "AEI instruction", "mdi_balance": "MDI balance",
     "attention_vision": "attention image", "attention_instruction": "attention instruction",
 }  # fmt: skip
-# From little to much of the image, distinguishable by readers who do not see red and green alike (viridis, light half).
+# From low to high attention on the image; light half of viridis, which colour-blind readers can distinguish.
 _SHADES = ("#8a8a8a", "#3b8ac4", "#21a5a5", "#5ec962", "#fde725")
-_STEP_LINE = (  # heading, name under which trainers log it (of EasyR1's reward files: reward/…), format
+_STEP_QUANTITIES = (  # heading, logged name (EasyR1 reward files: reward/…), format
     ("reward", "reward", "{:.3f}"),
     ("accuracy", "rewards/accuracy_reward/mean", "{:.3f}"),
     ("accuracy", "reward/accuracy", "{:.3f}"),
@@ -47,14 +47,14 @@ Segments = dict[str, dict[str, float | None]]  # segment -> quantity -> value
 
 @dataclass
 class Summary:
-    """A whole rollout batch in numbers, of which a record shows a few completions.
+    """Summary of a rollout batch, of which a record shows a few completions.
 
     Attributes:
-        completions: of all processes.
-        rewards: by name, and `total` for the weighted sum: mean and standard deviation (n - 1); None if undefined.
+        completions: number over all processes.
+        rewards: name (`total`: weighted sum) -> mean and standard deviation (n - 1), None if undefined.
         success_rate: share of completions with accuracy 1; None without an accuracy reward.
-        segments: attention by segment of layers; empty if it was not measured.
-        credit: metrics of token weights and filters; empty if none is on.
+        segments: attention by segment of layers; empty if not measured.
+        credit: metrics of token weights and filters; empty if all are off.
     """
 
     completions: int
@@ -65,12 +65,12 @@ class Summary:
 
 
 class MarkdownLogs:
-    """Markdown files of a run, each of which gets a section per recorded rollout batch.
+    """Append a section per recorded rollout batch to the Markdown files of a run.
 
     Args:
         options: `ReportOptions` with an `output_dir`.
-        started: when the run did, for the names of files that the options do not name.
-        attention: whether it is measured.
+        started: start time of the run, for default file names.
+        attention: whether attention is measured.
     """
 
     def __init__(self, options: Any, started: str, attention: bool) -> None:
@@ -84,18 +84,18 @@ class MarkdownLogs:
         ):
             self.paths[title] = getattr(options, option)
             if self.paths[title] is None and options.markdown_logs and default:
-                self.paths[title] = Path(options.output_dir, FOLDER, f"{default}_{started}.md")
+                self.paths[title] = Path(options.output_dir, LOG_FOLDER, f"{default}_{started}.md")
         if options.token_weights and options.rollout_log_path and options.token_weights_log_path is None:
             self.paths["Token weights"] = Path(options.rollout_log_path).with_name("token_weights.md")
 
     def add(self, record: Record, summary: Summary) -> None:
-        """Append a section to each file that is wanted."""
+        """Append a section to each enabled file."""
         lengths = self.options.prompt_preview_length, self.options.completion_preview_length
         title = "Rollouts" if record.mode == "train" else "Evaluations"
-        self._append(title, sections().rollouts(record, summary, *lengths))
-        self._append("Attention", sections().attention(record, summary))
+        self._append(title, load_sections().rollouts(record, summary, *lengths))
+        self._append("Attention", load_sections().attention(record, summary))
         if record.mode == "train":
-            self._append("Token weights", sections().token_weights(record, summary))
+            self._append("Token weights", load_sections().token_weights(record, summary))
 
     def _append(self, title: str, section: str) -> None:
         if (path := self.paths[title]) is None:
@@ -103,65 +103,66 @@ class MarkdownLogs:
         file, data = Path(path), printable(section).encode("utf-8", "replace")
         size, most = file.stat().st_size if file.exists() else 0, self.options.rollout_log_max_megabytes * 1e6
         if size < most:
-            append_atomic(file, data + FULL if size + len(data) >= most else data, head=f"# {title}\n\n".encode())
+            data += FILE_FULL_NOTE if size + len(data) >= most else b""
+            append_atomic(file, data, head=f"# {title}\n\n".encode())
 
 
-def fenced(text: str, language: str = "text") -> str:
-    """Return a fenced block of code with `text` in it, whose fence is longer than any in the text."""
+def code_block(text: str, language: str = "text") -> str:
+    """Return `text` as a fenced code block whose fence is longer than any in the text."""
     fence = "`" * (1 + max((len(run) for run in re.findall("`{3,}", text)), default=2))
     return f"{fence}{language}\n{text}\n{fence}\n"
 
 
-def fenced_json(value: Any) -> str:
-    """Return a fenced block of JSON with a line for each item of a list or dictionary, numbers as in records."""
-    value = as_json(value)
+def json_block(value: Any) -> str:
+    """Return a list or dictionary as a fenced block of JSON, one item per line, with numbers as in records."""
+    value = to_json_value(value)
     if isinstance(value, dict):
         lines = [f"{json.dumps(name)}: {json.dumps(item, ensure_ascii=False)}" for name, item in value.items()]
     else:
         lines = [json.dumps(item, ensure_ascii=False) for item in value]
     start, end = "{}" if isinstance(value, dict) else "[]"
-    return fenced("\n".join([start, ",\n".join(lines), end]), "json")
+    return code_block("\n".join([start, ",\n".join(lines), end]), "json")
 
 
-def inline(text: str) -> str:
-    """Return `text` for a heading or the cell of a table: on one line, with all punctuation escaped."""
+def escape_inline(text: str) -> str:
+    """Return `text` on one line with punctuation escaped, for a heading or a table cell."""
     return _PUNCTUATION.sub(r"\\\1", " ".join(text.split()))
 
 
 def preview(text: str, length: int | None) -> str:
-    """Return the first `length` characters, and how many are left out; None: all."""
+    """Return the first `length` characters and the number of omitted ones; None: all."""
     if length is None or len(text) <= length:
         return text
     return f"{text[:length]}\n[… {len(text) - length} more characters]"
 
 
-def number(value: float | None) -> str:
-    """Return a number with four significant digits, a dash for None and NaN."""
+def format_number(value: float | None) -> str:
+    """Format a number with four significant digits; a dash for None and NaN."""
     return "–" if value is None or value != value else f"{value:.4g}"
 
 
-def share_of_weights(record: Record, sign: int) -> float | None:
-    """Return which share of the recorded token weights lie above 1 (`sign` 1), or below (-1); None without any."""
+def weight_share(record: Record, sign: int) -> float | None:
+    """Return the share of recorded token weights above 1 (`sign` 1) or below 1 (`sign` -1); None without weights."""
     weights = [weight for item in record.completions for weight in item.weights or [] if weight is not None]
     return sum(sign * (weight - 1) > 0 for weight in weights) / len(weights) if weights else None
 
 
 @cache
-def sections() -> Any:
-    """Return the functions of `sections.md`: rollouts, attention and token_weights of a record and its summary."""
+def load_sections() -> Any:
+    """Return the macros of `sections.md`: `rollouts`, `attention`, `token_weights`."""
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
-    for function in (fenced, fenced_json, inline, preview, number, share_of_weights):
+    for function in (code_block, json_block, escape_inline, preview, format_number, weight_share):
         environment.filters[function.__name__] = function
     source = Path(__file__).with_name("sections.md").read_text(encoding="utf-8")
     return environment.from_string(source, {"columns": _COLUMNS, "zip": zip}).module
 
 
 def print_record(record: Record, console: Console | None = None, prompt_length: int | None = None) -> None:
-    """Print prompt, completion and rewards; tokens that weigh more, or look more, are brighter where there are colours.
+    """Print prompts, completions and rewards; tokens with more weight or more attention on the image are brighter.
 
     Args:
-        console: where; None: standard output.
-        prompt_length: characters of a prompt that are shown; None: all.
+        console: None: standard output.
+        prompt_length: characters of a prompt to print; None: all.
     """
     console = Console() if console is None else console
     marks = {True: ("right", "bold cyan"), False: ("wrong", "bold magenta"), None: ("", "")}
@@ -170,15 +171,15 @@ def print_record(record: Record, console: Console | None = None, prompt_length: 
         body.append(f"{printable(preview(item.prompt.strip(), prompt_length))}\n", style="dim")
         for token, shade in zip(item.tokens, token_shades(item), strict=True):
             body.append(printable(token), style=shade)
-        rewards = ", ".join(f"{printable(name)} {number(value)}" for name, value in item.rewards.items())
+        rewards = ", ".join(f"{printable(name)} {format_number(value)}" for name, value in item.rewards.items())
         mark, style = marks[item.correct]
         body.append(f"\n{mark} ", style=style)
-        body.append(f"{rewards}, advantage {number(item.advantage)}")
+        body.append(f"{rewards}, advantage {format_number(item.advantage)}")
         console.print(Panel(body, title=f"step {record.step}, prompt {item.group}", title_align="left"))
 
 
 def token_shades(completion: Completion) -> list[str]:
-    """Return a style for each token: by its weight, else by how little its VGR is, in fifths of the completion."""
+    """Return a style per token: by its weight, else by low VGR, in fifths of the completion."""
     scores = completion.weights
     if scores is None:
         scores = [None if value is None else -value for value in completion.vgr or [None] * len(completion.tokens)]
@@ -193,39 +194,40 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
 
     Args:
         total: steps of the run.
-        logs: what the trainer logged at this step; quantities that are not in it are left out.
-        seconds_per_step: mean of the last steps; None: not known yet.
+        logs: of this step; missing quantities are omitted.
+        seconds_per_step: mean over recent steps; None: not known yet.
     """
     if "frac_reward_zero_std" in logs:
         logs = {"sampling/nonzero_variance_fraction": 1 - logs["frac_reward_zero_std"], **logs}
     parts = [f"step {step:>{len(str(total))}}/{total}"]
-    for heading, name, form in _STEP_LINE:
+    for heading, name, form in _STEP_QUANTITIES:
         if (value := logs.get(name)) is not None:
             parts.append(f"{heading} {form.format(value)}")
     if seconds_per_step is not None:
-        parts += [f"{seconds_per_step:.1f} s/step", f"{duration((total - step) * seconds_per_step)} left"]
+        parts += [f"{seconds_per_step:.1f} s/step", f"{format_duration((total - step) * seconds_per_step)} left"]
     return "  ".join(parts)
 
 
 def evaluation_line(step: int, logs: Mapping[str, float]) -> str:
-    """Return one line on what the trainer logged of an evaluation: step, reward, accuracy."""
-    shown = [f"{heading} {logs[f'eval_{name}']:.3f}" for heading, name, _ in _STEP_LINE[:3] if f"eval_{name}" in logs]
+    """Return one line about an evaluation: step, reward, accuracy."""
+    names = [(heading, f"eval_{name}") for heading, name, _ in _STEP_QUANTITIES[:3]]
+    shown = [f"{heading} {logs[name]:.3f}" for heading, name in names if name in logs]
     return f"evaluation at step {step}  {'  '.join(shown)}"
 
 
-def reached_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list[str]:
-    """Return lines with reward and accuracy at the beginning and at the end, of training and of evaluations.
+def progress_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list[str]:
+    """Return lines with reward and accuracy at the start and the end of training and of the evaluations.
 
     Args:
         history: `log_history` of a trainer's state.
-        evaluated: how many rows of what.
+        evaluated: description of the evaluation data, such as `64 rows of data.jsonl`.
     """
     lines = []
     for title, prefix in (("training", ""), ("evaluation", "eval_")):
         logs = [entry for entry in history if f"{prefix}reward" in entry]
-        few = 1 if prefix else min(REACHED, (len(logs) + 1) // 2)
+        few = 1 if prefix else min(MEAN_LOGS, (len(logs) + 1) // 2)
         parts = []
-        for heading, name, _ in _STEP_LINE[:3]:
+        for heading, name, _ in _STEP_QUANTITIES[:3]:
             if values := [entry[prefix + name] for entry in logs if prefix + name in entry]:
                 ends = [fmean(values[:few]), fmean(values[-few:])][len(values) == 1 :]
                 parts.append(f"{heading} {' → '.join(f'{end:.3f}' for end in ends)}")
@@ -233,17 +235,17 @@ def reached_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list[
             which = f"on {evaluated}" if prefix else f"in the first and last {few} of {len(logs)} logs"
             steps = " to ".join(str(entry["step"]) for entry in logs[:: max(1, len(logs) - 1)])
             lines.append(f"{title:<12}{', '.join(parts)} {which}, step {steps}")
-    accuracy = [entry[name] for entry in history for _, name, _ in _STEP_LINE[1:3] if name in entry]
+    accuracy = [entry[name] for entry in history for _, name, _ in _STEP_QUANTITIES[1:3] if name in entry]
     if accuracy and max(accuracy) < 0.01:
         lines.append(
             "Accuracy stayed near 0, so the accuracy reward gave no learning signal: look at completions in the "
-            "report; another model or --system_prompt_file may help."
+            "report; try another model or --system_prompt_file."
         )
     return lines
 
 
-def duration(seconds: float) -> str:
-    """Return a time as people say it: 45 s, 12 min, 3 h 05."""
+def format_duration(seconds: float) -> str:
+    """Format a duration: 45 s, 12 min, 3 h 05."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

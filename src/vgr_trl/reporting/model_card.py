@@ -1,4 +1,4 @@
-"""Extend TRL's model card with origin, rewards, the options that were on, and the papers to cite."""
+"""Extend TRL's model card: origin, rewards, options in effect, and papers to cite."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from vgr_trl.rollout import ConstructedTrainer
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper on arXiv, and the entry that cites it."""
+    """A paper on arXiv, and its BibTeX entry."""
 
     title: str
     arxiv: str
@@ -39,79 +39,81 @@ def _read_papers() -> dict[str, Paper]:
 
 PAPERS = _read_papers()
 DAPO, MDI, VPPO, PAPO = "yu2025dapo", "wu2025language", "huang2025spotlight", "wang2025perception"
-OF_ESTIMATOR = {
+ESTIMATOR_PAPERS = {
     "rloo": "ahmadian2024back", "remax": "li2023remax", "reinforce_plus_plus": "hu2025reinforce",
     "gae": "schulman2015high", "grpo_passk": "tang2025optimizing",
 }  # fmt: skip
-OF_OPTION = {  # option -> where what it switches on comes from
+OPTION_PAPERS = {  # option -> paper of the method that it turns on
     "token_weights": MDI, "enable_perception_filtering": VPPO, "enable_trajectory_reweighting": VPPO,
     "use_entropy_penalty": VPPO, "perception_loss_weight": PAPO, "der_loss_weight1": PAPO, "der_loss_weight2": PAPO,
     "noisy_generations": "liu2025noisyrollout", "enable_entropy_filtering": "wang2025beyond", "dynamic_sampling": DAPO,
     "online_filtering": "cui2025process",
 }  # fmt: skip
-OF_REWARD = {
+REWARD_PAPERS = {
     "vgr_reward": MDI, "vgr_hard_negative_reward": MDI, "mdi_reward": MDI, "blind_accuracy_reward": "li2025self",
 }  # fmt: skip
-TAG_OF = {MDI: "vision-gain-ratio", VPPO: "vppo", PAPO: "papo"}
+PAPER_TAGS = {MDI: "vision-gain-ratio", VPPO: "vppo", PAPO: "papo"}
 TAGS = ("dapo", "vgr_trl")
-TRL_PAPER = {  # the form in which TRL wants the paper
+TRL_PAPER = {  # in the form that TRL expects
     "title": PAPERS[DAPO].title, "id": PAPERS[DAPO].arxiv, "citation": PAPERS[DAPO].bibtex,
 }  # fmt: skip
-_ASIDE = (ReportOptions, EvaluateOptions, EfficiencyOptions, GRPOConfig)  # which steer no method
-OF_THE_METHOD = {option.name for group in DAPOConfig.__bases__ if group not in _ASIDE for option in fields(group)}
-OF_THE_METHOD |= {"early_reward_weights", "vgr_hard_negative", "attention_reward_scale"}
+# Groups of options that do not change the method.
+_OTHER_GROUPS = (ReportOptions, EvaluateOptions, EfficiencyOptions, GRPOConfig)
+METHOD_OPTIONS = {each.name for group in DAPOConfig.__bases__ if group not in _OTHER_GROUPS for each in fields(group)}
+METHOD_OPTIONS |= {"early_reward_weights", "vgr_hard_negative", "attention_reward_scale"}
 
 
-def rewards_of(trainer: ConstructedTrainer) -> list[str]:
-    """Return the names of the rewards that a user has given."""
+def user_rewards(trainer: ConstructedTrainer) -> list[str]:
+    """Return the names of the user's rewards."""
     return [name for name in trainer.reward_func_names if name != PENALTY]
 
 
 def method_tags(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
-    """Return the tags of a model trained with `options` and the rewards of these names."""
-    return [*TAGS, *(TAG_OF[key] for key in papers_behind(options, rewards) if key in TAG_OF)]
+    """Return the tags of a model trained with these options and rewards."""
+    return [*TAGS, *(PAPER_TAGS[key] for key in find_papers(options, rewards) if key in PAPER_TAGS)]
 
 
 def extend_card(trainer: ConstructedTrainer, name: str | None, data: str | None) -> None:
-    """Add to the card that TRL has written: origin, rewards, the options that were on, the papers to cite.
+    """Add origin, rewards, options in effect and papers to cite to the card that TRL has written.
 
     Args:
-        name: of the model; None: that of its folder.
-        data: what it was trained on; None: not known.
+        name: of the model; None: name of its folder.
+        data: name of the training data; None: unknown.
     """
     file = Path(str(trainer.args.output_dir), "README.md")
-    card = with_origin(file.read_text(encoding="utf-8"), trainer, name, data)
-    file.write_text(extended_card(card, trainer.args, rewards_of(trainer)), encoding="utf-8")
+    card = replace_origin(file.read_text(encoding="utf-8"), trainer, name, data)
+    file.write_text(add_method_section(card, trainer.args, user_rewards(trainer)), encoding="utf-8")
 
 
-def with_origin(card: str, trainer: ConstructedTrainer, name: str | None, data: str | None) -> str:
-    """Return TRL's card with a title and an origin that name folders too, without its example, which has no image."""
+def replace_origin(card: str, trainer: ConstructedTrainer, name: str | None, data: str | None) -> str:
+    """Set title and origin, also for local folders, and remove TRL's example, which has no image."""
     base = getattr(trainer.model.config, "_name_or_path", None)
     title = f"# Model Card for {name or Path(str(trainer.args.output_dir)).resolve().name}"
-    origin = f"This model was trained{f' from {code(base)}' if base else ''}{f' on {code(data)}' if data else ''}."
+    sources = [f" {word} {inline_code(source)}" for word, source in (("from", base), ("on", data)) if source]
+    origin = f"This model was trained{''.join(sources)}."
     card = re.sub(r"^# Model Card for .*$", lambda _: title, card, count=1, flags=re.MULTILINE)
     card = re.sub(r"^This model is a fine-tuned version of .*$", lambda _: origin, card, count=1, flags=re.MULTILINE)
     return re.sub(r"^## Quick start$.*?(?=^## )", "", card, count=1, flags=re.MULTILINE | re.DOTALL)
 
 
-def extended_card(card: str, options: DAPOConfig, rewards: Sequence[str]) -> str:
-    """Return TRL's model card, as Markdown, with the section before the versions and the citations at the end."""
+def add_method_section(card: str, options: DAPOConfig, rewards: Sequence[str]) -> str:
+    """Insert the method section before the framework versions, and append citations."""
     start, heading, rest = card.partition("### Framework versions")
     card = f"{start.rstrip()}\n\n{method_section(options, rewards)}\n{heading}{rest}".rstrip() + "\n"
-    entries = [PAPERS[key].bibtex for key in papers_behind(options, rewards) if key != DAPO]  # DAPO's is in TRL's part
+    entries = [PAPERS[key].bibtex for key in find_papers(options, rewards) if key != DAPO]  # TRL's part cites DAPO
     if entries:
-        card += "\nCite what the training signal builds on as:\n\n```bibtex\n" + "\n\n".join(entries) + "\n```\n"
+        card += "\nCite the papers behind the training signal as:\n\n```bibtex\n" + "\n\n".join(entries) + "\n```\n"
     return card
 
 
 def method_section(options: DAPOConfig, rewards: Sequence[str]) -> str:
-    """Return, as Markdown, the rewards with their weights and the options that steered the method.
+    """Return the rewards with their weights and the options of the method, as Markdown.
 
     Args:
         rewards: names of the reward functions, in the order of their weights.
     """
     weights = options.reward_weights or [1.0] * len(rewards)
-    stated = ", ".join(_stated(options, name) for name in ("loss_type", "epsilon", "epsilon_high", "beta"))
+    stated = ", ".join(_format_option(options, name) for name in ("loss_type", "epsilon", "epsilon_high", "beta"))
     lines = [
         "### Training signal",
         "",
@@ -120,37 +122,39 @@ def method_section(options: DAPOConfig, rewards: Sequence[str]) -> str:
         "",
         "| reward | weight |",
         "|---|---:|",
-        *(f"| {_cell(code(name))} | {weight:g} |" for name, weight in zip(rewards, weights, strict=True)),
+        *(f"| {_escape_cell(inline_code(name))} | {weight:g} |" for name, weight in zip(rewards, weights, strict=True)),
         "",
     ]
-    if found := options_in_effect(options, OF_THE_METHOD):
+    if found := options_in_effect(options, METHOD_OPTIONS):
         lines += ["| option | what it does | paper |", "|---|---|---|"]
         for name, what in found.items():
-            key = _paper(options, name)
-            lines.append(f"| {_stated(options, name)} | {_cell(what)} | {PAPERS[key].link if key else ''} |")
+            key = _paper_key(options, name)
+            cells = _format_option(options, name), _escape_cell(what), PAPERS[key].link if key else ""
+            lines.append(f"| {' | '.join(cells)} |")
     else:
-        lines.append("No option that `vgr_trl` adds to the method was on.")
+        lines.append("No option of `vgr_trl` changed the method.")
     return "\n".join([*lines, ""])
 
 
-def papers_behind(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
-    """Return the keys in `papers.bib` of what was on, each once."""
-    keys = [_paper(options, name) for name in options_in_effect(options, OF_THE_METHOD)]
-    return list(dict.fromkeys(key for key in (*keys, *map(OF_REWARD.get, rewards)) if key is not None))
+def find_papers(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
+    """Return the distinct `papers.bib` keys of the options and rewards in effect."""
+    keys = [_paper_key(options, name) for name in options_in_effect(options, METHOD_OPTIONS)]
+    return list(dict.fromkeys(key for key in (*keys, *map(REWARD_PAPERS.get, rewards)) if key is not None))
 
 
-def _paper(options: DAPOConfig, name: str) -> str | None:
-    return OF_ESTIMATOR.get(options.advantage_estimator) if name == "advantage_estimator" else OF_OPTION.get(name)
+def _paper_key(options: DAPOConfig, name: str) -> str | None:
+    is_estimator = name == "advantage_estimator"
+    return ESTIMATOR_PAPERS.get(options.advantage_estimator) if is_estimator else OPTION_PAPERS.get(name)
 
 
-def _stated(options: DAPOConfig, name: str) -> str:
-    return _cell(code(f"{name}={getattr(options, name)}"))
+def _format_option(options: DAPOConfig, name: str) -> str:
+    return _escape_cell(inline_code(f"{name}={getattr(options, name)}"))
 
 
-def code(text: str) -> str:
-    """Return `text` as code whose span it cannot end."""
+def inline_code(text: str) -> str:
+    """Return `text` as an inline code span that its content cannot close."""
     return f"`{' '.join(text.replace('`', chr(39)).split())}`"
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return text.replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""A recorded completion in a notebook: its tokens in colour, and its images beside what the model looked at."""
+"""Show a recorded completion in a notebook: coloured tokens, and images with the attention over them."""
 
 import base64
 import math
@@ -15,19 +15,19 @@ from vgr_trl.utils import ConfigError, printable
 
 Colour = tuple[int, int, int]
 
-# Blue and orange, which colour-blind readers can tell apart, both light enough for black text.
-LOW: Colour = (67, 147, 195)
-MIDDLE: Colour = (247, 247, 247)
-HIGH: Colour = (224, 130, 20)
-WIDTH = 224  # pixels of the longer side of an image
-DARKEST = 0.8  # opacity over a cell without attention
+# Blue and orange: distinguishable for colour-blind readers, and light enough for black text.
+LOW_COLOUR: Colour = (67, 147, 195)
+MIDDLE_COLOUR: Colour = (247, 247, 247)
+HIGH_COLOUR: Colour = (224, 130, 20)
+IMAGE_SIDE = 224  # longer side of an image, in pixels
+MAX_OPACITY = 0.8  # of the shade over a cell without attention
 _TEMPLATE = Path(__file__).with_name("completion.html")
 
 
 class Quantity(NamedTuple):
-    """Legend of a number per token: its name, the meaning of low and high values, and whether it is a ratio.
+    """A per-token quantity: title, meaning of values below and above the middle, and whether it is a ratio.
 
-    The middle of a ratio is 1, and twice as far as half; otherwise it is 0.
+    The middle of a ratio is 1, on a logarithmic scale; otherwise it is 0.
     """
 
     title: str
@@ -48,9 +48,9 @@ QUANTITIES = {
 
 @dataclass(frozen=True)
 class CompletionView:
-    """HTML that a notebook shows in the place of the object; self-contained, without scripts."""
+    """HTML that a notebook displays for the object; self-contained, without scripts."""
 
-    html: str = field(repr=False)  # a saved notebook holds it once
+    html: str = field(repr=False)  # keep it out of repr, which a saved notebook stores too
 
     def _repr_html_(self) -> str:
         return self.html
@@ -61,17 +61,17 @@ def show_completion(
 ) -> CompletionView:
     """Return a view of a recorded completion: coloured tokens, and each image beside the attention over it.
 
-    The value of a token, and the share of a cell of an image, stand in its tooltip. Cells are the darker the less
-    attention they get, relative to the cell that gets most.
+    Tooltips show the value of a token and the attention share of an image cell. Cells are darker the less attention
+    they get, relative to the cell with the most.
 
     Args:
-        completion: of a record that `vgr_trl.reporting.records.read_run` gives.
-        run_folder: the run's `output_dir`, for the thumbnails.
+        completion: from a record of `vgr_trl.reporting.records.read_run`.
+        run_folder: `output_dir` of the run, for the thumbnails.
         color_by: `vgr`, `weights`, `dependency`, `advantages`, `entropies` or `logps`.
-        token: whose attention to show, counted from 0, or from the end if negative; None: the mean over all tokens.
+        token: index of the token whose attention to show, negative from the end; None: mean over all tokens.
 
     Raises:
-        ConfigError: `color_by` or `token` is none of these.
+        ConfigError: `color_by` or `token` is out of range.
     """
     if color_by not in QUANTITIES:
         raise ConfigError(f"color_by is {color_by!r}: give {', '.join(QUANTITIES)}.")
@@ -79,43 +79,43 @@ def show_completion(
     if token is not None and not -count <= token < count:
         raise ConfigError(f"token is {token}, and the completion has {count} tokens: give one in [{-count}, {count}).")
     quantity, values = QUANTITIES[color_by], getattr(completion, color_by) or [None] * count
+    positions = colour_positions(values, quantity.is_ratio)
     tokens = [
-        (_visible(text), _number(value), None if place is None else colour_at(place))
-        for text, value, place in zip(completion.tokens, values, positions(values, quantity.is_ratio), strict=True)
+        (_show_text(text), _format_number(value), None if place is None else position_colour(place))
+        for text, value, place in zip(completion.tokens, values, positions, strict=True)
     ]
     known = [value for value in values if value is not None]
-    html = _template().render(
-        prompt=_visible(completion.prompt),
-        solution=None if completion.solution is None else _visible(completion.solution),
-        reward=_number(completion.reward),
-        rewards=", ".join(f"{_visible(name)} {_number(value)}" for name, value in completion.rewards.items()),
+    html = _load_template().render(
+        prompt=_show_text(completion.prompt),
+        solution=None if completion.solution is None else _show_text(completion.solution),
+        reward=_format_number(completion.reward),
+        rewards=", ".join(f"{_show_text(name)} {_format_number(value)}" for name, value in completion.rewards.items()),
         right={None: None, True: "right", False: "wrong"}[completion.correct],
         quantity=quantity,
         tokens=tokens,
-        range=f"{_number(min(known))} to {_number(max(known))}" if known else None,
-        colours=",".join(map(colour_at, (-1.0, 0.0, 1.0))),
-        images=_images(completion, records_folder(Path(run_folder)), token),
+        range=f"{_format_number(min(known))} to {_format_number(max(known))}" if known else None,
+        colours=",".join(map(position_colour, (-1.0, 0.0, 1.0))),
+        images=_build_images(completion, records_folder(Path(run_folder)), token),
         of="all tokens" if token is None else f"token {token % count}",
-        darkest=DARKEST,
+        darkest=MAX_OPACITY,
     )
     return CompletionView(html)
 
 
 @cache
-def _template() -> Template:
+def _load_template() -> Template:
     source = _TEMPLATE.read_text(encoding="utf-8")
     return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
 
 
-def positions(values: Numbers, is_ratio: bool) -> Numbers:
-    """Return where each value lies between the farthest value below the middle, -1, and above it, 1; the middle is 0.
+def colour_positions(values: Numbers, is_ratio: bool) -> Numbers:
+    """Map values to colour positions in [-1, 1], with the middle at 0 and the same scale on both sides.
 
-    Both sides have the same scale, that of the farthest value. None stays None.
+    The value farthest from the middle is at -1 or 1. None stays None.
 
     Args:
-        values: finite numbers, or None where there is none.
-        is_ratio: the middle is 1, distances are those of logarithms, and 0 or less is as far as it gets; otherwise the
-            middle is 0 and distances are differences.
+        values: finite numbers or None.
+        is_ratio: the middle is 1 on a logarithmic scale, and values up to 0 are at -1; otherwise the middle is 0.
     """
     distances = list(values)
     if is_ratio:
@@ -124,16 +124,16 @@ def positions(values: Numbers, is_ratio: bool) -> Numbers:
     return [None if distance is None else max(-1.0, min(1.0, distance / farthest)) for distance in distances]
 
 
-def colour_at(position: float) -> str:
-    """Return the colour of a position in [-1, 1], as CSS writes it."""
-    end = LOW if position < 0 else HIGH
-    return "#" + "".join(f"{round(m + abs(position) * (e - m)):02x}" for m, e in zip(MIDDLE, end, strict=True))
+def position_colour(position: float) -> str:
+    """Return the CSS colour of a position in [-1, 1]."""
+    end = LOW_COLOUR if position < 0 else HIGH_COLOUR
+    return "#" + "".join(f"{round(m + abs(position) * (e - m)):02x}" for m, e in zip(MIDDLE_COLOUR, end, strict=True))
 
 
-def _images(completion: Completion, folder: Path, token: int | None) -> list[dict[str, Any]]:
-    """Return per image its thumbnail, size and grid, and of each cell the share of all attention and of the most."""
+def _build_images(completion: Completion, folder: Path, token: int | None) -> list[dict[str, Any]]:
+    """Return per image: thumbnail, size, grid, and each cell's share of total and of maximum attention."""
     cells = [image.grid[0] * image.grid[1] if image.grid else 0 for image in completion.images]
-    attention: list[float] = []  # on each cell of all images: of one token, or the mean over the tokens
+    attention: list[float] = []  # per cell of all images, of one token or averaged over tokens
     if completion.attention is not None and all(cells) and completion.tokens:
         chosen = range(len(completion.tokens)) if token is None else [token % len(completion.tokens)]
         maps = [completion.attention.row(index) for index in chosen]
@@ -141,7 +141,7 @@ def _images(completion: Completion, folder: Path, token: int | None) -> list[dic
     images, rest = [], iter(attention if any(attention) else ())
     for image, count in zip(completion.images, cells, strict=True):
         longer = max(image.width, image.height, 1)
-        size = [max(1, round(side * WIDTH / longer)) for side in (image.width, image.height)]
+        size = [max(1, round(side * IMAGE_SIDE / longer)) for side in (image.width, image.height)]
         content = None if image.file is None else read_thumbnail(folder, image.file)
         data = content and "data:image/webp;base64," + base64.b64encode(content).decode()
         shares = [(value / sum(attention), value / max(attention)) for value in islice(rest, count)]
@@ -149,10 +149,10 @@ def _images(completion: Completion, folder: Path, token: int | None) -> list[dic
     return images
 
 
-def _visible(text: str) -> str:
-    """Return `text` with line ends marked, and characters that do not show or that reorder text as their numbers."""
+def _show_text(text: str) -> str:
+    """Return `text` with line ends marked and invisible or reordering characters escaped."""
     return printable(text).replace("\n", "↵\n")
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.4g}"

@@ -1,8 +1,8 @@
-"""Recording rollouts: a few rows of a batch become the completions of a record.
+"""Record rollouts: turn a few rows of a batch into the completions of a record.
 
-In the order of a rollout: `rows_due` says which rows are recorded, `snapshot` makes completions of them once their
-rewards are known, `add_credit` adds what the loss reads of them, and `write` gathers them and lets the main process
-write records, Markdown and printed text.
+In the order of a rollout: `rows_due` chooses the rows, `snapshot` makes completions of them once their rewards are
+known, `add_credit` adds advantages and weights, and `write` gathers them so that the main process writes records,
+Markdown and console logs.
 """
 
 import copy
@@ -49,8 +49,8 @@ from vgr_trl.utils import ConfigError, DataError, error_text
 
 logger = logging.get_logger(__name__)
 
-LONGEST_SIDE = 256  # of a thumbnail, in pixels
-QUALITY = 80  # of WebP, of 100: about 5 kB for a photograph of that size
+THUMBNAIL_SIDE = 256  # maximum, in pixels
+WEBP_QUALITY = 80  # of 100: about 5 kB for a photograph of that size
 _SEGMENT_METRIC = re.compile(rf"attention/(\w+)/({'|'.join(QUANTITIES)})")
 
 Grid = tuple[int, int]
@@ -59,7 +59,7 @@ Decode = Callable[[list[int]], str]  # keeps special tokens, does not clean up
 
 @dataclass
 class RecordedRow:
-    """A recorded row: its number among the rows of all processes, its completion, the thumbnails that this names."""
+    """A recorded row: its index among the rows of all processes, its completion, and thumbnails by name."""
 
     place: int
     completion: Completion
@@ -67,10 +67,10 @@ class RecordedRow:
 
 
 class RolloutRecorder:
-    """Records a few completions of rollouts. All processes take part in what is gathered; the main one writes.
+    """Record a few completions of rollouts. Every process gathers its rows; the main process writes.
 
     Raises:
-        ConfigError: a file or folder cannot be written, or nothing is measured for a log.
+        ConfigError: a file or folder cannot be written, or a log is requested whose values are not measured.
     """
 
     def __init__(self, trainer: ConstructedTrainer) -> None:
@@ -91,8 +91,8 @@ class RolloutRecorder:
         ):
             if getattr(self.args, option) is not None and not is_measured:
                 raise ConfigError(
-                    f"{option} is {getattr(self.args, option)}, but nothing is measured for it: switch {cure} on, or "
-                    f"leave {option} out."
+                    f"{option} is {getattr(self.args, option)}, but its values are not measured: turn on {cure}, or "
+                    f"remove {option}."
                 )
         if trainer.accelerator.is_main_process:
             refuse_unwritable(self.output_dir / FOLDER, "output_dir", is_folder=True)
@@ -101,25 +101,25 @@ class RolloutRecorder:
                     refuse_unwritable(Path(path), option)
 
     def rows_due(self, rows: int) -> tuple[int, ...] | None:
-        """Return which rows of this process are recorded of a rollout that begins; None if none is in any process.
+        """Choose the rows of this process to record in the rollout that begins; None if no process records any.
 
         Args:
-            rows: completions of each process.
+            rows: completions per process.
         """
         if not self.is_on:
             return None
         trainer, mode, step = self.trainer, self.trainer.mode, self.trainer.state.global_step
-        # Of each evaluation the first batch; in training the first one after every so many steps.
+        # Record the first batch of each evaluation; in training, the first rollout of every N steps.
         last, every = self._last[mode], self.args.rollout_log_steps if mode == "train" else 1
         if last is not None and step // every == last // every:
             return None
         self._last[mode] = step
         first, total = trainer.accelerator.process_index * rows, rows * trainer.accelerator.num_processes
-        chosen = rows_to_record(self.args.rollout_log_samples, trainer.completions_per_prompt, total)
+        chosen = choose_rows(self.args.rollout_log_samples, trainer.completions_per_prompt, total)
         return tuple(row - first for row in chosen if first <= row < first + rows)
 
     def snapshot(self, rollout: Rollout) -> list[RecordedRow]:
-        """Return the recorded rows of a rollout whose rewards are known, before groups are selected and credited."""
+        """Return the recorded rows of a rollout with rewards, before group selection and credit assignment."""
         trainer, batch, chosen = self.trainer, rollout.batch, list(rollout.recorded or ())
         size = trainer.completions_per_prompt
         first = trainer.accelerator.process_index * len(rollout.rows)
@@ -133,14 +133,14 @@ class RolloutRecorder:
         for row in chosen:
             data, place = rollout.rows[row], first + row
             ids, mask = batch["completion_ids"][row].tolist(), batch["completion_mask"][row].tolist()
-            ids = without_padding(ids, mask, tokenizer.pad_token_id)
+            ids = strip_padding(ids, mask, tokenizer.pad_token_id)
             signals = None if rollout.signals is None else take_signal_rows(rollout.signals, [row])
             num_vision = None if signals is None or signals.attention is None else int(signals.attention.num_vision)
-            grids = grids_of_row(batch, row, merge_size, num_vision)
-            images, thumbnails, digest = images_of_row(data, grids)
+            grids = find_image_grids(batch, row, merge_size, num_vision)
+            images, thumbnails, digest = read_row_images(data, grids)
             perturbed_images = rollout.perturbed_images[row] if rollout.perturbed_images is not None else []
             for image, perturbed in zip(images, perturbed_images, strict=False):
-                image.perturbed, content = thumbnail(perturbed)
+                image.perturbed, content = make_thumbnail(perturbed)
                 thumbnails[image.perturbed] = content
             prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
             prompt = prompt_text(prompt_ids, trainer.measurement.vision_token_ids, decode)
@@ -149,17 +149,17 @@ class RolloutRecorder:
                 group=place // size,
                 prompt=prompt,
                 text=str(tokenizer.decode(ids, skip_special_tokens=True)),
-                tokens=token_pieces(ids, decode),
+                tokens=split_tokens(ids, decode),
                 solution=None if data.get("solution") is None else str(data["solution"]),
                 advantage=batch["advantages"][row].item(),
                 images=images,
-                **({} if signals is None else measurements(signals, len(ids), self.args)),
+                **({} if signals is None else completion_measurements(signals, len(ids), self.args)),
             )
             if rollout.changes is not None and images:
                 completion.changes = rollout.changes[row, : len(ids)].tolist()
             maps = {} if rollout.scores is None else rollout.scores.maps or {}
             if row in maps:
-                completion.attention = quantised(maps[row].mean(0)[: len(ids)], grids)
+                completion.attention = quantise_attention(maps[row].mean(0)[: len(ids)], grids)
             self._add_rewards(completion, rollout.rewards[place].tolist())
             recorded.append(RecordedRow(place, completion, thumbnails))
         return recorded
@@ -169,18 +169,18 @@ class RolloutRecorder:
         completion.rewards = dict(zip(names, values, strict=True))
         weighted = (value * weight for value, weight in zip(values, weights, strict=True))
         completion.reward = sum(value for value in weighted if not isnan(value))
-        accuracy = completion.rewards.get(accuracy_name(names) or "")
+        accuracy = completion.rewards.get(accuracy_reward_name(names) or "")
         completion.correct = None if accuracy is None or isnan(accuracy) else accuracy == 1
 
     def add_credit(
         self, recorded: list[RecordedRow], selected: Rollout, before: torch.Tensor, after: torch.Tensor
     ) -> None:
-        """Add to recorded rows what the loss reads of them.
+        """Add advantages, and the weights in effect, to recorded rows.
 
         Args:
-            selected: the rollout after groups were selected.
-            before: its advantages, (N,), or (N, T) of a critic, whose mean is recorded as the completion's.
-            after: likewise with credit applied, (N,) or (N, T).
+            selected: the rollout after group selection.
+            before: advantages before credit assignment, (N,), or (N, T) with a critic (the mean is recorded).
+            after: advantages after credit assignment, (N,) or (N, T).
         """
         for item, row in zip(recorded, selected.recorded or (), strict=True):
             completion, length = item.completion, len(item.completion.tokens)
@@ -194,7 +194,7 @@ class RolloutRecorder:
                 completion.weights = [1.0] * length
 
     def write(self, rollout: Rollout, recorded: list[RecordedRow]) -> None:
-        """Gather the recorded rows of a rollout, and let the main process write them; every process calls."""
+        """Gather the recorded rows, and write them on the main process; every process must call this."""
         trainer = self.trainer
         if rollout.recorded is None:
             return
@@ -204,25 +204,25 @@ class RolloutRecorder:
             return
         recorded = sorted(recorded, key=lambda item: item.place)
         record = Record(trainer.state.global_step, trainer.mode, time.time(), [item.completion for item in recorded])
-        with self._failures_logged():
-            self._writer_at(record.step).add(record, dict(chain(*(item.thumbnails.items() for item in recorded))))
-        with self._failures_logged():
+        with self._log_failures():
+            self._open_writer(record.step).add(record, dict(chain(*(item.thumbnails.items() for item in recorded))))
+        with self._log_failures():
             names, weights = trainer.reward_func_names, trainer.reward_weights.cpu()
-            self.logs.add(record, summary_of(rollout.rewards.cpu(), names, weights, trainer.newest_metrics()))
+            self.logs.add(record, summarise_rollout(rollout.rewards.cpu(), names, weights, trainer.newest_metrics()))
         if self.args.colorize_output:
             print_record(record, prompt_length=self.args.prompt_preview_length)
 
     def log(self, logs: dict[str, Any], mode: str) -> None:
-        """Record what the trainer has logged."""
+        """Record a log of the trainer."""
         if self.is_on and self.trainer.accelerator.is_main_process:
             values = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
             entry = LogEntry(self.trainer.state.global_step, mode, time.time(), {**values})
-            with self._failures_logged():
-                self._writer_at(entry.step).log(entry)
+            with self._log_failures():
+                self._open_writer(entry.step).log(entry)
 
     @contextmanager
-    def _failures_logged(self) -> Iterator[None]:
-        """Whatever fails here must not end the training that it describes."""
+    def _log_failures(self) -> Iterator[None]:
+        """Log errors instead of raising them: recording must not stop the training."""
         try:
             yield
         except Exception as error:
@@ -231,8 +231,8 @@ class RolloutRecorder:
                 reason = error_text(error).rstrip(".")
                 logger.warning(f"Rollouts cannot be recorded ({reason}); training continues without these records.")
 
-    def _writer_at(self, step: int) -> RecordWriter:
-        """Opened at the first record: a run that begins behind step 0 is one that continues."""
+    def _open_writer(self, step: int) -> RecordWriter:
+        """Return the writer, opened at the first record: a run that begins after step 0 is a resumed one."""
         if self._writer is None:
             model = self.trainer.model
             description = {
@@ -247,68 +247,68 @@ class RolloutRecorder:
         return self._writer
 
 
-def rows_to_record(samples: int, num_generations: int, total: int) -> list[int]:
-    """Return which of all rows of a rollout batch are recorded: the first two of each prompt, prompt by prompt.
+def choose_rows(samples: int, num_generations: int, total: int) -> list[int]:
+    """Choose the rows of a rollout batch to record: the first two of each prompt, prompt by prompt.
 
-    Two completions of a prompt can be compared; a third says less than another prompt.
+    Two completions of a prompt can be compared; another prompt is more useful than a third completion.
 
     Args:
-        total: rows of all processes.
+        total: number of rows of all processes.
     """
     in_pairs = sorted(range(total), key=lambda row: (row % num_generations // 2, row))
     return sorted(in_pairs[:samples])
 
 
-def images_of_row(
+def read_row_images(
     row: Mapping[str, Any], grids: Sequence[Grid | None]
 ) -> tuple[list[RecordedImage], dict[str, bytes], bytes]:
-    """Return the images of a row of the data, their thumbnails by name, and a digest; one that is none has no size."""
+    """Return the images of a row, thumbnails by name, and a digest; an unreadable image has size 0."""
     recorded: list[RecordedImage] = []
     thumbnails: dict[str, bytes] = {}
     digest = sha1(usedforsecurity=False)
     for value, grid in zip(images_of(row), chain(grids, repeat(None)), strict=False):
         try:
             image = open_image(value)
-        except DataError:  # the model has read it all the same, from an address for instance
+        except DataError:  # the model can still read it, for example from a URL
             recorded.append(RecordedImage(None, 0, 0, grid))
             continue
         digest.update(f"{image.mode} {image.size} ".encode() + image.tobytes())
-        name, content = thumbnail(image)
+        name, content = make_thumbnail(image)
         thumbnails[name] = content
         recorded.append(RecordedImage(name, *image.size, grid))
     if len(recorded) == 1:
         size = recorded[0].width, recorded[0].height
-        with suppress(DataError):  # the column holds something else
+        with suppress(DataError):  # the column has no boxes
             if boxes := boxes_of(row, size):
                 recorded[0].regions = boxes_in_pixels(boxes, size) or None
     return recorded, thumbnails, digest.digest()
 
 
-def thumbnail(image: Image.Image) -> tuple[str, bytes]:
-    """Return name and content of a WebP file of at most 256 pixels along a side; what is transparent shows white.
+def make_thumbnail(image: Image.Image) -> tuple[str, bytes]:
+    """Return name and content of a WebP thumbnail of at most 256 pixels per side, on white if transparent.
 
-    The same picture has the same name.
+    Equal images get the same name.
     """
     small, data = image.copy(), io.BytesIO()
-    small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
     if small.has_transparency_data:
         small = Image.alpha_composite(Image.new("RGBA", small.size, "white"), small.convert("RGBA"))
-    small.convert("RGB").save(data, "WEBP", quality=QUALITY)
+    small.convert("RGB").save(data, "WEBP", quality=WEBP_QUALITY)
     return f"images/{sha1(data.getvalue(), usedforsecurity=False).hexdigest()}.webp", data.getvalue()
 
 
-def grids_of_row(
+def find_image_grids(
     batch: Mapping[str, Any], row: int, merge_size: int | None, num_vision: int | None
 ) -> list[Grid | None]:
-    """Return rows and columns of the vision tokens of each image of a row; None where they are not known.
+    """Return rows and columns of the vision tokens of each image of a row; None if unknown.
 
-    Known are the grids that processors of the Qwen family give, and square ones of equal images without tiles.
+    Supported: grids from processors of the Qwen family, and square grids of equal images without tiles.
 
     Args:
-        batch: TRL's, with `num_images`, and `image_grid_thw` (images, 3) or not.
-        row: of the batch.
-        merge_size: patches per vision token along a side, which belongs to `image_grid_thw`.
-        num_vision: vision tokens of the row's prompt; None if they were not counted.
+        batch: batch of TRL with `num_images`, and optionally `image_grid_thw` (images, 3).
+        row: index in the batch.
+        merge_size: patches per vision token along a side, needed for `image_grid_thw`.
+        num_vision: vision tokens of the row's prompt; None if unknown.
     """
     counts: Sequence[int] = batch.get("num_images") or [0] * (row + 1)
     count, first = counts[row], sum(counts[:row])
@@ -322,10 +322,10 @@ def grids_of_row(
     return [(side, side) if side and side * side * count == num_vision else None] * count
 
 
-def quantised(attention: torch.Tensor, grids: Sequence[Grid | None]) -> AttentionMap | None:
-    """Return attention (T, V) over vision tokens with a byte per number; None unless the grids have V cells.
+def quantise_attention(attention: torch.Tensor, grids: Sequence[Grid | None]) -> AttentionMap | None:
+    """Quantise attention (T, V) over vision tokens to one byte per number; None unless the grids have V cells.
 
-    An error is at most 1 / 510 of the largest attention of its token.
+    The error is at most 1 / 510 of the largest attention of its token.
     """
     cells = [prod(grid) if grid is not None else 0 for grid in grids]
     if not cells or not all(cells) or sum(cells) != attention.size(1) or not len(attention):
@@ -336,32 +336,32 @@ def quantised(attention: torch.Tensor, grids: Sequence[Grid | None]) -> Attentio
     return AttentionMap(scale.tolist(), (shares * 255).round().to(torch.uint8).cpu().numpy().tobytes())
 
 
-def without_padding(ids: Sequence[int], mask: Sequence[int], pad_token_id: int) -> list[int]:
-    """Return the tokens of a completion; the mask of a truncated one may be empty, then they end before the padding."""
+def strip_padding(ids: Sequence[int], mask: Sequence[int], pad_token_id: int) -> list[int]:
+    """Return the tokens of a completion without padding, also if the mask of a truncated one is empty."""
     length = sum(mask) or max((index + 1 for index, token in enumerate(ids) if token != pad_token_id), default=0)
     return list(ids[:length])
 
 
 def question_id(prompt: str, images: bytes) -> str:
-    """Return what is the same for the same prompt with the same images: 16 hexadecimal digits."""
+    """Return an ID of a prompt and its images: 16 hexadecimal digits."""
     return sha1(prompt.encode("utf-8", "replace") + b"\0" + images, usedforsecurity=False).hexdigest()[:16]
 
 
-def token_pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-    """Return a piece of text for each token; together they are the text of all tokens.
+def split_tokens(ids: Sequence[int], decode: Decode) -> list[str]:
+    """Return the text of each token; concatenated, they are the text of all tokens.
 
-    A character whose bytes are spread over several tokens belongs to the last of them; the others are empty. So are
-    bytes that are no text: those of several tokens in a row belong to the token behind them, or to the last. Each
-    token is decoded behind the one before it, because some tokenizers drop the space at the start of a text.
+    A character whose bytes span several tokens belongs to the last of them, and the others are empty. Invalid bytes of
+    consecutive tokens belong to the following token, or to the last. Each token is decoded after the one before it,
+    because some tokenizers drop a leading space.
     """
     alone = [decode([token]) for token in ids]
     if "".join(alone) == decode(list(ids)):
         return alone
     pieces: list[str] = []
-    before = start = 0  # tokens from `start` on belong to a character that is not finished
+    before = start = 0  # tokens from `start` on are part of an incomplete character
     for end in range(1, len(ids) + 1):
         context, text = decode(list(ids[before:start])), decode(list(ids[before:end]))
-        waiting = text.endswith("\ufffd") and end < len(ids)  # what the first bytes of a character decode to
+        waiting = text.endswith("\ufffd") and end < len(ids)  # an incomplete character decodes to U+FFFD
         if waiting or not text.startswith(context):
             pieces.append("" if waiting else alone[end - 1])
         else:
@@ -377,8 +377,8 @@ def prompt_text(ids: Sequence[int], vision_token_ids: Sequence[int], decode: Dec
     return "".join("<image>" if is_vision else decode(list(run)) for is_vision, run in runs)
 
 
-def measurements(signals: RolloutSignals, length: int, options: Any) -> dict[str, Any]:
-    """Return what was measured of a completion of `length` tokens, by attributes of `Completion`; others are left out.
+def completion_measurements(signals: RolloutSignals, length: int, options: Any) -> dict[str, Any]:
+    """Return the measurements of a completion of `length` tokens, by attribute of `Completion`.
 
     Args:
         signals: of this row, (1, T).
@@ -393,25 +393,25 @@ def measurements(signals: RolloutSignals, length: int, options: Any) -> dict[str
         segments = measure_segments(mass, options.attention_segments, options.mdi_balance_ratio)
         found["metrics"] = reward_columns(segments)["attention_metrics"][0]
     for name, values in columns.items():
-        if values is not None and not values[0, :length].isnan().all():  # NaN throughout where nothing was measured
+        if values is not None and not values[0, :length].isnan().all():  # all NaN if not measured
             found[name] = values[0, :length].tolist()
     return found
 
 
-def accuracy_name(names: Sequence[str]) -> str | None:
-    """Return the name of the reward that says whether a completion is right; None if there is none."""
+def accuracy_reward_name(names: Sequence[str]) -> str | None:
+    """Return the name of the accuracy reward, or None."""
     return next((name for name in names if name.startswith("accuracy")), None)
 
 
-def summary_of(
+def summarise_rollout(
     rewards: torch.Tensor, names: Sequence[str], weights: torch.Tensor, metrics: Mapping[str, float]
 ) -> Summary:
-    """Return a rollout batch in numbers.
+    """Summarise a rollout batch in numbers.
 
     Args:
-        rewards: (N of all processes, number of functions), NaN where one does not apply.
-        weights: of the functions, (number of functions,).
-        metrics: of the batch, by the names under which they are logged.
+        rewards: (N of all processes, number of functions), NaN if a reward does not apply.
+        weights: (number of functions,).
+        metrics: of the batch, by logged name.
     """
     summary = Summary(len(rewards), {})
     total = (rewards * weights).nansum(dim=1, keepdim=True)  # (N, 1)
@@ -419,7 +419,7 @@ def summary_of(
         values = column[~column.isnan()]
         mean = values.mean().item() if len(values) else None
         summary.rewards[name] = mean, values.std().item() if len(values) > 1 else None
-        if name == accuracy_name(names) and len(values):
+        if name == accuracy_reward_name(names) and len(values):
             summary.success_rate = (values == 1).double().mean().item()
     for name, value in metrics.items():
         if found := _SEGMENT_METRIC.fullmatch(name):
@@ -429,22 +429,21 @@ def summary_of(
     return summary
 
 
-class RecordBefore(TrainerCallback):
-    """Records the first batch of the evaluation data at step 0, where evaluations will ask the same questions again.
+class RecordBeforeTraining(TrainerCallback):
+    """Record the first evaluation batch at step 0, so that later evaluations can be compared with it.
 
-    It costs one rollout, which calls the reward functions, and leaves no other trace: random state, metrics and tables
-    of completions are what they were.
+    Costs one rollout, including reward functions. Random state, metrics and completion tables are restored.
     """
 
     def __init__(self, trainer: ConstructedTrainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Answer, unless the run continues."""
+        """Record the batch, unless the run is resumed."""
         trainer = self._trainer
-        if state.global_step > 0 or not is_recorded_before(trainer):
+        if state.global_step > 0 or not needs_record_before_training(trainer):
             return
-        data, size = _first_eval_set(trainer), trainer.args.eval_batch_size
+        data, size = _first_eval_dataset(trainer), trainer.args.eval_batch_size
         first = trainer.accelerator.process_index * size
         rows = [data[row] for row in islice(cycle(trainer._get_eval_sampler(data)), first, first + size)]
         metrics, logs = copy.deepcopy(trainer._metrics["eval"]), copy.deepcopy(trainer._logs)
@@ -461,13 +460,13 @@ class RecordBefore(TrainerCallback):
             trainer._metrics["eval"], trainer._logs = metrics, logs
 
 
-def is_recorded_before(trainer: ConstructedTrainer) -> bool:
-    """Whether a run that begins records, evaluates rows of a known number, and does not evaluate at once."""
-    args, data = trainer.args, _first_eval_set(trainer)
+def needs_record_before_training(trainer: ConstructedTrainer) -> bool:
+    """Whether a run records rollouts, evaluates a data set of known length, and not already at step 0."""
+    args, data = trainer.args, _first_eval_dataset(trainer)
     wanted = args.rollout_log_steps > 0 and not args.eval_on_start and args.eval_strategy != "no"
     return wanted and hasattr(data, "__len__") and len(data) > 0
 
 
-def _first_eval_set(trainer: ConstructedTrainer) -> Any:
+def _first_eval_dataset(trainer: ConstructedTrainer) -> Any:
     data = trainer.eval_dataset
     return next(iter(data.values()), None) if isinstance(data, dict) else data

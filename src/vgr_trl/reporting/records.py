@@ -1,8 +1,8 @@
-"""Records of rollouts in the folder `rollouts` of a run: what they hold, and how they are written and read.
+"""Write and read the records of rollouts in the folder `rollouts` of a run.
 
-`records-000001.jsonl` has a line of JSON per recorded rollout batch, `logs.jsonl` one per log of the trainer, `images`
-the thumbnails, `run.json` the options. A line is appended by one call, so that a kill costs at most the last one. JSON
-has neither NaN nor infinity: both are null.
+`records-000001.jsonl` has one line of JSON per recorded rollout batch, `logs.jsonl` one per log of the trainer,
+`images` the thumbnails, `run.json` the options. Each line is appended by one call, so that a killed run loses at most
+the last line. NaN and infinity are written as null.
 """
 
 import base64
@@ -26,13 +26,13 @@ from vgr_trl.utils import ConfigError, DataError, append_atomic, is_writable, wr
 logger = logging.get_logger(__name__)
 
 VERSION = 1
-FOLDER, RUN_FILE, LOGS_FILE, RECORDS = "rollouts", "run.json", "logs.jsonl", "records-*.jsonl"
+FOLDER, RUN_FILE, LOGS_FILE, RECORD_FILES = "rollouts", "run.json", "logs.jsonl", "records-*.jsonl"
 Numbers = list[float | None]
 
-_HEAD = re.compile(rb'\{"version":(\d{1,9}),"step":(\d{1,18}),"mode":"(train|eval)"')
-_THUMBNAIL = re.compile(rb'"images/(\w+\.webp)"')
-_DAMAGED = (ValueError, TypeError, KeyError, AttributeError)  # what a line raises that a kill has cut
-_FILES = 16  # of records within the bound of bytes, beyond which the oldest is removed
+_HEAD_PATTERN = re.compile(rb'\{"version":(\d{1,9}),"step":(\d{1,18}),"mode":"(train|eval)"')
+_THUMBNAIL_PATTERN = re.compile(rb'"images/(\w+\.webp)"')
+_DAMAGED_LINE_ERRORS = (ValueError, TypeError, KeyError, AttributeError)  # a kill may truncate the last line
+_MAX_FILES = 16  # number of record files that share `max_bytes`
 
 
 @dataclass
@@ -40,11 +40,11 @@ class RecordedImage:
     """An image of a prompt.
 
     Attributes:
-        file: of its thumbnail, relative to the folder of the records; None if there is none.
-        width, height: of the image itself, in pixels.
-        grid: rows and columns of its vision tokens; None if they are not known.
-        regions: left, top, width and height in pixels of what the question is about; None if the data do not say it.
-        perturbed: file of a thumbnail of the image as it was perturbed for the dependency; None if it was not.
+        file: thumbnail, relative to the folder of the records; None if there is none.
+        width, height: size of the original image, in pixels.
+        grid: rows and columns of its vision tokens; None if unknown.
+        regions: boxes that the question is about (left, top, width, height in pixels); None if the data have none.
+        perturbed: thumbnail of the perturbed image that the dependency was measured with; None if there is none.
     """
 
     file: str | None
@@ -57,10 +57,10 @@ class RecordedImage:
 
 @dataclass
 class AttentionMap:
-    """Attention of T tokens over V vision tokens, those of all images of the prompt in order, one byte each.
+    """Attention of T tokens over the V vision tokens of all images of the prompt, quantised to one byte each.
 
     Attributes:
-        scale: T numbers; the attention of token t on vision token v is scale[t] · byte / 255.
+        scale: T numbers; token t attends to vision token v with scale[t] · byte / 255.
         values: T · V bytes, token by token.
     """
 
@@ -68,36 +68,36 @@ class AttentionMap:
     values: bytes
 
     def row(self, token: int) -> list[float]:
-        """Return the attention of one token, V numbers in [0, 1]; they sum to its mass on the images."""
+        """Return the attention of one token, V numbers in [0, 1] that sum to its attention mass on the images."""
         width = len(self.values) // len(self.scale)
         return [self.scale[token] * byte / 255 for byte in self.values[token * width : (token + 1) * width]]
 
 
 @dataclass
 class Completion:
-    """A completion of T tokens with its measurements and rewards; lists of tokens are of length T, or None.
+    """A completion of T tokens with its measurements and rewards. Per-token lists have length T, or are None.
 
     Attributes:
-        question: the same for the same prompt with the same images, at every step.
-        group: number of the prompt within its rollout batch.
-        prompt: as the model saw it, with one `<image>` for the tokens of an image.
+        question: ID of prompt and images, the same at every step.
+        group: index of the prompt in its rollout batch.
+        prompt: text that the model read, with one `<image>` per image.
         text: without special tokens.
         tokens: T pieces of text, special tokens included.
-        solution: as text, if the data have one.
-        weights: of the tokens' credit.
-        dependency: on the image, in nats.
-        vgr: vision gain ratio, over the layers that rewards read.
-        advantages: what the loss reads; None if it was not trained on.
-        entropies, logps: under the policy that generated, in nats.
-        changes: of the log-probability when the image is perturbed, in nats.
+        solution: reference answer as text, if the data have one.
+        weights: token weights.
+        dependency: visual dependency, in nats.
+        vgr: vision gain ratio over the layers that rewards use.
+        advantages: per token, as used by the loss; None if the completion was not trained on.
+        entropies, logps: under the policy that generated the tokens, in nats.
+        changes: change of the log-probability when the image is perturbed, in nats.
         rewards: by name, unweighted.
-        reward: their weighted sum.
-        advantage: of the whole completion.
+        reward: weighted sum of the rewards.
+        advantage: of the completion, before credit is assigned to tokens.
         correct: whether the accuracy reward is 1; None without one.
         metrics: by segment of layers, then by quantity.
-        images: of the prompt, in order.
-        attention: over the vision tokens of all images, the mean over heads and over the layers that rewards read.
-        replaced: whether another group took the place of its group, so that it was not trained on.
+        images: images of the prompt, in order.
+        attention: over the vision tokens of all images, averaged over heads and the layers that rewards use.
+        replaced: whether its group was replaced by another one and not trained on.
     """
 
     question: str
@@ -128,9 +128,9 @@ class Record:
     """Completions of one rollout batch.
 
     Attributes:
-        step: optimizer steps that the policy had behind it when it generated them.
+        step: optimizer steps before the completions were generated.
         mode: `train` or `eval`.
-        time: in seconds since 1970.
+        time: Unix time, in seconds.
     """
 
     step: int
@@ -149,53 +149,53 @@ class LogEntry:
     values: dict[str, float | None]
 
 
-def encode(entry: Record | LogEntry) -> bytes:
-    """Return a line of JSON; version, step and mode come first."""
-    content = as_json({"version": VERSION, **asdict(entry)})
+def encode_entry(entry: Record | LogEntry) -> bytes:
+    """Return an entry as a line of JSON that begins with version, step and mode."""
+    content = to_json_value({"version": VERSION, **asdict(entry)})
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.encode("utf-8", "replace") + b"\n"  # a lone surrogate becomes a question mark
 
 
-def as_json(value: Any) -> Any:
-    """Return what JSON can hold: floats with six digits, None for those that are not finite, bytes in base64."""
+def to_json_value(value: Any) -> Any:
+    """Convert a value to JSON types: floats to six digits, non-finite floats to None, bytes to base64."""
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
         return (float(f"{value:.6g}") if abs(value) < 1e5 else round(value, 1)) or 0.0  # not -0.0
     if isinstance(value, dict):
-        return {name: as_json(item) for name, item in value.items()}
+        return {name: to_json_value(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
+        return [to_json_value(item) for item in value]
     return base64.b64encode(value).decode("ascii") if isinstance(value, bytes) else value
 
 
 def decode_record(line: bytes) -> Record:
-    """Return the record in a line of JSON; keys that are not known are left out."""
+    """Parse a record from a line of JSON; unknown keys are ignored."""
     content = json.loads(line)
     completions = []
     for item in content["completions"]:
-        values = _known(Completion, item)
-        values["images"] = [RecordedImage(**_known(RecordedImage, image)) for image in item.get("images", ())]
+        values = _known_fields(Completion, item)
+        values["images"] = [RecordedImage(**_known_fields(RecordedImage, image)) for image in item.get("images", ())]
         if (attention := item.get("attention")) is not None:
             values["attention"] = AttentionMap(attention["scale"], base64.b64decode(attention["values"]))
         completions.append(Completion(**values))
     return Record(content["step"], content["mode"], content["time"], completions)
 
 
-def _known(kind: type, item: Mapping[str, Any]) -> dict[str, Any]:
+def _known_fields(kind: type, item: Mapping[str, Any]) -> dict[str, Any]:
     return {known.name: item[known.name] for known in fields(kind) if known.name in item}
 
 
 class RecordWriter:
-    """Writes the records of a run, within a bound of bytes.
+    """Write the records of a run, up to a maximum size.
 
-    Where records and thumbnails get larger than the bound, the oldest file is removed with the thumbnails that only it
-    names, except the first one, which shows how the run began.
+    Above the maximum, the oldest record file and its thumbnails are deleted, except for the first file, which shows
+    the start of the run.
 
     Args:
         description: content of `run.json` besides version and time.
-        max_bytes: bound of records and thumbnails together.
-        resumed: whether the run continues; otherwise existing records are moved to `rollouts.1`.
+        max_bytes: maximum size of records and thumbnails together.
+        resumed: whether the run is resumed; otherwise existing records are moved to `rollouts.1`.
     """
 
     def __init__(self, output_dir: Path, description: Mapping[str, Any], max_bytes: int, resumed: bool) -> None:
@@ -209,52 +209,53 @@ class RecordWriter:
             text = json.dumps({"version": VERSION, "created": created, **description}, indent=2, default=str)
             write_atomic(self.folder / RUN_FILE, text.encode(), sync=False)
         if (self.folder / LOGS_FILE).exists():
-            append_atomic(self.folder / LOGS_FILE, b"\n")  # ends a line that a kill has cut
-        self._file, self._size = self._next_file(), self._measure()
+            append_atomic(self.folder / LOGS_FILE, b"\n")  # end a line that a kill has truncated
+        self._file, self._size = self._new_file(), self._count_bytes()
 
     def add(self, record: Record, thumbnails: Mapping[str, bytes]) -> None:
-        """Append a record, and write the files `images/….webp` that it names and that do not exist yet."""
+        """Append a record, and write its thumbnails `images/….webp` unless they exist."""
         for name, content in thumbnails.items():
             if not (self.folder / name).exists():
                 write_atomic(self.folder / name, content, sync=False)
                 self._size += len(content)
-        line = encode(record)
-        if self._file.exists() and self._file.stat().st_size + len(line) > self.max_bytes // _FILES:
-            self._file = self._next_file()
+        line = encode_entry(record)
+        if self._file.exists() and self._file.stat().st_size + len(line) > self.max_bytes // _MAX_FILES:
+            self._file = self._new_file()
         append_atomic(self._file, line)
         self._size += len(line)
-        for oldest in sorted(self.folder.glob(RECORDS))[1:-1]:
+        for oldest in sorted(self.folder.glob(RECORD_FILES))[1:-1]:
             if self._size <= self.max_bytes:
                 return
             oldest.unlink()
-            lines = b"".join(file.read_bytes() for file in self.folder.glob(RECORDS))
-            named = {name.decode() for name in _THUMBNAIL.findall(lines)}
+            lines = b"".join(file.read_bytes() for file in self.folder.glob(RECORD_FILES))
+            named = {name.decode() for name in _THUMBNAIL_PATTERN.findall(lines)}
             for image in (self.folder / "images").iterdir():
                 if image.name not in named:
                     image.unlink()
-            self._size = self._measure()
+            self._size = self._count_bytes()
 
     def log(self, entry: LogEntry) -> None:
-        """Append what the trainer has logged."""
-        append_atomic(self.folder / LOGS_FILE, encode(entry))
+        """Append a log of the trainer."""
+        append_atomic(self.folder / LOGS_FILE, encode_entry(entry))
 
-    def _next_file(self) -> Path:
-        """A new file, also for a run that continues: a kill may have cut the last line of the one before."""
-        numbers = [int(path.stem.removeprefix("records-")) for path in self.folder.glob(RECORDS)]
+    def _new_file(self) -> Path:
+        """Return the next file name; a resumed run also starts a new file, since the last line may be truncated."""
+        numbers = [int(path.stem.removeprefix("records-")) for path in self.folder.glob(RECORD_FILES)]
         return self.folder / f"records-{max(numbers, default=0) + 1:06d}.jsonl"
 
-    def _measure(self) -> int:
-        return sum(path.stat().st_size for path in (*self.folder.glob(RECORDS), *(self.folder / "images").iterdir()))
+    def _count_bytes(self) -> int:
+        paths = *self.folder.glob(RECORD_FILES), *(self.folder / "images").iterdir()
+        return sum(path.stat().st_size for path in paths)
 
 
 class Run:
-    """The records of a run, read one at a time.
+    """Read the records of a run, one at a time.
 
     Attributes:
-        folder: of the records.
-        description: content of `run.json`: name, created, rewards, model, options; empty if it cannot be read.
-        name: of the run, by default that of its folder.
-        rewards: their names, in order.
+        folder: folder of the records.
+        description: content of `run.json`: name, created, rewards, model, options; empty if unreadable.
+        name: name of the run, by default of its folder.
+        rewards: reward names, in order.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -265,69 +266,69 @@ class Run:
         self.name = str(self.description.get("name") or folder.resolve().parent.name)
         self.rewards: list[str] = self.description.get("rewards", [])
         self._places: dict[tuple[int, str], tuple[Path, int]] = {}
-        for path in sorted(folder.glob(RECORDS)):
+        for path in sorted(folder.glob(RECORD_FILES)):
             offset = 0
             with path.open("rb") as file:
                 for line in file:
-                    if (head := _HEAD.match(line)) and line.endswith(b"}\n"):
+                    if (head := _HEAD_PATTERN.match(line)) and line.endswith(b"}\n"):
                         _check_version(int(head[1]), path)
                         self._places[int(head[2]), head[3].decode()] = path, offset
                     else:
-                        _warn(path)
+                        _warn_unreadable(path)
                     offset += len(line)
 
     def steps(self, mode: str | None = None) -> list[tuple[int, str]]:
-        """Return step and mode of the records, in order; those of one mode if it is given."""
+        """Return (step, mode) of each record in order, optionally of one mode."""
         return sorted(key for key in self._places if mode in (None, key[1]))
 
     def records(self, mode: str | None = None) -> Iterator[Record]:
-        """Read the records one by one, in the order of their steps; of a step that was run twice, the last."""
+        """Yield the records in the order of their steps; of a step that was run twice, the last one."""
         for key in self.steps(mode):
             if (record := self.record(*key)) is not None:
                 yield record
 
     def record(self, step: int, mode: str) -> Record | None:
-        """Return the record of a step that `steps` names; None if it cannot be read."""
+        """Return the record of a step listed by `steps`, or None if it cannot be read."""
         path, offset = self._places[step, mode]
         try:
             with path.open("rb") as file:
                 file.seek(offset)
                 return decode_record(file.readline())
-        except (OSError, *_DAMAGED):
-            _warn(path)
+        except (OSError, *_DAMAGED_LINE_ERRORS):
+            _warn_unreadable(path)
             return None
 
 
 def read_run(path: str | Path) -> Run:
-    """Return the records of a run, given its folder (`output_dir`) or the folder `rollouts` in it.
+    """Open the records of a run, given its `output_dir` or the folder `rollouts` in it.
 
     Raises:
-        DataError: it has no records, or they are of a later version.
+        DataError: there are no records, or a later release wrote them.
     """
     folder = records_folder(Path(path))
     if not has_records(folder):
         raise DataError(
-            f"{path} has no records: give the output_dir of a run of DAPOTrainer (TRL's own trainers write none) with "
+            f"{path} has no records: give the output_dir of a run of DAPOTrainer (TRL's trainers write none) with "
             "rollout_log_steps above 0."
         )
     return Run(folder)
 
 
 def records_folder(path: Path) -> Path:
-    """Return the folder of a run's records, given the run's `output_dir` or that folder."""
+    """Return the folder of records, given a run's `output_dir` or that folder itself."""
     return path if path.name == FOLDER else path / FOLDER
 
 
 def has_records(folder: Path) -> bool:
-    """Whether anything was recorded or logged in this folder of records."""
-    return (folder / LOGS_FILE).is_file() or any(folder.glob(RECORDS))
+    """Whether a folder has records or logs."""
+    return (folder / LOGS_FILE).is_file() or any(folder.glob(RECORD_FILES))
 
 
 def read_logs(path: Path) -> Iterator[LogEntry]:
-    """Yield what the trainer logged, in the order in which it did; lines that cannot be read are left out.
+    """Yield the logs of the trainer in order; unreadable lines are skipped with a warning.
 
     Raises:
-        DataError: an entry is of a later version.
+        DataError: a later release wrote an entry.
     """
     lines = path.open("rb") if path.is_file() else io.BytesIO()
     with lines:
@@ -336,15 +337,15 @@ def read_logs(path: Path) -> Iterator[LogEntry]:
                 content = json.loads(line)
                 values = {intern(name): value for name, value in content["values"].items()}
                 entry, version = LogEntry(content["step"], content["mode"], content["time"], values), content["version"]
-            except _DAMAGED:
-                _warn(path)
+            except _DAMAGED_LINE_ERRORS:
+                _warn_unreadable(path)
                 continue
             _check_version(version, path)
             yield entry
 
 
 def read_thumbnail(folder: Path, name: str) -> bytes | None:
-    """Return a WebP file in the folder of thumbnails; None if it is missing, something else or elsewhere."""
+    """Return a thumbnail; None if it is missing, not a WebP file or outside of the folder `images`."""
     try:
         path = (folder / name).resolve()
         content = path.read_bytes() if path.parent == (folder / "images").resolve() else b""
@@ -354,14 +355,14 @@ def read_thumbnail(folder: Path, name: str) -> bytes | None:
 
 
 def is_webp(content: bytes) -> bool:
-    """Whether a file is a WebP picture, by its head."""
+    """Whether the content of a file begins like a WebP image."""
     return content[:4] == b"RIFF" and content[8:12] == b"WEBP"
 
 
 def refuse_unwritable(path: Path, option: str, is_folder: bool = False) -> None:
-    """Raise `ConfigError` if a file (or folder) at `path`, which `option` names, could not be written."""
+    """Raise `ConfigError` if the file (or folder) `path`, the value of `option`, cannot be written."""
     if not is_writable(path / "file" if is_folder else path):
-        raise ConfigError(f"{option} is {path}, which cannot be written to: choose another place.")
+        raise ConfigError(f"{option} is {path}, which cannot be written to: choose another path.")
 
 
 def _check_version(version: int, path: Path) -> None:
@@ -372,5 +373,5 @@ def _check_version(version: int, path: Path) -> None:
         )
 
 
-def _warn(path: Path) -> None:
-    logger.warning_once(f"{path} has lines that cannot be read; they are left out.")
+def _warn_unreadable(path: Path) -> None:
+    logger.warning_once(f"{path} has unreadable lines; they are skipped.")

@@ -1,8 +1,8 @@
-"""Rewards for TRL's `reward_funcs`, by name or path, weighted by step.
+"""Rewards for TRL's `reward_funcs`, loaded by name or path, with weights per step.
 
-Begin with `simple.py`: accuracy, format and length, made of what a completion says (`answers.py`). `attention.py`: what
-is made of VGR. `groups.py`: rewards that compare the completions of a prompt. `loading.py` brings them to a trainer,
-and `reward_files.py` those in the form of EasyR1.
+Start with `simple.py`: accuracy (see `answers.py`), format and length. `attention.py`: rewards from VGR. `groups.py`:
+rewards that compare the completions of a prompt. `loading.py` loads and wraps reward functions, `reward_files.py` those
+of EasyR1.
 """
 
 from vgr_trl.rewards.answers import Solution, resolve_solution

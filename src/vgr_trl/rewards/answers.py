@@ -21,26 +21,26 @@ from vgr_trl.rewards.equality import (
     POLARITY,
     STOPS,
     TABLES,
-    bare,
+    compile_words,
     fold,
-    half_width,
-    listed,
+    is_same_open_answer,
     normalise,
-    plain,
-    same_open_answer,
+    strip_article,
+    strip_wrapping,
+    to_half_width,
 )
 from vgr_trl.utils import RewardError
 
 
 def completion_text(completion: Any) -> str:
-    """Return what the assistant wrote in one completion, its messages joined by line breaks.
+    """Return the assistant's text of a completion, its messages joined by line breaks.
 
     Args:
         completion: as TRL passes it, a string or a list of messages; the content of a message is a string, None or a
             list of parts, of which the text counts. Messages of other roles (tools) do not count.
 
     Raises:
-        RewardError: the completion is neither.
+        RewardError: the completion is neither a string nor a list.
     """
     if isinstance(completion, str):
         return completion
@@ -50,30 +50,30 @@ def completion_text(completion: Any) -> str:
             '[{"role": "assistant", "content": "..."}].'
         )
     written = [message for message in completion if message.get("role", "assistant") == "assistant"]
-    return "\n".join(_content_text(message.get("content")) for message in written)
+    return "\n".join(_message_text(message.get("content")) for message in written)
 
 
-def _content_text(content: Any) -> str:
+def _message_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content or ())
 
 
 def excerpt(value: Any) -> str:
-    """Return at most 80 characters of a value for a message."""
+    """Return a value as text of at most 80 characters, for a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_STATES, _CONFIRMS, _UNLESS, _OPENERS = map(listed, ("states", "confirms", "unless", "openers"))
-_REASONS, _JOINS, _DENIES, _VERBS = map(listed, ("reasons", "joins", "denies", "verbs"))
-_OPTION_WORD, _REFERS, _PLACES, _PRONOUNS = map(listed, ("option", "refers", "places", "pronouns"))
+_STATES, _CONFIRMS, _UNLESS, _OPENERS = map(compile_words, ("states", "confirms", "unless", "openers"))
+_REASONS, _JOINS, _DENIES, _VERBS = map(compile_words, ("reasons", "joins", "denies", "verbs"))
+_OPTION_WORD, _REFERS, _PLACES, _PRONOUNS = map(compile_words, ("option", "refers", "places", "pronouns"))
 _ANCHORS = [anchor for table in TABLES.values() for anchor in table["anchors"]]
 
 _THINK_TAG = re.compile(r"<(/?)think>", re.IGNORECASE | re.ASCII)
 _ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE | re.ASCII)
 _BOX = re.compile(r"\\boxed\s{0,9}\{|<\|begin_of_box\|>")
-_BETWEEN_BOXES = re.compile(
+_BOX_SEPARATOR = re.compile(
     r"(?:\}|<\|end_of_box\|>)[\s$.,;/&、()\\\[\]]{0,9}(?:or|and|或者?|和)?[\s$(\\\[\]]{0,9}", re.IGNORECASE
 )
 _EMOJI = re.compile("[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u274c\ufe0f]")
@@ -82,9 +82,9 @@ _BULLETS = re.compile(r"^(?:-[\s*_`\"']+)+")  # not the sign of -5
 _BEFORE_CLAUSE = re.compile(r"(?:[\s:*_`>\"'“]|-(?=\s))*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
 _ITEM = re.compile(r"[\s*>-]*(?:option\s)?\(?([A-J])\*{0,2}(?:[).:、]|[\s*]*$)", re.IGNORECASE)
 _HASHES = re.compile(r"####\s*([^\n#]+)\s*$")
-_REACH, _MOST_STATEMENTS = 300, 20  # characters read on each side of a statement; statements read, the last ones
-_LONGEST_PART = 2000  # characters
-_LONGEST_LINE, _MOST_WORDS = 80, 8  # of a line that states an open answer
+_MAX_REACH, _MAX_STATEMENTS = 300, 20  # characters read on each side of a statement; statements read, the last ones
+_MAX_PART_LENGTH = 2000  # characters
+_MAX_LINE_LENGTH, _MAX_LINE_WORDS = 80, 8  # of a line that states an open answer
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Stated:
     """The answer that a text states.
 
     Attributes:
-        rule: how it is stated: `tag`, `box`, `hashes`, `statement`, `confirmation`, `line` or `sentence`.
-        part: the words that state it.
-        readings: the 0-based option of multiple choice, or the texts that may be meant by an open answer. Empty if two
-            answers are named, or the tag holds none.
+        rule: form of the statement: `tag`, `box`, `hashes`, `statement`, `confirmation`, `line` or `sentence`.
+        part: text that states the answer.
+        readings: 0-based index of the option, or possible texts of an open answer. Empty if two answers are named, or
+            the tag has none.
     """
 
     rule: str
@@ -108,20 +108,20 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
 
     Args:
         text: a completion, or a reference answer.
-        choices: texts of the options; none: options are known by letter only.
-        is_open: whether the question is open, and has no options.
+        choices: texts of the options; empty: options are known by letter only.
+        is_open: whether the question is open.
     """
-    visible = _EMOJI.sub("", half_width(strip_thought(text)))
+    visible = _EMOJI.sub("", to_half_width(strip_thought(text)))
     tagged = answer_tag(visible)
     if tagged is None:
-        return _read(visible, choices, is_open, in_tag=False)
-    inner = _read(tagged, choices, is_open, in_tag=True)
+        return _read_answer(visible, choices, is_open, in_tag=False)
+    inner = _read_answer(tagged, choices, is_open, in_tag=True)
     return Stated("tag", tagged.strip(), inner.readings if inner else ())
 
 
-def _read(text: str, choices: Sequence[str], is_open: bool, in_tag: bool) -> Stated | None:
-    for rule, whole in _parts(text, in_tag):
-        part = whole[:_LONGEST_PART]
+def _read_answer(text: str, choices: Sequence[str], is_open: bool, in_tag: bool) -> Stated | None:
+    for rule, whole in _find_parts(text, in_tag):
+        part = whole[:_MAX_PART_LENGTH]
         readings = _read_open(part, rule) if is_open else _read_option(part, rule, choices)
         if readings is not None:
             return Stated(rule, part.strip(), readings)
@@ -129,10 +129,10 @@ def _read(text: str, choices: Sequence[str], is_open: bool, in_tag: bool) -> Sta
 
 
 def strip_thought(text: str) -> str:
-    """Return `text` without what stands in `<think>`.
+    """Return `text` without the content of `<think>`.
 
-    Everything before a `</think>` that nothing opened is thought too, since chat templates often put `<think>` in the
-    prompt; so is everything after a `<think>` that nothing closes.
+    Text before an unopened `</think>` is thought too, since chat templates often put `<think>` in the prompt; so is
+    text after an unclosed `<think>`.
     """
     kept: list[str] = []
     position, thinking = 0, False
@@ -150,7 +150,7 @@ def strip_thought(text: str) -> str:
 
 
 def answer_tag(text: str) -> str | None:
-    """Return the content of the last `<answer>…</answer>` of `text`, None if there is none."""
+    """Return the content of the last `<answer>…</answer>` of `text`, or None."""
     content, start = None, None
     for tag in _ANSWER_TAG.finditer(text):
         if not tag[1]:
@@ -160,8 +160,8 @@ def answer_tag(text: str) -> str | None:
     return content
 
 
-def _parts(text: str, in_tag: bool) -> Iterator[tuple[str, str]]:
-    """Yield the rules in their order, each with a part of the text that may state its answer."""
+def _find_parts(text: str, in_tag: bool) -> Iterator[tuple[str, str]]:
+    """Yield (rule, part of the text that may state the answer) in order of precedence."""
     if (box := _last_box(text)) is not None:
         yield "box", box
     lines = [line for line in text.splitlines() if re.search(r"\w", line)]
@@ -169,7 +169,7 @@ def _parts(text: str, in_tag: bool) -> Iterator[tuple[str, str]]:
         lines.pop()
     if lines and (hashes := _HASHES.search(lines[-1])):
         yield "hashes", hashes[1]
-    yield from _statements(text)
+    yield from _find_statements(text)
     if in_tag:
         yield "tag", text
     if lines and not in_tag:
@@ -177,36 +177,36 @@ def _parts(text: str, in_tag: bool) -> Iterator[tuple[str, str]]:
             yield "line", lines[-1]
         if len(lines) > 1 and not _are_items(lines[:2]) and not lines[0].rstrip(MARKS).endswith(":"):
             yield "line", lines[0]
-    sentences = _sentences(lines[-1]) if lines else []
+    sentences = _split_sentences(lines[-1]) if lines else []
     for sentence in sentences:
-        if sentence is sentences[-1] or not _explains(sentence):
+        if sentence is sentences[-1] or not _is_explanation(sentence):
             yield "sentence", sentence
 
 
 def _are_items(lines: Sequence[str]) -> bool:
-    """Whether two lines are neighbours in a list of options, or different letters."""
+    """Whether two lines are adjacent items of an option list, or different letters."""
     first, second = _ITEM.match(lines[0]), _ITEM.match(lines[-1])
     if not (first and second):
         return False
     step = ord(second[1].upper()) - ord(first[1].upper())
-    return step == 1 or (step != 0 and bare(lines[0]) == first[1])
+    return step == 1 or (step != 0 and strip_wrapping(lines[0]) == first[1])
 
 
 def _last_box(text: str) -> str | None:
-    """Return the content of the last box; of two with nothing but `or` between them both."""
+    """Return the content of the last box, or of the last two if only `or` separates them."""
     boxes = list(_BOX.finditer(text))[-2:]
     contents = [
-        text[box.end() :].partition("<|end_of_box|>")[0] if box[0][0] == "<" else _balanced(text[box.end() :])
+        text[box.end() :].partition("<|end_of_box|>")[0] if box[0][0] == "<" else _read_braces(text[box.end() :])
         for box in boxes
     ]
     if len(boxes) == 2:
         between = text[boxes[0].end() + len(contents[0]) : boxes[1].start()]
-        if _BETWEEN_BOXES.fullmatch(between) and contents[0] != contents[1]:
+        if _BOX_SEPARATOR.fullmatch(between) and contents[0] != contents[1]:
             return " or ".join(contents)
     return contents[-1] if contents else None
 
 
-def _balanced(text: str) -> str:
+def _read_braces(text: str) -> str:
     depth = 1
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace[0] == "{" else -1
@@ -215,9 +215,9 @@ def _balanced(text: str) -> str:
     return ""
 
 
-def _statements(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the clauses behind and before the words of statements, from the last one back."""
-    end, left = len(text), _MOST_STATEMENTS
+def _find_statements(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the clauses after statement words and before confirmations, last one first."""
+    end, left = len(text), _MAX_STATEMENTS
     for line in reversed(text.split("\n")):
         start, lowered = end - len(line), line.lower()
         found = []
@@ -225,12 +225,12 @@ def _statements(text: str) -> Iterator[tuple[str, str]]:
             found = [(match.end(), "statement", match) for match in _STATES.finditer(text, start, end)]
             found += [(match.start(), "confirmation", match) for match in _CONFIRMS.finditer(text, start, end)]
         for _, rule, match in sorted(found, key=lambda each: each[0])[: -left - 1 : -1]:
-            before = text[max(start, match.start() - _REACH) : match.start()]
+            before = text[max(start, match.start() - _MAX_REACH) : match.start()]
             before = before[max((stop.end() for stop in _SENTENCE_END.finditer(before)), default=0) :]
             if _UNLESS.search(before):
                 continue
             if rule == "statement":
-                yield rule, _clause(text[match.end() : match.end() + _REACH])
+                yield rule, _first_clause(text[match.end() : match.end() + _MAX_REACH])
             elif before.strip():
                 yield rule, before
         end, left = start - 1, left - len(found)
@@ -238,8 +238,8 @@ def _statements(text: str) -> Iterator[tuple[str, str]]:
             return
 
 
-def _clause(text: str) -> str:
-    """Return the sentence that `text` begins with, on the next line if nothing is left of this one."""
+def _first_clause(text: str) -> str:
+    """Return the first sentence of `text`, on the next line if this one is empty."""
     line, _, further = text[_BEFORE_CLAUSE.match(text).end() :].partition("\n")  # type: ignore[union-attr]
     for end in _SENTENCE_END.finditer(line):
         behind = line[end.end() :].lstrip(MARKS)
@@ -249,32 +249,32 @@ def _clause(text: str) -> str:
     return f"{line}; {following}" if _ITEM.fullmatch(following) or _JOINS.match(following) else line
 
 
-def _sentences(line: str) -> list[str]:
-    """Return the sentences of a line, the last one first."""
+def _split_sentences(line: str) -> list[str]:
+    """Split a line into sentences, last one first."""
     ends = [0, *(end.end() for end in _SENTENCE_END.finditer(line)), len(line)]
     found = [line[start:end] for start, end in pairwise(ends)]
-    return [sentence for sentence in found if bare(sentence)][: -_MOST_STATEMENTS - 1 : -1]
+    return [sentence for sentence in found if strip_wrapping(sentence)][: -_MAX_STATEMENTS - 1 : -1]
 
 
-def _explains(sentence: str) -> bool:
-    """Whether a sentence is about the answer in front of it, such as `It has three valves.`, and states none."""
+def _is_explanation(sentence: str) -> bool:
+    """Whether a sentence explains the preceding answer without stating one, such as `It has three valves.`"""
     start = sentence.lstrip(MARKS)
     return bool(_PRONOUNS.match(start)) and not _OPENERS.match(start)
 
 
-def _without_openers(text: str) -> str:
-    """Return a clause without the words in front of its answer that are no part of it."""
+def _cut_openers(text: str) -> str:
+    """Remove words before the answer of a clause."""
     for _ in range(5):
         text = _BULLETS.sub("", text.lstrip(MARKS + ":,—≈~=#>"))
         match = _OPENERS.match(text)
-        if match is None or not bare(text[match.end() :]):
+        if match is None or not strip_wrapping(text[match.end() :]):
             break
         text = text[match.end() :]
     return text
 
 
-def _before_reason(text: str) -> str:
-    """Return a clause without the reason that follows its answer."""
+def _cut_reason(text: str) -> str:
+    """Remove the reason after the answer of a clause."""
     for match in re.finditer(r"[\s,;:(。]+", text):
         if _REASONS.match(text, match.end()):
             return text[: match.start()]
@@ -293,43 +293,45 @@ _IS = re.compile(
     r"[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s)?(?:(?:also|clearly|definitely)\s)?"
 )
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
-_ENDS = re.compile(r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!]|\s+[-–—]\s|\s*$|\s*(?:因为|because\b|since\b|选项))")
+_CLAUSE_END = re.compile(r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!]|\s+[-–—]\s|\s*$|\s*(?:因为|because\b|since\b|选项))")
 
 
 def _read_option(part: str, rule: str, choices: Sequence[str]) -> tuple[int, ...] | None:
-    """Return the option that a part names; () where it names two, None where it names none.
+    """Return the option that a part names; () if it names two, None if it names none.
 
     What follows a reason (`B because A is red`) counts only if nothing stands before it. A line, a box and a tag have
     to begin with the option, and on a line no word of a sentence may follow. A sentence counts by an option's text.
     """
-    alike = [index for index, choice in enumerate(choices) if plain(choice) == plain(part)]
-    if alike and len(bare(part)) > 1:
+    alike = [index for index, choice in enumerate(choices) if strip_article(choice) == strip_article(part)]
+    if alike and len(strip_wrapping(part)) > 1:
         return tuple(alike) if len(alike) == 1 else ()
     if rule == "confirmation":
         last = part.rpartition(",")[2]
-        found = _affirmed(last, choices) or _affirmed(part, choices)
+        found = _find_named_options(last, choices) or _find_named_options(part, choices)
     elif rule == "sentence":
         part = _LATEX.sub(r"\1", part)
-        found = [one for one in _affirmed(part, choices, letters=False) if _is_last(part[one[1] :])]
+        found = [one for one in _find_named_options(part, choices, letters=False) if _is_clause_end(part[one[1] :])]
     else:
-        part = _LATEX.sub(r"\1", _without_openers(part if rule == "statement" else bare(part)))
-        found = _affirmed(part, choices)
+        part = _LATEX.sub(r"\1", _cut_openers(part if rule == "statement" else strip_wrapping(part)))
+        found = _find_named_options(part, choices)
         if found and rule != "statement":
             start, end, index = found[0]
             if part[:start].strip(MARKS + "([{"):
                 return None
-            if rule == "line" and not (_ENDS.match(part, end) or _begins(part[end:], choices[index : index + 1])):
+            if rule == "line" and not (
+                _CLAUSE_END.match(part, end) or _starts_with_choice(part[end:], choices[index : index + 1])
+            ):
                 return None
-        head = len(_before_reason(part))
+        head = len(_cut_reason(part))
         found = [one for one in found if one[0] < head] or found
-        if found and _contradicts(part[found[0][1] :], choices, found[0][2]):
+        if found and _has_other_choice(part[found[0][1] :], choices, found[0][2]):
             return ()
     named = {index for _, _, index in found}
     return tuple(named) if len(named) == 1 else () if named else None
 
 
-def _affirmed(text: str, choices: Sequence[str], *, letters: bool = True) -> list[tuple[int, int, int]]:
-    """Return start, end and number of the options that a clause names, by letter or else by text, and does not deny."""
+def _find_named_options(text: str, choices: Sequence[str], *, letters: bool = True) -> list[tuple[int, int, int]]:
+    """Return (start, end, index) of options that a clause names, by letter or else by text, and does not deny."""
     found, number = [], len(choices) or len(LETTERS)
     for match in _LETTER.finditer(text) if letters else ():
         before = text[max(0, match.start() - 40) : match.start()]
@@ -342,17 +344,18 @@ def _affirmed(text: str, choices: Sequence[str], *, letters: bool = True) -> lis
     if small is not None and (index := LETTERS.index(small[1].upper())) < number:
         found = [(0, small.end(), index)]
     if not found:
-        places = [(m.start(), m.end(), i) for i, choice in enumerate(choices) for m in _pattern(choice).finditer(text)]
-        found = sorted(one for one in places if not any(other != one and _within(one, other) for other in places))
+        matches = [(index, _compile_choice(choice).finditer(text)) for index, choice in enumerate(choices)]
+        places = [(match.start(), match.end(), index) for index, found_matches in matches for match in found_matches]
+        found = sorted(one for one in places if not any(other != one and _is_within(one, other) for other in places))
     return [one for one in found if not _is_denied(text, *one[:2])]
 
 
-def _is_last(behind: str) -> bool:
-    """Whether the thing in front of `behind` ends its clause, or is written in ideographs, which have no spaces."""
-    return bool(_ENDS.match(behind) or _PLACES.match(behind) or re.match(r"[\u4e00-\u9fff]", behind))
+def _is_clause_end(behind: str) -> bool:
+    """Whether a clause ends before `behind`, or continues in ideographs, which have no spaces."""
+    return bool(_CLAUSE_END.match(behind) or _PLACES.match(behind) or re.match(r"[\u4e00-\u9fff]", behind))
 
 
-def _within(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
+def _is_within(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
     return other[0] <= one[0] and one[1] <= other[1] and one[1] - one[0] < other[1] - other[0]
 
 
@@ -362,78 +365,83 @@ def _is_denied(text: str, start: int, end: int) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _pattern(choice: str) -> re.Pattern[str]:
-    words = r"\s+".join(map(re.escape, _LATEX.sub(r"\1", half_width(bare(choice))).split()))
+def _compile_choice(choice: str) -> re.Pattern[str]:
+    words = r"\s+".join(map(re.escape, _LATEX.sub(r"\1", to_half_width(strip_wrapping(choice))).split()))
     return re.compile(rf"(?<![A-Za-z0-9]){words or '(?!)'}(?![A-Za-z0-9]|[.,]\d)", re.IGNORECASE)
 
 
-def _begins(text: str, choices: Sequence[str]) -> bool:
+def _starts_with_choice(text: str, choices: Sequence[str]) -> bool:
     text = text.lstrip(MARKS + STOPS + ")](-–—")
     article = ARTICLES.match(text)
     rest = text[article.end() :].lstrip() if article else text
-    return any(_pattern(choice).match(each) for choice in choices for each in (text, rest))
+    return any(_compile_choice(choice).match(each) for choice in choices for each in (text, rest))
 
 
-def _contradicts(behind: str, choices: Sequence[str], index: int) -> bool:
-    """Whether the text of another option, and no more, stands behind an option (`B. red`)."""
+def _has_other_choice(behind: str, choices: Sequence[str], index: int) -> bool:
+    """Whether an option is followed by exactly the text of another option (`B. red`)."""
     segment = re.split(r"[.。;\n]|\s[-–—]\s", behind.lstrip(MARKS + STOPS + ")]("))[0]
-    if _begins(segment, choices[index : index + 1]):
+    if _starts_with_choice(segment, choices[index : index + 1]):
         return False
-    pieces = {plain(piece) for piece in (segment, segment.partition(",")[0], segment.strip("() "))}
-    return any(plain(choice) in pieces for choice in choices)
+    pieces = {strip_article(piece) for piece in (segment, segment.partition(",")[0], segment.strip("() "))}
+    return any(strip_article(choice) in pieces for choice in choices)
 
 
 def _read_open(part: str, rule: str) -> tuple[str, ...] | None:
-    """Return what a part may state as the answer of an open question, None if nothing.
+    """Return possible open answers that a part states, or None.
 
-    A line counts as a whole if it is short, and a sentence by what it ends with or emphasises.
+    A short line counts as a whole, a sentence by its end or its emphasised words.
     """
-    if not bare(part):
+    if not strip_wrapping(part):
         return None
     if rule in ("box", "hashes") or (rule == "tag" and not _VERBS.search(part)):
-        return (bare(part),)
+        return (strip_wrapping(part),)
     if rule == "confirmation":
-        return (bare(_without_openers(part.rpartition(",")[2])),)
-    opened, short = _without_openers(part), len(bare(part).split()) <= _MOST_WORDS and len(bare(part)) <= _LONGEST_LINE
+        return (strip_wrapping(_cut_openers(part.rpartition(",")[2])),)
+    opened, stripped = _cut_openers(part), strip_wrapping(part)
+    short = len(stripped.split()) <= _MAX_LINE_WORDS and len(stripped) <= _MAX_LINE_LENGTH
     if rule == "statement":
         clauses = [] if _DENIES.match(opened) else [part, opened]
         if clauses and not re.search(r"[,;、/]", part):
-            clauses += _ends(part)
+            clauses += _find_endings(part)
     elif rule in ("line", "tag"):
-        clauses = [part, opened, *_ends(_sentences(part)[0])] if short else []
+        clauses = [part, opened, *_find_endings(_split_sentences(part)[0])] if short else []
     else:
-        clauses = _ends(part)
+        clauses = _find_endings(part)
     pieces = re.split(r"[,.;:。]|\s[-–—]\s", part) if rule != "statement" else ()
-    words = [POLARITY.get(plain(each)) or POLARITY.get(plain(_without_openers(each))) for each in pieces]
+    words = [POLARITY.get(strip_article(each)) or POLARITY.get(strip_article(_cut_openers(each))) for each in pieces]
     if {"yes", "no"}.issubset(words):
         return ()
     clauses += filter(None, words)
-    clauses += [_before_reason(clause) for clause in clauses]
+    clauses += [_cut_reason(clause) for clause in clauses]
     clauses += [clause[: place.start()] for clause in clauses if (place := _PLACES.search(clause))]
-    return tuple(dict.fromkeys(filter(None, map(bare, clauses)))) or None
+    return tuple(dict.fromkeys(filter(None, map(strip_wrapping, clauses)))) or None
 
 
 _EMPHASISED = re.compile(r"\*\*(.+?)\*\*|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]")
 _TOKEN = re.compile(r"(?:(?<=\s)|^|(?<=[\u4e00-\u9fff]))\S")
 
 
-def _ends(sentence: str) -> list[str]:
-    """Return what a sentence may say at its end: its only emphasised words, its last words, what stands behind `=`."""
+def _find_endings(sentence: str) -> list[str]:
+    """Return possible answers at the end of a sentence: emphasised words, last words, text after `=`."""
     if _DENIES.search(sentence):
         return []
     emphasised = [next(filter(None, match.groups())) for match in _EMPHASISED.finditer(sentence)]
     found = emphasised[:1] if len(set(emphasised)) == 1 else []
-    opened = _without_openers(sentence)
+    opened = _cut_openers(sentence)
     if opened != sentence.lstrip(MARKS):  # "There are two dogs in the picture, one of them brown."
         found += re.split(r"[,;](?:\s|$)", opened)[:1]
-    clause = bare(_before_reason(opened))
+    clause = strip_wrapping(_cut_reason(opened))
     found += [clause[verb.end() :] for verb in list(_VERBS.finditer(clause))[-1:]]
     found += clause.partition(":")[2:]
     *others, clause = re.split(r"[,;](?:\s|(?=[\u4e00-\u9fff]))|:", clause)
     is_number = others and re.match(r"\W*\d", clause) and re.search(r"\d", others[-1])
-    if is_number or (others and re.fullmatch(r"[!-~]+", bare(others[-1])) and re.fullmatch(r"[!-~]+", bare(clause))):
+    if is_number or (
+        others
+        and re.fullmatch(r"[!-~]+", strip_wrapping(others[-1]))
+        and re.fullmatch(r"[!-~]+", strip_wrapping(clause))
+    ):
         return found  # the last part of a list
-    for token in list(_TOKEN.finditer(clause))[: -_MOST_WORDS - 1 : -1]:
+    for token in list(_TOKEN.finditer(clause))[: -_MAX_LINE_WORDS - 1 : -1]:
         before = clause[: token.start()].rstrip()
         if _JOINS.search(before, max(0, len(before) - 9)):
             break
@@ -442,8 +450,8 @@ def _ends(sentence: str) -> list[str]:
     return found + [text.rpartition("=")[2] for text in (emphasised[-1:] or [clause]) if "=" in text]
 
 
-_LARGEST_NUMBER = 1e18  # floats far below it are exact integers
-_MOST_GOLD_WORDS = 20  # of a reference answer that is not stated by a rule
+_MAX_EXACT_NUMBER = 1e18  # floats far below it are exact integers
+_MAX_GOLD_WORDS = 20  # of a reference answer that is not stated by a rule
 _GOLD_LETTER = re.compile(r"\(?\s?([A-Ja-j])\s?[).:]?|(?:\(([A-Ja-j])\)|([A-Ja-j])\s?\))\s*\S[^\n]*")
 
 
@@ -451,9 +459,11 @@ _GOLD_LETTER = re.compile(r"\(?\s?([A-Ja-j])\s?[).:]?|(?:\(([A-Ja-j])\)|([A-Ja-j
 class Solution:
     """The reference answer of a row.
 
-    `text` is the right option's text, or the open answer; `choices` are the options if they are known, and `index` is
-    the 0-based position of the right one, or of the letter that the answer is (None for any other open answer).
-    `others` are further answers that count as right.
+    Attributes:
+        text: text of the right option, or the open answer.
+        choices: options, if known.
+        index: 0-based index of the right option, or of an answer that is a letter; None for other open answers.
+        others: further accepted answers.
     """
 
     text: str
@@ -463,7 +473,7 @@ class Solution:
 
 
 def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) -> Solution:
-    r"""Return which answer a row calls right (`Stated answer` in definitions.md).
+    r"""Return the reference answer of a row (`Stated answer` in definitions.md).
 
     Args:
         solution: letter A–J, option text or 0-based index; without `choices` a letter, also as `(B)` or `B) blue`, or
@@ -471,13 +481,13 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
             `\boxed{42}`. True and False are yes and no. A list, or the JSON of one, holds several answers of which each
             counts as right. A string of digits is never an index.
         choices: texts of the 2 to 10 options in the order of their letters; None for an open question.
-        label_idx: read where `solution` is None: as it, but a number is always a 0-based index.
+        label_idx: used if `solution` is None; a number is always a 0-based index.
 
     Raises:
-        RewardError: the solution is missing, is none of the choices, could mean two of them, or is a long text that
-            states no answer; or the choices are not 2 to 10 texts that differ.
+        RewardError: the solution is missing, is none of the choices, is ambiguous, or is a long text without an answer;
+            or the choices are not 2 to 10 different texts.
     """
-    options = _options(choices)
+    options = _parse_choices(choices)
     if solution is None and not options and _is_number(label_idx):
         if label_idx not in range(len(LETTERS)):
             raise RewardError(f"label_idx is {excerpt(label_idx)}: without choices give an index 0 to 9")
@@ -488,11 +498,11 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
         with suppress(ValueError):
             solution = json.loads(solution)
     accepted = solution if isinstance(solution, list | tuple) and solution else [solution]
-    first, *others = dict.fromkeys(_resolve(each, options) for each in accepted)
+    first, *others = dict.fromkeys(_resolve_one(each, options) for each in accepted)
     return replace(first, others=tuple(others))
 
 
-def _resolve(solution: Any, options: tuple[str, ...]) -> Solution:
+def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:
     if isinstance(solution, bool):
         word = "yes" if solution else "no"
         solution = next((option for option in options if POLARITY.get(normalise(option)) == word), word)
@@ -500,24 +510,24 @@ def _resolve(solution: Any, options: tuple[str, ...]) -> Solution:
         content = answer_tag(solution)
         solution = (solution if content is None else content).strip()
     if not (bool(solution) if isinstance(solution, str) else _is_number(solution)):
-        raise RewardError(f"solution is {excerpt(solution)}: give the right answer as {_accepted(options)}")
+        raise RewardError(f"solution is {excerpt(solution)}: give the right answer as {_accepted_forms(options)}")
     if options:
-        index = int(solution) if _is_index(solution) else _index_of_text(_text(solution), options)
+        index = int(solution) if _is_index(solution) else _find_choice(_to_text(solution), options)
         if not 0 <= index < len(options):
-            raise RewardError(f"solution is {index} of {len(options)} choices: give {_accepted(options)}")
+            raise RewardError(f"solution is {index} of {len(options)} choices: give {_accepted_forms(options)}")
         return Solution(options[index], options, index)
-    return _open_solution(_text(solution))
+    return _resolve_open(_to_text(solution))
 
 
-def _open_solution(text: str) -> Solution:
+def _resolve_open(text: str) -> Solution:
     found = stated_answer(text, is_open=True)
-    if found is not None and found.rule in ("box", "hashes", "statement") and bare(found.part):
-        text = bare(_before_reason(found.part))
-    elif len(text.split()) > _MOST_GOLD_WORDS:
+    if found is not None and found.rule in ("box", "hashes", "statement") and strip_wrapping(found.part):
+        text = strip_wrapping(_cut_reason(found.part))
+    elif len(text.split()) > _MAX_GOLD_WORDS:
         raise RewardError(
             f"solution is {excerpt(text)}, which states no answer: give the answer alone, or in \\boxed{{}}"
         )
-    letter = _GOLD_LETTER.fullmatch(bare(half_width(text)))
+    letter = _GOLD_LETTER.fullmatch(strip_wrapping(to_half_width(text)))
     if letter is None:
         return Solution(text)
     index = LETTERS.index((letter[1] or letter[2] or letter[3]).upper())
@@ -525,26 +535,26 @@ def _open_solution(text: str) -> Solution:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number that floats are exact for; a bool is none."""
+    """Whether a value is a number, not a bool, that floats represent exactly."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
-    return is_real and bool(abs(value) < _LARGEST_NUMBER)
+    return is_real and bool(abs(value) < _MAX_EXACT_NUMBER)
 
 
 def _is_index(value: Any) -> bool:
     return _is_number(value) and float(value).is_integer()
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return value if isinstance(value, str) else str(int(value) if _is_index(value) else value)
 
 
-def _options(choices: Any) -> tuple[str, ...]:
+def _parse_choices(choices: Any) -> tuple[str, ...]:
     if choices is None:
         return ()
     choices = choices.tolist() if hasattr(choices, "tolist") else choices
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= len(LETTERS):
         raise RewardError(f"choices is {excerpt(choices)}: give a list of 2 to 10 texts, or None for an open question")
-    texts = [_text(choice) if isinstance(choice, str) or _is_number(choice) else "" for choice in choices]
+    texts = [_to_text(choice) if isinstance(choice, str) or _is_number(choice) else "" for choice in choices]
     folded = list(map(fold, texts))
     for letter, text, choice in zip(LETTERS, folded, choices, strict=False):
         if not text:
@@ -557,10 +567,10 @@ def _options(choices: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _index_of_text(solution: str, options: tuple[str, ...]) -> int:
-    """The option that a solution names: by its letter, else by exactly its text, else by a text that states one."""
-    by_letter = _read_option(half_width(solution), "tag", options) or ()
-    exact = [i for i, option in enumerate(options) if half_width(option).strip() == half_width(solution).strip()]
+def _find_choice(solution: str, options: tuple[str, ...]) -> int:
+    """Return the option that a solution names: by letter, else by its exact text, else by a statement."""
+    by_letter = _read_option(to_half_width(solution), "tag", options) or ()
+    exact = [i for i, option in enumerate(options) if to_half_width(option).strip() == to_half_width(solution).strip()]
     meant = sorted({*by_letter, *exact})
     if not meant:
         meant = [i for i, option in enumerate(options) if normalise(option) == normalise(solution)]
@@ -572,11 +582,12 @@ def _index_of_text(solution: str, options: tuple[str, ...]) -> int:
             f"solution is {excerpt(solution)}, which could mean option {names}: give the index of the right option"
         )
     if not meant:
-        raise RewardError(f"solution is {excerpt(solution)}, which is none of the choices: give {_accepted(options)}")
+        accepted = _accepted_forms(options)
+        raise RewardError(f"solution is {excerpt(solution)}, which is none of the choices: give {accepted}")
     return meant[0]
 
 
-def _accepted(options: tuple[str, ...]) -> str:
+def _accepted_forms(options: tuple[str, ...]) -> str:
     if not options:
         return "a text or a number, or add choices"
     last = len(options) - 1
@@ -584,16 +595,16 @@ def _accepted(options: tuple[str, ...]) -> str:
 
 
 def states_answer(text: str, solution: Solution) -> bool:
-    """Return whether the completion `text` states any answer of the kind that `solution` is, right or wrong."""
+    """Return whether a completion states any answer, right or wrong, of the kind of `solution`."""
     stated = stated_answer(text, solution.choices, is_open=solution.index is None)
     return stated is not None and bool(stated.readings)
 
 
 def is_right(text: str, solution: Solution) -> bool:
-    """Return whether the completion `text` states `solution`, or one of its others, as its answer."""
+    """Return whether a completion states `solution` or another accepted answer."""
     for gold in (solution, *solution.others):
         stated = stated_answer(text, gold.choices, is_open=gold.index is None)
         for reading in stated.readings if stated else ():
-            if reading == gold.index or (gold.index is None and same_open_answer(gold.text, reading)):
+            if reading == gold.index or (gold.index is None and is_same_open_answer(gold.text, reading)):
                 return True
     return False

@@ -1,4 +1,4 @@
-"""Rewards made of where a completion looked: VGR within its group, VGR of right answers only, MDI balance, regions."""
+"""Attention rewards: VGR within a group, VGR among right answers, MDI balance, share on regions."""
 
 import math
 import statistics
@@ -11,14 +11,14 @@ from vgr_trl.rewards.groups import group_size, needs_whole_groups
 from vgr_trl.rewards.simple import accuracy_reward
 from vgr_trl.utils import RewardError
 
-_SMALLEST_SPREAD = 1e-5  # of Q3: equal completions of a group differ by the rounding of float32, 1e-7 to 1e-6
+_MIN_SPREAD = 1e-5  # relative to Q3: equal completions differ by float32 rounding, 1e-7 to 1e-6
 
 
 @needs_whole_groups("vgr")
 def vgr_reward(
     completions: Sequence[Any], vgr: Sequence[float | None], num_generations: int | Sequence[int], **kwargs: Any
 ) -> list[float | None]:
-    """Return clip((Q3 - v) / (Q3 - Q1), 0, 1) of each completion: 1 for those of its group that look at the image most.
+    """Return clip((Q3 - v) / (Q3 - Q1), 0, 1) of each completion: 1 for those that attend most to the image.
 
     Q1 and Q3 are the quartiles (linear interpolation) of the finite VGR v of the group (`Rewards` in definitions.md).
 
@@ -26,16 +26,16 @@ def vgr_reward(
         completions: N completions, the G of a prompt one after another.
         vgr: VGR of each, of the late segment of layers; None or NaN where undefined, inf where it never looked.
         num_generations: G.
-        kwargs: what else TRL passes.
+        kwargs: further arguments of TRL.
 
     Returns:
         N rewards in [0, 1]: 0.5 where the group's values do not differ (Q3 - Q1 <= 1e-5 Q3) or fewer than 2 are finite,
         0 for inf, None where VGR is undefined.
 
     Raises:
-        RewardError: the values are not those of whole groups.
+        RewardError: the values are not whole groups.
     """
-    return _by_group(len(vgr), num_generations, lambda rows: _ranks([vgr[row] for row in rows]))
+    return _map_groups(len(vgr), num_generations, lambda rows: _rank_group([vgr[row] for row in rows]))
 
 
 @needs_whole_groups("vgr", optional=("solution", "choices", "label_idx"))
@@ -46,29 +46,29 @@ def vgr_hard_negative_reward(
     num_generations: int | Sequence[int] = 1,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Return the VGR reward among the right completions of a group, minus 0.5; 0 for wrong ones.
+    """Return the VGR reward, computed among the right completions of a group, minus 0.5; 0 for wrong ones.
 
     Args:
         completions: N completions, the G of a prompt one after another.
         vgr: VGR of each; None or NaN where undefined.
         solution: as `accuracy_reward` takes it, as well as the columns `choices` and `label_idx`.
         num_generations: G.
-        kwargs: what else TRL passes.
+        kwargs: further arguments of TRL.
 
     Returns:
         N rewards in [-0.5, 0.5]: 0 in a group with fewer than 2 right completions; None where a right completion has no
         VGR, or where accuracy is None.
 
     Raises:
-        RewardError: the values are not those of whole groups.
+        RewardError: the values are not whole groups.
     """
-    return hard_negative_rewards(accuracy_reward(completions, solution, **kwargs), vgr, num_generations)
+    return compute_hard_negative_rewards(accuracy_reward(completions, solution, **kwargs), vgr, num_generations)
 
 
-def hard_negative_rewards(
+def compute_hard_negative_rewards(
     accuracy: Sequence[float | None], vgr: Sequence[float | None], num_generations: int | Sequence[int]
 ) -> list[float | None]:
-    """Return `vgr_hard_negative_reward` of completions whose accuracy is known.
+    """Compute `vgr_hard_negative_reward` from given accuracies.
 
     Args:
         accuracy: 1 for a right completion, 0 for a wrong one, None for one that cannot be graded.
@@ -76,19 +76,19 @@ def hard_negative_rewards(
         num_generations: G.
 
     Raises:
-        RewardError: the values are not those of whole groups.
+        RewardError: the values are not whole groups.
     """
 
-    def of_group(rows: range) -> list[float | None]:
+    def score_group(rows: range) -> list[float | None]:
         right = [row for row in rows if accuracy[row] == 1]
-        ranks = dict(zip(right, _ranks([vgr[row] for row in right]), strict=True))
+        ranks = dict(zip(right, _rank_group([vgr[row] for row in right]), strict=True))
         rewards: list[float | None] = []
         for row in rows:
             rank = ranks.get(row, 0.5 if accuracy[row] is not None else None)
             rewards.append(None if rank is None else (rank - 0.5) * (len(right) > 1))
         return rewards
 
-    return _by_group(len(vgr), num_generations, of_group)
+    return _map_groups(len(vgr), num_generations, score_group)
 
 
 def mdi_reward(
@@ -97,13 +97,13 @@ def mdi_reward(
     mdi_balance_ratio: float | Sequence[float] = 2.0,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Return 2 · balance - 1 with balance = clip(1 - |ln VGR| / ln R, 0, 1): 1 where attention is in proportion.
+    """Return 2 · balance - 1 with balance = clip(1 - |ln VGR| / ln R, 0, 1): 1 for balanced attention.
 
     Args:
         completions: N completions.
         vgr: VGR of each; None or NaN where undefined.
         mdi_balance_ratio: R, above 1; one for all, or one per completion.
-        kwargs: what else TRL passes.
+        kwargs: further arguments of TRL.
 
     Returns:
         N rewards in [-1, 1]; None where VGR is undefined.
@@ -128,24 +128,24 @@ def _balance(vgr: float | None, ratio: float) -> float | None:
 def region_reward(
     completions: Sequence[Any], region_share: Sequence[float | None], **kwargs: Any
 ) -> list[float | None]:
-    """Return the share of each completion's attention on the image that goes to the boxes of its row, in [0, 1].
+    """Return the share of each completion's image attention that falls into the boxes of its row, in [0, 1].
 
     Args:
         completions: N completions.
-        region_share: the signal of that name, the mean over the completion's tokens; None where there is no box.
-        kwargs: what else TRL passes.
+        region_share: the signal of this name, averaged over tokens; None if the row has no boxes.
+        kwargs: further arguments of TRL.
     """
     return list(region_share)
 
 
-def _by_group(
-    count: int, num_generations: int | Sequence[int], of_group: Callable[[range], list[float | None]]
+def _map_groups(
+    count: int, num_generations: int | Sequence[int], score_group: Callable[[range], list[float | None]]
 ) -> list[float | None]:
     size = group_size(count, num_generations)
-    return [reward for start in range(0, count, size) for reward in of_group(range(start, start + size))]
+    return [reward for start in range(0, count, size) for reward in score_group(range(start, start + size))]
 
 
-def _ranks(group: Sequence[float | None]) -> list[float | None]:
+def _rank_group(group: Sequence[float | None]) -> list[float | None]:
     finite = [value for value in group if value is not None and math.isfinite(value)]
     first, third = 0.0, 0.0
     if len(finite) > 1:
@@ -156,7 +156,7 @@ def _ranks(group: Sequence[float | None]) -> list[float | None]:
             return None
         if math.isinf(value):
             return 0.0
-        if third - first <= _SMALLEST_SPREAD * third:
+        if third - first <= _MIN_SPREAD * third:
             return 0.5
         return min(max((third - value) / (third - first), 0.0), 1.0)
 
@@ -167,40 +167,41 @@ ATTENTION_REWARDS: dict[Any, float] = {vgr_reward: 0.5, vgr_hard_negative_reward
 
 
 def scale_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
-    """Return reward functions, those of attention drawn to their middle where accuracy differs little in a group.
+    """Scale attention rewards towards their middle if accuracy varies little within a group.
 
     A reward v becomes m + 2·s·(v - m), with m the middle of its range (0.5 for VGR, else 0) and s the standard
-    deviation (over G) of the group's accuracy: 2·s is 1 where half of the completions are right, 0 where all or none
-    are. Those whose accuracy is not known do not count in s; where none is, the reward is None.
+    deviation (over G) of the group's accuracy: 2·s is 1 if half of the completions are right, 0 if all or none are.
+    Completions without accuracy do not count; if no accuracy is known, the reward is None.
 
     Args:
-        rewards: maybe among them `vgr_reward`, `vgr_hard_negative_reward` and `mdi_reward`.
+        rewards: reward functions; those that are not attention rewards are returned unchanged.
 
     Raises:
-        RewardError: when called, the rows have no answers.
+        RewardError: when called, if the rows have no answers.
     """
-    return [_scaled(reward, ATTENTION_REWARDS[reward]) if reward in ATTENTION_REWARDS else reward for reward in rewards]
+    middles = ATTENTION_REWARDS
+    return [_scale_reward(reward, middles[reward]) if reward in middles else reward for reward in rewards]
 
 
-def _scaled(reward: Any, middle: float) -> Any:
+def _scale_reward(reward: Any, middle: float) -> Any:
     @needs_whole_groups("vgr", optional=("solution", "choices", "label_idx", "mdi_balance_ratio"))
     @wraps(reward)
     def scaled(completions: Sequence[Any], num_generations: int | Sequence[int], **kwargs: Any) -> list[float | None]:
         if kwargs.get("solution") is None and kwargs.get("label_idx") is None:
             raise RewardError(
                 f"attention_reward_scale is accuracy, but the rows of {reward.__name__} have no column solution: add "
-                "one, or give attention_reward_scale none."
+                "it, or set attention_reward_scale to none."
             )
         rewards = reward(completions, num_generations=num_generations, **kwargs)
         accuracy = accuracy_reward(completions, **kwargs)
 
-        def of_group(rows: range) -> list[float | None]:
+        def score_group(rows: range) -> list[float | None]:
             known = [each for row in rows if (each := accuracy[row]) is not None]
             if not known:
                 return [None] * len(rows)
             scale = 2 * statistics.pstdev(known)
             return [None if rewards[row] is None else middle + scale * (rewards[row] - middle) for row in rows]
 
-        return _by_group(len(rewards), num_generations, of_group)
+        return _map_groups(len(rewards), num_generations, score_group)
 
     return scaled

@@ -1,4 +1,4 @@
-"""Rewards that compare the completions of a prompt, also if its group is spread over processes."""
+"""Rewards that compare the completions of a prompt, also if its group spans several processes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -12,12 +12,12 @@ Reward = TypeVar("Reward", bound=Callable[..., Any])
 def needs_whole_groups(*columns: str, optional: Sequence[str] = ()) -> Callable[[Reward], Reward]:
     """Return a decorator that marks a reward as needing all completions of a prompt at once.
 
-    The marked function is pure and takes (completions, *columns, num_generations, **kwargs) of whole groups, in the
-    order of the prompts; the trainer gathers these over the processes and takes the local slice of what it returns.
+    The marked function must be pure and take (completions, *columns, num_generations, **kwargs) of whole groups, in the
+    order of the prompts. The trainer gathers its arguments over the processes and keeps the local slice of the result.
 
     Args:
-        columns: per-row columns that it needs besides `completions`; `completion_ids` may be one, images may not.
-        optional: columns that it uses if there are any.
+        columns: required per-row columns besides `completions`; `completion_ids` is allowed, images are not.
+        optional: columns that the reward uses if the data have them.
     """
 
     def mark(reward: Any) -> Any:
@@ -35,19 +35,19 @@ def needed_columns(reward: Any) -> tuple[tuple[str, ...], tuple[str, ...]] | Non
 
 
 def unwrap_reward(reward: Any) -> Any:
-    """Return the function within `functools.partial` and its like."""
+    """Return the function inside `functools.partial` and similar wrappers."""
     while hasattr(reward, "func"):
         reward = reward.func
     return reward
 
 
 class WholeGroups:
-    """A reward as TRL calls it, with the rows of this process, that computes on whole groups.
+    """Adapter that TRL calls with the rows of one process and that computes the reward on whole groups.
 
     Args:
         reward: a function marked by `needs_whole_groups`.
-        gather: takes a list per process and returns their concatenation in the order of the processes, everywhere.
-        process_index: this process, of those that call the reward together.
+        gather: concatenates one list per process, in the order of the processes, on every process.
+        process_index: index of this process.
         num_generations: completions per prompt, or a function that returns it at each call; None: the reward is called
             with an argument or column `num_generations`.
 
@@ -72,7 +72,7 @@ class WholeGroups:
         self.process_index = process_index
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float | None]:
-        """Return the rewards of the local completions; gathers once, on every process, whatever the rows are."""
+        """Return the rewards of the local completions; every process gathers exactly once, also without rows."""
         own = {name: list(kwargs[name]) for name in (*self.required, *self.optional) if kwargs.get(name) is not None}
         parts = self.gather([(list(completions), own)])
         for process, (_, columns) in enumerate(parts):
@@ -114,7 +114,7 @@ def group_size(count: int, num_generations: Any) -> int:
         num_generations: as TRL passes it, or as a column of the data.
 
     Raises:
-        RewardError: they are not those of whole groups.
+        RewardError: the completions are not whole groups.
     """
     sizes = {num_generations} if num_generations is None or isinstance(num_generations, int) else {*num_generations}
     if not count and not sizes:

@@ -1,4 +1,4 @@
-"""Load rewards by name or path, schedule their weights, and check their results."""
+"""Load rewards by name or path, weight them by step, and check their results."""
 
 import inspect
 import logging
@@ -19,7 +19,7 @@ from vgr_trl import registries
 from vgr_trl.rewards.answers import excerpt
 from vgr_trl.rewards.attention import mdi_reward, region_reward, vgr_hard_negative_reward, vgr_reward
 from vgr_trl.rewards.groups import WholeGroups, unwrap_reward
-from vgr_trl.rewards.reward_files import OVERALL, FileOptions, ScoredFile, is_scored
+from vgr_trl.rewards.reward_files import OVERALL, FileOptions, ScoredFile, is_easyr1_reward
 from vgr_trl.rewards.simple import (
     accuracy_reward,
     blind_accuracy_reward,
@@ -48,7 +48,7 @@ for _names, _reward in (
     ),
 ):
     registries.rewards.register(*_names)(_reward)
-_HARD: dict[Any, Any] = {
+_HARD_NEGATIVES: dict[Any, Any] = {
     vgr_reward: vgr_hard_negative_reward,
     "vgr": "vgr_hard_negative",
     "vgr_reward": "vgr_hard_negative_reward",
@@ -56,7 +56,7 @@ _HARD: dict[Any, Any] = {
 
 
 def is_reward_name(spec: Any) -> bool:
-    """Whether a text names a reward, not a reward model: a known name, a file's or a dotted path, and no folder."""
+    """Whether a text names a reward function (registered name, file or dotted path), not a reward model."""
     if not isinstance(spec, str) or Path(spec).is_dir():
         return False
     name = str(spec).strip().partition("[")[0]
@@ -72,21 +72,21 @@ def load_rewards(
     files: FileOptions | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> list[Callable[..., Any]]:
-    """Return the reward functions that `specs` name, in their order; arguments as of `load_reward`.
+    """Load the reward functions that `specs` name, in order; arguments as in `load_reward`.
 
     Args:
-        options: of all plug-ins of a run, from which each reward takes its own.
+        options: of all plug-ins of a run; each reward takes its own.
 
     Raises:
-        RewardError: one cannot be loaded, or is named twice, whose metrics would be one.
+        RewardError: a reward cannot be loaded, or is named twice, so that its metrics would collide.
     """
     specs = [specs] if isinstance(specs, str) else list(specs)
-    rewards = [_loaded(spec, options or {}, max_completion_length, soft_punish_cache, files) for spec in specs]
+    rewards = [_load(spec, options or {}, max_completion_length, soft_punish_cache, files) for spec in specs]
     first: dict[Any, ScoredFile] = {}
     for place, reward in enumerate(rewards):
         if reward in rewards[:place] or specs[place] in specs[:place]:
-            raise RewardError(f"The reward {specs[place]} is named twice: name it once, and give it a larger weight.")
-        if isinstance(reward, ScoredFile):  # the scores of a function are computed once for all its rewards
+            raise RewardError(f"The reward {specs[place]} is named twice: name it once, with a larger weight.")
+        if isinstance(reward, ScoredFile):  # call the function once for all its scores
             reward.computed = first.setdefault(reward.function, reward).computed
     return rewards
 
@@ -99,25 +99,25 @@ def load_reward(
     files: FileOptions | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Return the reward function that `spec` names.
+    """Load the reward function that `spec` names.
 
     Args:
         spec: a name (`accuracy`, `format`, `length`, or one that an installed package registers as entry point of the
             group `vgr_trl.rewards`), a dotted path `my_package.rewards.my_reward`, or a file
-            `my_rewards.py:my_reward`, relative to the working directory or absolute. A function is returned as it is,
-            unless `options` are given. Of a function in the form of EasyR1 it is the score `overall`, with `[accuracy]`
-            behind it another one.
+            `my_rewards.py:my_reward`, relative to the working directory or absolute. A function is returned unchanged
+            unless `options` are given. An EasyR1 function gives the score `overall`; append `[accuracy]` for another
+            score.
         max_completion_length: tokens, for `length`.
         soft_punish_cache: tokens, for `length`; None: a fifth of `max_completion_length`, the ratio of DAPO
             (https://huggingface.co/papers/2503.14476).
-        files: how functions in the form of EasyR1 are called; None: as their files say.
-        options: values of the options that the reward declares, by name; the others have their defaults.
+        files: how EasyR1 functions are called; None: as their files say.
+        options: values of the options that the reward declares, by name.
 
     Raises:
-        RewardError: nothing has this name, two packages have it, it cannot be imported, it is not a function, or it
-            declares no such option.
+        RewardError: the name is unknown or registered twice, the import fails, the object is not a function, or the
+            reward declares no such option.
     """
-    reward = _loaded(spec, options or {}, max_completion_length, soft_punish_cache, files)
+    reward = _load(spec, options or {}, max_completion_length, soft_punish_cache, files)
     own = getattr(reward, "options", None)
     known = [] if own is None else [field.name for field in fields(own)]
     for name in options or ():
@@ -127,30 +127,30 @@ def load_reward(
     return reward
 
 
-def _loaded(
+def _load(
     spec: Any, options: Mapping[str, Any], longest: int | None, cache: int | None, files: FileOptions | None
 ) -> Callable[..., Any]:
     name, key = spec, ""
     if isinstance(spec, str):
         name, _, key = spec.strip().removesuffix("]").partition("[")
     reward: Callable[..., Any] = registries.rewards.load(name)
-    if is_scored(reward) and isinstance(spec, str):
+    if is_easyr1_reward(reward) and isinstance(spec, str):
         return ScoredFile(reward, key or OVERALL, files or FileOptions())
     if key:
-        raise RewardError(f"The reward {spec!r} names the score {key!r}, but {name} returns one number: drop [{key}].")
+        raise RewardError(f"The reward {spec!r} asks for a score, but {name} returns one number: remove [{key}].")
     if reward is get_soft_overlong_punishment:
         if longest is None:
             raise RewardError(f"The reward {name!r} needs max_completion_length, which is None: give it in tokens.")
         return get_soft_overlong_punishment(longest, longest // 5 if cache is None else cache)
-    return reward if reward is spec and not options else _bound(reward, options)
+    return reward if reward is spec and not options else _bind_options(reward, options)
 
 
-def _bound(reward: Callable[..., Any], given: Mapping[str, Any]) -> Callable[..., Any]:
-    """The reward with its own options as named arguments, if it declares any."""
+def _bind_options(reward: Callable[..., Any], given: Mapping[str, Any]) -> Callable[..., Any]:
+    """Bind the options that a reward declares as keyword arguments."""
     options = getattr(reward, "options", None)
     if options is None:
         return reward
-    filled = partial(reward, **vars(registries.option_values(options, given)))
+    filled = partial(reward, **vars(registries.build_options(options, given)))
 
     @wraps(reward)
     def bound(*args: Any, **kwargs: Any) -> Any:
@@ -161,21 +161,21 @@ def _bound(reward: Callable[..., Any], given: Mapping[str, Any]) -> Callable[...
 
 
 def replace_by_hard_negative(rewards: Iterable[Any]) -> list[Any]:
-    """Return reward functions, or names of them, with the hard negatives of `vgr` in the place of `vgr`.
+    """Replace `vgr` with `vgr_hard_negative` among reward functions or names.
 
     Raises:
-        RewardError: there is neither among them.
+        RewardError: neither is among them.
     """
     rewards = list(rewards)
-    changed = [_HARD.get(reward, reward) for reward in rewards]
-    if not set(changed) & set(_HARD.values()):
+    changed = [_HARD_NEGATIVES.get(reward, reward) for reward in rewards]
+    if not set(changed) & set(_HARD_NEGATIVES.values()):
         names = " ".join(map(reward_name, rewards)) or "none"
-        raise RewardError(f"vgr_hard_negative is on, but the rewards are {names}: name vgr there, or switch it off.")
+        raise RewardError(f"vgr_hard_negative is on, but the rewards are {names}: add vgr, or turn it off.")
     return changed
 
 
 def reward_name(reward: Any) -> str:
-    """Return the name of a reward function, or of the reward model given as a path or as a model."""
+    """Return the name of a reward function, or of a reward model given as a path or a model."""
     if isinstance(reward, str):
         return reward.rstrip("/").split("/")[-1]
     name = getattr(reward, "__name__", None)
@@ -186,7 +186,7 @@ def reward_name(reward: Any) -> str:
 
 @dataclass(frozen=True)
 class RewardSchedule:
-    """Weights of the rewards: `early` ones for the first steps if given, `regular` ones after (one each per reward)."""
+    """Reward weights, one per reward: `early` for the first steps if given, then `regular`."""
 
     regular: tuple[float, ...]
     early: tuple[float, ...] | None = None
@@ -198,21 +198,21 @@ class RewardSchedule:
         reward_weights: Sequence[float] | None = None,
         early_reward_weights: Sequence[float] | None = None,
     ) -> "RewardSchedule":
-        """Return the schedule for `rewards`, in their order.
+        """Build the schedule for `rewards`, in their order.
 
         Args:
             reward_weights: one finite weight per reward; None: 1 each.
             early_reward_weights: one finite weight per reward, for the early steps; None: `reward_weights` always.
 
         Raises:
-            ConfigError: the number of weights is not that of the rewards, or a weight is not a finite number.
+            ConfigError: the number of weights differs from the number of rewards, or a weight is not finite.
         """
         names = [reward_name(reward) for reward in rewards]
         for option, weights in (("reward_weights", reward_weights), ("early_reward_weights", early_reward_weights)):
             numbers = [each for each in weights or () if isinstance(each, int | float) and math.isfinite(each)]
             if weights is not None and not len(weights) == len(numbers) == len(names):
                 raise ConfigError(
-                    f"{option} is {weights!r}, {len(weights)} values but there are {len(names)} reward functions "
+                    f"{option} is {weights!r}, {len(weights)} values, but there are {len(names)} reward functions "
                     f"({', '.join(names)}): give one weight per function, a finite number, in this order."
                 )
         regular = [1.0] * len(names) if reward_weights is None else reward_weights
@@ -225,35 +225,35 @@ class RewardSchedule:
         return self.early is not None and self.early != self.regular
 
     def early_steps(self, warmup_steps: int, total_steps: int) -> int:
-        """Return for how many steps the early weights hold: the warm-up, else the first 10 % of all, rounded up."""
+        """Return the number of steps with early weights: the warm-up, else 10 % of all steps, rounded up."""
         return int(warmup_steps) if warmup_steps > 0 else max(-(-int(total_steps) // 10), 0)
 
     def weights_at(self, step: int, early_steps: int) -> list[float]:
-        """Return the weights that hold at the 0-based global `step`: the early ones while it is below `early_steps`."""
+        """Return the weights at the 0-based global `step`: early ones below `early_steps`, else regular ones."""
         return list(self.early if self.early is not None and step < early_steps else self.regular)
 
 
-ADVICE = (
-    "Nothing ends this call: end the run (Ctrl-C, or SIGKILL), give what the reward waits for a limit of its own, and "
-    "continue with resume_from_checkpoint latest."
+HANGING_ADVICE = (
+    "The call is never interrupted: stop the run (Ctrl-C, or SIGKILL), add a timeout inside the reward, and continue "
+    "with resume_from_checkpoint latest."
 )
-ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+PASSED_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 def reads_solution(reward: Any) -> bool:
-    """Whether a reward compares an answer with what the data say is right."""
+    """Whether a reward compares answers with the reference answer."""
     return unwrap_reward(reward) in (accuracy_reward, blind_accuracy_reward)
 
 
 def check_callable(reward: Any, columns: Iterable[str]) -> None:
-    """Raise `RewardError` if calling `reward` with the data's columns must fail, or can only give None.
+    """Raise `RewardError` if calling `reward` with the data's columns must fail, or can only return None.
 
     Args:
-        reward: a reward function; models are not looked at.
-        columns: of the data, each of which is passed as a list.
+        reward: a reward function; reward models are not checked.
+        columns: names of the data columns.
     """
     columns, name = list(columns), reward_name(reward)
-    missing = [each for each in getattr(reward, "required", ()) if each not in {*columns, *ALWAYS_PASSED}]
+    missing = [each for each in getattr(reward, "required", ()) if each not in {*columns, *PASSED_COLUMNS}]
     if reads_solution(reward) and not {"solution", "label_idx"} & set(columns):
         missing = ["solution"]
     if missing:
@@ -261,50 +261,50 @@ def check_callable(reward: Any, columns: Iterable[str]) -> None:
     if isinstance(reward, WholeGroups) or not callable(reward) or hasattr(reward, "forward"):
         return
     try:
-        passed = dict.fromkeys([*ALWAYS_PASSED, *columns])
+        passed = dict.fromkeys([*PASSED_COLUMNS, *columns])
         inspect.signature(reward).bind(**{key: None for key in passed if key not in ("prompt", "completion")})
     except TypeError as error:
         raise RewardError(
-            f"The reward {name} cannot be called with what is passed to it ({error}): take `completions`, the columns "
-            f"that you use (of {columns}), and **kwargs."
+            f"The reward {name} cannot be called with the arguments it gets ({error}): accept `completions`, the "
+            f"columns that it uses (of {columns}), and **kwargs."
         ) from error
 
 
-def checked(
+def wrap_reward(
     reward: Any, name: str, on_nan: Callable[[str, int], None], trainer: object = None, seconds: float | None = None
 ) -> Callable[..., Any]:
-    """Return `reward`, asynchronous if it is, such that it returns a list of floats and Nones or fails with its name.
+    """Wrap a reward, synchronous or not, so that it returns a list of floats and Nones, or an error with its name.
 
     Args:
-        reward: called with keywords only, `completions` among them.
-        on_nan: called with the name and the number of NaN that the reward returned, if there are any.
-        trainer: passed as `trainer` to a reward that takes it, by name or among `**kwargs`; None: to none.
-        seconds: after which a call that has not returned is reported, as `_watched` does; None: never. Asynchronous
-            rewards are not watched.
+        reward: called with keyword arguments only, including `completions`.
+        on_nan: called with the name and the number of NaN rewards, if there are any.
+        trainer: passed as `trainer` to rewards that accept it; None: not passed.
+        seconds: interval at which a synchronous call that has not returned is reported; None: never.
     """
-    given = {"trainer": trainer} if trainer is not None and _takes(reward, "trainer") else {}
+    given = {"trainer": trainer} if trainer is not None and _takes_argument(reward, "trainer") else {}
     function = unwrap_reward(reward)
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
 
         async def call_async(**kwargs: Any) -> list[float | None]:
-            return _read(await reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)
+            return _parse_rewards(await reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)
 
         return call_async
 
     def call(**kwargs: Any) -> list[float | None]:
-        with _watched(seconds, name, kwargs), _restored(kwargs):
-            return _read(reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)  # a generator runs here
+        with _report_hanging(seconds, name, kwargs), _restore_columns(kwargs):
+            returned = reward(**given | kwargs)  # may be a generator: parsed, and so run, inside of these contexts
+            return _parse_rewards(returned, len(kwargs["completions"]), name, on_nan)
 
     return call
 
 
 @contextmanager
-def _watched(seconds: float | None, name: str, columns: Mapping[str, Any]) -> Iterator[None]:
-    """Log every `seconds` until this block ends which reward has not returned, for which rows, and its stack.
+def _report_hanging(seconds: float | None, name: str, columns: Mapping[str, Any]) -> Iterator[None]:
+    """Log reward, rows and stack every `seconds` until this block ends.
 
-    Nothing is interrupted: an exception raised from outside can leave a lock held or a file half written. The stack is
-    read while this thread holds the interpreter lock, for faulthandler, which does not wait for the lock, crashes a
-    process that computes in Python meanwhile. A call of C code that keeps the lock is reported once it returns.
+    The call is not interrupted: an exception raised from outside can leave a lock held or a file half written. The
+    stack is read while holding the interpreter lock: faulthandler does not wait for the lock and can crash the process.
+    A call of C code that keeps the lock is reported once it returns.
     """
     done, thread = threading.Event(), threading.get_ident()
 
@@ -315,9 +315,9 @@ def _watched(seconds: float | None, name: str, columns: Mapping[str, Any]) -> It
                 return
             stack = "".join(traceback.format_stack(frame, limit=20))
             logger.warning(
-                f"The reward {name} has not returned for {times} x reward_timeout={seconds:g} seconds. It was given "
-                f"{len(rows)} completions, of the rows {rows[0]!r} to {rows[-1]!r}, and is here:\n"
-                f"{stack}{ADVICE * (times >= 10)}"
+                f"The reward {name} has not returned for {times} x reward_timeout={seconds:g} seconds. It was called "
+                f"with {len(rows)} completions, of the rows {rows[0]!r} to {rows[-1]!r}. Its stack:\n"
+                f"{stack}{HANGING_ADVICE * (times >= 10)}"
             )
 
     if seconds is not None:
@@ -329,32 +329,32 @@ def _watched(seconds: float | None, name: str, columns: Mapping[str, Any]) -> It
 
 
 @contextmanager
-def _restored(columns: dict[str, Any]) -> Iterator[None]:
-    """After this block all lists and dicts in the columns are what they were: other rewards read them too."""
-    before = [(each, each.copy()) for each in _containers(list(columns.values()))]
+def _restore_columns(columns: dict[str, Any]) -> Iterator[None]:
+    """Restore all lists and dicts in the columns after this block, since other rewards read them too."""
+    before = [(each, each.copy()) for each in _find_containers(list(columns.values()))]
     yield
     for each, items in before:
         each.clear()
         each.extend(items) if isinstance(each, list) else each.update(items)
 
 
-def _containers(items: Iterable[Any]) -> Iterator[Any]:
-    """The lists and dicts among `items`, and those in them; images and tensors are left alone."""
+def _find_containers(items: Iterable[Any]) -> Iterator[Any]:
+    """Yield the lists and dicts in `items`, recursively; images and tensors are skipped."""
     for item in items:
         if isinstance(item, list | dict):
             yield item
-            yield from _containers(item.values() if isinstance(item, dict) else item)
+            yield from _find_containers(item.values() if isinstance(item, dict) else item)
 
 
-def _takes(reward: Any, name: str) -> bool:
-    """Whether a reward can be called with a keyword that no `functools.partial` has bound."""
+def _takes_argument(reward: Any, name: str) -> bool:
+    """Whether a reward accepts a keyword argument that `functools.partial` has not bound."""
     if name in getattr(reward, "keywords", {}):
         return False
     parameters = inspect.signature(reward).parameters
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def _read(returned: Any, count: int, name: str, on_nan: Callable[[str, int], None]) -> list[float | None]:
+def _parse_rewards(returned: Any, count: int, name: str, on_nan: Callable[[str, int], None]) -> list[float | None]:
     try:
         rewards = [None if value is None else float(value) for value in returned]
         if isinstance(returned, str | Mapping | Set) or len(rewards) != count:

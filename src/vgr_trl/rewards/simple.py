@@ -1,4 +1,4 @@
-"""Rewards of what a completion says: accuracy, also of its description alone, format, and length."""
+"""Rewards computed from the text of a completion: accuracy, blind accuracy, format and length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ def accuracy_reward(
     choices: Sequence[Any] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Return 1 for each completion whose stated answer is right, 0 for the others (`Stated answer` in definitions.md).
+    """Return 1 for each completion that states the right answer, else 0 (`Stated answer` in definitions.md).
 
     Args:
         completions: N completions as TRL passes them, lists of messages or strings.
-        solution: per completion the letter, 0-based index or text of the right option, or the open answer; where it is
-            None the column `label_idx` is read instead, in which a number is always an index.
+        solution: per completion the letter, 0-based index or text of the right option, or the open answer; if None, the
+            column `label_idx` is used, in which a number is always an index.
         choices: per completion the texts of 2 to 10 options, or None for an open question.
-        kwargs: the other columns, of which `label_idx` is used, and what else TRL passes.
+        kwargs: other columns, of which `label_idx` is used, and further arguments of TRL.
 
     Returns:
-        N rewards; None where `solution` cannot be resolved, since such a row says nothing about its completion.
+        N rewards; None if `solution` cannot be resolved.
 
     Raises:
-        RewardError: a column does not have one value per completion, or a completion is no text.
+        RewardError: a column does not have one value per completion, or a completion is not text.
     """
     given = {"solution": solution, "choices": choices, "label_idx": kwargs.get("label_idx")}
     columns = {name: [None] * len(completions) if values is None else values for name, values in given.items()}
@@ -38,10 +38,10 @@ def accuracy_reward(
             raise RewardError(
                 f"{name} is {excerpt(values)} for {len(completions)} completions: give a list with a value for each."
             )
-    return [_accuracy(*row) for row in zip(map(completion_text, completions), *columns.values(), strict=True)]
+    return [_grade(*row) for row in zip(map(completion_text, completions), *columns.values(), strict=True)]
 
 
-def _accuracy(text: str, *row: Any) -> float | None:
+def _grade(text: str, *row: Any) -> float | None:
     try:
         return float(is_right(text, resolve_solution(*row)))
     except RewardError:
@@ -52,15 +52,15 @@ def _accuracy(text: str, *row: Any) -> float | None:
 def blind_accuracy_reward(
     completions: Sequence[Any], blind_answers: Sequence[str | None], **kwargs: Any
 ) -> list[float | None]:
-    """Return the accuracy of the answers given from each completion's description of the image alone, 0 or 1.
+    """Return the accuracy of answers given without the image, from each completion's description of it: 0 or 1.
 
     Args:
-        completions: N completions, of which nothing else counts.
-        blind_answers: what was answered; None, which earns 0: the completion describes nothing.
-        kwargs: the other columns, as `accuracy_reward` takes them.
+        completions: N completions; not used otherwise.
+        blind_answers: these answers; None (reward 0) if the completion has no description.
+        kwargs: other columns, as in `accuracy_reward`.
 
     Returns:
-        N rewards; None where the row does not say what is right.
+        N rewards; None if the reference answer cannot be resolved.
 
     Raises:
         RewardError: as `accuracy_reward`.
@@ -68,59 +68,59 @@ def blind_accuracy_reward(
     return accuracy_reward([answer or "" for answer in blind_answers], **kwargs)
 
 
-_HANGUL_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters to Unicode, but nothing to see
-_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
+_HANGUL_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters in Unicode, but invisible
+_TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    """Return 1 for each completion that is `<think>…</think>` followed by `<answer>…</answer>`, 0 for the others.
+    """Return 1 for each completion of the form `<think>…</think><answer>…</answer>`, else 0.
 
-    White space around the two parts is allowed; each tag must occur exactly once, and thought and answer must have at
-    least one letter, digit or ideograph each (`Rewards` in definitions.md).
+    White space around the parts is allowed. Each tag must occur exactly once; thought and answer must each have
+    at least one letter, digit or ideograph (`Rewards` in definitions.md).
 
     Args:
         completions: N completions as TRL passes them, lists of messages or strings.
-        kwargs: what else TRL passes; not used.
+        kwargs: further arguments of TRL; not used.
 
     Raises:
-        RewardError: a completion is no text.
+        RewardError: a completion is not text.
     """
     return [float(_is_well_formed(completion_text(completion))) for completion in completions]
 
 
 def think_only_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    """Return 1 for each completion that is one `<think>…</think>` followed by any text (`Answer: B`), 0 for the others.
+    """Return 1 for each completion that is one `<think>…</think>` followed by text (`Answer: B`), else 0.
 
-    Thought and text must have at least one letter, digit or ideograph each.
+    Thought and text must each have at least one letter, digit or ideograph.
 
     Args:
         completions: N completions as TRL passes them, lists of messages or strings.
 
     Raises:
-        RewardError: a completion is no text.
+        RewardError: a completion is not text.
     """
-    return [float(_is_thought_and_text(completion_text(completion))) for completion in completions]
+    return [float(_has_thought_and_text(completion_text(completion))) for completion in completions]
 
 
-def _is_thought_and_text(text: str) -> bool:
+def _has_thought_and_text(text: str) -> bool:
     thought, _, rest = text.strip().removeprefix("<think>").partition("</think>")
     is_one = text.count("<think>") == text.count("</think>") == 1 and text.lstrip().startswith("<think>")
-    return is_one and _says_something(thought) and _says_something(rest)
+    return is_one and _has_content(thought) and _has_content(rest)
 
 
 def tag_count_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    """Return a quarter for each of the four tags that stands exactly once on a line of its own (as in open-r1).
+    """Return 0.25 for each of the four tags that occurs exactly once on its own line, as in open-r1.
 
-    Behind `<think>` a line must end, in front of `</answer>` one must begin, and both at the tags between them.
+    A line feed must follow `<think>`, precede `</answer>`, and surround the two tags between them.
 
     Args:
         completions: N completions as TRL passes them, lists of messages or strings.
 
     Raises:
-        RewardError: a completion is no text.
+        RewardError: a completion is not text.
     """
-    return [sum(text.count(line) == 1 for line in _LINES) / 4 for text in map(completion_text, completions)]
+    return [sum(text.count(line) == 1 for line in _TAG_LINES) / 4 for text in map(completion_text, completions)]
 
 
 def _is_well_formed(text: str) -> bool:
@@ -129,16 +129,16 @@ def _is_well_formed(text: str) -> bool:
         return False
     thought, _, rest = text.removeprefix("<think>").partition("</think>")
     answer = rest.lstrip()
-    return answer.startswith("<answer>") and _says_something(thought) and _says_something(answer[8:-9])
+    return answer.startswith("<answer>") and _has_content(thought) and _has_content(answer[8:-9])
 
 
-def _says_something(text: str) -> bool:
+def _has_content(text: str) -> bool:
     return any(character.isalnum() and character not in _HANGUL_FILLERS for character in text)
 
 
 @dataclass(frozen=True)
 class SoftOverlongPunishment:
-    """The reward that `get_soft_overlong_punishment` returns; a class, so that it can be pickled."""
+    """Reward returned by `get_soft_overlong_punishment`; a class, so that it can be pickled."""
 
     max_completion_len: int
     soft_punish_cache: int

@@ -18,7 +18,15 @@ import torch
 
 from vgr_trl import registries
 from vgr_trl.config import PluginOptions
-from vgr_trl.registries import VIEW, declares, is_late, is_measurement, measurements, needs_of, short_name
+from vgr_trl.registries import (
+    LOGPS_PREFIX,
+    declares,
+    find_measurements,
+    is_measured_after_rewards,
+    is_measurement,
+    needed_signals,
+    short_name,
+)
 from vgr_trl.rows import EXTRA, LAYERED, VIEWS
 from vgr_trl.signals.ratios import AttentionMass, late_layers, token_vision_gain_ratio
 from vgr_trl.utils import DataError
@@ -57,8 +65,8 @@ class RolloutSignals:
 
     def measured(self, need: str) -> Any:
         """Return a measurement by its name among the needs of plug-ins, None if it was not made."""
-        if need.startswith(VIEW):
-            return self.views.get(need.removeprefix(VIEW))
+        if need.startswith(LOGPS_PREFIX):
+            return self.views.get(need.removeprefix(LOGPS_PREFIX))
         return (self.views or None) if need == "views" else getattr(self, need)
 
     @property
@@ -137,7 +145,7 @@ class NamedSignal:
     @property
     def is_late(self) -> bool:
         """Whether it is there only after the rewards."""
-        return any(map(is_late, self.requires))
+        return any(map(is_measured_after_rewards, self.requires))
 
 
 def named_signals(options: PluginOptions, further: Sequence[str] = ()) -> tuple[NamedSignal, ...]:
@@ -152,15 +160,15 @@ def named_signals(options: PluginOptions, further: Sequence[str] = ()) -> tuple[
     found: dict[str, NamedSignal] = {}
 
     def add(spec: str) -> None:
-        requires = tuple(measurements([spec]))  # refuses what is made of itself
+        requires = tuple(find_measurements([spec]))  # refuses what is made of itself
         function = registries.signals.load(spec)
-        for need in needs_of(function) if not is_measurement(spec) else ():
+        for need in needed_signals(function) if not is_measurement(spec) else ():
             if not is_measurement(need):
                 add(need)
         name = short_name(spec)
         found.setdefault(name, NamedSignal(name, function, options.plugin_values(function, spec), requires))
 
-    read = [need for rule in options.plugin_rules for need in needs_of(registries.credit_rules.load(rule))]
+    read = [need for rule in options.plugin_rules for need in needed_signals(registries.credit_rules.load(rule))]
     for spec in options.signals or ():
         add(spec)
     for need in (*(need for need in read if not is_measurement(need)), *further):

@@ -30,7 +30,7 @@ from vgr_trl.measure import iterate_datasets
 from vgr_trl.patches.distributed import close_group_at_exit, give_timeout
 from vgr_trl.patches.transformers import disable_cudnn_attention
 from vgr_trl.patches.trl import suppress_image_tokens
-from vgr_trl.registries import BLIND_ANSWERS, measurements, needs_of
+from vgr_trl.registries import BLIND_ANSWERS, find_measurements, needed_signals
 from vgr_trl.rewards.loading import (
     check_callable,
     reads_solution,
@@ -128,8 +128,8 @@ def change_data(trainer: ConstructedTrainer, change: Callable[[Any, str, str | N
 
 def reads_boxes(args: DAPOConfig, rewards: Iterable[Any]) -> bool:
     """Return whether a signal, a rule of credit or one of the rewards reads the boxes of rows."""
-    needs = {need for reward in rewards for need in needs_of(reward)} - {BLIND_ANSWERS}
-    return "regions" in {*args.readers(), *measurements(needs)}
+    needs = {need for reward in rewards for need in needed_signals(reward)} - {BLIND_ANSWERS}
+    return "regions" in {*args.readers(), *find_measurements(needs)}
 
 
 def _has_prompts(dataset: Any) -> bool:

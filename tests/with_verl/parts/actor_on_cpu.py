@@ -38,7 +38,7 @@ sys.meta_path.append(Mocked())  # vLLM and what comes with it: nothing of them i
 from vgr_trl.integrations.verl.credit import SignalOptions
 from vgr_trl.integrations.verl.inside_easyr1 import actor as hooks
 from vgr_trl.integrations.verl.inside_easyr1.actor import SignalActor, register
-from vgr_trl.integrations.verl.signals import actor_context
+from vgr_trl.integrations.verl.signals import build_actor_context
 
 
 @contextmanager
@@ -92,6 +92,6 @@ def data_of(tensors, pixels, processor, options):
     rows = np.empty(len(pixels), dtype=object)
     rows[:] = pixels
     data = DataProto.from_single_dict({**tensors, "multi_modal_inputs": rows})
-    context = actor_context(SignalOptions.read(options), STEP, processor)
+    context = build_actor_context(SignalOptions.read(options), STEP, processor)
     data.meta_info.update(temperature=1.0, vgr=context)
     return data

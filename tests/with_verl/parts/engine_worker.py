@@ -18,7 +18,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from vgr_trl.integrations.verl.credit import SignalOptions
 from vgr_trl.integrations.verl.inside_verl import plugin  # noqa: F401  registers itself
-from vgr_trl.integrations.verl.signals import actor_context
+from vgr_trl.integrations.verl.signals import build_actor_context
 from vgr_trl.patches.distributed import close_group_at_exit
 
 
@@ -34,7 +34,7 @@ def run(folder: Path, packed: bool, options: dict) -> None:
     distributed.barrier()
     engine = build(folder / "model", packed)
     share = slice(rank * len(pixels) // world, (rank + 1) * len(pixels) // world)
-    context = actor_context(SignalOptions.read(options), STEP, processor)
+    context = build_actor_context(SignalOptions.read(options), STEP, processor)
     own = batch(tensors, pixels, packed, share, vgr=context)
     with engine.eval_mode():
         output = engine.infer_batch(own)

@@ -1,7 +1,7 @@
-"""Options of this library inside verl and EasyR1, and what becomes of signals there: rewards, advantages, loss terms.
+"""Options inside verl and EasyR1, and signals in rewards, advantages and loss terms.
 
-Registered estimators and losses get rewards and a mask, nothing else of the batch; so the trainer, which has the batch,
-sets what was measured as the context of the call.
+verl and EasyR1 call registered estimators and losses with rewards and a mask, but without the rest of the batch. The
+trainer therefore passes measured signals through a context variable.
 """
 
 import inspect
@@ -26,12 +26,12 @@ from vgr_trl.credit import active_rules, attention_weights, given_weights, shape
 from vgr_trl.loss import entropy_penalty, perception_loss, surprisal
 from vgr_trl.metrics import Totals, add_weights
 from vgr_trl.options import FACTS, changed_options, check_options, option, unused_options
-from vgr_trl.rewards.attention import hard_negative_rewards, mdi_reward, vgr_reward
+from vgr_trl.rewards.attention import compute_hard_negative_rewards, mdi_reward, vgr_reward
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass, vision_gain_ratio
 from vgr_trl.utils import ConfigError, parse_yaml
 
-NAMES_OF_NOTES = {
+OPTION_ALIASES = {
     "enable_token_weights": "token_weights",
     "token_weight_clip": "token_weights_clip",
     "token_weight_smooth_sigma": "token_weights_smooth_sigma",
@@ -39,8 +39,8 @@ NAMES_OF_NOTES = {
     "token_weight_topk_ratio": "token_weights_topk_ratio",
     "positive_only": "token_weights_positive_only",
 }
-_MEASURED = ("attention", "dependency", "entropies", "logps")  # what rules of credit may read here
-_WITHOUT_MEANING = {
+_AVAILABLE_SIGNALS = ("attention", "dependency", "entropies", "logps")  # to credit rules
+_UNSUPPORTED_OPTIONS = {
     "compute_attention_metrics", "attention_source", "perturbation", "further_perturbations", "dependency_over",
     "patch_size", "noise_std", "blur_radius", "diffusion_steps", "crop_share", "mask_value", "perturb_per", "signals",
     "hidden_similarity_layer", "hidden_similarity_over",
@@ -49,76 +49,76 @@ _WITHOUT_MEANING = {
 
 @dataclass
 class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
-    """Options of signals and credit in the actor, of this library and of these integrations."""
+    """Options of measurement and credit assignment, and of these integrations."""
 
     # fmt: off
-    estimator: str = option("grpo", "Advantage estimator of verl or EasyR1 whose advantages are shaped.")
-    apply_to: Literal["advantages", "mask"] = option("advantages", "Token weights multiply advantages, or the response "
-        "mask.", needs="token_weights")
-    collect_attentions: bool = option(False, "Token weights come with the rollout; the actor measures no attention for "
-        "them.", needs="token_weights")
-    vgr_reward_weight: float = option(0.0, "Weight of the VGR reward, compared within each prompt.")
+    estimator: str = option("grpo", "Advantage estimator of verl or EasyR1 to which credit is applied.")
+    apply_to: Literal["advantages", "mask"] = option("advantages", "Whether token weights multiply advantages or the "
+        "response mask.", needs="token_weights")
+    collect_attentions: bool = option(False, "Use token weights from the rollout instead of measuring attention in the "
+        "actor.", needs="token_weights")
+    vgr_reward_weight: float = option(0.0, "Weight of the VGR reward.")
     hard_negative_reward_weight: float = option(0.0, "Weight of the VGR reward among right answers.")
     mdi_reward_weight: float = option(0.0, "Weight of the MDI reward.")
     mdi_balance_ratio: float = option(2.0, "VGR (or its inverse) at which the MDI balance is 0; above 1.", gt=1,
         needs="mdi_reward_weight")
-    right_from: float = option(0.5, "A reward of at least this is a right answer, for the hard negative reward.",
+    right_from: float = option(0.5, "Minimum reward of a right answer, for the hard negative reward.",
         needs="hard_negative_reward_weight")
     seed: int = option(42, "Seed of the perturbed images.", ge=0, needs=used_by())
     # fmt: on
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None) -> "SignalOptions":
-        """Return the options of a mapping, named as here or as in the notes.
+        """Read options from a mapping, by name or alias.
 
         Raises:
-            ConfigError: an option is unknown, without meaning here, given twice, out of range, or without effect.
+            ConfigError: an option is unknown, unsupported, given twice, out of range, or has no effect.
         """
-        known = {each.name for each in fields(cls)} - _WITHOUT_MEANING
+        known = {each.name for each in fields(cls)} - _UNSUPPORTED_OPTIONS
         values: dict[str, Any] = {}
         for key, value in dict(given or {}).items():
-            name = NAMES_OF_NOTES.get(key, key)
+            name = OPTION_ALIASES.get(key, key)
             if name not in known:
-                accepted = ", ".join(sorted(known | set(NAMES_OF_NOTES)))
-                raise ConfigError(f"The option {key} is not known here: give some of {accepted}.")
+                accepted = ", ".join(sorted(known | set(OPTION_ALIASES)))
+                raise ConfigError(f"The option {key} is unknown or unsupported here: give {accepted}.")
             if name in values:
                 raise ConfigError(f"The option {name} is given twice, as {key} too: give it once.")
             if isinstance(value, str) and name == "token_weights_clip":
-                value = parse_yaml(f"[{value.strip('()[] ')}]")  # (0.5,2.0), as command lines have it
+                value = parse_yaml(f"[{value.strip('()[] ')}]")  # (0.5,2.0) from a command line
             values[name] = list(value) if name == "token_weights_clip" else value
         options = cls(**values)
         options.check()
         return options
 
     def check(self) -> None:
-        """Raise `ConfigError` for values out of range, and for options that would have no effect."""
+        """Raise `ConfigError` for values out of range and options without effect."""
         check_options(self)
         self.check_plugins()
         check_conflicts(self, PERTURBATION_CONFLICTS)
         for need, readers in self.readers().items():
-            if need not in _MEASURED:
+            if need not in _AVAILABLE_SIGNALS:
                 raise ConfigError(
-                    f"{readers[0]} reads {need}, which is not measured here: give one that reads no more than "
-                    f"{', '.join(_MEASURED)}."
+                    f"{readers[0]} reads {need}, which is not measured here: use one that reads only "
+                    f"{', '.join(_AVAILABLE_SIGNALS)}."
                 )
         absent = FACTS.keys() - ({"attention"} if self.measures_attention else set())
         for name, why in unused_options(self, absent).items():
-            raise ConfigError(f"{name} is given, but {why}: leave it out, or switch on what it steers.")
+            raise ConfigError(f"{name} is given, but {why}: remove it, or turn on the feature that uses it.")
 
     @property
     def rewards_attention(self) -> bool:
-        """Whether a reward is made of attention."""
+        """Whether an attention reward has a weight."""
         return any((self.vgr_reward_weight, self.hard_negative_reward_weight, self.mdi_reward_weight))
 
     @property
     def measures_attention(self) -> bool:
-        """Whether the pass for old log-probabilities measures attention."""
+        """Whether attention is measured in the pass for old log-probabilities."""
         weighs = self.token_weights and not self.collect_attentions
         return weighs or self.rewards_attention or "attention" in self.readers()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults, as `read` takes them."""
-        return {name: value for name, value in changed_options(self).items() if name not in _WITHOUT_MEANING}
+        """Return the options that differ from their defaults, as input of `read`."""
+        return {name: value for name, value in changed_options(self).items() if name not in _UNSUPPORTED_OPTIONS}
 
 
 ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
@@ -126,27 +126,27 @@ ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
     "vgr_vppo": {"enable_perception_filtering": True, "enable_trajectory_reweighting": True},
     "vgr_token_weights": {"token_weights": True},
 }
-LOSSES = ("vgr", "vgr_vppo", "vgr_papo")  # verl's vanilla loss, and the terms that the options switch on
+LOSSES = ("vgr", "vgr_vppo", "vgr_papo")  # verl's vanilla loss plus the enabled terms
 
 
-def options_of(adv_estimator: str, given: Mapping[str, Any] | None, loss_mode: str | None = None) -> SignalOptions:
-    """Return the options of a run: those given, on top of what the names of estimator and loss switch on.
+def resolve_options(adv_estimator: str, given: Mapping[str, Any] | None, loss_mode: str | None = None) -> SignalOptions:
+    """Return the options of a run: the given ones, over the defaults of the estimator.
 
     Args:
-        adv_estimator: of the configuration.
-        given: options, named as in `SignalOptions` or in the notes.
-        loss_mode: of the configuration; None where the trainer has no registry of losses.
+        adv_estimator: value in the configuration.
+        given: options by name or alias.
+        loss_mode: value in the configuration; None if the trainer has no registry of losses.
 
     Raises:
-        ConfigError: an option is unknown, out of range, or would have no effect.
+        ConfigError: an option is unknown, out of range, or has no effect.
     """
-    stated = {NAMES_OF_NOTES.get(key, key) for key in given or ()}
+    stated = {OPTION_ALIASES.get(key, key) for key in given or ()}
     named = {name: value for name, value in ESTIMATORS.get(adv_estimator, {}).items() if name not in stated}
     options = SignalOptions.read(named | dict(given or {}))
     shapes = options.shapes_advantages or options.rewards_attention
     if shapes and adv_estimator not in ESTIMATORS:
         raise ConfigError(
-            f"Options of this library shape advantages, but adv_estimator is {adv_estimator!r}, which does not read "
+            f"Options of this library change advantages, but adv_estimator is {adv_estimator!r}, which does not read "
             f"them: give one of {', '.join(ESTIMATORS)}, and {adv_estimator!r} as the option estimator."
         )
     terms = options.use_entropy_penalty or options.uses_perception_loss or options.der_loss_weight1 > 0
@@ -160,20 +160,20 @@ def options_of(adv_estimator: str, given: Mapping[str, Any] | None, loss_mode: s
     return options
 
 
-COLUMNS = ("vgr_vision", "vgr_instruction", "vgr_token", "vgr_dependency")  # in a batch, (N, T) each
+COLUMNS = ("vgr_vision", "vgr_instruction", "vgr_token", "vgr_dependency")  # of a batch, (N, T) each
 
 
 @dataclass
 class SignalContext:
-    """State that our estimators and losses read beside the arguments of verl and EasyR1.
+    """Signals for estimators and losses, in addition to the arguments of verl and EasyR1.
 
     Attributes:
         options: of the run.
-        columns: name -> (N, T) of `COLUMNS`, and `entropies` and `old_log_probs` where they are known.
-        token_weights: (N, T), where they came with the rollout.
-        perturbed_logps: (N, T) with gradients, given perturbed images; None: no term of the loss reads it.
-        metrics: filled by the estimator; what the trainer logs.
-        response_mask: filled by the estimator where token weights are applied to the mask.
+        columns: name -> (N, T), of `COLUMNS`, `entropies` and `old_log_probs`, as available.
+        token_weights: (N, T), if they came with the rollout.
+        perturbed_logps: (N, T) with gradients, on perturbed images; None if no loss term needs them.
+        metrics: set by the estimator, logged by the trainer.
+        response_mask: set by the estimator if token weights are applied to the mask.
     """
 
     options: SignalOptions
@@ -184,14 +184,14 @@ class SignalContext:
     response_mask: torch.Tensor | None = None
 
     def attention(self, mask: torch.Tensor, late: bool = False) -> AttentionMass | None:
-        """Return the attention per token as a mass of one layer; None if it was not measured.
+        """Return attention per token as a mass of one layer; None if not measured.
 
         Args:
             mask: (N, T) bool.
-            late: of the late layers, which rewards read; else of those that token weights read.
+            late: use the late layers, as rewards do; else those of token weights.
         """
         vision, instruction = self.columns.get("vgr_vision"), self.columns.get("vgr_instruction")
-        if "vgr_token" in self.columns and not late:  # a ratio over an attention of 1
+        if "vgr_token" in self.columns and not late:  # a ratio: the attention on the image is set to 1
             instruction = self.columns["vgr_token"]
             vision = torch.ones_like(instruction)
         if vision is None or instruction is None:
@@ -200,7 +200,7 @@ class SignalContext:
         return AttentionMass(vision.float()[None], instruction.float()[None], one, one, mask)
 
     def signals(self, mask: torch.Tensor) -> RolloutSignals:
-        """Return what was measured as the signals that credit reads; NaN where they are not known.
+        """Return the measurements as signals for credit rules; NaN if not measured.
 
         Args:
             mask: (N, T) bool.
@@ -226,16 +226,16 @@ def set_signal_context(context: SignalContext) -> Iterator[SignalContext]:
         _CONTEXT.reset(token)
 
 
-def signal_context(reader: str) -> SignalContext:
-    """Return the signals of the batch in work, for an estimator or a loss, which a message would name.
+def get_signal_context(reader: str) -> SignalContext:
+    """Return the signals of the current batch; `reader` is the estimator or loss, for the message.
 
     Raises:
-        ConfigError: none are set.
+        ConfigError: no signals are set.
     """
     if (context := _CONTEXT.get()) is None:
         raise ConfigError(
             f"{reader} got no signals: set the environment variable VERL_ENGINE_VENDOR=vgr and "
-            "trainer.v1.trainer_mode=vgr_sync, whose engine and trainer hand them over."
+            "trainer.v1.trainer_mode=vgr_sync, whose engine and trainer provide them."
         )
     return context
 
@@ -243,16 +243,15 @@ def signal_context(reader: str) -> SignalContext:
 def add_signal_rewards(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Any], context: SignalContext
 ) -> torch.Tensor:
-    """Return the rewards (N, T) with those made of attention added to the last token of each completion.
+    """Return the rewards (N, T) with attention rewards added to the last token of each completion.
 
-    A reward that is not defined for a completion adds nothing to it, and is counted. Rows without tokens, which verl
-    appends to fill a batch, take no part.
+    Undefined rewards add nothing and are counted. Rows without tokens, with which verl pads a batch, are ignored.
 
     Args:
-        token_level_rewards: (N, T), whose sums are the rewards of the completions.
+        token_level_rewards: (N, T); its row sums are the rewards of the completions.
         response_mask: (N, T).
-        index: (N,), the same for completions of one prompt, in any order.
-        context: signals of the batch; its metrics are filled.
+        index: (N,), equal for completions of one prompt, in any order.
+        context: signals of the batch; metrics are added to it.
 
     Raises:
         ConfigError: attention was not measured.
@@ -262,7 +261,7 @@ def add_signal_rewards(
         return token_level_rewards
     mass = context.attention(response_mask.bool(), late=True)
     if mass is None:
-        raise ConfigError("A reward made of attention has a weight, but the batch has no measured attention.")
+        raise ConfigError("An attention reward has a weight, but the batch has no measured attention.")
     vgr, right = vision_gain_ratio(mass).tolist(), (token_level_rewards.sum(1) >= options.right_from).float().tolist()
     groups: dict[Any, list[int]] = {}
     for row in response_mask.any(1).nonzero().flatten().tolist():
@@ -271,7 +270,7 @@ def add_signal_rewards(
     for name, weight, reward in (
         ("vgr", options.vgr_reward_weight, lambda own, right: vgr_reward(own, own, len(own))),
         ("vgr_hard_negative", options.hard_negative_reward_weight,
-         lambda own, right: hard_negative_rewards(right, own, len(own))),
+         lambda own, right: compute_hard_negative_rewards(right, own, len(own))),
         ("mdi", options.mdi_reward_weight, lambda own, right: mdi_reward(own, own, options.mdi_balance_ratio)),
     ):  # fmt: skip
         if not weight:
@@ -293,32 +292,32 @@ def add_signal_rewards(
 Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def named_estimator(name: str, base_of: Callable[[str], Estimator]) -> Estimator:
-    """Return the advantage estimator that is registered under a name.
+def make_estimator(name: str, find_base: Callable[[str], Estimator]) -> Estimator:
+    """Return the advantage estimator to register under a name.
 
     Args:
-        base_of: returns an estimator of verl or EasyR1 by its name, that of the option `estimator`.
+        find_base: returns an estimator of verl or EasyR1 by name.
     """
 
     def estimator(
         token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return advantages and returns, (N, T) each, with the signals of the batch."""
-        context = signal_context(f"The advantage estimator {name}")
-        base = base_of(context.options.estimator)
+        """Return advantages and returns, (N, T) each, with signals applied."""
+        context = get_signal_context(f"The advantage estimator {name}")
+        base = find_base(context.options.estimator)
         taken = inspect.signature(base).parameters
         if "norm_adv_by_std_in_grpo" in taken and more.get("config") is not None:
             more["norm_adv_by_std_in_grpo"] = more["config"].get("norm_adv_by_std_in_grpo", True)
         if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
             more = {key: value for key, value in more.items() if key in taken}
-        return estimate(
+        return estimate_advantages(
             base, context, token_level_rewards=token_level_rewards, response_mask=response_mask, index=index, **more
         )
 
     return estimator
 
 
-def estimate(
+def estimate_advantages(
     base: Estimator,
     context: SignalContext,
     *,
@@ -327,16 +326,16 @@ def estimate(
     index: Sequence[Any],
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages per token and returns: those of `base` on rewards with signals, shaped by the rules in use.
+    """Return advantages per token and returns: of `base`, on rewards with signals, with credit rules applied.
 
     Args:
-        context: signals of the batch; its metrics are filled.
+        context: signals of the batch; metrics are added to it.
         token_level_rewards: (N, T).
         response_mask: (N, T).
-        index: (N,), the same for completions of one prompt.
+        index: (N,), equal for completions of one prompt.
 
     Raises:
-        ConfigError: a rule or reward that is on needs a signal that was not measured.
+        ConfigError: a rule or reward needs a signal that was not measured.
     """
     rewards = add_signal_rewards(token_level_rewards, response_mask, index, context)
     advantages, returns = base(token_level_rewards=rewards, response_mask=response_mask, index=index, **more)
@@ -344,37 +343,37 @@ def estimate(
     prompts = torch.tensor([numbers[key] for key in index])  # (N,)
     nonzero = ((advantages * response_mask) != 0).any(1)
     varied = torch.isin(prompts, prompts[nonzero])  # prompts whose advantages are not all 0
-    return shape(advantages, response_mask, context, varied, prompts), returns
+    return shape_credit(advantages, response_mask, context, varied, prompts), returns
 
 
-def shape(
+def shape_credit(
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     context: SignalContext,
     shaped: torch.Tensor | None = None,
     prompts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return advantages (N, T) times what the rules that are on give to each token.
+    """Return advantages (N, T) multiplied by the token factors of the enabled rules.
 
-    With `apply_to` mask, token weights do not multiply the advantages: `context.response_mask` becomes mask x weight.
+    With `apply_to` mask, token weights instead multiply the mask and are returned in `context.response_mask`.
 
     Args:
         advantages: (N, T).
         response_mask: (N, T).
-        context: signals of the same batch; its metrics are filled.
-        shaped: (N,) bool, completions that take part in the statistics of the trajectory scale; None: all.
-        prompts: (N,) numbers of the prompts, for rules that compare completions; None: all belong to one.
+        context: signals of the same batch; metrics are added to it.
+        shaped: (N,) bool, completions included in the statistics of the trajectory scale; None: all.
+        prompts: (N,) prompt indices, for rules that compare completions; None: one prompt.
     """
     options, mask = context.options, response_mask.bool()
     credit = advantages.float() * mask
     others = replace(options, token_weights=False, credit_rules=options.plugin_rules)
     if rules := active_rules(others):
         if any("entropies" in needs for needs in rules.values()) and "entropies" not in context.columns:
-            raise ConfigError("A rule reads entropies, which this trainer does not compute: switch it off.")
+            raise ConfigError("A rule reads entropies, which this trainer does not compute: turn it off.")
         credit, metrics = shape_advantages(credit, context.signals(mask), others, shaped=shaped, groups=prompts)
         context.metrics |= {f"vgr/{name}": value for name, value in metrics.items()}
     if options.token_weights:
-        weights = _token_weights(context, mask)
+        weights = _compute_token_weights(context, mask)
         if options.token_weights_positive_only:
             weights = weights.masked_fill(advantages < 0, 1)
         add_weights(totals := Totals(), "vgr/token_weight", weights, mask)
@@ -386,11 +385,11 @@ def shape(
     return credit * mask
 
 
-def _token_weights(context: SignalContext, mask: torch.Tensor) -> torch.Tensor:
-    """Weights (N, T) of mean 1 over each completion: those that came with the rollout, else those measured, else 1."""
+def _compute_token_weights(context: SignalContext, mask: torch.Tensor) -> torch.Tensor:
+    """Return weights (N, T) of mean 1 per completion: from the rollout, else from measured attention, else 1."""
     if (weights := context.token_weights) is not None:
         return given_weights(weights, mask, torch.ones(mask.shape, device=mask.device))
-    if (mass := context.attention(mask)) is not None:  # of the chosen layers already
+    if (mass := context.attention(mask)) is not None:  # already restricted to the chosen layers
         return attention_weights(mass, mask, replace(context.options, token_weights_last_k_layers=None))
     warnings.warn(
         "enable_token_weights is on, but the batch has neither token_weights nor measured attention: all weights are 1 "
@@ -403,12 +402,12 @@ def _token_weights(context: SignalContext, mask: torch.Tensor) -> torch.Tensor:
 Loss = tuple[torch.Tensor, dict[str, Any]]
 
 
-def with_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Tensor], name: str) -> Callable[..., Loss]:
-    """Return a policy loss of verl that is `base` plus the terms that are on, divided as `base` divides.
+def add_loss_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Tensor], name: str) -> Callable[..., Loss]:
+    """Return a policy loss of verl: `base` plus the enabled terms, with the same aggregation.
 
     Args:
         aggregate: verl's `agg_loss`.
-        name: that it is registered under, for messages.
+        name: registered name, for messages.
     """
 
     def loss(
@@ -420,12 +419,12 @@ def with_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Tensor]
         config: Any = None,
         rollout_is_weights: torch.Tensor | None = None,
     ) -> Loss:
-        context = signal_context(f"The policy loss {name}")
+        context = get_signal_context(f"The policy loss {name}")
         how = {"loss_agg_mode": loss_agg_mode, "config": config, "rollout_is_weights": rollout_is_weights}
         value, metrics = base(
             old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask, **how
         )
-        for term, per_token in token_terms(context, log_prob, response_mask).items():
+        for term, per_token in compute_loss_terms(context, log_prob, response_mask).items():
             share = aggregate(
                 loss_mat=per_token, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
             )
@@ -436,15 +435,15 @@ def with_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Tensor]
     return loss
 
 
-def token_terms(context: SignalContext, logps: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the terms that are on, (N, T) each, 0 outside the mask.
+def compute_loss_terms(context: SignalContext, logps: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the enabled loss terms, (N, T) each, 0 outside the mask.
 
     Args:
         logps: (N, T) with gradients.
         mask: (N, T).
 
     Raises:
-        ConfigError: the perception loss is on, and there are no log-probabilities given perturbed images.
+        ConfigError: the perception loss is on, but there are no log-probabilities on perturbed images.
     """
     options, mask = context.options, mask.bool()
     terms = {}
@@ -452,7 +451,7 @@ def token_terms(context: SignalContext, logps: torch.Tensor, mask: torch.Tensor)
         terms["entropy_penalty"] = entropy_penalty(logps, mask, options.entropy_penalty_coef)
     if options.uses_perception_loss:
         if context.perturbed_logps is None:
-            raise ConfigError("The perception loss is on, but the micro-batch has no perturbed images: give rows some.")
+            raise ConfigError("The perception loss needs perturbed images, but the micro-batch has none: add images.")
         terms["perception_loss"] = perception_loss(
             logps,
             context.perturbed_logps,

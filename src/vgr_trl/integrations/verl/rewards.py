@@ -1,7 +1,7 @@
 """A reward with verl's signature, `compute_score(data_source, solution_str, ground_truth, extra_info)`.
 
-Accuracy, format and length are known as soon as a completion is. Rewards made of attention are added behind the pass in
-the actor, by the options `vgr_reward_weight`, `hard_negative_reward_weight` and `mdi_reward_weight`.
+Computes accuracy, format and length. Attention rewards are added after the actor's pass, by the options
+`vgr_reward_weight`, `hard_negative_reward_weight` and `mdi_reward_weight`.
 """
 
 from collections.abc import Mapping
@@ -25,22 +25,22 @@ def compute_score(
     reward_router_address: str | None = None,
     reward_model_tokenizer: Any = None,
 ) -> dict[str, float]:
-    """Return the weighted sum of accuracy, format and length as `score`, and each of them.
+    """Return accuracy, format and length, and their weighted sum as `score`.
 
-    Accuracy is 1 for a right answer, else 0, also where the ground truth cannot be resolved; format is 1 for a thought
-    and then an answer; length is the soft overlong punishment.
+    Accuracy is 1 for a right answer, else 0, also if the ground truth cannot be resolved. Format is 1 for a thought
+    followed by an answer. Length is the soft overlong punishment.
 
     Args:
         data_source: of the row; not used.
         solution_str: the completion.
-        ground_truth: as `accuracy_reward` takes a solution.
-        extra_info: of the row; `choices` of it are used, and `response_length` for the length.
-        accuracy_weight, format_weight, length_weight: of the rewards.
-        max_completion_len, soft_punish_cache: of the length, in tokens.
+        ground_truth: a `solution` of `accuracy_reward`.
+        extra_info: of the row; `choices` and `response_length` are used.
+        accuracy_weight, format_weight, length_weight: weights of the rewards.
+        max_completion_len, soft_punish_cache: of the length reward, in tokens.
         reward_router_address, reward_model_tokenizer: passed by verl's reward managers; not used.
 
     Raises:
-        RewardError: the length has a weight, and something that it needs is not given.
+        RewardError: the length reward has a weight, but an argument that it needs is missing.
     """
     info = extra_info or {}
     choices = info.get("choices")

@@ -1,4 +1,4 @@
-"""Attention measured in a pass of verl or EasyR1, or from matrices of `generate`; token weights; perturbed images."""
+"""Measure attention in a pass of verl or EasyR1, or from matrices of `generate`; token weights; perturbed images."""
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from vgr_trl.signals.ratios import (
 )
 from vgr_trl.utils import ConfigError, DataError
 
-LAST_LAYERS = "token_weight_last_k_layers"  # the option, as the notes name it
+LAST_LAYERS_OPTION = "token_weight_last_k_layers"  # for messages
 
 
 def build_token_vgr_weights_for_batch(
@@ -41,31 +41,31 @@ def build_token_vgr_weights_for_batch(
     last_k_layers: int | None = None,
     topk_ratio: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the weights of generated tokens, from the matrices of `generate(output_attentions=True)`.
+    """Return token weights from the attention matrices of `generate(output_attentions=True)`.
 
     Args:
-        outputs_attentions: `attentions` of what generate returns: per step and layer (N, H, Q, K).
-        input_ids: (N, P) prompts, padded on the left with the tokenizer's padding token; one row may stand for several
+        outputs_attentions: `attentions` of the output of generate: per step and layer (N, H, Q, K).
+        input_ids: (N, P) prompts, left-padded with the tokenizer's padding token; one row may stand for several
             consecutive sequences.
-        sequences: (N, P + T), `sequences` of what generate returns.
-        processor: of the model; says which tokens are the image, which are special.
-        image_grid_thw: (images, 3), patches of the images in time, height and width, by which the image tokens of the
-            prompts are checked. None: they are not.
+        sequences: (N, P + T), `sequences` of the output of generate.
+        processor: of the model; defines image tokens and special tokens.
+        image_grid_thw: (images, 3), patches in time, height and width, to check the number of image tokens; None: no
+            check.
         clip, smooth_sigma, topk_ratio: as `vgr_trl.credit`.
-        last_k_layers: the last so many layers; None: the late third.
+        last_k_layers: number of last layers to use; None: the late third.
 
     Returns:
         (N, T) float32, and the `info` of `token_vgr_weights`.
 
     Raises:
-        DataError: the arguments are not of one generation, or the prompts have other image tokens than the grid says.
+        DataError: the arguments are not of one generation, or the number of image tokens differs from the grid.
         ConfigError: an option is out of range, or the processor has no image token.
     """
     count, length = sequences.size(0), sequences.size(1) - input_ids.size(1)
     if count % len(input_ids) or length < 1 or len(outputs_attentions) < length:
         raise DataError(
             f"input_ids {tuple(input_ids.shape)}, sequences {tuple(sequences.shape)} and attentions of "
-            f"{len(outputs_attentions)} steps: give the prompts and what generate made of them."
+            f"{len(outputs_attentions)} steps: give the prompts and the output of generate for them."
         )
     tokenizer = getattr(processor, "tokenizer", processor)
     vision = vision_token_ids(None, processor)
@@ -77,10 +77,10 @@ def build_token_vgr_weights_for_batch(
         found = int(torch.isin(input_ids, torch.tensor(vision, device=input_ids.device)).sum())
         if found != expected:
             raise DataError(
-                f"The prompts have {found} image tokens, but image_grid_thw makes {expected}: give the grid of the "
+                f"The prompts have {found} image tokens, but image_grid_thw implies {expected}: give the grid of the "
                 "images of these prompts, once per row."
             )
-    present = (input_ids != tokenizer.pad_token_id).cumsum(1) > 0  # (N, P): padding stands in front
+    present = (input_ids != tokenizer.pad_token_id).cumsum(1) > 0  # (N, P), left padding
     masks = build_modality_masks(
         input_ids, present, vision_token_ids=vision, special_token_ids=special_token_ids(processor)
     )
@@ -88,7 +88,7 @@ def build_token_vgr_weights_for_batch(
     mass = mass_of_steps(outputs_attentions[:length], sets.repeat_interleave(count // len(input_ids), dim=0))
     tokens = sequences[:, -length:]
     ends = tokens == tokenizer.eos_token_id
-    before_end = ends.cumsum(1) - ends.long() == 0  # up to the first end of sequence, which counts itself
+    before_end = ends.cumsum(1) - ends.long() == 0  # up to and including the first end of sequence
     mass.mask = before_end & ((tokens != tokenizer.pad_token_id) | ends)
     return token_vgr_weights(
         mass, clip=clip, smooth_sigma=smooth_sigma, last_k_layers=last_k_layers, topk_ratio=topk_ratio
@@ -103,12 +103,12 @@ def token_vgr_weights(
     last_k_layers: int | None = None,
     topk_ratio: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the weights of the tokens of N completions from what a probe has measured: no matrix is needed.
+    """Return token weights of N completions from the measurement of a probe, without attention matrices.
 
     Args:
-        mass: of `AttentionProbe`, `RolloutScorer` or `GenerationProbe`; its `mask` says which tokens are valid.
+        mass: of `AttentionProbe`, `RolloutScorer` or `GenerationProbe`; its `mask` marks valid tokens.
         clip, smooth_sigma, topk_ratio: as `vgr_trl.credit`.
-        last_k_layers: the last so many layers; None: the late third.
+        last_k_layers: number of last layers to use; None: the late third.
 
     Returns:
         (N, T) float32 with mean 1 over the valid tokens of each completion; and `info`: `vgr` (N,) of the same layers,
@@ -117,7 +117,7 @@ def token_vgr_weights(
     Raises:
         ConfigError: an option is out of range.
     """
-    layers = last_layers(len(mass.vision), last_k_layers, "thirds", LAST_LAYERS)
+    layers = last_layers(len(mass.vision), last_k_layers, "thirds", LAST_LAYERS_OPTION)
     token_vgr, mask = token_vision_gain_ratio(mass, layers), mass.mask.bool()  # (N, T)
     weights = token_weights(token_vgr, mask, clip=clip, smooth_sigma=smooth_sigma, topk_ratio=topk_ratio)
     info = {
@@ -132,15 +132,15 @@ def token_vgr_weights(
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout in which the N sequences of a micro-batch pass through the model.
+    """Layout of the N sequences of a micro-batch in a forward pass.
 
     Attributes:
         input_ids: (N, S), or packed (1, tokens of all rows).
-        present: the same shape, bool, which of them are no padding.
-        prompt: the same shape, bool, which belong to prompts.
-        rows: the same shape, int64, the sequence that each belongs to.
+        present: same shape, bool, False for padding.
+        prompt: same shape, bool, True for prompt tokens.
+        rows: same shape, int64, index of the sequence of each token.
         count: N.
-        packed: whether the sequences stand behind each other in one row.
+        packed: whether the sequences are concatenated in one row.
     """
 
     input_ids: torch.Tensor
@@ -152,13 +152,13 @@ class Layout:
 
 
 def packed_layout(tokens: torch.Tensor, lengths: Sequence[int], prompt_lengths: Sequence[int], pad: int = 0) -> Layout:
-    """Return the layout of sequences behind each other.
+    """Return the layout of concatenated sequences.
 
     Args:
         tokens: (tokens of all sequences,).
         lengths: of the N sequences.
         prompt_lengths: of their prompts.
-        pad: tokens that are appended behind all.
+        pad: number of padding tokens to append.
     """
     sizes = torch.tensor([*lengths, pad])
     rows = torch.repeat_interleave(torch.arange(len(sizes)), sizes)  # (tokens + pad,)
@@ -180,12 +180,12 @@ def padded_layout(input_ids: torch.Tensor, present: torch.Tensor, prompt: torch.
 
 @dataclass
 class MeasuredPass:
-    """Measures, while it is active, one pass of a micro-batch.
+    """Measure the attention of one forward pass of a micro-batch.
 
     Attributes:
-        model: of the actor, also wrapped by FSDP.
-        special_token_ids: tokens that belong to no modality.
-        columns: name -> (N, S), what came out.
+        model: model of the actor, may be wrapped by FSDP.
+        special_token_ids: tokens of no modality.
+        columns: name -> (N, S), set after the pass.
     """
 
     model: Any
@@ -196,10 +196,10 @@ class MeasuredPass:
 
     @contextmanager
     def active(self) -> Iterator["MeasuredPass"]:
-        """Measure the pass that is made in the block.
+        """Measure the forward pass in this block.
 
         Raises:
-            ConfigError: it is not known which tokens are the image.
+            ConfigError: the image tokens are unknown.
         """
         layout, causal = self.layout, causal_model(self.model)
         vision = tuple(self.options.vision_token_ids or ()) or vision_token_ids(causal)
@@ -215,12 +215,12 @@ class MeasuredPass:
         probe = AttentionProbe(self.model, masks, emitting, packed=layout.packed)
         with probe:
             yield self
-        self.columns = self._columns(probe.mass, masks, emitting)
+        self.columns = self._build_columns(probe.mass, masks, emitting)
 
-    def _columns(self, mass: AttentionMass, masks: ModalityMasks, emitting: slice) -> dict[str, torch.Tensor]:
-        """Per token of the layout: attention per vision and per instruction token of its own prompt, and their ratio.
+    def _build_columns(self, mass: AttentionMass, masks: ModalityMasks, emitting: slice) -> dict[str, torch.Tensor]:
+        """Return attention per vision and per instruction token of the own prompt, and their ratio, per token.
 
-        What stands at a position belongs to the token that it emits, which is the next one.
+        Values at a position belong to the token that it predicts, the next one.
         """
         layout, last_k = self.layout, self.options.token_weights_last_k_layers
         sides = {}
@@ -233,14 +233,14 @@ class MeasuredPass:
         late = late_layers(len(mass.vision), self.options.attention_segments)
         columns = {f"vgr_{name}": side[late].mean(0) for name, side in sides.items()}
         if self.options.token_weights and last_k is not None:
-            chosen = last_layers(len(mass.vision), last_k, "thirds", LAST_LAYERS)
+            chosen = last_layers(len(mass.vision), last_k, "thirds", LAST_LAYERS_OPTION)
             columns["vgr_token"] = sides["instruction"][chosen].mean(0) / sides["vision"][chosen].mean(0)
         margins = (emitting.start, layout.input_ids.size(1) - emitting.stop)
         return {name: torch.nn.functional.pad(each, margins, value=torch.nan) for name, each in columns.items()}
 
 
-def rows_of_images(micro_batch: Any, count: int) -> list[dict[str, Any]]:
-    """Return the pixel inputs of each of the rows of a micro-batch, empty for rows without images."""
+def split_pixel_inputs(micro_batch: Any, count: int) -> list[dict[str, Any]]:
+    """Return the pixel inputs of each row of a micro-batch; empty for rows without images."""
     rows = micro_batch.get("multi_modal_inputs", None)
     return [dict(getattr(row, "data", row) or {}) for row in ([None] * count if rows is None else rows)]
 
@@ -248,17 +248,16 @@ def rows_of_images(micro_batch: Any, count: int) -> list[dict[str, Any]]:
 def perturb_row(
     inputs: Mapping[str, Any], options: SignalOptions, step: int, black: Sequence[float], patch_size: int = 14
 ) -> dict[str, Any]:
-    """Return the pixel inputs of a row with squares of its images blackened, each with probability `black_prob`.
+    """Return the pixel inputs of a row with squares blackened, each with probability `black_prob`.
 
-    The seed is made of the run's, the step and the pixels: completions of one prompt get the same squares, in whatever
-    process they are.
+    The seed depends on run, step and pixels, so that completions of one prompt get the same squares on every process.
 
     Args:
-        inputs: of one row; `pixel_values` is (patches, C x time x p x p), a patch per row and channels first, or
+        inputs: of one row; `pixel_values` is (patches, C x time x p x p), one patch per row and channels first, or
             (..., C, H, W).
-        step: of the optimizer.
-        black: per channel, what black is after the processor's normalisation.
-        patch_size: of the squares, in pixels of (..., C, H, W); where patches are rows they are the squares.
+        step: optimizer step.
+        black: normalised value of black per channel.
+        patch_size: side of the squares in pixels, for (..., C, H, W); else patches are the squares.
     """
     pixels = inputs.get("pixel_values")
     if pixels is None:
@@ -277,24 +276,25 @@ def perturb_row(
     return {**inputs, "pixel_values": torch.where(dark, colours, pixels)}
 
 
-def perturbed_rows(micro_batch: Any, count: int, context: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the pixel inputs of each row, perturbed as the context of the actor says."""
+def perturb_rows(micro_batch: Any, count: int, context: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the pixel inputs of each row, perturbed according to the context of the actor."""
     options = SignalOptions.read(context["options"])
-    return [perturb_row(row, options, context["step"], context["black"]) for row in rows_of_images(micro_batch, count)]
+    rows = split_pixel_inputs(micro_batch, count)
+    return [perturb_row(row, options, context["step"], context["black"]) for row in rows]
 
 
-def actor_context(options: SignalOptions, step: int, processor: Any) -> dict[str, Any]:
-    """Return what the actor gets with a batch: options, and what only the processor knows."""
+def build_actor_context(options: SignalOptions, step: int, processor: Any) -> dict[str, Any]:
+    """Return the context that the actor gets with a batch: options, and constants of the processor."""
     return {
         "options": options.to_dict(),
         "step": step,
         "special_token_ids": list(special_token_ids(processor)),
-        "black": black_of(processor),
+        "black": normalised_black(processor),
     }
 
 
-def black_of(processor: Any) -> list[float]:
-    """Return what black is, per channel, after the normalisation of a processor."""
+def normalised_black(processor: Any) -> list[float]:
+    """Return the value of black per channel after the processor's normalisation."""
     images = getattr(processor, "image_processor", None)
     mean, std = getattr(images, "image_mean", None), getattr(images, "image_std", None)
     if mean is None or std is None or not getattr(images, "do_normalize", True):

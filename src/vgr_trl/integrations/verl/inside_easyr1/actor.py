@@ -1,4 +1,4 @@
-"""EasyR1 (b44b311): its actor measures signals beside log-probabilities; its trainer makes advantages of them."""
+"""EasyR1 (b44b311) with signals: the actor measures them with log-probabilities, the trainer uses them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import initialization, modeling_utils
 
-# EasyR1 imports this name from where transformers 5 has it no more. A worker of Ray imports this file first.
+# EasyR1 imports this name from a module where transformers 5 no longer has it. Ray workers import this file first.
 if not hasattr(modeling_utils, "no_init_weights"):
     modeling_utils.no_init_weights = initialization.no_init_weights  # type: ignore[attr-defined]
 
@@ -24,33 +24,33 @@ from vgr_trl.integrations.verl.credit import (
     ESTIMATORS,
     SignalContext,
     SignalOptions,
-    named_estimator,
-    options_of,
+    compute_loss_terms,
+    make_estimator,
+    resolve_options,
     set_signal_context,
-    token_terms,
 )
 from vgr_trl.integrations.verl.signals import (
     Layout,
     MeasuredPass,
-    actor_context,
+    build_actor_context,
     packed_layout,
     padded_layout,
-    perturbed_rows,
-    rows_of_images,
+    perturb_rows,
+    split_pixel_inputs,
 )
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.utils import ConfigError, patched_attribute
 
-KEY = "vgr"  # of a batch's `meta_info`
-PRESET = "preset"  # among the options: the name of our estimator
+CONTEXT_KEY = "vgr"  # in the `meta_info` of a batch
+PRESET_OPTION = "preset"  # option with the name of the estimator of this library
 
 
 class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
-    """EasyR1's actor and, for batches that ask for it, attention and dependency beside log-probabilities.
+    """EasyR1's actor; if the batch requests it, also measures attention and dependency.
 
-    `compute_log_prob`: keeps what was measured in `columns`, (N, T) each, in the order of the batch.
-    `_forward_micro_batch`: measures around `super()`, and calls it again over perturbed images where these are wanted.
-    `update_policy`: adds the terms of the loss to EasyR1's.
+    `compute_log_prob`: stores measurements in `columns`, (N, T) each, in the order of the batch.
+    `_forward_micro_batch`: runs `super()` under a probe, and again on perturbed images if needed.
+    `update_policy`: adds the enabled terms to EasyR1's loss.
     """
 
     columns: Mapping[str, torch.Tensor] = {}
@@ -61,8 +61,8 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
     @torch.no_grad()
     def compute_log_prob(self, data: Any) -> torch.Tensor:
         """Return log-probabilities (N, T)."""
-        context = data.meta_info.get(KEY)
-        if context is None or self.actor_optimizer is None:  # the reference has none
+        context = data.meta_info.get(CONTEXT_KEY)
+        if context is None or self.actor_optimizer is None:  # the reference model has no optimizer
             return super().compute_log_prob(data)
         self._context, self._names = context, ()
         try:
@@ -82,7 +82,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         options = SignalOptions.read(context["options"])
 
         def perturbed_logps() -> torch.Tensor:
-            rows = perturbed_rows(micro_batch, len(micro_batch["input_ids"]), context)
+            rows = perturb_rows(micro_batch, len(micro_batch["input_ids"]), context)
             return plain({**micro_batch, "multi_modal_inputs": rows}, temperature)
 
         if torch.is_grad_enabled():
@@ -91,16 +91,16 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
             return logps
         columns: dict[str, torch.Tensor] = {}
         if options.measures_attention:
-            layout = self._layout(micro_batch)
+            layout = self._build_layout(micro_batch)
             measured = MeasuredPass(self.actor_module, layout, options, context["special_token_ids"])
             with measured.active():
                 logps = plain(micro_batch, temperature)
-            columns = {name: self._of_responses(column, micro_batch) for name, column in measured.columns.items()}
+            columns = {name: self._select_responses(column, micro_batch) for name, column in measured.columns.items()}
         else:
             logps = plain(micro_batch, temperature)
         if options.needs_dependency:
             dependency = visual_dependency(logps, perturbed_logps())
-            images = rows_of_images(micro_batch, len(dependency))
+            images = split_pixel_inputs(micro_batch, len(dependency))
             blind = torch.tensor(["pixel_values" not in row for row in images], device=dependency.device)
             columns["vgr_dependency"] = dependency.masked_fill(blind.unsqueeze(1), torch.nan)
         self._names = tuple(columns)
@@ -108,7 +108,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
 
     def update_policy(self, data: Any) -> dict[str, Any]:
         """Train on the batch, and return metrics."""
-        context = data.meta_info.get(KEY)
+        context = data.meta_info.get(CONTEXT_KEY)
         if context is None:
             return super().update_policy(data)
         options, plain = SignalOptions.read(context["options"]), dp_actor.compute_policy_loss
@@ -117,7 +117,9 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
             value, metrics = plain(
                 log_probs=log_probs, response_mask=response_mask, loss_avg_mode=loss_avg_mode, **others
             )
-            terms = token_terms(SignalContext(options, perturbed_logps=self._perturbed_logps), log_probs, response_mask)
+            terms = compute_loss_terms(
+                SignalContext(options, perturbed_logps=self._perturbed_logps), log_probs, response_mask
+            )
             for name, per_token in terms.items():
                 share = average_loss(per_token, response_mask, mode=loss_avg_mode)
                 value, metrics[name] = value + share, share.detach().item()
@@ -130,7 +132,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         finally:
             self._context = self._perturbed_logps = None
 
-    def _layout(self, micro_batch: dict[str, Any]) -> Layout:
+    def _build_layout(self, micro_batch: dict[str, Any]) -> Layout:
         ids, present = micro_batch["input_ids"], micro_batch["attention_mask"].bool()
         length = micro_batch["responses"].size(-1)
         prompt = present & (torch.arange(ids.size(1), device=ids.device) < ids.size(1) - length)
@@ -138,12 +140,12 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
             return padded_layout(ids, present, prompt)
         if self.config.ulysses_size > 1:
             raise ConfigError(
-                "Attention cannot be measured where sequences are cut over processes: set worker.actor.ulysses_size=1."
+                "Attention cannot be measured if sequences are split across processes: set worker.actor.ulysses_size=1."
             )
         return packed_layout(ids[present], present.sum(1).tolist(), prompt.sum(1).tolist())
 
-    def _of_responses(self, column: torch.Tensor, micro_batch: dict[str, Any]) -> torch.Tensor:
-        """Return the values at the positions that emit response tokens, (N, T)."""
+    def _select_responses(self, column: torch.Tensor, micro_batch: dict[str, Any]) -> torch.Tensor:
+        """Return the values at the positions that predict the response tokens, (N, T)."""
         if self.config.padding_free:
             present = micro_batch["attention_mask"].bool().to(column.device)
             along = torch.full(present.shape, torch.nan, device=column.device)
@@ -153,17 +155,17 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
 
 
 class SignalWorker(fsdp_workers.FSDPWorker):  # type: ignore[misc]
-    """EasyR1's worker, with a `SignalActor`, whose columns go with the old log-probabilities."""
+    """EasyR1's worker with a `SignalActor`, whose columns are returned with the old log-probabilities."""
 
     @decorator_register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the model; the actor that EasyR1 imports meanwhile is ours."""
+        """Build the model with a `SignalActor`."""
         with patched_attribute(dp_actor, "DataParallelPPOActor", SignalActor):
             super().init_model()
 
     @decorator_register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_probs(self, data: Any) -> Any:
-        """Return old log-probabilities, and what was measured with them."""
+        """Return old log-probabilities and the columns measured with them."""
         output = super().compute_log_probs(data)
         columns, self.actor.columns = self.actor.columns, {}
         if columns:
@@ -172,38 +174,36 @@ class SignalWorker(fsdp_workers.FSDPWorker):  # type: ignore[misc]
 
 
 def read_options(given: Mapping[str, Any], estimator: str, filters: bool = False) -> tuple[str, SignalOptions]:
-    """Return the name of our estimator and the options of a run.
+    """Return the name of the estimator of this library, and the options of a run.
 
     Args:
-        given: options, and under `preset` the name of our estimator, `vgr` if there is none.
-        estimator: EasyR1's, whose advantages are shaped.
+        given: options, and optionally `preset`, the name of the estimator (default `vgr`).
+        estimator: EasyR1's estimator, to which credit is applied.
         filters: whether `algorithm.online_filtering` is on.
 
     Raises:
-        ConfigError: an option is unknown, out of range, or cannot be followed in this run.
+        ConfigError: an option is unknown, out of range, or unsupported in this run.
     """
-    preset = given.get(PRESET, "vgr")
-    options = options_of(preset, {name: value for name, value in given.items() if name != PRESET})
+    preset = given.get(PRESET_OPTION, "vgr")
+    options = resolve_options(preset, {name: value for name, value in given.items() if name != PRESET_OPTION})
     if options.enable_entropy_filtering:
         raise ConfigError("enable_entropy_filtering reads entropies, which EasyR1's actor does not compute.")
     if estimator == "gae" and options.rewards_attention:
-        raise ConfigError(
-            "Rewards made of attention are compared within a prompt: give another adv_estimator than gae."
-        )
+        raise ConfigError("Attention rewards compare completions of a prompt: use another adv_estimator than gae.")
     if options.collect_attentions and filters:
         raise ConfigError(
-            "algorithm.online_filtering drops and reorders rows after their rewards, so that nobody knows whose "
-            "token_weights they are: switch it off, or leave collect_attentions out, and the actor measures."
+            "algorithm.online_filtering drops and reorders rows after their rewards, so token_weights can no longer be "
+            "assigned to rows: turn it off, or remove collect_attentions so that the actor measures attention."
         )
     options.estimator = estimator
     return preset, options
 
 
 class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
-    """EasyR1's trainer. Its `fit` calls functions of its module; two of them are wrapped for the duration.
+    """EasyR1's trainer with signals. `fit` patches two functions of EasyR1's module while it runs.
 
-    `_balance_batch`: asks the actor, by `meta_info`, to measure.
-    `fit`: advantages with the signals as context; `token_weights` of the reward are taken out of its metrics.
+    `_balance_batch`: requests measurements from the actor, by `meta_info`.
+    `fit`: computes advantages with the signals as context, and removes `token_weights` from reward metrics.
     """
 
     signal_options: Mapping[str, Any] = {}
@@ -219,7 +219,7 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super()._balance_batch(batch, metrics, *args, **kwargs)
         processor = self.processor if self.processor is not None else self.tokenizer
-        batch.meta_info[KEY] = actor_context(self.options, int(self.global_step), processor)
+        batch.meta_info[CONTEXT_KEY] = build_actor_context(self.options, int(self.global_step), processor)
         self._metrics = metrics
 
     def fit(self) -> None:
@@ -227,10 +227,10 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
         plain_reduce, plain_advantage = ray_trainer.reduce_metrics, ray_trainer.compute_advantage
 
         def reduce_metrics(metrics: Mapping[str, Any]) -> Any:
-            return plain_reduce(self.without_weights(metrics))
+            return plain_reduce(self.take_token_weights(metrics))
 
         def compute_advantage(data: Any, adv_estimator: Any, gamma: float = 1.0, lam: float = 1.0) -> Any:
-            return self.advantages(plain_advantage, data, gamma, lam)
+            return self.compute_advantages(plain_advantage, data, gamma, lam)
 
         with (
             patched_attribute(ray_trainer, "reduce_metrics", reduce_metrics),
@@ -238,16 +238,16 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
         ):
             super().fit()
 
-    def without_weights(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Return metrics of a reward without token weights, of which EasyR1 would take means; those are kept."""
+    def take_token_weights(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Store the token weights among reward metrics, and return the others, which EasyR1 averages."""
         others = dict(metrics)
         weights = others.pop("token_weights", None)
-        if not self.config.algorithm.online_filtering:  # which drops and reorders rows afterwards
+        if not self.config.algorithm.online_filtering:  # it drops and reorders rows afterwards
             self._weights = self._weights if weights is None else weights
         return others
 
-    def advantages(self, plain: Any, data: Any, gamma: float, lam: float) -> Any:
-        """Return the batch with advantages by our estimator, and where `apply_to` is mask with a weighted mask."""
+    def compute_advantages(self, plain: Any, data: Any, gamma: float, lam: float) -> Any:
+        """Return the batch with advantages, and with `apply_to` mask also a weighted response mask."""
         mask = data.batch["response_mask"]
         weights, self._weights = self._weights, None
         weights = as_weights(weights, mask) if weights is not None and self.options.token_weights else None
@@ -261,7 +261,7 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Register every name that is not registered yet."""
+    """Register estimators that are not registered yet."""
     for name in ESTIMATORS:
         if name not in core_algos.ADV_ESTIMATOR_MAP:
-            core_algos.register_adv_estimator(name)(named_estimator(name, core_algos.ADV_ESTIMATOR_MAP.__getitem__))
+            core_algos.register_adv_estimator(name)(make_estimator(name, core_algos.ADV_ESTIMATOR_MAP.__getitem__))

@@ -1,7 +1,7 @@
 """`python -m vgr_trl.integrations.verl.inside_easyr1.main`, in place of `python -m verl.trainer.main`.
 
-It takes what EasyR1 takes, and options of this library as `vgr.NAME=VALUE`. EasyR1 names its worker and trainer in its
-module; these names are replaced in the process that runs it.
+It accepts EasyR1's arguments, and options of this library as `vgr.NAME=VALUE`. In the process that runs EasyR1, its
+worker and trainer classes are replaced.
 """
 
 import sys
@@ -11,18 +11,18 @@ import yaml
 
 from vgr_trl.utils import patched_attribute
 
-PREFIX = "vgr."
+OPTION_PREFIX = "vgr."
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return EasyR1's arguments, and the options of this library."""
-    own = [argument for argument in arguments if argument.startswith(PREFIX)]
-    pairs = (argument.removeprefix(PREFIX).partition("=") for argument in own)
+    """Split the arguments into EasyR1's and options of this library."""
+    own = [argument for argument in arguments if argument.startswith(OPTION_PREFIX)]
+    pairs = (argument.removeprefix(OPTION_PREFIX).partition("=") for argument in own)
     return [each for each in arguments if each not in own], {name: yaml.safe_load(value) for name, _, value in pairs}
 
 
-def runner_with(options: dict[str, Any]) -> Any:
-    """Return EasyR1's runner, which in its own process runs with our worker and trainer."""
+def make_runner(options: dict[str, Any]) -> Any:
+    """Return EasyR1's runner, which uses `SignalWorker` and `SignalTrainer` in its process."""
     import ray
     from verl.trainer import main as theirs
 
@@ -43,14 +43,14 @@ def runner_with(options: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Run EasyR1 with the given arguments."""
     sys.argv[1:], options = split_arguments(sys.argv[1:])
     from vgr_trl.integrations.verl.inside_easyr1.actor import read_options  # first
 
     from verl.trainer import main as theirs  # isort: skip
 
-    read_options(options, "grpo")  # so that errors come before Ray starts
-    with patched_attribute(theirs, "Runner", runner_with(options)):
+    read_options(options, "grpo")  # raise errors before Ray starts
+    with patched_attribute(theirs, "Runner", make_runner(options)):
         theirs.main()
 
 

@@ -1,8 +1,8 @@
-"""Adds this library to verl 0.9.1, in processes whose `VERL_USE_EXTERNAL_MODULES` names this module.
+"""Register this library in verl 0.9.1, in processes whose `VERL_USE_EXTERNAL_MODULES` names this module.
 
-Estimators and losses get their names, the trainer the mode `vgr_sync`, and the engine the vendor `vgr`, which
-`VERL_ENGINE_VENDOR=vgr` chooses. The engine's pass for old log-probabilities measures signals, its loss may look at
-perturbed images: what it has to measure comes in the batch, from the trainer; a batch without it passes as in verl.
+Registers estimators, losses, the trainer mode `vgr_sync` and the engine vendor `vgr` (`VERL_ENGINE_VENDOR=vgr`). The
+engine measures signals in the pass for old log-probabilities, and its loss may use perturbed images. The trainer
+requests this in the batch; a batch without a request is processed as in verl.
 """
 
 import importlib
@@ -34,19 +34,19 @@ from vgr_trl.integrations.verl.credit import (
     LOSSES,
     SignalContext,
     SignalOptions,
-    named_estimator,
-    options_of,
+    add_loss_terms,
+    make_estimator,
+    resolve_options,
     set_signal_context,
-    with_terms,
 )
 from vgr_trl.integrations.verl.signals import (
     Layout,
     MeasuredPass,
-    actor_context,
+    build_actor_context,
     packed_layout,
     padded_layout,
-    perturbed_rows,
-    rows_of_images,
+    perturb_rows,
+    split_pixel_inputs,
 )
 from vgr_trl.sharing.model_support import attention_modules
 from vgr_trl.signals.probe import find_decoder
@@ -54,17 +54,16 @@ from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.scoring import policy_is_active
 from vgr_trl.utils import ConfigError, patched_attribute
 
-# Attention that verl calls by itself: with padding removed, layers of Qwen2-VL and GLM-4V look nothing up.
-#
-# For the duration their calls go through transformers' registry, where a probe finds them.
+# With padding removed, verl's Qwen2-VL and GLM-4V layers call an attention function directly. While measuring, these
+# calls are routed through transformers' registry, where a probe finds them.
 
-MODULES = ("verl.models.transformers.qwen2_vl", "verl.models.transformers.glm4v")
-NAME = "_custom_flash_attention_forward"
+ATTENTION_MODULES = ("verl.models.transformers.qwen2_vl", "verl.models.transformers.glm4v")
+ATTENTION_FUNCTION = "_custom_flash_attention_forward"
 
 
 @contextmanager
-def looked_up(model: Any) -> Iterator[None]:
-    """Make the layers of `model` look up their attention function in the registry."""
+def route_through_registry(model: Any) -> Iterator[None]:
+    """Route the attention calls of the layers of `model` through transformers' registry in this block."""
     running: list[Any] = []
 
     def enter(module: Any, args: Any) -> None:
@@ -73,18 +72,16 @@ def looked_up(model: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for module in attention_modules(find_decoder(model)):
             stack.callback(module.register_forward_pre_hook(enter).remove)
-        for name in MODULES:
+        for name in ATTENTION_MODULES:
             owner: Any = importlib.import_module(name)
-            if hasattr(owner, NAME):
-                through = partial(_through_registry, getattr(owner, NAME), running)
-                stack.enter_context(patched_attribute(owner, NAME, through))
+            if hasattr(owner, ATTENTION_FUNCTION):
+                through = partial(_call_registry, getattr(owner, ATTENTION_FUNCTION), running)
+                stack.enter_context(patched_attribute(owner, ATTENTION_FUNCTION, through))
         yield
 
 
-def _through_registry(
-    plain: Any, running: list[Any], query: Any, key: Any, value: Any, mask: Any, **options: Any
-) -> Any:
-    """Call `plain` (rows, positions, heads, width) as transformers calls functions (rows, heads, positions, width)."""
+def _call_registry(plain: Any, running: list[Any], query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+    """Call `plain` (rows, positions, heads, width) with transformers' layout (rows, heads, positions, width)."""
 
     def function(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         return plain(*(side.transpose(1, 2) for side in (query, key, value)), mask, **options), None
@@ -94,19 +91,19 @@ def _through_registry(
     return found(running[0], *sides, mask, **options)[0]
 
 
-KEY = "vgr"  # of the batch
+CONTEXT_KEY = "vgr"  # in the batch
 
 
 class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
-    """verl's engine and, in passes whose batch asks for it, attention and dependency beside log-probabilities.
+    """verl's engine; if the batch requests it, also measures attention and dependency.
 
-    `forward_step`: measures around `super()`; makes a second pass of `super()` over perturbed images where the
-    dependency or the perception loss needs one.
+    `forward_step` runs `super()` under a probe, and a second time on perturbed images for the dependency or the
+    perception loss.
     """
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        """Return verl's loss and outputs; those of a measured pass have columns of signals among `model_output`."""
-        context = tu.get_non_tensor_data(data=micro_batch, key=KEY, default=None)
+        """Return verl's loss and outputs; a measured pass adds columns of signals to `model_output`."""
+        context = tu.get_non_tensor_data(data=micro_batch, key=CONTEXT_KEY, default=None)
         if context is None or (forward_only and not policy_is_active(self.module)):
             return super().forward_step(micro_batch, loss_function, forward_only)
         step = self._measured_step if forward_only else self._training_step
@@ -116,8 +113,8 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         self, micro_batch: Any, loss_function: Any, options: SignalOptions, context: dict[str, Any]
     ) -> Any:
         if options.measures_attention:
-            measured = MeasuredPass(self.module, self._layout(micro_batch), options, context["special_token_ids"])
-            with looked_up(self.module), measured.active():
+            measured = MeasuredPass(self.module, self._build_layout(micro_batch), options, context["special_token_ids"])
+            with route_through_registry(self.module), measured.active():
                 loss, output = super().forward_step(micro_batch, loss_function, True)
             offsets, present = micro_batch["input_ids"].offsets(), measured.layout.present
             output["model_output"] |= {
@@ -127,11 +124,11 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         else:
             loss, output = super().forward_step(micro_batch, loss_function, True)
         if options.needs_dependency:
-            _, other = super().forward_step(self._perturbed(micro_batch, context), loss_function, True)
+            _, other = super().forward_step(self._perturb(micro_batch, context), loss_function, True)
             plain = output["model_output"]["log_probs"]
             offsets = plain.offsets()
             dependency = visual_dependency(plain.values()[None], other["model_output"]["log_probs"].values()[None])[0]
-            images = rows_of_images(micro_batch, len(offsets) - 1)
+            images = split_pixel_inputs(micro_batch, len(offsets) - 1)
             blind = torch.tensor([row.get("pixel_values") is None for row in images], device=dependency.device)
             output["model_output"]["vgr_dependency"] = torch.nested.nested_tensor_from_jagged(
                 dependency.masked_fill(blind.repeat_interleave(offsets.diff()), torch.nan), offsets
@@ -149,15 +146,15 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                 kept["logps"] = no_padding_2_padding(model_output["log_probs"], data)
                 return kept["logps"].sum() * 0, {}
 
-            super().forward_step(self._perturbed(micro_batch, context), keep, False)
+            super().forward_step(self._perturb(micro_batch, context), keep, False)
             logps = kept["logps"]
         with set_signal_context(SignalContext(options, perturbed_logps=logps)):
             return super().forward_step(micro_batch, loss_function, False)
 
-    def _layout(self, micro_batch: Any) -> Layout:
+    def _build_layout(self, micro_batch: Any) -> Layout:
         if self.use_ulysses_sp:
             raise ConfigError(
-                "Attention cannot be measured where sequences are cut over processes: set "
+                "Attention cannot be measured if sequences are split across processes: set "
                 "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1."
             )
         ids = micro_batch["input_ids"]
@@ -176,58 +173,56 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         columns = torch.arange(padded.size(1), device=padded.device)
         return padded_layout(padded, columns < lengths.unsqueeze(1), columns < prompt_lengths.unsqueeze(1))
 
-    def _perturbed(self, micro_batch: Any, context: dict[str, Any]) -> Any:
-        rows = perturbed_rows(micro_batch, len(micro_batch["input_ids"].offsets()) - 1, context)
+    def _perturb(self, micro_batch: Any, context: dict[str, Any]) -> Any:
+        rows = perturb_rows(micro_batch, len(micro_batch["input_ids"].offsets()) - 1, context)
         perturbed = micro_batch.clone(recurse=False)
         tu.assign_non_tensor_stack(perturbed, "multi_modal_inputs", rows)
         return perturbed
 
 
 def register() -> None:
-    """Register every name that is not registered yet."""
+    """Register estimators and losses that are not registered yet."""
     for name in ESTIMATORS:
         if name not in core_algos.ADV_ESTIMATOR_REGISTRY:
-            core_algos.register_adv_est(name)(named_estimator(name, core_algos.get_adv_estimator_fn))
+            core_algos.register_adv_est(name)(make_estimator(name, core_algos.get_adv_estimator_fn))
     for name in LOSSES:
         if name not in core_algos.POLICY_LOSS_REGISTRY:
             vanilla = core_algos.get_policy_loss_fn("vanilla")
-            core_algos.register_policy_loss(name)(with_terms(vanilla, core_algos.agg_loss, name))
+            core_algos.register_policy_loss(name)(add_loss_terms(vanilla, core_algos.agg_loss, name))
 
 
-WEIGHTS = "token_weights"  # of a reward
+WEIGHTS_KEY = "token_weights"  # in the output of a reward
 
 
 def read_options(config: Any) -> SignalOptions:
-    """Return the options under `algorithm.vgr` of a configuration of verl.
+    """Read the options under `algorithm.vgr` of a verl configuration.
 
     Raises:
-        ConfigError: an option is unknown, out of range, or means nothing in this run.
+        ConfigError: an option is unknown, out of range, or unsupported in this run.
     """
     given: Any = config.algorithm.get("vgr")
     given = OmegaConf.to_container(given, resolve=True) if given is not None else {}
     loss_mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
-    options = options_of(config.algorithm.adv_estimator, given, loss_mode)
+    options = resolve_options(config.algorithm.adv_estimator, given, loss_mode)
     if options.apply_to == "mask":
         raise ConfigError(
-            "apply_to is mask, but the loss of verl casts response_mask to bool, which would drop the weights: leave "
-            "it at advantages."
+            "apply_to is mask, but the loss of verl casts response_mask to bool, which would drop the weights: use "
+            "advantages."
         )
     correction = config.algorithm.get("rollout_correction")
     measures = options.measures_attention or options.needs_dependency
     if measures and correction is not None and correction.get("bypass_mode", False):
-        raise ConfigError(
-            "algorithm.rollout_correction.bypass_mode leaves out the pass that measures signals: switch it off."
-        )
+        raise ConfigError("algorithm.rollout_correction.bypass_mode skips the pass that measures signals: turn it off.")
     return options
 
 
 class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
-    """verl's trainer, and around its steps what signals need.
+    """verl's trainer with signals.
 
-    `_compute_old_log_prob`: asks the engine to measure, and keeps what it measured along the responses.
-    `_compute_advantage`: sets that as the context of the registered estimators, and logs their metrics.
-    `_update_actor`: tells the engine which terms the loss has.
-    `_val_metrics_update`: leaves out token weights, of which verl would take means.
+    `_compute_old_log_prob`: requests measurements, and stores them for the responses.
+    `_compute_advantage`: sets them as the context of the registered estimators, and logs metrics.
+    `_update_actor`: tells the engine which loss terms are enabled.
+    `_val_metrics_update`: drops token weights, which verl would average.
     """
 
     def __init__(self, config: Any) -> None:
@@ -238,21 +233,21 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         options = self.signal_options
         if not (options.measures_attention or options.needs_dependency):
             return super()._compute_old_log_prob(batch, metrics)
-        batch.extra_info[KEY] = self._actor_context()
+        batch.extra_info[CONTEXT_KEY] = self._actor_context()
         after = super()._compute_old_log_prob(batch, metrics)
         for meta in (batch, after):
-            (meta.extra_info or {}).pop(KEY, None)
-        self._keep_along_responses(batch)
+            (meta.extra_info or {}).pop(CONTEXT_KEY, None)
+        self._cut_to_responses(batch)
         return after
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if any(not key.endswith("_0") for key in batch.keys):  # PROMPT_SESSION_OUTPUT
             raise ConfigError(
-                "An agent loop has returned several outputs of one session, which the estimators of this library "
-                "would take for several completions: let it return one."
+                "An agent loop returned several outputs of one session, which the estimators of this library would "
+                "treat as several completions: return one output per session."
             )
-        columns = self._columns(batch)
-        weights = self._token_weights(batch, columns.pop("response_mask"))
+        columns = self._read_columns(batch)
+        weights = self._read_token_weights(batch, columns.pop("response_mask"))
         with set_signal_context(SignalContext(self.signal_options, columns, weights)) as context:
             after = super()._compute_advantage(batch, metrics)
         metrics.update(context.metrics)
@@ -260,65 +255,63 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if self.config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla") in LOSSES:
-            batch.extra_info[KEY] = self._actor_context()
+            batch.extra_info[CONTEXT_KEY] = self._actor_context()
         after = super()._update_actor(batch, metrics)
-        (after.extra_info or {}).pop(KEY, None)
+        (after.extra_info or {}).pop(CONTEXT_KEY, None)
         return after
 
     def _val_metrics_update(
         self, data_sources: Any, sample_uids: Any, reward_extra_infos_dict: Mapping[str, Any], *rest: Any, **more: Any
     ) -> Any:
-        infos = {name: values for name, values in reward_extra_infos_dict.items() if name != WEIGHTS}
+        infos = {name: values for name, values in reward_extra_infos_dict.items() if name != WEIGHTS_KEY}
         return super()._val_metrics_update(data_sources, sample_uids, infos, *rest, **more)
 
     def _actor_context(self) -> dict[str, Any]:
-        """Options and processor facts that the engine gets with a batch."""
+        """Return the context that the engine gets with a batch."""
         processor = self.processor if self.processor is not None else self.tokenizer
-        return actor_context(self.signal_options, int(self.global_steps), processor)
+        return build_actor_context(self.signal_options, int(self.global_steps), processor)
 
-    def _keep_along_responses(self, batch: Any) -> None:
-        """Cut the columns, which the engine returns along whole sequences, to the responses."""
-        data = _get(batch, [*COLUMNS, "response_mask"])
+    def _cut_to_responses(self, batch: Any) -> None:
+        """Cut the columns, which the engine returns for whole sequences, to the responses."""
+        data = _read_fields(batch, [*COLUMNS, "response_mask"])
         found = {name: response_from_nested(data[name], data["response_mask"]) for name in COLUMNS if name in data}
         if found:
             fields = TensorDict(found, batch_size=len(batch))
             tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
-    def _columns(self, batch: Any) -> dict[str, torch.Tensor]:
-        data = _get(batch, [*COLUMNS, "entropy", "old_log_probs", "response_mask"])
+    def _read_columns(self, batch: Any) -> dict[str, torch.Tensor]:
+        data = _read_fields(batch, [*COLUMNS, "entropy", "old_log_probs", "response_mask"])
         found = {name: value.to_padded_tensor(0) for name, value in data.items() if name != "response_mask"}
         if "entropy" in found:
             found["entropies"] = found.pop("entropy")
         return {**found, "response_mask": data["response_mask"].to_padded_tensor(0)}
 
-    def _token_weights(self, batch: Any, response_mask: torch.Tensor) -> torch.Tensor | None:
-        """`token_weights` among what the reward returned beside the score, None if no row has them."""
+    def _read_token_weights(self, batch: Any, response_mask: torch.Tensor) -> torch.Tensor | None:
+        """Return the `token_weights` that the reward returned besides the score; None if no row has them."""
         if not self.signal_options.token_weights:
             return None
-        data = _get(batch, ["extra_fields"])
+        data = _read_fields(batch, ["extra_fields"])
         fields: Sequence[Any] = list(data["extra_fields"]) if "extra_fields" in data else []
         infos = [(getattr(each, "data", each) or {}).get("reward_extra_info") or {} for each in fields]
-        rows = [info.get(WEIGHTS) for info in infos]
+        rows = [info.get(WEIGHTS_KEY) for info in infos]
         return None if all(row is None for row in rows) else as_weights(rows, response_mask)
 
 
-def _get(batch: Any, fields: list[str]) -> Any:
+def _read_fields(batch: Any, fields: list[str]) -> Any:
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
 
 
-# verl 0.9.1 asks an installed TRL for a class with a value head, which TRL 1.16 has no more, and stops without it.
-#
-# The class is patched there for critics of long ago and not used; so `is_trl_available` answers that there is no TRL.
-# Removable when verl asks for the class only where there is one.
+# verl 0.9.1 imports a value-head class from an installed TRL and fails with TRL 1.16, which removed it. The class is
+# not used, so report TRL as missing. Remove this when verl no longer imports the class unconditionally.
 monkey_patch.is_trl_available = lambda: False
 
-MODE, VENDOR, TESTED = "vgr_sync", "vgr", "0.9.1"
+TRAINER_MODE, ENGINE_VENDOR, TESTED_VERSION = "vgr_sync", "vgr", "0.9.1"
 
-if version("verl") != TESTED:
-    warnings.warn(f"verl {version('verl')} is installed; vgr_trl is tested with verl {TESTED}.", stacklevel=2)
+if version("verl") != TESTED_VERSION:
+    warnings.warn(f"verl {version('verl')} is installed; vgr_trl is tested with verl {TESTED_VERSION}.", stacklevel=2)
 register()
-if MODE not in TRAINER_REGISTRY:
-    register_trainer(MODE)(SignalTrainer)
+if TRAINER_MODE not in TRAINER_REGISTRY:
+    register_trainer(TRAINER_MODE)(SignalTrainer)
     EngineRegistry.register(
-        model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"], vendor=VENDOR
+        model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"], vendor=ENGINE_VENDOR
     )(SignalEngine)
