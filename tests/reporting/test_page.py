@@ -163,6 +163,7 @@ def test_evaluated_completions_stand_beside_a_run(tmp_path: Path) -> None:
     write_report([run, file], page, names=["trained", "shapes"])
     data = data_in(page)
     assert [each["name"] for each in data["runs"]] == ["trained", "shapes: before", "shapes: after"]
+    assert data["runs"][1]["scores"] == {"questions": 1, "k": 2, "accuracy": 1.0}
     (shown,) = data["runs"][1]["records"]
     assert shown["step"] == 0
     assert [(each["drawn"], each["text"], each["correct"]) for each in shown["completions"]] == [

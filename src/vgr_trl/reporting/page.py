@@ -198,8 +198,8 @@ def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[Answere
         models = content.get("models", {"": content})
         found = {}
         for model, scores in models.items():
-            copied = scores | {"accuracy": float(scores["accuracy"])}
-            found[model] = copied, list(map(_parse_question, scores.pop("records", [])))
+            answers = list(map(_parse_question, scores.pop("records", [])))
+            found[model] = scores | {"accuracy": float(scores["accuracy"])}, answers
         return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
