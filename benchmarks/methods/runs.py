@@ -18,10 +18,10 @@ from vgr_trl.demo import Options
 from vgr_trl.demo.demo import (
     Questions,
     Rows,
-    as_dataset,
     learn_answers,
     learn_captions,
     set_up_process,
+    to_dataset,
     trainer_options,
     warm_start,
     words_of,
@@ -157,7 +157,7 @@ class Start:
                     compute_attention_metrics=False,
                     **method.options_for(self.task, self.processor.tokenizer),
                 ),
-                train_dataset=as_dataset(train or self.questions.train),
+                train_dataset=to_dataset(train or self.questions.train),
                 callbacks=[course],
             )
             trainer.remove_callback(PrinterCallback)

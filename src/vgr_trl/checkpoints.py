@@ -347,7 +347,7 @@ _TRIES = 15
 
 
 class ResumableTrainer(ConstructedTrainer):
-    """What a trainer of TRL overrides to save and load.
+    """Methods of a TRL trainer that save and load complete checkpoints.
 
     Attributes:
         resumed: what is saved and loaded beside weights, optimizer and the place in the data: objects with
@@ -518,7 +518,7 @@ def load_place(trainer: ResumableTrainer, folder: Path) -> None:
 
 
 def _order_of(trainer: ConstructedTrainer) -> dict[str, Any]:
-    """What decides the order of the prompts: options, and of a data set its length and the texts of some rows."""
+    """Return the facts that decide the order of the prompts: options, the length of the data, texts of some rows."""
     found: dict[str, Any] = {"seed": trainer.args.seed, "shuffle_dataset": trainer.shuffle_dataset}
     if isinstance(dataset := trainer.train_dataset, Dataset):
         rows = dataset.with_format(None).select(range(0, len(dataset), -(-len(dataset) // MOST_COMPARED)))

@@ -288,10 +288,10 @@ def token_weights(
     if topk_ratio is not None:
         kept = top_fraction_mask(raw.masked_fill(~defined, torch.nan), mask, topk_ratio)
         raw = raw.masked_fill(~kept, 1)
-    return with_mean_one(raw, defined)
+    return normalise_to_mean_one(raw, defined)
 
 
-def as_weights(values: Any, response_mask: torch.Tensor) -> torch.Tensor:
+def stack_weights(values: Any, response_mask: torch.Tensor) -> torch.Tensor:
     """Return `token_weights` of a reward or rollout as a tensor of the responses' shape, padded with 1 or cut.
 
     Args:
@@ -334,7 +334,7 @@ def given_weights(weights: torch.Tensor | None, mask: torch.Tensor, measured: to
         return measured
     defined = mask.bool() & ~weights.isnan()
     filled = weights.masked_fill(~defined, 0)
-    return torch.where(defined, with_mean_one(filled, defined & (masked_mean(filled, defined) > 0)), measured)
+    return torch.where(defined, normalise_to_mean_one(filled, defined & (masked_mean(filled, defined) > 0)), measured)
 
 
 def attention_weights(attention: AttentionMass, mask: torch.Tensor, options: CreditOptions) -> torch.Tensor:
@@ -377,7 +377,7 @@ def dependency_weights(
     mean = masked_mean(scores, defined)  # (N, 1)
     defined &= mean > 0
     raw = scores / mean.masked_fill(mean <= 0, 1)
-    return with_mean_one(raw if clip is None else raw.clamp(*clip), defined)
+    return normalise_to_mean_one(raw if clip is None else raw.clamp(*clip), defined)
 
 
 def _smooth(values: torch.Tensor, defined: torch.Tensor, sigma: float) -> torch.Tensor:
@@ -454,7 +454,7 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (values * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
-def with_mean_one(weights: torch.Tensor, defined: torch.Tensor) -> torch.Tensor:
+def normalise_to_mean_one(weights: torch.Tensor, defined: torch.Tensor) -> torch.Tensor:
     """Return positive (N, T) weights divided by their mean over `defined`, and 1 for all other tokens."""
     mean = masked_mean(weights, defined)
     return torch.where(defined, weights / mean.masked_fill(mean <= 0, 1), 1.0)
@@ -537,7 +537,7 @@ def pgpo(advantages: torch.Tensor, signals: RolloutSignals, mask: torch.Tensor, 
     above = 1 + options.pgpo_boost * (importance - threshold) / (1 - threshold)
     weights = torch.where(importance < threshold, importance / threshold, above).masked_fill(~defined, 0)
     weights = weights.masked_fill(weights.sum(1, keepdim=True) == 0, 1)
-    return with_mean_one(weights, defined), {"importance": importance.masked_fill(~defined, torch.nan)}
+    return normalise_to_mean_one(weights, defined), {"importance": importance.masked_fill(~defined, torch.nan)}
 
 
 @dataclass
@@ -637,11 +637,11 @@ def vgpo(
     scaled = min_max(raised, seen)  # (N, T)
     tokens = (1 + scaled - masked_mean(scaled, seen)).clamp(*TOKEN_CLAMP).masked_fill(~seen, 1)
     sums = scaled.sum(1).masked_fill(~seen.any(1) & mask.any(1), torch.nan)  # (N,)
-    completions = _among_prompts(sums, torch.zeros_like(sums) if groups is None else groups, gather)
+    completions = _prompt_weights(sums, torch.zeros_like(sums) if groups is None else groups, gather)
     return tokens * completions.unsqueeze(1), {"completion_weight": completions}
 
 
-def _among_prompts(sums: torch.Tensor, groups: torch.Tensor, gather: Gather | None) -> torch.Tensor:
+def _prompt_weights(sums: torch.Tensor, groups: torch.Tensor, gather: Gather | None) -> torch.Tensor:
     """Return each completion's weight (N,) by its sum among those of its prompt, 1 where it has none."""
     groups = groups.to(sums.device)
     every, prompts = (sums, groups) if gather is None else (gather(sums), gather(groups))

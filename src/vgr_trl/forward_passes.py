@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -12,17 +12,12 @@ from PIL import Image
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from vgr_trl.efficiency.loss_mask import (
-    score_only_tokens,
-)
+from vgr_trl.efficiency.loss_mask import score_only_tokens
 from vgr_trl.efficiency.vision_cache import VisionCache, tower_trains
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.prefix_forward import has_images
 from vgr_trl.sharing.sharing import SharedPasses, whole_groups
 from vgr_trl.utils import DataError, Feature, NotFiniteError, patched_attribute
-
-if TYPE_CHECKING:
-    pass
 
 
 class ForwardPasses:
@@ -164,7 +159,7 @@ class DummyImage:
             yield
 
     def _refuse_uneven(self, inputs: Mapping[str, Any]) -> None:
-        if self._sharded and 0 < self._with_images(has_images(inputs)) < self._accelerator.num_processes:
+        if self._sharded and 0 < self._count_with_images(has_images(inputs)) < self._accelerator.num_processes:
             raise DataError(
                 "The model generates for images in some processes and for text alone in others, and its parameters "
                 "are sharded: give every row an image, or none, or use vLLM, ZeRO-2 or DDP."
@@ -178,9 +173,9 @@ class DummyImage:
             return not mine  # ZeRO-3 adds to what an earlier step has left where the first micro-batch has no gradient
         if not (learns or self._sharded):
             return False
-        return self._with_images(mine or self.stands_in) > 0 and not mine
+        return self._count_with_images(mine or self.stands_in) > 0 and not mine
 
-    def _with_images(self, mine: bool) -> int:
+    def _count_with_images(self, mine: bool) -> int:
         """How many processes have images."""
         if self._accelerator.num_processes == 1:
             return mine

@@ -39,7 +39,7 @@ def generate(
         VLLMServerError: the server of vLLM does not answer.
     """
     model, measurement = trainer.model, trainer.measurement
-    first_turn = rollout is not None and not rollout.has("prompts")
+    first_turn = rollout is not None and not hasattr(rollout, "prompts")
     if rollout is not None and first_turn:
         if measurement.scoring and not trainer.use_vllm:  # scoring reads the pixels of generation where they are
             pixels = image_tensors(prompts.fields).get("pixel_values")

@@ -209,12 +209,12 @@ class FullKL:
         heads = Head(self._policy), Head(self._reference)
         size = heads[0].positions_at_a_time(hidden.device)
         parts = [
-            checkpoint(self._of_positions, *heads, *part, use_reentrant=False)
+            checkpoint(self._kl_of_positions, *heads, *part, use_reentrant=False)
             for part in zip(mine.split(size), reference[mask].split(size), strict=True)
         ]
         return found.masked_scatter(mask, torch.cat(parts)) if len(mine) else found
 
-    def _of_positions(
+    def _kl_of_positions(
         self, policy: Head, reference: Head, hidden: torch.Tensor, reference_hidden: torch.Tensor
     ) -> torch.Tensor:
         logits = policy.logits(hidden).float() / self._temperature
@@ -263,9 +263,11 @@ class KLControl:
             return {}, {}
         policy, reference = rollout.scores, rollout.reference
         mask = policy.mask
-        if self.full is None or policy.hidden is None or reference.hidden is None:
+        if self.full is None:
             kl = self._kl(policy.logps.float(), reference.logps, mask)  # (N, T)
         else:
+            assert policy.hidden is not None
+            assert reference.hidden is not None
             with torch.no_grad():
                 kl = self.full.between(policy.hidden, reference.hidden, mask)
         rollout.kl_penalty = -self.controller.coefficient * kl

@@ -48,7 +48,7 @@ from vgr_trl.signals.ratios import (
     vision_token_ids,
     visual_dependency,
 )
-from vgr_trl.signals.regions import drawn, in_region, lit_share, token_shares
+from vgr_trl.signals.regions import drawn, lit_share, select_region, token_shares
 from vgr_trl.signals.scoring import AttentionPlan, Head, Scores, Want
 from vgr_trl.signals.similarity import decoder_layers, hidden_state_number
 from vgr_trl.utils import ConfigError
@@ -243,9 +243,11 @@ def wanted_scores(trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping
     """Return what the scoring pass over a rollout has to give for everything that reads its signals."""
     args, measurement = trainer.args, trainer.measurement
     ids, length = inputs["input_ids"], inputs["logits_to_keep"]
-    attention = None
+    attention, similarity = None, None
+    if measurement.needs("similarity"):
+        similarity = args.hidden_similarity_layer, args.hidden_similarity_over
     measures = measurement.needs("attention") and (rollout.generated_mass is None or bool(rollout.recorded))
-    if measures or measurement.needs("similarity"):
+    if measures or similarity is not None:
         late = late_layers(measurement.layers, args.attention_segments) if measures else []
         prompt_ids, prompt_mask = (each[:, :-length] for each in (ids, inputs["attention_mask"]))
         vision = (
@@ -259,13 +261,11 @@ def wanted_scores(trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping
             keep_rows=_limit_kept_rows(vision, length * len(late), rollout.recorded or ()),
             keep_layers=late,
             measure_prompt=rollout.generated_mass is None,
-            similarity=(args.hidden_similarity_layer, args.hidden_similarity_over)
-            if measurement.needs("similarity")
-            else None,
+            similarity=similarity,
         )
     return Want(
         entropies=True,
-        hidden=trainer.kl.full is not None or measurement.needs("shift"),
+        hidden=(trainer.kl.full is not None and trainer.kl.penalises) or measurement.needs("shift"),
         values=None if trainer.critic is None else trainer.critic.head,
         attention=attention,
     )
@@ -281,7 +281,7 @@ def make_signals(scores: Scores, generated_mass: AttentionMass | None) -> Rollou
 
 
 def _limit_kept_rows(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> list[int]:
-    """Those of `rows` whose attention, token by token, takes no more than `MOST_KEPT` bytes together.
+    """Return the first of `rows` whose attention, token by token, fits into `MOST_KEPT` bytes together.
 
     Args:
         vision: (N, P) bool, vision tokens of the prompts.
@@ -363,7 +363,7 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
 
 
 def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, Any]:
-    """Of the scoring of the rollout's rows with their images perturbed by `name`."""
+    """Return scoring inputs of the rollout's rows with their images perturbed by `name`."""
     args, batch, rows = trainer.args, rollout.batch, len(rollout.batch["prompt_ids"])
     if name == REMOVE_IMAGE:
         prompts = trainer.tokenize([drop_images(prompt) for prompt in rollout.messages])
@@ -425,7 +425,7 @@ def region_mask(trainer: ConstructedTrainer, rollout: Rollout, prompt_ids: torch
         given = {name: value[parts[name][index]] for name, value in shown.items()}
         places = vision[leaders[index]].nonzero().flatten()
         shares = token_shares(lit[parts["pixel_values"][index]], given, len(places))
-        chosen = in_region(shares).to(region.device)
+        chosen = select_region(shares).to(region.device)
         for row in members[number]:
             region[row, vision[row]] = chosen
     return region

@@ -5,15 +5,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from transformers import TrainerCallback
-
-if TYPE_CHECKING:
-    pass
-
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 

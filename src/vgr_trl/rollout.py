@@ -202,10 +202,6 @@ class Rollout:
             raise AttributeError(f"Rollout.{name} is set already: a stage of a rollout is reached once.")
         super().__setattr__(name, value)
 
-    def has(self, name: str) -> bool:
-        """Return whether the stage that sets this attribute has been reached."""
-        return name in vars(self)
-
 
 _SET_ONCE = {"messages", "prompts", "scores", "reference", "rewards", "kl_penalty", "selection", "with_gradient"}
 

@@ -16,7 +16,7 @@ from trl.trainer import grpo_trainer
 from vgr_trl.callbacks import FiniteUpdates, SaveOnTermination, guard_trackers, print_lines
 from vgr_trl.checkpoints import ResumableTrainer
 from vgr_trl.collapse import CollapseWatch
-from vgr_trl.credit import OF_REWARD, as_weights, builtin_rules, shape_advantages
+from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
@@ -247,7 +247,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         """Keep the prompts, refuse prompts that name files, and return [] for rows without images among others."""
         refuse_files_in_prompts(prompts)
-        if self._rollout is not None and not self._rollout.has("messages"):
+        if self._rollout is not None and not hasattr(self._rollout, "messages"):
             self._rollout.messages = prompts
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         return prompt_ids, None if images is None else [row_images or [] for row_images in images], fields
@@ -300,7 +300,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
                 signals.attention = pad_to_length(rollout.generated_mass, signals.mask)
                 rollout.signals = signals
             else:
-                self._score_rollout(rollout, Trainer._prepare_inputs(self, inputs))
+                self._score_rollout(rollout, inputs)
         measured, metrics = signals_as_columns(self, rollout)
         if "vgr" in measured:
             self._show_columns({name: measured[name] for name in SINGLE_COLUMNS})
@@ -364,14 +364,13 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         if torch.is_grad_enabled() or self._pass is not None:
             return training_pass(self, model, plain, inputs, batch_size, self._pass)
         rollout, is_policy = self._rollout, model is self.model and policy_is_active(model)
-        if is_policy and rollout is not None:
-            if self.features["reuse_first_pass"].enabled and self.model.training:
-                # The first training pass gives them.
-                return torch.full((len(input_ids), logits_to_keep), torch.nan, device=input_ids.device), None, None
-            if self.measurement.scoring:
-                scores = self._score_rollout(rollout, inputs)
-                return scores.logps, scores.entropies, None
+        if is_policy and rollout is not None and self.features["reuse_first_pass"].enabled and self.model.training:
+            # The first training pass gives them.
+            return torch.full((len(input_ids), logits_to_keep), torch.nan, device=input_ids.device), None, None
         entropies = bool(inputs.pop("compute_entropy", False))
+        if is_policy and rollout is not None and self.measurement.scoring:
+            scores = self._score_rollout(rollout, inputs)
+            return scores.logps, scores.entropies, None
         want = Want(entropies, hidden=rollout is not None and not is_policy and self.kl.full is not None)
         scores = self.score(inputs, want, model, stage="old_logps" if is_policy else "reference")
         if rollout is not None and not is_policy:
@@ -461,12 +460,12 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             model: another one to score with, which TRL's scoring can call; None: the policy.
             stage: which timing counts it.
         """
-        args, mode = self.args, self.model.training
+        args, trains = self.args, self.model.training
         scored = self.model if model is None else model
         inputs = Trainer._prepare_inputs(self, {name: value for name, value in inputs.items() if value is not None})
         length = inputs["logits_to_keep"]
         rows = rows_per_pass(
-            args.per_device_train_batch_size if mode else args.per_device_eval_batch_size,
+            args.per_device_train_batch_size if trains else args.per_device_eval_batch_size,
             self.completions_per_prompt if self.features["share_scoring"].enabled else None,
             most_tokens=args.max_tokens_per_micro_batch,
             columns=(inputs["input_ids"].size(1), length),
@@ -480,10 +479,10 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
         checkpointing: Any = args.gradient_checkpointing_kwargs
         with (
-            self.clock.stage(stage, mode),
+            self.clock.stage(stage, trains),
             disable_gradient_checkpointing(self.model, checkpointing),
             torch.no_grad(),
-            self.passes.around(scored, length, counts=mode),
+            self.passes.around(scored, length, counts=trains),
         ):
             scores = score(scored, inputs, want, compute=compute, rows_per_pass=rows)
         refuse_nan(scores.logps, scores.mask, self.state.global_step)
@@ -491,7 +490,6 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     def _score_rollout(self, rollout: Rollout, inputs: dict[str, Any]) -> Scores:
         """Make the scoring pass of a rollout, which gives its signals too."""
-        inputs = {name: value for name, value in inputs.items() if name != "compute_entropy"}
         rollout.scores = scores = self.score(inputs, wanted_scores(self, rollout, inputs))
         rollout.signals = make_signals(scores, rollout.generated_mass)
         return scores
@@ -571,7 +569,7 @@ def keep_returned_weights(trainer: DAPOTrainer, rollout: Rollout) -> None:
     if "token_weights" in builtin_rules(trainer.args):
         if rollout.signals is not None and returned:  # on all processes alike, whatever is returned there
             mask = valid_tokens(rollout.batch)
-            weights = as_weights([mask.new_ones(mask.size(1)) if each is None else each for each in returned], mask)
+            weights = stack_weights([mask.new_ones(mask.size(1)) if each is None else each for each in returned], mask)
             rollout.signals.extra[OF_REWARD] = weights.masked_fill(missing.to(mask.device).unsqueeze(1), torch.nan)
     elif not missing.all():
         raise RewardError(

@@ -32,9 +32,6 @@ Scored = tuple[torch.Tensor, torch.Tensor | None, Any]  # log-probabilities, ent
 Score = Callable[..., Scored]  # TRL's `_get_per_token_logps_and_entropies`
 
 
-# Training passes over what the loss reads, and over nothing else
-
-
 def training_pass(
     trainer: ConstructedTrainer,
     model: nn.Module,
@@ -49,11 +46,11 @@ def training_pass(
 
     Args:
         plain: TRL's method.
-        batch_size: this size, of passes that are not over the micro-batch.
+        batch_size: rows of a chunk, of passes that are not over the micro-batch.
         passed: the micro-batch; it learns which tokens have loss, and what its first pass gives.
     """
     features = trainer.features
-    if passed is None or model is not passed.model or not torch.is_grad_enabled():  # of perturbed images, an evaluation
+    if passed is None or model is not passed.model or not torch.is_grad_enabled():  # a critic's model, an evaluation
         with trainer.passes.around(model, inputs["logits_to_keep"], counts=trainer.model.training):
             return plain(model, **inputs, batch_size=batch_size)
     loss_mask = _loss_mask(trainer, passed.inputs)

@@ -111,7 +111,7 @@ class CollapseError(VGRError, RuntimeError):
 
 
 class NotFiniteError(VGRError, ArithmeticError):
-    """What the model computes is NaN or infinite, so that it cannot be trained on."""
+    """The model returned NaN or infinite values."""
 
 
 class VLLMServerError(VGRError, ConnectionError):

@@ -8,7 +8,7 @@ import torch
 
 from vgr_trl.patches.transformers import disable_cudnn_attention
 from vgr_trl.patches.trl import (
-    as_text,
+    conversation_text,
     enlarge_tables,
     flatten_conversations,
     images_logged_by_all,
@@ -25,7 +25,7 @@ SHOWN = "a\\x1b[2J\\x1b]0;title\\x07\\x9b31m\\u202e\\u2066b\\x00\\x08\\x0d\\x0b<
 
 def test_texts_of_a_table_have_no_characters_that_do_something():
     message = {"role": "user", "content": [{"type": "text", "text": HOSTILE}]}
-    assert as_text([{"role": "system", "content": "line\n\ttab"}]) == "line\n\ttab"
+    assert conversation_text([{"role": "system", "content": "line\n\ttab"}]) == "line\n\ttab"
     columns = {"prompt": [[message]], "completion": [HOSTILE]}
     with flatten_conversations(columns):
         assert columns == {"prompt": [SHOWN], "completion": [SHOWN]}

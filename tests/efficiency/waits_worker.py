@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.demo.demo import as_dataset, draw_questions, words_of
+from vgr_trl.demo.demo import draw_questions, to_dataset, words_of
 from vgr_trl.demo.tiny_model import build_tiny_vlm
 
 STEPS = 3
@@ -47,7 +47,7 @@ def run(whose: str, layers: int) -> int:
                 report_to="none",
                 disable_tqdm=True,
             ),
-            train_dataset=as_dataset(rows),
+            train_dataset=to_dataset(rows),
             processing_class=processor,
             callbacks=[Last(device)],
         )

@@ -11,7 +11,7 @@ from PIL import Image
 sys.path.append(str(Path(__file__).parents[1] / "with_verl" / "parts"))
 from tiny_rollout import tiny_model
 
-from vgr_trl.credit import as_weights
+from vgr_trl.credit import stack_weights
 from vgr_trl.demo.tiny_model import SPECIAL_TOKENS
 from vgr_trl.integrations.verl import build_token_vgr_weights_for_batch, token_vgr_weights
 from vgr_trl.signals import RolloutScorer
@@ -76,7 +76,7 @@ def test_lists_and_tensors_are_padded_or_cut_with_a_warning():
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert as_weights([[1.0, 2.0, 3.0], [4.0, 5.0]], mask).tolist() == [[1, 2, 3], [4, 5, 1]]
-        assert as_weights(torch.full((2, 3), 2.0), mask).tolist() == [[2, 2, 2], [2, 2, 2]]
+        assert stack_weights([[1.0, 2.0, 3.0], [4.0, 5.0]], mask).tolist() == [[1, 2, 3], [4, 5, 1]]
+        assert stack_weights(torch.full((2, 3), 2.0), mask).tolist() == [[2, 2, 2], [2, 2, 2]]
     with pytest.warns(UserWarning, match="padded with 1 or cut to the 3 tokens"):
-        assert as_weights([[1.0, 2.0], torch.arange(5.0)], mask).tolist() == [[1, 2, 1], [0, 1, 2]]
+        assert stack_weights([[1.0, 2.0], torch.arange(5.0)], mask).tolist() == [[1, 2, 1], [0, 1, 2]]

@@ -5,7 +5,7 @@ from support.launching import results_of
 from support.trainers import config
 
 from vgr_trl import DAPOTrainer
-from vgr_trl.demo.demo import as_dataset, draw_questions, words_of
+from vgr_trl.demo.demo import draw_questions, to_dataset, words_of
 from vgr_trl.demo.tiny_model import build_tiny_vlm
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 
@@ -19,7 +19,7 @@ def train(folder):
         eval_steps=2, log_completions=True, num_completions_to_print=0, token_weights=True, replay_buffer_size=2,
         report_to=["trackio"], project="tiny", run_name="first", trackio_static_space_id=False,
     )  # fmt: skip
-    data, rewards = (as_dataset(rows[:8]), as_dataset(rows[8:])), [accuracy_reward, vgr_reward]
+    data, rewards = (to_dataset(rows[:8]), to_dataset(rows[8:])), [accuracy_reward, vgr_reward]
     trainer = DAPOTrainer(model, rewards, options, *data, processing_class=processor)
     trainer.train()
     from trackio.sqlite_storage import SQLiteStorage

@@ -161,6 +161,8 @@ def test_quantiles_are_those_of_the_first_round(make):
         zeros = torch.zeros(8)
         rollout = Rollout([], batch={"prompt_ids": zeros, "advantages": zeros})
         rollout.rewards = torch.tensor(values)[:, None]
+        with pytest.raises(AttributeError, match=r"Rollout\.rewards is set already"):
+            rollout.rewards = rollout.rewards
         return find_zero_variance(trainer, rollout, bounds)
 
     first = found([0.0, 0.0, 0.0, 0.4, 0.0, 0.8, 1.0, 1.0])

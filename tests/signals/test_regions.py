@@ -7,7 +7,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from vgr_trl.data.images import boxes_of
-from vgr_trl.signals.regions import boxes_in_pixels, drawn, in_region, lit_share, token_shares
+from vgr_trl.signals.regions import boxes_in_pixels, drawn, lit_share, select_region, token_shares
 from vgr_trl.utils import DataError
 
 WITH_PIXELS = ["qwen2_5_vl", "gemma3", "internvl", "idefics3"]
@@ -60,7 +60,7 @@ def prepared_transform(processor, boxes, size, tokens):
              (drawn(boxes, size), drawn([], size), drawn([(0, 0, 1, 1)], size))]  # fmt: skip
     shown = {key: value for key, value in given[0].items() if isinstance(value, torch.Tensor) and key != "num_patches"}
     lit = lit_share(*(each["pixel_values"] for each in given))
-    return in_region(token_shares(lit, shown, tokens)).nonzero().flatten().tolist()
+    return select_region(token_shares(lit, shown, tokens)).nonzero().flatten().tolist()
 
 
 def test_the_boxes_of_qwens_processor():
@@ -88,9 +88,9 @@ def test_pixels_that_no_one_knows_the_tokens_of():
 
 
 def test_at_least_half_of_a_token_or_the_one_with_most():
-    assert in_region(torch.tensor([0.5, 0.49, 1.0, 0.0])).tolist() == [True, False, True, False]
-    assert in_region(torch.tensor([0.1, 0.3, 0.3])).tolist() == [False, True, True]
-    assert in_region(torch.zeros(3)).tolist() == [False] * 3
+    assert select_region(torch.tensor([0.5, 0.49, 1.0, 0.0])).tolist() == [True, False, True, False]
+    assert select_region(torch.tensor([0.1, 0.3, 0.3])).tolist() == [False, True, True]
+    assert select_region(torch.zeros(3)).tolist() == [False] * 3
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from vgr_trl.data.convert import (
     working_folder,
     write_split,
 )
-from vgr_trl.data.counts import on_one_line, report
+from vgr_trl.data.counts import report, to_one_line
 from vgr_trl.data.images import COLUMNS, MAX_SHORT_SIDE, ImageLimits, VideoOptions, downloaded
 from vgr_trl.data.inspect import Findings, InspectOptions, compare_splits, inspect_rows, page
 from vgr_trl.data.inspect import report as inspection_report
@@ -89,7 +89,7 @@ def score_run(flags: argparse.Namespace) -> None:
             gold = resolve_solution(row.get("solution"), row.get("choices"))
         except RewardError as error:
             counts["left out"] += 1
-            print(on_one_line(f"{number}: no reward: {error}"))
+            print(to_one_line(f"{number}: no reward: {error}"))
             continue
         found = stated_answer(text, gold.choices, is_open=gold.index is None)
         right, rule = is_right(text, gold), "no answer" if found is None else found.rule
@@ -97,7 +97,7 @@ def score_run(flags: argparse.Namespace) -> None:
         counts["right"] += right
         words = "" if found is None else f" {shorten(found.part, 60)!r}"
         named = f"{LETTERS[gold.index]} ({gold.text})" if gold.choices and gold.index is not None else gold.text
-        print(on_one_line(f"{number}: {int(right)} {rule}{words}, reference {shorten(named, 60)!r}"))
+        print(to_one_line(f"{number}: {int(right)} {rule}{words}, reference {shorten(named, 60)!r}"))
     rules = ", ".join(f"{name} {count}" for name, count in counts.most_common() if name != "right")
     print(f"{counts['right']} of {counts.total() - counts['right']} are right; {rules}.")
 

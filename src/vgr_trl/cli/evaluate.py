@@ -25,7 +25,7 @@ from vgr_trl.cli.arguments import (
     parse,
     raise_config_errors,
 )
-from vgr_trl.data.prompts import as_parts
+from vgr_trl.data.prompts import to_parts
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
 from vgr_trl.reporting.recorder import read_row_images
@@ -86,7 +86,7 @@ def evaluate_models(data: DataArguments, options: EvaluationArguments) -> dict[s
 def _report_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the prompt text and base64 image thumbnails of a row, for `vgr-trl report`."""
     pictures, thumbnails, _ = read_row_images(row, [])
-    parts = [part for turn in row["prompt"] if turn["role"] != "system" for part in as_parts(turn["content"])]
+    parts = [part for turn in row["prompt"] if turn["role"] != "system" for part in to_parts(turn["content"])]
     return {
         "prompt": "\n".join(part.get("text") or f"<{part['type']}>" for part in parts),
         "images": [

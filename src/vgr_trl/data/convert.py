@@ -29,7 +29,6 @@ from vgr_trl.data.counts import Counts, count_row, kind_of, power_class
 from vgr_trl.data.images import (
     ADDRESS,
     ImageLimits,
-    as_shares,
     boxes_of,
     has_boxes_in_pixels,
     image_bytes,
@@ -37,6 +36,7 @@ from vgr_trl.data.images import (
     path_within,
     read_image,
     to_rgb,
+    to_shares,
 )
 from vgr_trl.data.lengths import SIZES
 from vgr_trl.data.load import row_files
@@ -183,7 +183,7 @@ def to_schema(row: Mapping[str, Any], place: int, rules: Rules) -> dict[str, Any
     if not problem.strip():
         raise DataError("its question is empty")
     original = image_size(images[0], rules.root) if len(images) == 1 and has_boxes_in_pixels(row) else (1, 1)
-    boxes = as_shares(boxes_of(row, original)) if len(images) == 1 else []
+    boxes = to_shares(boxes_of(row, original)) if len(images) == 1 else []
     encoded = [encode_image(value, rules.root, rules.limits) for value in images]
     source = row["source"] if isinstance(row.get("source"), str) else Path(rules.file).stem
     assert question.right is not None

@@ -27,13 +27,13 @@ MOST_LINES = 12
 
 def count_row(counts: Counts, source: str, choices: Sized | None, images: int, right: Any = None) -> None:
     """Count a row; `right` is the letter of its right option or the answer to an open question, None if not known."""
-    counts["sources"][on_one_line(source)] += 1
+    counts["sources"][to_one_line(source)] += 1
     counts["choices"][str(len(choices)) if choices else "open"] += 1
     counts["images"][str(images)] += 1
     if right is not None and choices:
         counts["letters"][right] += 1
     elif right is not None:
-        counts["answers"][on_one_line(str(right))[:LONGEST_ANSWER]] += 1
+        counts["answers"][to_one_line(str(right))[:LONGEST_ANSWER]] += 1
 
 
 def power_class(number: int) -> str:
@@ -46,10 +46,10 @@ def kind_of(reason: str) -> str:
     """Return `reason` with an ellipsis for what differs from row to row: quotations, names of files, numbers."""
     reason = re.sub(r"(?<!\w)'[^']*'|\"[^\"]*\"|\([^()]*\)", "…", reason)
     reason = re.sub(r"((?:image|video) file) .+ (does not exist)", r"\1 … \2", reason)
-    return on_one_line(re.sub(r"(?<!UTF-)\d[\d,.x]*(?<![,.])", "…", reason)[:160])
+    return to_one_line(re.sub(r"(?<!UTF-)\d[\d,.x]*(?<![,.])", "…", reason)[:160])
 
 
-def on_one_line(text: str) -> str:
+def to_one_line(text: str) -> str:
     """Return `text` of the data for a terminal: on one line, characters that do not show as their numbers."""
     return printable(" ".join(text.split()))
 

@@ -509,6 +509,6 @@ def _given_boxes(row: Mapping[str, Any], name: str) -> tuple[str, list[Box]]:
     return column, [(one, two, three, four) for one, two, three, four in boxes.reshape(-1, 4).tolist()]
 
 
-def as_shares(boxes: Sequence[Box]) -> list[list[float]]:
+def to_shares(boxes: Sequence[Box]) -> list[list[float]]:
     """Return boxes as converted sets have them: left, top, width and height, in [0, 1] of the image."""
     return [[left, top, right - left, bottom - top] for left, top, right, bottom in boxes]

@@ -17,11 +17,11 @@ from jinja2 import Environment, StrictUndefined
 from PIL import Image
 from tqdm.auto import tqdm
 
-from vgr_trl.data.counts import TITLES, Counts, count_row, kind_of, on_one_line, power_class, tables
+from vgr_trl.data.counts import TITLES, Counts, count_row, kind_of, power_class, tables, to_one_line
 from vgr_trl.data.counts import report as report_counts
 from vgr_trl.data.images import folder_of, image_bytes, images_of, to_rgb
 from vgr_trl.data.lengths import SIZES, PromptLengths
-from vgr_trl.data.prompts import LETTERS, as_parts, placed
+from vgr_trl.data.prompts import LETTERS, placed, to_parts
 from vgr_trl.data.read_row import KEYS, UNREADABLE, Keys, renamed_row, require_columns, undecoded
 from vgr_trl.data.rows import REASON, RowOptions, SkippedRow, examine_row, map_rows, ready_row
 from vgr_trl.rewards.answers import Solution, resolve_solution
@@ -208,7 +208,7 @@ def sampled(row: Mapping[str, Any], place: int, looks: InspectOptions) -> dict[s
     about = {"row": place, "answer": answer, "length": length, "id": row.get("id"), "source": row.get("source")}
     about |= {"more_images": max(0, len(images_of(row)) - MOST_IMAGES)}
     about["messages"] = [
-        (turn["role"], "\n".join(part.get("text") or f"[{part['type']}]" for part in as_parts(turn["content"])))
+        (turn["role"], "\n".join(part.get("text") or f"[{part['type']}]" for part in to_parts(turn["content"])))
         for turn in row["prompt"]
     ]
     about["pictures"] = list(map(picture, images_of(row)[:MOST_IMAGES]))
@@ -246,7 +246,7 @@ def report(findings: Findings, limit: int | None) -> str:
     """Return the findings as a text for the terminal."""
     lines = [findings.headline, report_counts(findings.counts)]
     for row in chain(*findings.examples.values()):
-        lines.append(f"  row {row.row} (id {str(row.id)[:60]!a}): {on_one_line(row.reason)[:200]}")
+        lines.append(f"  row {row.row} (id {str(row.id)[:60]!a}): {to_one_line(row.reason)[:200]}")
     lines += ["", *findings.shared, *too_long(findings.lengths, limit)]
     return "\n".join(lines) + "\n"
 

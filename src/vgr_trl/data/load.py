@@ -80,7 +80,7 @@ def load_split(
     with readable(given[name], name, only_reads=True):
         if data_files:
             files = parse_data_files(data_files) if isinstance(data_files, str) else data_files
-            return _from_files(split_of(files, split, "data_files"), streaming, with_folders)
+            return _load_files(split_of(files, split, "data_files"), streaming, with_folders)
         source = str(given[name])
         splits = _splits(source, dataset_config, streaming, is_folder=dataset_path is not None)
         return _loaded(split_of(splits, split, source), streaming, with_folders)
@@ -147,11 +147,11 @@ def _splits(source: str, config: str | None, streaming: bool, is_folder: bool) -
 def _loaded(of: Any, streaming: bool, with_folders: bool = True) -> Any:
     """Return the rows of a split of `_splits`; they do not say themselves where their files lie."""
     if isinstance(of, list):
-        return _from_files(of, streaming, with_folders)
+        return _load_files(of, streaming, with_folders)
     return of.remove_columns([FOLDER]) if FOLDER in (of.column_names or ()) else of
 
 
-def _from_files(paths: Sequence[Path], streaming: bool, with_folders: bool = True) -> Any:
+def _load_files(paths: Sequence[Path], streaming: bool, with_folders: bool = True) -> Any:
     for path in paths:
         require_file(path, BUILDERS)
     with_folders = with_folders and len({path.absolute().parent for path in paths}) > 1
@@ -159,7 +159,7 @@ def _from_files(paths: Sequence[Path], streaming: bool, with_folders: bool = Tru
     if kinds == {"text"}:
         return (_stream_of if streaming else _table_of)(paths, with_folders)
     if len(kinds) > 1 or with_folders:
-        tables = [_from_file(path, streaming, with_folders) for path in paths]
+        tables = [_load_file(path, streaming, with_folders) for path in paths]
         return concatenate_datasets(tables) if len(tables) > 1 else tables[0]
     files, options = {"train": list(map(str, paths))}, dict[str, Any]()
     if kinds == {"parquet"}:  # written sets have checksums: a changed byte would be another row
@@ -168,8 +168,8 @@ def _from_files(paths: Sequence[Path], streaming: bool, with_folders: bool = Tru
     return _loaded(_keeping_types(rows, paths[0]), streaming)
 
 
-def _from_file(path: Path, streaming: bool, with_folders: bool) -> Any:
-    rows = _from_files([path], streaming, with_folders=False)
+def _load_file(path: Path, streaming: bool, with_folders: bool) -> Any:
+    rows = _load_files([path], streaming, with_folders=False)
     folder = str(path.absolute().parent)
     if not with_folders:
         return rows

@@ -54,11 +54,11 @@ def placed(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return list(conversation)
     return [
         {**message, "content": list(chain.from_iterable(map(_split, parts)) if message["role"] == "user" else parts)}
-        for message, parts in ((message, as_parts(message["content"])) for message in conversation)
+        for message, parts in ((message, to_parts(message["content"])) for message in conversation)
     ]
 
 
-def without_video_placeholders(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def drop_video_placeholders(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a conversation without `<video>`: its frames are images.
 
     Raises:
@@ -71,7 +71,7 @@ def without_video_placeholders(conversation: Sequence[dict[str, Any]]) -> list[d
     return [{**message, "content": text} for message, text in zip(conversation, contents, strict=True)]
 
 
-def as_parts(content: Any) -> list[Part]:
+def to_parts(content: Any) -> list[Part]:
     """Return the content of a message as parts, without what a table has filled in."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
@@ -96,7 +96,7 @@ def _split(part: Part) -> Iterator[Part]:
 
 def _parts_of(conversation: Sequence[dict[str, Any]], role: str | None = None) -> Iterator[Part]:
     return (
-        part for message in conversation if role in (None, message["role"]) for part in as_parts(message["content"])
+        part for message in conversation if role in (None, message["role"]) for part in to_parts(message["content"])
     )
 
 

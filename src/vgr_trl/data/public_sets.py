@@ -118,7 +118,7 @@ def _nlvr(row: Row) -> list[Row]:
     return [statement]
 
 
-def _as_it_is(row: Row) -> list[Row]:
+def _keep_row(row: Row) -> list[Row]:
     """Return a row of the user's own files, in any format that `read_row` knows."""
     return [row]
 
@@ -130,7 +130,7 @@ CONVERTERS = {
     "aokvqa": Converter(_aokvqa, hub_name=HUB_NAME, id_column="question_id"),
     "arxivqa": Converter(_arxivqa, hub_name=ARXIVQA_HUB_NAME, id_column="query-id", join=join_arxivqa),
     "mmmu_pro": Converter(_mmmu_pro, several_images=True, hub_name=MMMU_PRO[0], config=MMMU_PRO[1], split="test"),
-    "jsonl": Converter(_as_it_is, several_images=True),
+    "jsonl": Converter(_keep_row, several_images=True),
     "easy_vqa": Converter(_easy_vqa),
     "nlvr": Converter(_nlvr, regions=True),
 }

@@ -110,7 +110,7 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question |
     if row.get(UNREADABLE) is not None:
         return str(row[UNREADABLE])
     try:
-        return _question(_in_our_columns(row), needs_answer)
+        return _question(_rename_known_formats(row), needs_answer)
     except (DataError, RewardError) as error:
         return str(error).rstrip(".")
 
@@ -137,7 +137,7 @@ def _question(row: Mapping[str, Any], needs_answer: bool) -> Question:
     return Question(prompt, choices, answer, right, is_complete, images, videos)
 
 
-def _in_our_columns(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rename_known_formats(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a row of MMMU-Pro, ArxivQA or MMBench as one with `question`, `options`, `answer` and `images`."""
     if value_of(row, *KEYS.choices) is None and all(_is_option(row.get(letter)) for letter in "AB"):
         options = [str(row[letter]) for letter in LETTERS if _is_option(row.get(letter))]

@@ -45,9 +45,9 @@ from vgr_trl.data.prompts import (
     QuestionTemplate,
     SystemTemplate,
     build_prompt,
+    drop_video_placeholders,
     placed,
     special_problem,
-    without_video_placeholders,
 )
 from vgr_trl.data.read_row import (
     DIALOGUES,
@@ -151,7 +151,7 @@ def _conversation(row: Mapping[str, Any], question: Question, system: str | Syst
     prompt: Any = question.prompt
     if not question.is_complete or isinstance(system, QuestionTemplate):
         prompt = build_prompt(prompt, question.choices, system_prompt=system, source=source)
-    return without_video_placeholders(prompt) if any(row.get(name) is not None for name in VIDEO_COLUMNS) else prompt
+    return drop_video_placeholders(prompt) if any(row.get(name) is not None for name in VIDEO_COLUMNS) else prompt
 
 
 def ready_row(row: Mapping[str, Any], options: RowOptions, several: bool = True) -> dict[str, Any]:
@@ -285,11 +285,11 @@ def _examined(dataset: Dataset, rules: RowOptions, description: str) -> Dataset:
         rejected = [row for row, reason in enumerate(found[REASON]) if (reason or "").startswith(OF_FILES)]
         return any(examine_row(dataset[row], rules)[REASON] is None for row in rejected)
 
-    examine = partial(_as_stored, options=rules)
+    examine = partial(_store_as_json, options=rules)
     return map_rows(dataset, examine, EXAMINED, rules, description, is_stale=has_repaired_file)
 
 
-def _as_stored(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
+def _store_as_json(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
     found = examine_row(row, options)
     del found["right"]
     texts = {name: None if found[name] is None else json.dumps(found[name]) for name in ("prompt", "solution")}

@@ -186,7 +186,7 @@ def words_of(rows: Rows) -> list[str]:
     return list(dict.fromkeys(text for row in rows for text in (build_row_prompt(row)[0]["content"], target_text(row))))
 
 
-def as_dataset(rows: Rows) -> Dataset:
+def to_dataset(rows: Rows) -> Dataset:
     """Return the rows as a data set with the columns that the trainer and the rewards read."""
     names = [name for name in ("id", "image", "solution", "choices", "family", "source") if name in rows[0]]
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in names}
@@ -370,8 +370,8 @@ def reinforce(
         processing_class=processor,
         reward_funcs=[accuracy_reward, think_format_reward],
         args=trainer_options(options, output_dir, **evaluated, **batch),
-        train_dataset=as_dataset(questions.train),
-        eval_dataset=as_dataset(questions.validation[:RECORDED_QUESTIONS]),
+        train_dataset=to_dataset(questions.train),
+        eval_dataset=to_dataset(questions.validation[:RECORDED_QUESTIONS]),
     )
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(ReinforceBar())

@@ -54,7 +54,7 @@ def wait_for_gloo() -> None:
 
 
 def _gloo_thread_states() -> list[str]:
-    """Of each of gloo's threads (of Linux) whether it sleeps, and how often it was given and lost a core."""
+    """Return for each of gloo's threads (Linux) whether it sleeps, and how often it was scheduled."""
     found: list[str] = []
     for status in sorted(Path("/proc/self/task").glob("*/status")):
         with suppress(OSError):  # it has ended

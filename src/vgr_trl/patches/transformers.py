@@ -55,7 +55,7 @@ def load_weights(model: PreTrainedModel, checkpoint: str) -> None:
 #
 # Where a mask is passed, as it is behind every shared prompt, and a length is 64 modulo 128, its gradient of queries
 # can be NaN (pytorch#196678, trl#7181); and it builds a plan for every new shape, of which uneven lengths make several
-# a step. Removable when the oldest torch that is taken has the first mended.
+# a step. Remove this when the oldest supported torch has the fix of the first.
 
 
 def disable_cudnn_attention() -> str | None:

@@ -24,7 +24,7 @@ from vgr_trl.utils import patched_attribute, printable, release
 TABLES = "completions_[0-9]*.parquet"
 
 
-def as_text(messages: Any) -> Any:
+def conversation_text(messages: Any) -> Any:
     """Return a conversation as one text, with `<image>` for an image, and characters that do not show as their numbers.
 
     A column of a table has one type, and trackers show texts. The messages of a prompt with images are lists of parts,
@@ -53,7 +53,7 @@ def as_text(messages: Any) -> Any:
 def flatten_conversations(columns: dict[str, Any], names: Iterable[str] = ("prompt", "completion")) -> Iterator[None]:
     """In this block, the columns of these names hold the texts of their conversations; afterwards what they held."""
     kept = {name: columns[name] for name in names}
-    columns.update({name: [as_text(messages) for messages in column] for name, column in kept.items()})
+    columns.update({name: [conversation_text(messages) for messages in column] for name, column in kept.items()})
     try:
         yield
     finally:
@@ -126,7 +126,7 @@ def images_logged_by_all(trainer: GRPOTrainer, rows: Sequence[Mapping[str, Any]]
         return
     with patched_attribute(trainer, "log_multimodal", False):
         yield
-    gathered = gather_object([images_of(row) or _in_messages(row.get("prompt")) for row in rows])
+    gathered = gather_object([images_of(row) or _images_in_messages(row.get("prompt")) for row in rows])
     logged: Any = trainer._logs["images"]
     if any(gathered) or logged:
         without = len(trainer._logs["prompt"]) - len(gathered) - len(logged)
@@ -134,7 +134,7 @@ def images_logged_by_all(trainer: GRPOTrainer, rows: Sequence[Mapping[str, Any]]
         logged.extend(gathered)
 
 
-def _in_messages(prompt: Any) -> list[Any]:
+def _images_in_messages(prompt: Any) -> list[Any]:
     messages = prompt if isinstance(prompt, list) else []
     parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     return [part["image"] for part in parts if part.get("type") == "image" and part.get("image") is not None]

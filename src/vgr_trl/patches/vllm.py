@@ -129,7 +129,7 @@ def _replace_runs(ids: Sequence[int], token: int, lengths: Sequence[int]) -> Ite
 
 @dataclass(frozen=True)
 class VLLMImages:
-    """What TRL has to be given to generate with vLLM.
+    """Prompts and images in the form that TRL needs to generate with vLLM.
 
     Attributes:
         image_token_id: the placeholder token of images; None if prompts stay as the processor wrote them.

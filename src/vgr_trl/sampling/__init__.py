@@ -1,4 +1,4 @@
-"""Which groups are trained on: zero-variance groups, online filtering, dynamic sampling, replay buffer."""
+"""Selection of groups to train on: zero-variance groups, online filtering, dynamic sampling, replay buffer."""
 
 from vgr_trl.sampling.replay import ReplayBuffer
 

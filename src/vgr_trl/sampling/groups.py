@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -12,9 +12,6 @@ from vgr_trl.rollout import Rollout
 from vgr_trl.rows import OLD_LOGPS, Placement, Rows, join_rows, valid_tokens
 from vgr_trl.sampling.zero_variance import group_std
 from vgr_trl.signals.named import RolloutSignals, columns_to_signals, signals_to_columns
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, eq=False)  # tensors do not compare to a bool
@@ -44,7 +41,7 @@ class Group:
 
     @cached_property
     def priority(self) -> float:
-        """What decides how long it stays in a replay buffer, and how often it is drawn; see `priority`."""
+        """Priority in a replay buffer, which decides how long it stays and how often it is drawn."""
         return priority(self.advantages.unsqueeze(0), self.rewards.unsqueeze(0)).item()
 
     def state_dict(self) -> dict[str, Any]:

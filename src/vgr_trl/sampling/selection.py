@@ -20,9 +20,6 @@ from vgr_trl.sampling.zero_variance import find_zero_variance
 logger = logging.get_logger(__name__)
 
 
-# One rollout batch, top to bottom
-
-
 def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, float]:
     """Replace zero-variance groups of a rollout by further or replayed ones, where that is on; return metrics."""
     args, replay, metrics = trainer.args, trainer.replay, dict[str, float]()
@@ -48,14 +45,12 @@ def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, fl
     fresh = {place: cut_groups(source, [number], **stored)[0] for place, (source, number) in chosen.items()}
     if replay is not None:
         fresh = {place: fill_old_logps(group) for place, group in fresh.items()}
-    replacements = fresh | replayed
-    if replay is not None:
         replay.keep(trainer, rollout, fresh)
+    replacements = fresh | replayed
     if replacements:
         batch = rollout.batch
-        if (
-            replayed and OLD_LOGPS not in batch and rollout.signals is not None
-        ):  # TRL leaves out those of on-policy rows
+        if replayed and OLD_LOGPS not in batch and rollout.signals is not None:
+            # Stored groups have old log-probabilities; TRL leaves them out of an on-policy batch.
             batch = {**batch, OLD_LOGPS: rollout.signals.logps}
         rollout.batch, rollout.signals = insert_groups(
             batch,
@@ -81,8 +76,8 @@ def divide_by_one_deviation(
     trainer: ConstructedTrainer,
     rounds: list[Rollout],
     chosen: Mapping[int, tuple[Rollout, int]],
-    replayed: Mapping[int, "Group"],
-) -> dict[int, "Group"]:
+    replayed: Mapping[int, Group],
+) -> dict[int, Group]:
     """Divide the advantages of all rounds by the deviation over the groups that are trained on.
 
     Used for `reinforce_plus_plus`, and for `scale_rewards batch`, which counts and divides replayed groups too. A

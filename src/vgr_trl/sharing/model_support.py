@@ -1,4 +1,4 @@
-"""Which models prompts can be shared in, why not in others, and the parts of a model at which it is done."""
+"""Models that can share prompts, the reasons why others cannot, and the parts of a model that sharing wraps."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

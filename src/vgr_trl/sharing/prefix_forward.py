@@ -400,13 +400,13 @@ def packed_pass(
     attended = 0
 
     def wrap(attend: Callable[..., Any]) -> Callable[..., Any]:
-        def with_bounds(*args: Any, **kwargs: Any) -> Any:
+        def attend_within_bounds(*args: Any, **kwargs: Any) -> Any:
             nonlocal attended
             attended += 1
             require(kwargs.get("cu_seq_lens_k") is bounds["cu_seq_lens_k"], reason)
             return attend(*args, **kwargs)
 
-        return with_bounds
+        return attend_within_bounds
 
     with wrap_attention(wrap):
         outputs = plain(

@@ -74,7 +74,7 @@ Run = Callable[..., torch.Tensor]  # inputs of a base model -> hidden states beh
 
 
 def _difference(base: Any, cause: str, attempt: Callable[..., Any]) -> str | None:
-    """What a cause changes beyond rounding, in words; None: nothing."""
+    """Return a sentence on what a cause changes beyond rounding; None: nothing."""
     try:
         with _first_layers(base) as run:
             found, expected = attempt(base, run, _rows(base))

@@ -246,7 +246,7 @@ class GrowingLayer(DynamicLayer):
         super().__init__()
         self.dtype, self.device, self.is_initialized = filled.dtype, filled.device, True
         filled.reorder_cache(index)
-        self._longer = [_with_room(filled.keys), _with_room(filled.values)]
+        self._longer = [_grow_buffer(filled.keys), _grow_buffer(filled.values)]
         self._show(filled.get_seq_length())
 
     def update(
@@ -255,7 +255,10 @@ class GrowingLayer(DynamicLayer):
         start = self.get_seq_length()
         stop = start + key_states.size(-2)
         if stop > self._longer[0].size(-2):
-            self._longer = [_with_room(self.keys, key_states.size(-2)), _with_room(self.values, key_states.size(-2))]
+            self._longer = [
+                _grow_buffer(self.keys, key_states.size(-2)),
+                _grow_buffer(self.values, key_states.size(-2)),
+            ]
         for longer, new in zip(self._longer, (key_states, value_states), strict=True):
             longer[:, :, start:stop] = new
         self._show(stop)
@@ -265,7 +268,7 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (longer[:, :, :length] for longer in self._longer)
 
 
-def _with_room(filled: torch.Tensor, at_least: int = 0) -> torch.Tensor:
+def _grow_buffer(filled: torch.Tensor, at_least: int = 0) -> torch.Tensor:
     """Return a tensor that begins with (N, H, S, D), and has more tokens."""
     rows, heads, length, width = filled.shape
     longer = filled.new_empty(rows, heads, length + max(at_least, ROOM), width)

@@ -35,11 +35,11 @@ def perturbed_prompts(prompts: Sequence[Any], indices: Sequence[int], perturb: P
     for prompt, index in zip(prompts, indices, strict=True):
         if index not in position:
             position[index] = len(different)
-            different.append(_with_images(prompt, partial(perturb, index=index)))
+            different.append(_replace_images(prompt, partial(perturb, index=index)))
     return different, [position[index] for index in indices]
 
 
-def _with_images(prompt: Any, perturb: Perturb) -> Any:
+def _replace_images(prompt: Any, perturb: Perturb) -> Any:
     if not (images := images_in(prompt)):
         return prompt
     perturbed = iter(perturb(images))
@@ -47,12 +47,12 @@ def _with_images(prompt: Any, perturb: Perturb) -> Any:
     def replace(part: dict[str, Any]) -> list[dict[str, Any]]:
         return [{**part, "image": next(perturbed)} if part["type"] == "image" else part]
 
-    return _with_parts(prompt, replace)
+    return _replace_parts(prompt, replace)
 
 
 def drop_images(prompt: Any) -> Any:
     """Return a conversation whose messages have no images; a text as it is."""
-    return _with_parts(prompt, lambda part: [] if part["type"] == "image" else [part])
+    return _replace_parts(prompt, lambda part: [] if part["type"] == "image" else [part])
 
 
 def images_in(prompt: Any) -> list[Any]:
@@ -63,7 +63,7 @@ def images_in(prompt: Any) -> list[Any]:
     return [part["image"] for content in contents for part in content if part["type"] == "image"]
 
 
-def _with_parts(prompt: Any, replace: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> Any:
+def _replace_parts(prompt: Any, replace: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> Any:
     """Return a conversation with other content parts; texts as they are."""
     if isinstance(prompt, str):
         return prompt

@@ -139,9 +139,9 @@ class AttentionProbe:
         Raises:
             ConfigError: fewer rows have passed through the model than `masks` has.
         """
-        sides = self._by_layer(self._masses)  # (L, N, T', 2)
+        sides = self._stack_layers(self._masses)  # (L, N, T', 2)
         sides = sides[:, :, on_device(self.plan.picks, sides.device)]  # (L, N, T, 2)
-        return self._as_mass(sides, torch.ones(sides.shape[1:3], dtype=torch.bool, device=sides.device))
+        return self._to_mass(sides, torch.ones(sides.shape[1:3], dtype=torch.bool, device=sides.device))
 
     @property
     def prompt_mass(self) -> AttentionMass:
@@ -154,8 +154,8 @@ class AttentionProbe:
             ConfigError: as `mass`.
         """
         queries = self.sets[..., 1].sum(1)  # (N,)
-        sums = self._by_layer(self._prompts).unsqueeze(2)  # (L, N, 1, 2)
-        return self._as_mass(sums / queries.clamp(min=1)[:, None, None], (queries > 0).unsqueeze(1))
+        sums = self._stack_layers(self._prompts).unsqueeze(2)  # (L, N, 1, 2)
+        return self._to_mass(sums / queries.clamp(min=1)[:, None, None], (queries > 0).unsqueeze(1))
 
     @property
     def kept(self) -> dict[int, torch.Tensor]:
@@ -165,7 +165,7 @@ class AttentionProbe:
         picks = self.plan.picks
         return {row: torch.stack([self._maps[row, layer] for layer in layers])[:, picks] for row in self.keep_rows}
 
-    def _by_layer(self, values: dict[int, torch.Tensor]) -> torch.Tensor:
+    def _stack_layers(self, values: dict[int, torch.Tensor]) -> torch.Tensor:
         self.plan.check_complete()
         if not values:
             raise ConfigError(
@@ -174,7 +174,7 @@ class AttentionProbe:
             )
         return torch.stack([values[layer].to(self.sets.device) for layer in sorted(values)])
 
-    def _as_mass(self, sides: torch.Tensor, mask: torch.Tensor) -> AttentionMass:
+    def _to_mass(self, sides: torch.Tensor, mask: torch.Tensor) -> AttentionMass:
         counts = self.sets.sum(1)  # (N, 2)
         region = (sides[..., 2], counts[:, 2]) if sides.size(-1) == 3 else ()
         return AttentionMass(sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1], mask.to(sides.device), *region)

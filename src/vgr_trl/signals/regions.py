@@ -48,7 +48,7 @@ def lit_share(region: torch.Tensor, black: torch.Tensor, white: torch.Tensor) ->
     return share.masked_fill(span == 0, 0).clamp(0, 1)
 
 
-def in_region(shares: torch.Tensor) -> torch.Tensor:
+def select_region(shares: torch.Tensor) -> torch.Tensor:
     """Return which tokens (V,) stand for the region: those at least half within it, else those that are most."""
     most = shares.max() if len(shares) else shares.sum()
     return (shares >= most.clamp(max=ENOUGH) - 1e-6) & (shares > 0)

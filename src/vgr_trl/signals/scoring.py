@@ -107,7 +107,7 @@ class Head:
             logps = torch.log_softmax(self._scaled(states, temperature), dim=-1)  # (C, vocabulary)
             return torch.stack([logps.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), _entropies(logps)])
 
-        return self._by_position(measure, mask, hidden, tokens)
+        return self._measure_by_position(measure, mask, hidden, tokens)
 
     def shift(
         self, hidden: torch.Tensor, others: torch.Tensor, mask: torch.Tensor, temperature: float
@@ -128,13 +128,13 @@ class Head:
             logits, other = (self._scaled(each, temperature) for each in (states, other_states))
             return torch.stack([jensen_shannon(logits, other), _entropies(torch.log_softmax(other, dim=-1))])
 
-        return self._by_position(measure, mask, hidden, others, passes=2)
+        return self._measure_by_position(measure, mask, hidden, others, passes=2)
 
     def positions_at_a_time(self, device: torch.device, passes: int = 1) -> int:
         """Return for how many positions there is room for logits of so many passes."""
         return max(LOGITS_AT_A_TIME.get(device.type, LOGITS_AT_A_TIME["cpu"]) // (passes * self.vocabulary), 1)
 
-    def _by_position(
+    def _measure_by_position(
         self, measure: Callable[..., torch.Tensor], mask: torch.Tensor, *of_tokens: torch.Tensor, passes: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The two numbers of each position of the mask, some at a time, 0 elsewhere."""

@@ -18,7 +18,7 @@ from verl.trainer.core_algos import average_loss
 from verl.workers import fsdp_workers
 from verl.workers.actor import dp_actor
 
-from vgr_trl.credit import as_weights
+from vgr_trl.credit import stack_weights
 from vgr_trl.integrations.verl.credit import (
     COLUMNS,
     ESTIMATORS,
@@ -250,7 +250,7 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
         """Return the batch with advantages, and with `apply_to` mask also a weighted response mask."""
         mask = data.batch["response_mask"]
         weights, self._weights = self._weights, None
-        weights = as_weights(weights, mask) if weights is not None and self.options.token_weights else None
+        weights = stack_weights(weights, mask) if weights is not None and self.options.token_weights else None
         columns = {name: data.batch[name] for name in COLUMNS if name in data.batch}
         with set_signal_context(SignalContext(self.options, columns, weights)) as context:
             data = plain(data, self.preset, gamma, lam)

@@ -27,7 +27,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
-from vgr_trl.credit import as_weights
+from vgr_trl.credit import stack_weights
 from vgr_trl.integrations.verl.credit import (
     COLUMNS,
     ESTIMATORS,
@@ -294,7 +294,7 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         fields: Sequence[Any] = list(data["extra_fields"]) if "extra_fields" in data else []
         infos = [(getattr(each, "data", each) or {}).get("reward_extra_info") or {} for each in fields]
         rows = [info.get(WEIGHTS_KEY) for info in infos]
-        return None if all(row is None for row in rows) else as_weights(rows, response_mask)
+        return None if all(row is None for row in rows) else stack_weights(rows, response_mask)
 
 
 def _read_fields(batch: Any, fields: list[str]) -> Any:
