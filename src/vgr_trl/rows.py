@@ -295,7 +295,7 @@ class Rows:
         return sum(value.nbytes for value in [*columns, *inputs.values()])
 
     @classmethod
-    def of_batch(cls, batch: Mapping[str, Any]) -> "Rows":
+    def from_batch(cls, batch: Mapping[str, Any]) -> "Rows":
         """Return the rows of a batch of TRL; nothing is copied.
 
         Columns of unknown names are kept with their rows.

@@ -169,7 +169,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         self.further_prompts = None
         if args.dynamic_sampling == "resample":
             enlarge_tables(self._logs, int(args.generation_batch_size or 0) * (1 + args.dynamic_sampling_max_rounds))
-            self.further_prompts = FurtherPrompts.of(self)
+            self.further_prompts = FurtherPrompts.from_trainer(self)
         full = FullKL(self.model, self.ref_model, self.temperature) if args.needs_full_kl else None
         self.kl = KLControl(args, self.accelerator, full)
         self.critic = Critic(self) if args.uses_critic else None

@@ -70,7 +70,7 @@ def test_they_continue_after_an_interruption(dataset, before, tmp_path):
 def test_a_stream_is_shuffled_only_if_the_data_are_and_then_otherwise_than_by_trl(shuffles):
     stream = Dataset.from_list(rows(9)).to_iterable_dataset()
     trainer = SimpleNamespace(train_dataset=stream, shuffle_dataset=shuffles, args=SimpleNamespace(seed=3))
-    order = drawn(FurtherPrompts.of(trainer), 9)
+    order = drawn(FurtherPrompts.from_trainer(trainer), 9)
     of_trl = [int(row["prompt"]) for row in (stream.shuffle(seed=3) if shuffles else stream)]
     assert sorted(order) == sorted(of_trl)
     assert (order == of_trl) == (not shuffles)

@@ -76,7 +76,7 @@ def load_split(
         DataError: the source or the split does not exist, cannot be read, or is empty.
     """
     given = {"dataset_name": dataset_name, "dataset_path": dataset_path, "data_files": data_files}
-    name = one_source(**given)
+    name = require_one_source(**given)
     with readable(given[name], name, only_reads=True):
         if data_files:
             files = parse_data_files(data_files) if isinstance(data_files, str) else data_files
@@ -190,7 +190,7 @@ def _keeping_types(loaded: Any, source: Any) -> Any:
 # Where data lie
 
 
-def one_source(**given: Any) -> str:
+def require_one_source(**given: Any) -> str:
     """Return which of the options is given; raise `ConfigError` unless it is exactly one."""
     names = [name for name, value in given.items() if value]
     if len(names) != 1:

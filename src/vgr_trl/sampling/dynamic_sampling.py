@@ -75,8 +75,8 @@ class FurtherPrompts:
         self._used: set[str] = set()
 
     @classmethod
-    def of(cls, trainer: ConstructedTrainer) -> "FurtherPrompts":
-        """Return those of a trainer's data, a stream in another order than that in which TRL reads it."""
+    def from_trainer(cls, trainer: ConstructedTrainer) -> "FurtherPrompts":
+        """Take further prompts from the trainer's data; a stream is shuffled with a different seed than TRL's."""
         dataset, seed = trainer.train_dataset, trainer.args.seed
         if isinstance(dataset, IterableDataset) and trainer.shuffle_dataset:
             dataset = dataset.shuffle(seed=seed + 1)

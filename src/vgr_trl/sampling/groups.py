@@ -81,7 +81,7 @@ def groups_from_batch(
     Raises:
         DataError: the batch cannot be cut into rows.
     """
-    rows = Rows.of_batch({**batch, **signals_to_columns(signals)})
+    rows = Rows.from_batch({**batch, **signals_to_columns(signals)})
     rows.columns.pop("advantages", None)
     lengths = [batch[name].sum(1).tolist() for name in ("prompt_mask", "completion_mask")]
     pieces = {}
@@ -134,7 +134,7 @@ def insert_groups(
     Raises:
         DataError: a group lacks what the batch has.
     """
-    rows = Rows.of_batch({**batch, **signals_to_columns(signals)})
+    rows = Rows.from_batch({**batch, **signals_to_columns(signals)})
     parts, source = [rows], list(range(len(rows)))
     for target, group in _bring_rows(replacements, placement).items():
         here = placement.here(target)

@@ -119,7 +119,7 @@ class StoredKeys(_Keys):
     def length(self) -> int:
         return 0 if self.keys is None else self.keys.shape[-2]
 
-    def in_graph(self) -> bool:
+    def is_in_graph(self) -> bool:
         return bool(self.keys.requires_grad or self.values.requires_grad)
 
     def get_seq_length(self) -> int:
@@ -195,7 +195,7 @@ class StoredState(LinearAttentionCacheLayerMixin):
     def is_complete(self) -> bool:
         return all(state is not None for state in self._states())
 
-    def in_graph(self) -> bool:
+    def is_in_graph(self) -> bool:
         return any(state.requires_grad for state in self._states())
 
 
@@ -281,7 +281,7 @@ def check_written(written: Prefix, length: int, hidden: torch.Tensor | None) -> 
         return
     # From the first trained weight on, everything is in the graph: a later layer that is not has been cut off from it.
     trained = hidden is None or hidden.requires_grad
-    in_graph = [*(layer.in_graph() for layer in layers), trained]
+    in_graph = [*(layer.is_in_graph() for layer in layers), trained]
     with_gradients = all(layer.written_with_grad for layer in layers) and in_graph == sorted(in_graph)
     require(with_gradients, "the model kept the prompt without its gradients")
     require(any(in_graph[:-1]) or not trained, "only weights behind the last cache are trained")
