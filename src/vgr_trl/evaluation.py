@@ -40,14 +40,10 @@ def build_conversation(row: Mapping[str, Any], blank_images: bool, system_prompt
         DataError: a row with images has a text prompt.
     """
     prompt = row.get("prompt") or build_prompt(row["problem"], row.get("choices"), system_prompt=system_prompt)
-    images = images_of(row)
-    if not images:
-        return prompt
-    if isinstance(prompt, str):
+    images = [blank_image(image) if blank_images else image for image in images_of(row)]
+    if images and isinstance(prompt, str):
         raise DataError("A row with images has a text prompt: give a conversation (a list of messages).")
-    return prepare_multimodal_messages(
-        placed(prompt), images=[blank_image(i) for i in images] if blank_images else images
-    )
+    return prepare_multimodal_messages(placed(prompt), images=images) if images else prompt
 
 
 def grade(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, Any]:
@@ -137,10 +133,7 @@ class Evaluation(Scores):
 
     def to_dict(self, records: bool = False) -> dict[str, Any]:
         """Return the scores as plain Python values; with `records` also the completions."""
-        values = asdict(self)
-        if not records:
-            del values["records"]
-        return values
+        return {name: value for name, value in asdict(self).items() if records or name != "records"}
 
 
 def build_evaluation(records: list[dict[str, Any]], groups: Sequence[str] | None = None) -> Evaluation:
@@ -152,7 +145,7 @@ def build_evaluation(records: list[dict[str, Any]], groups: Sequence[str] | None
     """
     scored = [record for record in records if record["correct"] is not None]
     members = defaultdict(list)
-    for record, group in zip(records, groups or (), strict=groups is not None):
+    for record, group in zip(records, groups or [], strict=groups is not None):
         if record["correct"] is not None:
             members[group].append(record)
     return Evaluation(
@@ -256,11 +249,14 @@ class CompletionGenerator:
         return [texts[start : start + count] for start in range(0, len(texts), count)]
 
     def _generate(self, inputs: dict[str, torch.Tensor], **sampling: Any) -> list[str]:
+        declared = self.model.generation_config.eos_token_id
+        declared = [declared] if isinstance(declared, int) else declared or []
+        image_id = getattr(getattr(self.model, "config", None), "image_token_id", None)
         settings = GenerationConfig(
             max_new_tokens=self.max_completion_length,
-            eos_token_id=self._stop_ids(),
+            eos_token_id=sorted({*declared, self.tokenizer.eos_token_id}),
             pad_token_id=self._pad_id(),
-            suppress_tokens=self._image_ids(),
+            suppress_tokens=None if image_id is None or self.tokenizer is self.processor else [image_id],  # as TRL does
             **sampling,
         )
         # Otherwise generate() takes unset values (beams, top_k, …) from the checkpoint.
@@ -272,16 +268,6 @@ class CompletionGenerator:
     def _pad_id(self) -> int:
         pad = self.tokenizer.pad_token_id
         return int(self.tokenizer.eos_token_id if pad is None else pad)
-
-    def _stop_ids(self) -> list[int]:
-        declared = self.model.generation_config.eos_token_id
-        declared = [declared] if isinstance(declared, int) else list(declared or [])
-        return sorted({*declared, self.tokenizer.eos_token_id})
-
-    def _image_ids(self) -> list[int] | None:
-        """Return the image token to suppress, as TRL does during sampling."""
-        image_id = getattr(getattr(self.model, "config", None), "image_token_id", None)
-        return [image_id] if isinstance(image_id, int) and self.tokenizer is not self.processor else None
 
 
 def evaluate(

@@ -87,29 +87,12 @@ def _choose_engine_flags(found: Conversion, given: Sequence[str]) -> list[str]:
         raise ConfigError(f"{name} is {found[_STRATEGY_KEY]!r}: give {', '.join(_RESHARD_FLAGS)} or NO_SHARD.")
     has_critic = found["algorithm.adv_estimator"] == "gae" and not re.search("--critic[= ]head", " ".join(given))
     if has_critic or strategy == "NO_SHARD":
-        if has_critic:
-            _refuse_large_critic(found)
         why = "A critic model is not sharded (--critic head is)" if has_critic else "NO_SHARD"
         print(f"{why}: using DDP, so each process holds all parameters and nothing is offloaded.", file=sys.stderr)
         return ["--multi_gpu"]
     offloads = any(found[f"worker.actor.{key}"] for key in _OFFLOAD_KEYS)
     reshard = ["--fsdp_reshard_after_forward", _RESHARD_FLAGS[strategy]]
     return [*_FSDP_FLAGS, *reshard, "--fsdp_offload_params", str(offloads).lower()]
-
-
-def _refuse_large_critic(found: Conversion) -> None:
-    """Raise `ConfigError` if weights, gradients and optimizer states of policy and critic exceed a GPU's memory."""
-    from vgr_trl.cli.evaluate import count_parameters  # imports transformers, which takes seconds
-
-    name, held = str(found.options["model_name_or_path"]), 4 if found.options["dtype"] == "float32" else 2
-    parameters, memory = count_parameters(name), torch.cuda.get_device_properties(0).total_memory
-    each = held if "use_peft" in found.options else 4 * held
-    if 2 * each * parameters > memory:
-        raise ConfigError(
-            f"Each GPU would hold policy and critic, 2 x {each} bytes x {parameters / 1e9:.1f} billion parameters "
-            f"= {2 * each * parameters / 1e9:.0f} GB, but it has {memory / 1e9:.0f} GB: give --critic head, which "
-            "allows sharding."
-        )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from importlib.machinery import SourceFileLoader
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -34,21 +33,8 @@ def _naming_import_errors(where: str, kind: str, error_type: type[VGRError]) -> 
     """Convert errors of importing a plug-in into `error_type`, with the reason."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        raise error_type(
-            f"{where}, imported for a {kind}, needs {error.name}, which is not installed: install it."
-        ) from error
     except (Exception, SystemExit) as error:
-        raise error_type(
-            f"Importing {where} for a {kind} failed with {type(error).__name__}: {error}; fix it."
-        ) from error
-
-
-def _import_module(name: str, kind: str, error_type: type[VGRError]) -> ModuleType:
-    """Import a module by dotted name, also from the working directory."""
-    _make_importable(os.getcwd())
-    with _naming_import_errors(name, kind, error_type):
-        return importlib.import_module(name)
+        raise error_type(f"Importing {where} for a {kind} failed with {type(error).__name__}: {error}.") from error
 
 
 def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = ConfigError) -> ModuleType:
@@ -71,7 +57,7 @@ def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = C
         name = f"{name}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -97,12 +83,6 @@ def _make_importable(folder: str) -> None:
     importlib.invalidate_caches()
 
 
-def _example_file(kind: str) -> str:
-    """Return an example of a plug-in in a file, for messages: `my_rewards.py:my_reward`."""
-    noun = kind.replace(" ", "_").replace("-", "_")
-    return f"my_{noun}s.py:my_{noun}"
-
-
 class Registry:
     """The plug-ins of one kind.
 
@@ -110,12 +90,11 @@ class Registry:
         kind: name of the kind, for messages.
         group: entry point group of installed packages.
         module: registers the built-in plug-ins; imported when a name is first looked up.
-        form: signature that a plug-in must have, for messages.
         error_type: raised if a plug-in is not found or cannot be imported.
     """
 
-    def __init__(self, kind: str, group: str, module: str, form: str, error_type: type[VGRError] = ConfigError) -> None:
-        self.kind, self.group, self.module, self.form, self.error_type = kind, group, module, form, error_type
+    def __init__(self, kind: str, group: str, module: str, error_type: type[VGRError] = ConfigError) -> None:
+        self.kind, self.group, self.module, self.error_type = kind, group, module, error_type
         self._own: dict[str, Any] = {}
 
     def register(self, *names: str) -> Callable[[Plugin], Plugin]:
@@ -157,8 +136,12 @@ class Registry:
             return self.check_function(self._find(name), repr(name))
         if not colon:
             path, _, attribute = name.rpartition(".")
-        load = import_file if path.endswith(".py") else _import_module
-        module = load(path, self.kind, self.error_type)
+        if path.endswith(".py"):
+            module = import_file(path, self.kind, self.error_type)
+        else:
+            _make_importable(os.getcwd())
+            with _naming_import_errors(path, self.kind, self.error_type):
+                module = importlib.import_module(path)
         if not hasattr(module, attribute):
             functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
             raise self.error_type(
@@ -170,59 +153,38 @@ class Registry:
     def check_function(self, plugin: Any, shown: str) -> Any:
         """Return the plug-in, or raise if it is not a function; `shown` is its name for the message."""
         if not callable(plugin) or inspect.isclass(plugin):
-            raise self.error_type(f"The {self.kind} {shown} is of type {type(plugin).__name__}: give {self.form}.")
+            raise self.error_type(f"The {self.kind} {shown} is of type {type(plugin).__name__}: give a function.")
         return plugin
 
     def _find(self, name: str) -> Any:
         importlib.import_module(self.module)
-        own = self._own.get(name)
-        registered = {entry.value: entry for entry in entry_points(group=self.group, name=name)}
-        others = [entry for entry in registered.values() if own is None or not entry.value.startswith("vgr_trl.")]
-        if len(others) + (own is not None) > 1:
-            owners = ["vgr_trl"] * (own is not None) + [f"{_package_name(entry)} ({entry.value})" for entry in others]
+        entries = {entry.value: entry for entry in entry_points(group=self.group, name=name)}
+        if name in self._own:  # the own plug-ins are entry points too
+            entries = {value: entry for value, entry in entries.items() if not value.startswith("vgr_trl.")}
+        owners = ["vgr_trl"] * (name in self._own) + list(entries)
+        if len(owners) > 1:
             raise self.error_type(
-                f"The {self.kind} {name!r} is registered more than once, by {' and by '.join(owners)}: give"
-                f" the one you mean as a dotted path, such as {others[0].value.replace(':', '.')}."
+                f"The {self.kind} {name!r} is registered more than once, by {' and by '.join(owners)}: give "
+                f"the one you mean as a dotted path, such as {owners[1].replace(':', '.')}."
             )
-        if own is not None:
-            return own
-        if not others:
-            file = _example_file(self.kind)
-            noun = file.partition(":")[2]
+        if name in self._own:
+            return self._own[name]
+        if not entries:
             nearest = get_close_matches(name, self.names(), n=1)
             meant = f". Did you mean {nearest[0]}? Else give" if nearest else ": give"
             raise self.error_type(
-                f"There is no {self.kind} {name!r}{meant} one of {', '.join(self.names())}, or a dotted path or file "
-                f"such as my_package.{noun.removeprefix('my_')}s.{noun} or {file}."
+                f"There is no {self.kind} {name!r}{meant} one of {', '.join(self.names())}, a dotted path "
+                "(my_package.my_module.my_function) or a file (my_file.py:my_function)."
             )
-        with _naming_import_errors(f"{name} of {_package_name(others[0])}", self.kind, self.error_type):
-            return others[0].load()
+        with _naming_import_errors(owners[0], self.kind, self.error_type):
+            return entries[owners[0]].load()
 
 
-def _package_name(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else entry.value
-
-
-signals = Registry(
-    "signal", "vgr_trl.signals", "vgr_trl.signals.named",
-    "a function that takes the signals of a rollout and options and returns (N, T)",
-)  # fmt: skip
-credit_rules = Registry(
-    "credit rule", "vgr_trl.credit", "vgr_trl.credit",
-    "a function that takes advantages, signals, mask and options and returns weights (N, T) and metrics",
-)  # fmt: skip
-perturbations = Registry(
-    "perturbation", "vgr_trl.perturbations", "vgr_trl.signals.perturbation",
-    "a function that takes an image and returns one",
-)  # fmt: skip
-rewards = Registry(
-    "reward", "vgr_trl.rewards", "vgr_trl.rewards.loading",
-    "a function that takes completions and returns one number or None for each", RewardError,
-)  # fmt: skip
-datasets = Registry(
-    "data set", "vgr_trl.datasets", "vgr_trl.data.public_sets",
-    "a function that takes a published row and yields rows",
-)  # fmt: skip
+signals = Registry("signal", "vgr_trl.signals", "vgr_trl.signals.named")
+credit_rules = Registry("credit rule", "vgr_trl.credit", "vgr_trl.credit")
+perturbations = Registry("perturbation", "vgr_trl.perturbations", "vgr_trl.signals.perturbation")
+rewards = Registry("reward", "vgr_trl.rewards", "vgr_trl.rewards.loading", RewardError)
+datasets = Registry("data set", "vgr_trl.datasets", "vgr_trl.data.public_sets")
 
 
 def declares(*, needs: Sequence[str] = (), options: type | None = None) -> Callable[[Plugin], Plugin]:

@@ -50,9 +50,8 @@ from vgr_trl.patches.vllm import forget_with_new_weights, plan_vllm_images
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
-from vgr_trl.rewards.groups import WholeGroups
-from vgr_trl.rewards.loading import wrap_reward
-from vgr_trl.rewards.reward_files import ScoredFile, collect_token_weights
+from vgr_trl.rewards.attention import WholeGroups
+from vgr_trl.rewards.loading import ScoredFile, collect_token_weights, wrap_reward
 from vgr_trl.rollout import (
     ConstructedTrainer,
     Rollout,

@@ -182,6 +182,6 @@ def test_files_with_a_row_that_is_left_out(tmp_path, command):
     right = {"problem": "q", "solution": "x", "image": picture(RED)}
     rows = [right, {"problem": "q", "solution": None}, *[right] * 8]
     _, reasons = COMMANDS[command](parquet(tmp_path / "a" / "rows.parquet", rows))
-    assert reasons == {1: "solution is None: give the right answer as a text or a number, or add choices"}
+    assert reasons == {1: "solution is None: give the right answer, a text or a number"}
     (tmp_path / "rows.jsonl").write_bytes(LATIN)
     assert COMMANDS[command](tmp_path / "rows.jsonl")[1] == {1: "the line is not UTF-8"}

@@ -45,30 +45,16 @@ def credit_options(recipe):
     return CreditOptions(**{name: value for name, value in recipe.items() if name in known})
 
 
-def perception_terms(recipe, logps, perturbed_logps, mask):
-    """PAPO's loss per token, with the coefficients of a recipe."""
-    of_policy, of_perturbed = recipe["der_loss_weight1"], recipe["der_loss_weight2"]
-    return perception_loss(
-        logps, perturbed_logps, mask, coefficient=recipe["perception_loss_weight"], entropy_coefficient=of_policy,
-        perturbed_entropy_coefficient=of_perturbed,
-    )  # fmt: skip
-
-
-def three_tokens(*ratios, old=-1.0):
-    """Two completions of two and one token with advantages 1 and -1, at given ratios of new to old probability."""
-    mask = torch.tensor([[True, True], [True, False]])
-    old = torch.full((2, 2), old)
-    logps = old + torch.tensor([[ratios[0], ratios[1]], [ratios[2], 1.0]]).log()
-    return torch.tensor([1.0, -1.0]), logps, mask, old
-
-
 def test_dapo_by_hand(stock):
     """Ratios 1.5, 1 and 0.7, clipped to [0.8, 1.28]: the mean of 1.28, 1 and -0.8 over three tokens is 0.4933.
 
     Of 2048 tokens the last fifth, 409, is punished: 204.5 tokens into it by half. Accuracy and length weigh 2 to 1.
     """
     recipe = load_recipe("dapo")
-    assert loss_of(stock(recipe), *three_tokens(1.5, 1.0, 0.7)).item() == pytest.approx(-1.48 / 3)
+    mask, old = torch.tensor([[True, True], [True, False]]), torch.full((2, 2), -1.0)
+    logps = old + torch.tensor([[1.5, 1.0], [0.7, 1.0]]).log()
+    loss = loss_of(stock(recipe), torch.tensor([1.0, -1.0]), logps, mask, old)
+    assert loss.item() == pytest.approx(-1.48 / 3)
     length = get_soft_overlong_punishment(recipe["max_completion_length"], 4096 * 2048 // 20480)
     punished = length(completion_ids=[[0] * count for count in (1639, 1844, 2048)], completions=[None] * 3)
     assert punished == pytest.approx([0, -205 / 409, -1])
@@ -93,7 +79,10 @@ def test_papo_has_the_gradients_of_the_published_code(stock):
     logps = case["logps"].requires_grad_()
     loss = loss_of(stock(recipe), case["advantages"], logps, mask, case["old_logps"])
     terms = recipe["kl_coef"] * kl_penalty(logps, case["ref_logps"], kind=recipe["kl_penalty"])
-    terms = terms + perception_terms(recipe, logps, case["perturbed_logps"], mask)
+    terms = terms + perception_loss(
+        logps, case["perturbed_logps"], mask, coefficient=recipe["perception_loss_weight"],
+        entropy_coefficient=recipe["der_loss_weight1"], perturbed_entropy_coefficient=recipe["der_loss_weight2"],
+    )  # fmt: skip
     (loss + (terms * mask).sum() / mask.sum()).backward()
     assert (logps.grad - case["gradient"]).abs().max() <= 1e-6
 

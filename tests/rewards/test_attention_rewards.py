@@ -1,10 +1,19 @@
-"""Rewards made of VGR: the worked cases, ties, undefined and infinite values, whole groups."""
+"""Rewards of whole groups, and those made of VGR: worked cases, ties, undefined and infinite values."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 
-from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_hard_negative_reward, vgr_reward
+from vgr_trl.rewards import (
+    accuracy_reward,
+    gather_groups,
+    mdi_reward,
+    needs_whole_groups,
+    vgr_hard_negative_reward,
+    vgr_reward,
+)
 from vgr_trl.rewards.attention import scale_by_accuracy
 from vgr_trl.utils import RewardError
 
@@ -26,21 +35,17 @@ def hard(values, right):
     return vgr_hard_negative_reward(texts, values, solutions, len(values))
 
 
-def test_vgr_worked_case():
-    """Q1 = 1.75, Q3 = 3.25: (3.25 - 2) / 1.5 = 5/6, (3.25 - 3) / 1.5 = 1/6; 1 and 4 lie outside."""
-    assert vgr([1, 2, 3, 4]) == pytest.approx([1, 5 / 6, 1 / 6, 0])
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
+        ([1, 2, 3, 4], [1, 5 / 6, 1 / 6, 0]),  # Q1 = 1.75, Q3 = 3.25: (3.25 - 2) / 1.5 = 5/6, (3.25 - 3) / 1.5 = 1/6
         ([1.0424, 1.0424 + 1e-6], [0.5] * 2),  # equal completions, whose VGR differ by rounding
         ([3, INF, INF, NAN], [0.5, 0, 0, None]),
         ([1, 2, 3, 4, INF], [1, 5 / 6, 1 / 6, 0, 0]),  # the infinite one does not move the quartiles
         ([1, 2, None, 3, NAN, 4], [1, 5 / 6, None, 1 / 6, None, 0]),
     ],
 )
-def test_ties_and_values_that_are_not_finite(values, expected):
+def test_vgr_by_hand(values, expected):
     assert vgr(values) == pytest.approx(expected)
 
 
@@ -108,3 +113,64 @@ def test_other_rewards_are_left_alone():
     assert scale_by_accuracy([accuracy_reward, vgr_reward])[0] is accuracy_reward
     with pytest.raises(RewardError, match="the rows of vgr_reward have no column solution: add it, or set"):
         scale_by_accuracy([vgr_reward])[0](["a", "b"], vgr=[1.0, 2.0], num_generations=2)
+
+
+@needs_whole_groups("value", optional=("note",))
+def above_mean(completions, value, num_generations, note=None, **kwargs):
+    """Distance of each value to the mean of its group."""
+    assert note is None or note == [None] * 3 + ["seen"] * (len(value) - 3)
+    starts = [i - i % num_generations for i in range(len(value))]
+    return [v - sum(value[s : s + num_generations]) / num_generations for v, s in zip(value, starts, strict=True)]
+
+
+def spread(sizes, columns):
+    """Rewards of each process, played by a thread, which has so many of the rows."""
+    barrier, parts = Barrier(len(sizes)), {}
+
+    def process(rank):
+        def gather(own):
+            parts[rank] = own
+            barrier.wait()
+            return [part for i in range(len(sizes)) for part in parts[i]]
+
+        rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        own = {name: values[rows] for name, values in columns.items() if name != "note" or rank == 1}
+        return gather_groups(above_mean, gather, rank, num_generations=lambda: 4)(**own)
+
+    with ThreadPoolExecutor(len(sizes)) as pool:
+        return list(pool.map(process, range(len(sizes))))
+
+
+@pytest.mark.parametrize("sizes", [[3, 5], [8], [1, 0, 7]])
+def test_groups_that_are_spread_over_processes(sizes):
+    """Values 0 1 4 9 | 16 25 36 49 have the group means 3.5 and 31.5."""
+    columns = {"completions": [f"c{i}" for i in range(8)], "value": [i * i for i in range(8)]}
+    if sizes == [3, 5]:
+        columns["note"] = ["seen"] * 8
+    rewards = spread(sizes, columns)
+    assert list(map(len, rewards)) == sizes
+    assert [reward for local in rewards for reward in local] == [-3.5, -2.5, 0.5, 5.5, -15.5, -6.5, 4.5, 17.5]
+
+
+def test_a_marked_function_gets_what_trl_passes_and_no_local_column():
+    reward = needs_whole_groups("value")(lambda completions, **kwargs: seen.append(kwargs) or [0.0, 1.0])
+    seen, logged, passed = [], [], {"prompts": ["p"], "image": [object()], "trainer_state": "state"}
+    second = gather_groups(reward, lambda own: [(["a"], {"value": [2]}), *own], 1, num_generations=2)
+    assert second(completions=["b"], value=[1], log_extra=lambda *given: logged.append(given), **passed) == [1.0]
+    assert seen[0].pop("log_extra")("text", ["x", "y"]) is None
+    assert logged == [("text", ["y"])]
+    assert seen == [{"value": [2, 1], "num_generations": 2, "trainer_state": "state"}]
+
+
+def test_whole_group_rewards_that_do_not_fit():
+    """A column that one process lacks is an error on every process."""
+    reward = gather_groups(above_mean, lambda own: [*own, (["c"], {})], 0, num_generations=2)
+    with pytest.raises(RewardError, match="On process 1 above_mean lacks the column 'value': add it to the rows"):
+        reward(completions=["a"], value=[1])
+    alone = gather_groups(above_mean, list, 0, num_generations=2)
+    for size in (2, 0, [1, 2, 1]):
+        with pytest.raises(RewardError, match="There are 3 completions over all processes with num_generations"):
+            alone(completions=["a"] * 3, value=[1] * 3, num_generations=size)
+    short = needs_whole_groups()(lambda completions, num_generations: [1.0])
+    with pytest.raises(RewardError, match=r"^<lambda> returned 1 rewards for 2 completions"):
+        gather_groups(short, list, 0, num_generations=1)(completions="ab")

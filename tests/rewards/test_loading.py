@@ -43,9 +43,9 @@ def test_rewards_by_name(name, reward):
 
 
 def test_length_by_name():
-    """Lmax = 100 and c = 20, a fifth unless given: 90 tokens give −0.5."""
-    assert load_reward("soft_overlong", max_completion_length=100, soft_punish_cache=20)([[1] * 90]) == [-0.5]
+    """Lmax = 100 and c = 20, a fifth unless given: 90 tokens give −0.5; with c = 40 they give −0.75."""
     assert load_reward("length", max_completion_length=100)([[1] * 90, [1] * 80]) == [-0.5, 0.0]
+    assert load_reward("soft_overlong", max_completion_length=100, soft_punish_cache=40)([[1] * 90]) == [-0.75]
 
 
 def test_names_that_are_refused():
@@ -71,19 +71,13 @@ def test_rewards_are_imported_without_torch_and_trl():
 REWARDS = [accuracy_reward, "models/judge-7b/", think_format_reward, get_soft_overlong_punishment(10, 2)]
 
 
-def test_early_weights_hold_while_the_step_is_below_the_early_steps():
+def test_weights_by_step():
+    """Early ones hold while the step is below the early steps: the warm-up, else a tenth of all steps."""
     schedule = RewardSchedule.for_rewards(REWARDS[:2], [1, 0.5], [0, 1])
     assert schedule.changes
-    assert [schedule.weights_at(step, 3) for step in (0, 2, 3, 100)] == [[0.0, 1.0], [0.0, 1.0], [1.0, 0.5], [1.0, 0.5]]
+    assert [schedule.weights_at(step, 3) for step in (0, 2, 3, 100)] == [[0, 1], [0, 1], [1, 0.5], [1, 0.5]]
+    assert [schedule.early_steps(*given) for given in ((7, 100), (0, 100), (0, 101), (0, -1))] == [7, 10, 11, 0]
     assert not RewardSchedule.for_rewards(REWARDS[:2], None, [1, 1]).changes
-
-
-def test_early_steps_are_the_warm_up_or_a_tenth_of_all():
-    steps = [RewardSchedule((1.0,), (2.0,)).early_steps(*given) for given in ((7, 100), (0, 100), (0, 101), (0, -1))]
-    assert steps == [7, 10, 11, 0]
-
-
-def test_weights_that_do_not_fit():
     for weights in ([1] * 3, [1, math.nan, 1, 1]):
         with pytest.raises(ConfigError, match="early_reward_weights .*judge-7b"):
             RewardSchedule.for_rewards(REWARDS, None, weights)
@@ -107,20 +101,15 @@ def call(returned, count=2):
     return reward(completions=["x"] * count, prompts=[]), counted
 
 
-def test_numbers_of_any_kind():
+def test_numbers_of_any_kind_and_nan_is_counted():
     for returned in (np.array([1.0, 0.5]), torch.tensor([1.0, 0.5]), [True, Fraction(1, 2)]):
         rewards, counted = call(returned)
         assert rewards == [1.0, 0.5]
         assert [type(reward) for reward in rewards] == [float, float]
         assert not counted
-
-
-def test_nan_is_counted_and_none_is_not():
     rewards, counted = call([math.nan, None, np.float32("nan"), 1.0], 4)
     assert [math.isnan(reward) for reward in rewards[::2]] == [True, True]
-    assert rewards[1::2] == [None, 1.0]
-    assert counted == [("mine", 2)]
-    assert call([None, None]) == ([None, None], [])
+    assert (rewards[1::2], counted) == ([None, 1.0], [("mine", 2)])
 
 
 @pytest.mark.parametrize(

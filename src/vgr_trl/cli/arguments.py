@@ -40,8 +40,7 @@ from vgr_trl.data.read_row import keys_of
 from vgr_trl.data.rows import SkippedRow, prepare_rows
 from vgr_trl.options import check_options, check_value, option
 from vgr_trl.recipes import load_recipe
-from vgr_trl.rewards.loading import load_rewards
-from vgr_trl.rewards.reward_files import FileOptions, ScoredFile
+from vgr_trl.rewards.loading import FileOptions, ScoredFile, load_rewards
 from vgr_trl.utils import ConfigError, VGRError, error_text, naming_torchvision, parse_yaml
 
 DATA_SOURCES = ("dataset_name", "dataset_config", "dataset_path", "data_files")

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from argparse import ArgumentParser
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import util
@@ -22,21 +22,21 @@ from vgr_trl.utils import ConfigError, error_text, parse_yaml
 
 
 class Key(NamedTuple):
-    """A key of another trainer.
+    """A key of another trainer; `convert_*` functions compute options from a key with neither `option` nor `why`.
 
     Attributes:
         default: value if the configuration does not state the key.
         option: option that takes the value unchanged.
+        condition: entry of `CONDITIONS` under which it does; None: always.
         why: reason why the key needs no option.
         accepted: values that need no option; others stop the run. None: all.
-        is_computed: whether a `convert_*` function computes options from the key.
     """
 
     default: Any
     option: str | None = None
+    condition: str | None = None
     why: str = ""
     accepted: list[Any] | None = None
-    is_computed: bool = False
 
 
 def _load_tables(name: str) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def _load_tables(name: str) -> dict[str, Any]:
 
 
 def _build_keys(tables: Mapping[str, Any]) -> dict[str, Key]:
-    found = {key: Key(default, option) for key, (default, option) in tables.get("renamed", {}).items()}
-    found |= {key: Key(default, is_computed=True) for key, default in tables["computed"].items()}
+    found = {key: Key(*row) for key, row in tables.get("renamed", {}).items()}
+    found |= {key: Key(default) for key, default in tables["computed"].items()}
     found |= {key: Key(value, why=why) for why, keys in tables["ignored"].items() for key, value in keys.items()}
     found |= {key: Key(values[0], why=why, accepted=values) for key, (why, *values) in tables["fixed"].items()}
     return dict(sorted(found.items()))
@@ -74,11 +74,6 @@ def easyr1_name(key: str) -> str:
     return EASYR1_NAMES.get(key, key)
 
 
-def is_convertible(content: Any) -> bool:
-    """Whether the content of a YAML file has a section of one of these trainers."""
-    return isinstance(content, dict) and any(isinstance(content.get(name), dict) for name in SECTIONS)
-
-
 def read_configuration(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
     """Read `--config FILE` and overrides `a.b=c`; return values by dotted key, and the remaining command-line words.
 
@@ -90,34 +85,32 @@ def read_configuration(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list
     finder = ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
     file, kept = finder.parse_known_args(argv)
-    matches = [match for word in kept if (match := _OVERRIDE_PATTERN.fullmatch(word))]
+    matches = {word: match for word in kept if (match := _OVERRIDE_PATTERN.fullmatch(word))}
     try:
         content = {} if file.config is None else parse_yaml(file.config.read_text(encoding="utf-8-sig"))
-        overrides = {match[1]: parse_yaml(match[2]) for match in matches}
+        overrides = {match[1]: parse_yaml(match[2]) for match in matches.values()}
     except (OSError, ValueError, yaml.YAMLError):
         return None, list(argv)
-    if not is_convertible(content) and not (file.config is None and overrides):
+    has_section = isinstance(content, dict) and any(isinstance(content.get(name), dict) for name in SECTIONS)
+    if not has_section and not (file.config is None and overrides):
         return None, list(argv)
     if "${" in f"{content}{overrides}":
         content, overrides = _resolve_interpolations(content, overrides), {}
-    return flatten(content) | overrides, [word for word in kept if not _OVERRIDE_PATTERN.fullmatch(word)]
+    return flatten(content) | overrides, [word for word in kept if word not in matches]
 
 
 def _resolve_interpolations(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
     """Apply overrides to a configuration and resolve its interpolations `${…}`."""
     try:
         from omegaconf import OmegaConf  # optional: few files use interpolation, and TRL does not require it
-        from omegaconf.errors import OmegaConfBaseException
-    except ImportError as error:
-        raise ConfigError("The configuration uses ${…}: pip install omegaconf, or write the values out.") from error
-    try:
+
         found = OmegaConf.create(dict(content))
         for key, value in overrides.items():
             OmegaConf.update(found, key, value, merge=False)
         return OmegaConf.to_container(found, resolve=True)
-    except OmegaConfBaseException as error:
+    except Exception as error:
         raise ConfigError(
-            f"An interpolation ${{…}} of the configuration cannot be resolved: {error_text(error)}."
+            f"The configuration uses ${{…}}, which cannot be resolved (by omegaconf): {error_text(error)}."
         ) from error
 
 
@@ -129,14 +122,6 @@ def flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         is_section = isinstance(value, Mapping) and easyr1_name(key) not in _MAPPING_KEYS and key not in _MAPPING_KEYS
         found |= flatten(value, f"{key}.") if is_section else {key: value}
     return found
-
-
-class TableRow(NamedTuple):
-    """A row of the printed table: key (* if not stated), option and value, or the reason why there is no option."""
-
-    key: str
-    option: str
-    value: str
 
 
 @dataclass
@@ -153,7 +138,6 @@ class Conversion:
         unsupported: keys that are unknown or have no equivalent here -> reason.
         refused: keys that cannot be ignored without changing the training -> reason.
         checkpoint: that training resumes from, or that is evaluated.
-        notes: sentences to print below the table.
     """
 
     values: dict[str, Any]
@@ -165,7 +149,6 @@ class Conversion:
     unsupported: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     checkpoint: str | None = None
-    notes: list[str] = field(default_factory=list)
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -175,11 +158,6 @@ class Conversion:
         self.options[option] = value
         for key in keys or ("",):
             self.options_by_key.setdefault(key, []).append(option)
-
-    def copy(self, section: str, *names: str, **options: str) -> None:
-        """Copy values of a section to options of the same name, or of another name given as option=name."""
-        for option, name in {**{name: name for name in names}, **options}.items():
-            self.set(option, self[f"{section}.{name}"], f"{section}.{name}")
 
     def mark_unsupported(self, key: str, why: str) -> None:
         """Record that the value of a key has no equivalent here; `--ignore_unknown_keys` skips it."""
@@ -195,7 +173,7 @@ class Conversion:
     def read_integer(self, key: str, least: int = 1) -> int:
         """Return the value of a key as an integer of at least `least`, or raise `ConfigError`."""
         value = self[key]
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not isinstance(value, int) or value < least:
             raise ConfigError(f"{self.names.get(key, key)} is {value!r}: give an integer of at least {least}.")
         return value
 
@@ -211,31 +189,29 @@ class Conversion:
         rollout, update = self.read_integer(_ROLLOUT_SIZE_KEY), self.read_integer(_UPDATE_SIZE_KEY)
         if rollout % update:
             raise ConfigError(
-                f"{_ROLLOUT_SIZE_KEY} is {rollout}{self._default_note(_ROLLOUT_SIZE_KEY)} and {_UPDATE_SIZE_KEY} is "
-                f"{update}{self._default_note(_UPDATE_SIZE_KEY)}, but the first must be a multiple of the "
-                "second."
+                f"{_ROLLOUT_SIZE_KEY} is {rollout}{self._default_note(_ROLLOUT_SIZE_KEY)}: give a multiple of "
+                f"{_UPDATE_SIZE_KEY}, which is {update}{self._default_note(_UPDATE_SIZE_KEY)}."
             )
         return rollout // update * self.read_integer("worker.actor.ppo_epochs")
 
-    @property
-    def table_rows(self) -> list[TableRow]:
-        """Rows of the table of keys and options."""
-        reasons, lines = {**self.unsupported, **self.refused}, list[TableRow]()
+    def table_rows(self) -> list[tuple[str, str, str]]:
+        """Return rows of key (* if not stated), option and value, or the reason why there is no option."""
+        reasons, rows = {**self.unsupported, **self.refused}, list[tuple[str, str, str]]()
         for key, known in EASYR1_KEYS.items():
             name, options = self.names.get(key, key), self.options_by_key.get(key, ())
             mark = name if key in self.stated else f"{name}*"
             if name in reasons:
-                lines.append(TableRow(mark, "—", f"stops: {reasons.pop(name).split(': ', 1)[-1]}"))
+                rows.append((mark, "—", f"stops: {reasons.pop(name).split(': ', 1)[-1]}"))
             elif options:
-                lines += [TableRow(mark, option, str(self.options[option])) for option in options]
+                rows += [(mark, option, str(self.options[option])) for option in options]
             elif key in self.stated:
-                lines.append(TableRow(name, "—", known.why or "same as the default here, or not used in this run"))
-        lines += [TableRow(key, "—", f"stops: {why}") for key, why in reasons.items()]
-        return lines + [TableRow("(none)*", name, str(self.options[name])) for name in self.options_by_key.get("", ())]
+                rows.append((name, "—", known.why or "same as the default here, or not used in this run"))
+        rows += [(key, "—", f"stops: {why}") for key, why in reasons.items()]
+        return rows + [("(none)*", name, str(self.options[name])) for name in self.options_by_key.get("", ())]
 
     def format_table(self) -> str:
-        """Return the table as text, with the notes, and a note if the configuration asks for other processes."""
-        rows = [TableRow("key", "option", "value"), *self.table_rows]
+        """Return the table as text, and a note if the configuration asks for another number of processes."""
+        rows = [("key", "option", "value"), *self.table_rows()]
         first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
         text = ["EasyR1 configuration converted to options of this library (*: default of EasyR1):"]
         text += [f"  {key:<{first}}  {option:<{second}}  {value}" for key, option, value in rows]
@@ -245,7 +221,6 @@ class Conversion:
                 f"The configuration asks for {theirs} processes, this run has {self.processes}; batches and updates "
                 f"stay the same. To use {theirs}, start with accelerate launch --num_processes {theirs}."
             )
-        text += self.notes
         return "\n".join(text)
 
     def check(self, ignore_unknown: bool, has_rewards: bool, is_evaluation: bool = False) -> None:
@@ -256,15 +231,11 @@ class Conversion:
             has_rewards: whether `--reward_funcs` replaces the reward file of the configuration.
             is_evaluation: check refused keys of data and rewards only, since nothing is trained.
         """
-        reasons = {
-            key: why
-            for key, why in self.refused.items()
-            if not is_evaluation or easyr1_name(key).startswith(("data.", "worker.reward."))
-        }
+        always = ("data.", "worker.reward.")
+        reasons = {k: why for k, why in self.refused.items() if not is_evaluation or easyr1_name(k).startswith(always)}
         cure = "Give other values; ignoring these would change the training."
         if not reasons and not ignore_unknown:
-            replaced = "reward.reward_f" if has_rewards else None
-            reasons = {key: why for key, why in self.unsupported.items() if replaced is None or replaced not in key}
+            reasons = {k: why for k, why in self.unsupported.items() if not (has_rewards and "reward.reward_f" in k)}
             cure = "Change or remove these keys, or pass --ignore_unknown_keys to ignore them."
         if reasons:
             sentences = [f"{key} {why}{'' if why.endswith(('.', '?')) else '.'}" for key, why in reasons.items()]
@@ -309,7 +280,7 @@ def convert(given: Mapping[str, Any], processes: int = 1) -> Conversion:
         rule(found)
     for key, known in EASYR1_KEYS.items():
         value = found[key]
-        if known.option is not None and value is not None:
+        if known.option is not None and value is not None and CONDITIONS[known.condition](found):
             found.set(known.option, value, key)
         elif known.accepted is not None and value not in known.accepted:
             found.mark_unsupported(key, known.why)
@@ -318,12 +289,12 @@ def convert(given: Mapping[str, Any], processes: int = 1) -> Conversion:
 
 def _check_type(name: str, value: Any, known: Key) -> None:
     """Raise `ConfigError` unless a switch is a bool and a number a number: the text "flase" would switch a key on."""
-    if value is None or not (known.is_computed or known.option is not None):
+    if value is None or known.why:
         return
-    if isinstance(known.default, bool):
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} is {value!r}: give true or false.")
-    elif isinstance(known.default, int | float) and not re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", str(value).lower()):
+    if isinstance(known.default, bool) and not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}: give true or false.")
+    is_number = isinstance(known.default, int | float) and not isinstance(known.default, bool)
+    if is_number and not re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", str(value).lower()):
         raise ConfigError(f"{name} is {value!r}: give a number.")
 
 
@@ -371,19 +342,30 @@ _NEVER_EVALUATE = 10**9
 _ROLLOUT_SIZE_KEY, _UPDATE_SIZE_KEY = "data.rollout_batch_size", "worker.actor.global_batch_size"
 _MICRO_BATCH_SIZE_KEY = "worker.actor.micro_batch_size_per_device_for_update"
 _DTYPES = {None: "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+CONDITIONS: dict[str | None, Callable[[Conversion], bool]] = {
+    None: lambda c: True,
+    "lora": lambda c: c["worker.actor.model.lora.rank"] > 0,
+    "warmup by ratio": lambda c: c["worker.actor.optim.lr_warmup_steps"] in (None, -1),
+    "gae": lambda c: c["algorithm.adv_estimator"] == "gae",
+    "sapo": lambda c: c["worker.actor.loss_type"] == "sapo",
+    "clipping": lambda c: c["worker.actor.loss_type"] not in ("sapo", "cispo"),
+    "kl": lambda c: not c["algorithm.disable_kl"],
+    "adaptive kl": lambda c: c.options.get("kl_type") == "adaptive",
+    "filtering": lambda c: bool(c["algorithm.online_filtering"]),
+}
 _LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def convert_model(c: Conversion) -> None:
     """Convert checkpoint, dtypes and adapter."""
-    key, held, computed = "worker.actor.model", "worker.actor.fsdp.torch_dtype", "worker.actor.fsdp.mp_param_dtype"
+    key, kept, computed = "worker.actor.model", "worker.actor.fsdp.torch_dtype", "worker.actor.fsdp.mp_param_dtype"
     path = c[f"{key}.model_path"]
     if path is None:
         raise ConfigError(f"{key}.model_path is missing: give a checkpoint folder or a hub name.")
     c.set("model_name_or_path", path, f"{key}.model_path")
     if c[f"{key}.tokenizer_path"] not in (None, path):
         c.mark_unsupported(f"{key}.tokenizer_path", "the processor saved with the model is used")
-    c.set("dtype", _DTYPES[c.read_choice(held, *_DTYPES)], held)
+    c.set("dtype", _DTYPES[c.read_choice(kept, *_DTYPES)], kept)
     kind = c.read_choice(computed, "bf16", "fp16", "fp32")
     c.set("bf16", kind == "bf16", computed)
     c.set("fp16", kind == "fp16", computed)
@@ -407,7 +389,6 @@ def _convert_adapter(c: Conversion, key: str, lora: str) -> None:
         targets = [rf"(?!(?:{excluded})$)(?:.*\.)?(?:{names})"]
     c.set("use_peft", True, f"{lora}.rank")
     c.set("load_in_4bit", kind == "qlora", f"{key}.peft_type")
-    c.copy(lora, lora_r="rank", lora_alpha="alpha", lora_dropout="dropout")
     c.set("lora_target_modules", targets, f"{lora}.target_modules", *[f"{lora}.exclude_modules"] * bool(excluded))
 
 
@@ -460,11 +441,7 @@ def _parse_source(given: Any, key: str) -> tuple[Any, str]:
 def convert_reward(c: Conversion) -> None:
     """Convert the reward function; a filter key other than the overall score becomes a reward of weight 0."""
     key, filter_key = "worker.reward.reward_function", "algorithm.filter_key"
-    if (kind := c["worker.reward.reward_type"]) == "model":
-        why = "remove it, and give --reward_model_name_or_path MODEL, and --reward_funcs for further functions"
-        c.mark_refused("worker.reward.reward_type", why)
-    else:
-        kind = c.read_choice("worker.reward.reward_type", None, "function", "batch", "sequential")
+    kind = c.read_choice("worker.reward.reward_type", None, "function", "batch", "sequential")
     if c[key] is None:
         c.mark_unsupported(key, "give FILE.py:FUNCTION, or --reward_funcs")
         return
@@ -485,11 +462,7 @@ def convert_batches(c: Conversion) -> None:
     """Convert batch sizes so that micro-batch, update and rollout have as many completions as in EasyR1."""
     n, micro = c.read_integer("worker.rollout.n"), c.read_integer(_MICRO_BATCH_SIZE_KEY)
     if n < 2:
-        samples, estimator = (c.names.get(key, key) for key in ("worker.rollout.n", "algorithm.adv_estimator"))
-        critic = f", and {estimator}=grpo to train without a critic" if c["algorithm.adv_estimator"] == "gae" else ""
-        why = f"TRL needs at least 2 completions per prompt: give {samples}=8, for example{critic}"
-        why += f". {_ROLLOUT_SIZE_KEY} and {_UPDATE_SIZE_KEY} count prompts, "
-        why += "so rollouts and updates become 8 times as large"
+        why = "TRL needs at least 2 completions per prompt. Batch sizes count prompts, so they grow with it"
         c.mark_refused("worker.rollout.n", why)
         return
     rollout, update = c.read_integer(_ROLLOUT_SIZE_KEY) * n, c.read_integer(_UPDATE_SIZE_KEY) * n
@@ -509,7 +482,7 @@ def convert_batches(c: Conversion) -> None:
 
 def convert_schedule(c: Conversion) -> None:
     """Convert lengths and intervals to optimizer steps."""
-    steps, warmup, ratio = "trainer.max_steps", "worker.actor.optim.lr_warmup_steps", "worker.actor.optim"
+    steps, warmup = "trainer.max_steps", "worker.actor.optim.lr_warmup_steps"
     if c[steps] is not None:
         c.set("max_steps", c.read_integer(steps) * c.updates_per_rollout, steps)
     else:
@@ -523,18 +496,15 @@ def convert_schedule(c: Conversion) -> None:
         c.set("save_total_limit", limit, "trainer.save_limit")
     if c[warmup] not in (None, -1):
         c.set("warmup_steps", c.read_integer(warmup, 0) * c.updates_per_rollout, warmup)
-    else:
-        c.copy(ratio, warmup_ratio="lr_warmup_ratio")
 
 
 def convert_evaluation(c: Conversion) -> None:
     """Convert the evaluation schedule and its sampling; both libraries also evaluate at the end."""
     key, sampling, first = "trainer.val_freq", "worker.rollout.val_override_config", "trainer.val_before_train"
-    given = dict(c[sampling] or {})
-    n = given.pop("n", 1)
-    if given.pop("do_sample", True) is False:
-        given["temperature"] = 0
-    temperature, top_p = given.pop("temperature", None), given.pop("top_p", None)
+    given = {"n": 1, "do_sample": True, "temperature": None, "top_p": None, **(c[sampling] or {})}
+    n, samples, temperature, top_p = (given.pop(name) for name in ("n", "do_sample", "temperature", "top_p"))
+    if samples is False:
+        temperature = 0
     if any(value != -1 for value in given.values()):
         c.mark_unsupported(sampling, f"{', '.join(given)} cannot be set for evaluation alone")
     if not c["data.val_files"] or not (c[key] > 0 or c[first]):
@@ -557,9 +527,7 @@ def convert_optimizer(c: Conversion) -> None:
     first, second = c[f"{key}.betas"]
     c.set("adam_beta1", float(first), f"{key}.betas")
     c.set("adam_beta2", float(second), f"{key}.betas")
-    if c[f"{key}.strategy"] != "adamw":
-        why = "it compensates for the rounding of bfloat16 weights: give adamw, and fsdp.torch_dtype null for float32"
-        c.mark_refused(f"{key}.strategy", why)
+    c.read_choice(f"{key}.strategy", "adamw")
     kind = c.read_choice(f"{key}.lr_scheduler_type", "constant", "constant_with_warmup", "cosine")
     least = c[f"{key}.min_lr_ratio"] if kind == "cosine" else None
     name = "constant_with_warmup" if kind != "cosine" else "cosine_with_min_lr" if least else "cosine"
@@ -592,10 +560,7 @@ def convert_rollout(c: Conversion) -> None:
 def convert_advantages(c: Conversion) -> None:
     """Convert the advantage estimator and trajectory reweighting."""
     key = "algorithm.adv_estimator"
-    if c[key] == "reinforce_plus_plus":
-        c.mark_refused(key, "EasyR1's version has no baseline, the one here subtracts the group mean: use rloo or grpo")
-    else:
-        c.set("advantage_estimator", c.read_choice(key, "grpo", "rloo", "remax", "grpo_passk", "gae"), key)
+    c.set("advantage_estimator", c.read_choice(key, "grpo", "rloo", "remax", "grpo_passk", "gae"), key)
     reweighted, filtered = "algorithm.enable_trajectory_reweighting", "algorithm.enable_perception_filtering"
     c.set("enable_trajectory_reweighting", bool(c[reweighted] and c[filtered]), reweighted, filtered)
     if c[filtered]:
@@ -609,8 +574,6 @@ def convert_critic(c: Conversion) -> None:
         if c.read_integer(waits, 0) > 1:
             c.mark_refused(waits, "EasyR1 delays the policy by that many steps even without a critic")
         return
-    c.copy("algorithm", "gamma", "lam")
-    c.copy(key, "cliprange_value", critic_learning_rate="optim.lr")
     c.set("critic", "model", f"{key}.model.model_path")
     steps = c[f"{key}.optim.lr_warmup_steps"]
     steps = 0 if steps in (None, -1) else steps
@@ -631,24 +594,20 @@ def convert_loss(c: Conversion) -> None:
     key = "worker.actor"
     kind = c.read_choice(f"{key}.loss_type", "default", "gspo", "gspo_token", "cispo", "sapo")
     mode = c.read_choice(f"{key}.loss_avg_mode", "token", "seq")
-    if kind == "sapo":
-        c.set("loss_type", "sapo", f"{key}.loss_type")
-        c.copy(key, sapo_temperature_pos="tau_positive", sapo_temperature_neg="tau_negative")
-        if mode != "seq":
-            c.mark_refused(f"{key}.loss_avg_mode", "TRL's sapo averages over completions: give seq")
-    elif kind == "cispo":
-        c.set("loss_type", "cispo", f"{key}.loss_type")
-        c.set("epsilon_high", 1 + float(c[f"{key}.clip_ratio_high"]), f"{key}.clip_ratio_high")
-        if c[f"{key}.clip_ratio_low"] is not None:
-            why = "EasyR1 also clips the ratio of cispo from below, TRL only from above: give null"
-            c.mark_refused(f"{key}.clip_ratio_low", why)
-        if mode != "token":
-            c.mark_refused(f"{key}.loss_avg_mode", "TRL's cispo averages over tokens: give token")
+    if kind in ("sapo", "cispo"):
+        c.set("loss_type", kind, f"{key}.loss_type")
+        if (mode, kind) not in (("seq", "sapo"), ("token", "cispo")):
+            why = "TRL's sapo averages over completions, give seq; its cispo over tokens, give token"
+            c.mark_refused(f"{key}.loss_avg_mode", why)
     else:
         c.set("loss_type", "dapo" if mode == "token" else "grpo", f"{key}.loss_type", f"{key}.loss_avg_mode")
         if kind != "default":
             c.set("importance_sampling_level", "sequence", f"{key}.loss_type")
-        c.copy(key, epsilon="clip_ratio_low", epsilon_high="clip_ratio_high", delta="clip_ratio_dual")
+    if kind == "cispo":
+        c.set("epsilon_high", 1 + float(c[f"{key}.clip_ratio_high"]), f"{key}.clip_ratio_high")
+        if c[f"{key}.clip_ratio_low"] is not None:
+            why = "EasyR1 also clips the ratio of cispo from below, TRL only from above: give null"
+            c.mark_refused(f"{key}.clip_ratio_low", why)
 
 
 def convert_kl(c: Conversion) -> None:
@@ -656,15 +615,12 @@ def convert_kl(c: Conversion) -> None:
     if c["algorithm.disable_kl"]:
         c.set("kl_coef", 0.0, "algorithm.disable_kl")
         return
-    c.copy("algorithm", "kl_coef")
     in_loss = bool(c["algorithm.use_kl_loss"])
     c.set("use_kl_loss", in_loss, "algorithm.use_kl_loss")
     kind = c.read_choice("algorithm.kl_penalty", "kl", "abs", "mse", "low_var_kl")
     c.set("kl_penalty", kind, "algorithm.kl_penalty")
     controller = c.read_choice("algorithm.kl_type", "fixed", "adaptive")
     c.set("kl_type", "fixed" if in_loss else controller, "algorithm.kl_type")
-    if not in_loss and controller == "adaptive":
-        c.copy("algorithm", "kl_target", "kl_horizon")
 
 
 def convert_filtering(c: Conversion) -> None:
@@ -672,8 +628,6 @@ def convert_filtering(c: Conversion) -> None:
     key, tries = "algorithm.online_filtering", c["trainer.max_try_make_batch"]
     c.set("online_filtering", bool(c[key]), key)
     if c[key]:
-        c.set("filter_key", c["algorithm.filter_key"], "algorithm.filter_key")
-        c.copy("algorithm", "filter_low", "filter_high")
         c.set("dynamic_sampling", "resample", key)
         c.set("dynamic_sampling_max_rounds", tries - 1 if tries > 1 else 1000, "trainer.max_try_make_batch")
 
@@ -710,7 +664,6 @@ def _convert_resume(c: Conversion, folder: str) -> None:
     present = {path.name for path in Path(given).glob("*")}
     is_new = not present or ("run.json" in present and "trainer_state.json" not in present)
     if is_sought and is_new and not c.checkpoint and (find in c.stated or Path(given).is_dir()):
-        c.notes.append(f"{c.names.get(load, load)} is {given}, which has no checkpoint yet: starting from step 0.")
         c.set("resume_from_checkpoint", "latest" if Path(given) == Path(folder) else "none", load)
         return
     c.checkpoint = c.checkpoint or str(given)

@@ -200,23 +200,6 @@ def target_text(row: Row) -> str:
     return f"<think>{row['thought']}</think><answer>{row['solution']}</answer>{EOS}"
 
 
-def encode_rows(processor: Any, rows: Sequence[Row], *, images: bool) -> tuple[Any, torch.Tensor]:
-    """Return model inputs for prompts followed by their targets, and the target lengths, (N,)."""
-    prompts = [build_row_prompt(row) for row in rows]
-    if images:
-        prompts = [prepare_multimodal_messages(prompts[i], images=[row["image"]]) for i, row in enumerate(rows)]
-    texts = processor.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
-    targets = [target_text(row) for row in rows]
-    inputs = processor(
-        text=[text + target for text, target in zip(texts, targets, strict=True)],
-        images=[[row["image"]] for row in rows] if images else None,
-        padding=True,
-        padding_side="left",
-        return_tensors="pt",
-    )
-    return inputs, torch.tensor([len(ids) for ids in processor.tokenizer(targets)["input_ids"]])
-
-
 def supervised_loss(
     model: Any, processor: Any, rows: Sequence[Row], *, images: bool, thought_weight: float = 1.0
 ) -> tuple[torch.Tensor, float]:
@@ -227,7 +210,18 @@ def supervised_loss(
         images: whether the model sees the images.
         thought_weight: weight of the mean over the other tokens, which is added to the mean over the answer.
     """
-    inputs, lengths = encode_rows(processor, rows, images=images)
+    prompts, targets = [build_row_prompt(row) for row in rows], [target_text(row) for row in rows]
+    if images:
+        prompts = [prepare_multimodal_messages(prompts[i], images=[row["image"]]) for i, row in enumerate(rows)]
+    texts = processor.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
+    inputs = processor(
+        text=[text + target for text, target in zip(texts, targets, strict=True)],
+        images=[[row["image"]] for row in rows] if images else None,
+        padding=True,
+        padding_side="left",
+        return_tensors="pt",
+    )
+    lengths = torch.tensor([len(ids) for ids in processor.tokenizer(targets)["input_ids"]])  # (N,)
     longest = int(lengths.max())
     inputs, lengths = inputs.to(model.device), lengths.to(model.device)
     logits = model(**inputs, logits_to_keep=longest + 1).logits[:, :-1].float()  # (N, T, vocabulary)

@@ -1,7 +1,7 @@
 """Options of published methods, as YAML files: `load_recipe("vppo")`, `vgr-trl train --recipe vppo`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -54,18 +54,16 @@ def recipe_file(spec: str) -> Path:
     """Return the file of a built-in recipe (by name) or of your own (by path, `.yaml` or `.yml`).
 
     Raises:
-        ConfigError: there is no such recipe.
+        ConfigError: there is no built-in recipe of this name.
     """
-    names = recipe_names()
-    own = Path(spec)
-    if own.suffix in (".yaml", ".yml"):
-        if not own.is_file():
-            raise ConfigError(f"The recipe file {spec} does not exist: give its path, or one of {', '.join(names)}.")
-        return own
-    if spec not in names:
-        nearest = get_close_matches(spec, names, n=1)
+    if Path(spec).suffix in (".yaml", ".yml"):
+        return Path(spec)
+    if spec not in recipe_names():
+        nearest = get_close_matches(spec, recipe_names(), n=1)
         meant = f"Did you mean {nearest[0]}? Else give" if nearest else "Give"
-        raise ConfigError(f"There is no recipe {spec!r}. {meant} one of {', '.join(names)}, or a file (my.yaml).")
+        raise ConfigError(
+            f"There is no recipe {spec!r}. {meant} one of {', '.join(recipe_names())}, or a file (my.yaml)."
+        )
     return RECIPE_FOLDER / f"{spec}.yaml"
 
 
@@ -83,7 +81,10 @@ def read_recipe(spec: str) -> Recipe:
     if not isinstance(values, dict):
         raise ConfigError(f"The recipe {file} has no options: give lines of the form `learning_rate: 1.0e-6`.")
     about = values.pop("about", None)
-    return Recipe(file.stem, None if about is None else _parse_about(about, file), values)
+    try:
+        return Recipe(file.stem, None if about is None else About(**about), values)
+    except TypeError as error:
+        raise ConfigError(f"about of the recipe {file} does not describe a method: {error}") from error
 
 
 def load_recipe(spec: str) -> dict[str, Any]:
@@ -93,10 +94,3 @@ def load_recipe(spec: str) -> dict[str, Any]:
         ConfigError: as `read_recipe`.
     """
     return read_recipe(spec).options
-
-
-def _parse_about(given: Any, file: Path) -> About:
-    known = [item.name for item in fields(About)]
-    if not isinstance(given, dict) or not {"method", "paper"} <= set(given) <= set(known):
-        raise ConfigError(f"about of the recipe {file} is {given!r}: give method and paper; optional are {known}.")
-    return About(**given)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from numbers import Real
 from typing import Any
 
@@ -68,10 +68,11 @@ def excerpt(value: Any) -> str:
 _STATES, _CONFIRMS, _UNLESS, _OPENERS = map(compile_words, ("states", "confirms", "unless", "openers"))
 _REASONS, _JOINS, _DENIES, _VERBS = map(compile_words, ("reasons", "joins", "denies", "verbs"))
 _OPTION_WORD, _REFERS, _PLACES, _PRONOUNS = map(compile_words, ("option", "refers", "places", "pronouns"))
-_ANCHORS = [anchor for table in TABLES.values() for anchor in table["anchors"]]
 
-_THINK_TAG = re.compile(r"<(/?)think>", re.IGNORECASE | re.ASCII)
-_ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE | re.ASCII)
+_ANCHORS = [anchor for table in TABLES.values() for anchor in table["anchors"]]
+_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.IGNORECASE | re.ASCII | re.DOTALL)
+_THOUGHT_END = re.compile("</think>", re.IGNORECASE | re.ASCII)
+_ANSWER_START, _ANSWER_END = (re.compile(tag, re.IGNORECASE | re.ASCII) for tag in ("<answer>", "</answer>"))
 _BOX = re.compile(r"\\boxed\s{0,9}\{|<\|begin_of_box\|>")
 _BOX_SEPARATOR = re.compile(
     r"(?:\}|<\|end_of_box\|>)[\s$.,;/&、()\\\[\]]{0,9}(?:or|and|或者?|和)?[\s$(\\\[\]]{0,9}", re.IGNORECASE
@@ -111,21 +112,14 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
         choices: texts of the options; empty: options are known by letter only.
         is_open: whether the question is open.
     """
-    visible = _EMOJI.sub("", to_half_width(strip_thought(text)))
-    tagged = answer_tag(visible)
-    if tagged is None:
-        return _read_answer(visible, choices, is_open, in_tag=False)
-    inner = _read_answer(tagged, choices, is_open, in_tag=True)
-    return Stated("tag", tagged.strip(), inner.readings if inner else ())
-
-
-def _read_answer(text: str, choices: Sequence[str], is_open: bool, in_tag: bool) -> Stated | None:
-    for rule, whole in _find_parts(text, in_tag):
-        part = whole[:_MAX_PART_LENGTH]
+    text = _EMOJI.sub("", to_half_width(strip_thought(text)))
+    tagged = answer_tag(text)
+    for rule, part in _find_parts(text if tagged is None else tagged, tagged is not None):
+        part = part[:_MAX_PART_LENGTH]
         readings = _read_open(part, rule) if is_open else _read_option(part, rule, choices)
         if readings is not None:
-            return Stated(rule, part.strip(), readings)
-    return None
+            return Stated(rule, part.strip(), readings) if tagged is None else Stated("tag", tagged.strip(), readings)
+    return None if tagged is None else Stated("tag", tagged.strip(), ())
 
 
 def strip_thought(text: str) -> str:
@@ -134,30 +128,13 @@ def strip_thought(text: str) -> str:
     Text before an unopened `</think>` is thought too, since chat templates often put `<think>` in the prompt; so is
     text after an unclosed `<think>`.
     """
-    kept: list[str] = []
-    position, thinking = 0, False
-    for tag in _THINK_TAG.finditer(text):
-        if tag[1]:
-            if not thinking:
-                kept.clear()
-            thinking, position = False, tag.end()
-        elif not thinking:
-            kept.append(text[position : tag.start()])
-            thinking = True
-    if not thinking:
-        kept.append(text[position:])
-    return "\n".join(kept)
+    return _THOUGHT_END.split(_THOUGHT.sub("\n", text))[-1]
 
 
 def answer_tag(text: str) -> str | None:
     """Return the content of the last `<answer>…</answer>` of `text`, or None."""
-    content, start = None, None
-    for tag in _ANSWER_TAG.finditer(text):
-        if not tag[1]:
-            start = tag.end()
-        elif start is not None:
-            content, start = text[start : tag.start()], None
-    return content
+    pieces = [_ANSWER_END.split(piece, maxsplit=1) for piece in _ANSWER_START.split(text)[1:]]
+    return next((piece[0] for piece in reversed(pieces) if len(piece) > 1), None)
 
 
 def _find_parts(text: str, in_tag: bool) -> Iterator[tuple[str, str]]:
@@ -169,7 +146,7 @@ def _find_parts(text: str, in_tag: bool) -> Iterator[tuple[str, str]]:
         lines.pop()
     if lines and (hashes := _HASHES.search(lines[-1])):
         yield "hashes", hashes[1]
-    yield from _find_statements(text)
+    yield from islice(_find_statements(text), _MAX_STATEMENTS)
     if in_tag:
         yield "tag", text
     if lines and not in_tag:
@@ -217,25 +194,21 @@ def _read_braces(text: str) -> str:
 
 def _find_statements(text: str) -> Iterator[tuple[str, str]]:
     """Yield the clauses after statement words and before confirmations, last one first."""
-    end, left = len(text), _MAX_STATEMENTS
-    for line in reversed(text.split("\n")):
-        start, lowered = end - len(line), line.lower()
-        found = []
-        if any(anchor in lowered for anchor in _ANCHORS):
-            found = [(match.end(), "statement", match) for match in _STATES.finditer(text, start, end)]
-            found += [(match.start(), "confirmation", match) for match in _CONFIRMS.finditer(text, start, end)]
-        for _, rule, match in sorted(found, key=lambda each: each[0])[: -left - 1 : -1]:
-            before = text[max(start, match.start() - _MAX_REACH) : match.start()]
-            before = before[max((stop.end() for stop in _SENTENCE_END.finditer(before)), default=0) :]
+    for line in reversed(list(re.finditer(r".+", text))):
+        start, end = line.span()
+        lowered = line[0].lower()
+        if not any(anchor in lowered for anchor in _ANCHORS):
+            continue
+        found = [(match.end(), "statement", match) for match in _STATES.finditer(text, start, end)]
+        found += [(match.start(), "confirmation", match) for match in _CONFIRMS.finditer(text, start, end)]
+        for _, rule, match in sorted(found, key=lambda each: each[0], reverse=True):
+            before = _SENTENCE_END.split(text[max(start, match.start() - _MAX_REACH) : match.start()])[-1]
             if _UNLESS.search(before):
                 continue
             if rule == "statement":
                 yield rule, _first_clause(text[match.end() : match.end() + _MAX_REACH])
             elif before.strip():
                 yield rule, before
-        end, left = start - 1, left - len(found)
-        if left <= 0:
-            return
 
 
 def _first_clause(text: str) -> str:
@@ -318,9 +291,8 @@ def _read_option(part: str, rule: str, choices: Sequence[str]) -> tuple[int, ...
             start, end, index = found[0]
             if part[:start].strip(MARKS + "([{"):
                 return None
-            if rule == "line" and not (
-                _CLAUSE_END.match(part, end) or _starts_with_choice(part[end:], choices[index : index + 1])
-            ):
+            is_alone = _CLAUSE_END.match(part, end) or _starts_with_choice(part[end:], choices[index : index + 1])
+            if rule == "line" and not is_alone:
                 return None
         head = len(_cut_reason(part))
         found = [one for one in found if one[0] < head] or found
@@ -346,7 +318,7 @@ def _find_named_options(text: str, choices: Sequence[str], *, letters: bool = Tr
     if not found:
         matches = [(index, _compile_choice(choice).finditer(text)) for index, choice in enumerate(choices)]
         places = [(match.start(), match.end(), index) for index, found_matches in matches for match in found_matches]
-        found = sorted(one for one in places if not any(other != one and _is_within(one, other) for other in places))
+        found = sorted(one for one in places if not any(_is_within(one, other) for other in places))
     return [one for one in found if not _is_denied(text, *one[:2])]
 
 
@@ -434,13 +406,10 @@ def _find_endings(sentence: str) -> list[str]:
     found += [clause[verb.end() :] for verb in list(_VERBS.finditer(clause))[-1:]]
     found += clause.partition(":")[2:]
     *others, clause = re.split(r"[,;](?:\s|(?=[\u4e00-\u9fff]))|:", clause)
-    is_number = others and re.match(r"\W*\d", clause) and re.search(r"\d", others[-1])
-    if is_number or (
-        others
-        and re.fullmatch(r"[!-~]+", strip_wrapping(others[-1]))
-        and re.fullmatch(r"[!-~]+", strip_wrapping(clause))
-    ):
-        return found  # the last part of a list
+    if others:
+        are_numbers = re.match(r"\W*\d", clause) and re.search(r"\d", others[-1])
+        if are_numbers or all(re.fullmatch(r"[!-~]+", strip_wrapping(each)) for each in (others[-1], clause)):
+            return found  # the last part of a list
     for token in list(_TOKEN.finditer(clause))[: -_MAX_LINE_WORDS - 1 : -1]:
         before = clause[: token.start()].rstrip()
         if _JOINS.search(before, max(0, len(before) - 9)):
@@ -509,14 +478,17 @@ def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:
     if isinstance(solution, str):
         content = answer_tag(solution)
         solution = (solution if content is None else content).strip()
-    if not (bool(solution) if isinstance(solution, str) else _is_number(solution)):
-        raise RewardError(f"solution is {excerpt(solution)}: give the right answer as {_accepted_forms(options)}")
-    if options:
-        index = int(solution) if _is_index(solution) else _find_choice(_to_text(solution), options)
-        if not 0 <= index < len(options):
-            raise RewardError(f"solution is {index} of {len(options)} choices: give {_accepted_forms(options)}")
-        return Solution(options[index], options, index)
-    return _resolve_open(_to_text(solution))
+    if solution == "" or not (isinstance(solution, str) or _is_number(solution)):
+        raise RewardError(f"solution is {excerpt(solution)}: give the right answer, a text or a number")
+    if not options:
+        return _resolve_open(_to_text(solution))
+    index = int(solution) if _is_index(solution) else _find_choice(_to_text(solution), options)
+    if index not in range(len(options)):
+        raise RewardError(
+            f"solution is {excerpt(solution)}, which is none of the choices: give a letter A to "
+            f"{LETTERS[len(options) - 1]}, an index 0 to {len(options) - 1}, or the text of one choice"
+        )
+    return Solution(options[index], options, index)
 
 
 def _resolve_open(text: str) -> Solution:
@@ -552,28 +524,22 @@ def _parse_choices(choices: Any) -> tuple[str, ...]:
     if choices is None:
         return ()
     choices = choices.tolist() if hasattr(choices, "tolist") else choices
-    if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= len(LETTERS):
-        raise RewardError(f"choices is {excerpt(choices)}: give a list of 2 to 10 texts, or None for an open question")
-    texts = [_to_text(choice) if isinstance(choice, str) or _is_number(choice) else "" for choice in choices]
-    folded = list(map(fold, texts))
-    for letter, text, choice in zip(LETTERS, folded, choices, strict=False):
-        if not text:
-            raise RewardError(f"option {letter} of choices is {choice!r}: give every option a text")
-        if (first := LETTERS[folded.index(text)]) != letter:
-            raise RewardError(
-                f"options {first} and {letter} of choices are both {excerpt(choice)} (apart from case, width, white "
-                "space and how accents are encoded): give options that differ"
-            )
-    return tuple(texts)
+    if isinstance(choices, list | tuple) and 2 <= len(choices) <= len(LETTERS):
+        texts = [_to_text(choice) if isinstance(choice, str) or _is_number(choice) else "" for choice in choices]
+        if len({fold(text) for text in texts} - {""}) == len(texts):
+            return tuple(texts)
+    raise RewardError(
+        f"choices is {excerpt(choices)}: give 2 to 10 texts that differ (case, width, white space and how accents are "
+        "encoded do not count), or None for an open question"
+    )
 
 
 def _find_choice(solution: str, options: tuple[str, ...]) -> int:
-    """Return the option that a solution names: by letter, else by its exact text, else by a statement."""
+    """Return the option that a solution names, by letter, text or a statement; -1 if it names none."""
     by_letter = _read_option(to_half_width(solution), "tag", options) or ()
     exact = [i for i, option in enumerate(options) if to_half_width(option).strip() == to_half_width(solution).strip()]
     meant = sorted({*by_letter, *exact})
-    if not meant:
-        meant = [i for i, option in enumerate(options) if normalise(option) == normalise(solution)]
+    meant = meant or [i for i, option in enumerate(options) if normalise(option) == normalise(solution)]
     if not meant and (stated := stated_answer(solution, options)) is not None:
         meant = list(stated.readings)
     if len(meant) > 1:
@@ -581,17 +547,7 @@ def _find_choice(solution: str, options: tuple[str, ...]) -> int:
         raise RewardError(
             f"solution is {excerpt(solution)}, which could mean option {names}: give the index of the right option"
         )
-    if not meant:
-        accepted = _accepted_forms(options)
-        raise RewardError(f"solution is {excerpt(solution)}, which is none of the choices: give {accepted}")
-    return meant[0]
-
-
-def _accepted_forms(options: tuple[str, ...]) -> str:
-    if not options:
-        return "a text or a number, or add choices"
-    last = len(options) - 1
-    return f"a letter A to {LETTERS[last]}, an integer index 0 to {last}, or the text of one option"
+    return meant[0] if meant else -1
 
 
 def states_answer(text: str, solution: Solution) -> bool:

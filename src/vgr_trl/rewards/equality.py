@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from vgr_trl.utils import limit_seconds
@@ -31,7 +31,6 @@ def compile_words(name: str) -> re.Pattern[str]:
 ARTICLES = compile_words("articles")
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20}
 _ZERO_WIDTH = dict.fromkeys((0x200B, 0x2060, 0xFEFF))  # invisible spaces and joiners
-_FINAL_MARKS = ".,;:。"
 _EXCLAMATION_AFTER_WORD = re.compile(r"(?<=[^\W\d_]{2})[!?]+$")
 MARKS, STOPS = " \t\r\n*`_\"'“”‘’「」", ".。,;:"
 _WRAPPED = re.compile(
@@ -57,9 +56,9 @@ def normalise(text: str) -> str:
     Exclamation and question marks are removed only after a word, so that 5! stays. Punctuation alone stays.
     """
     collapsed = fold(text)
-    stripped = collapsed.rstrip(_FINAL_MARKS).rstrip()
+    stripped = collapsed.rstrip(STOPS).rstrip()
     while match := _EXCLAMATION_AFTER_WORD.search(stripped):
-        stripped = stripped[: match.start()].rstrip(_FINAL_MARKS).rstrip()
+        stripped = stripped[: match.start()].rstrip(STOPS).rstrip()
     return stripped or collapsed
 
 
@@ -180,11 +179,8 @@ class Quantity:
         """
         if "" in (self.unit, other.unit) and "%" in (self.unit, other.unit):  # 50% is 0.5, and 50 of a hundred
             share, plain = (self, other) if self.unit else (other, self)
-            hundredfold = None if share.decimals is None else share.decimals - 2
-            return any(
-                each.equals(plain)
-                for each in (replace(share, unit=""), Quantity(share.value * 100, decimals=hundredfold))
-            )
+            hundredfold = Quantity(share.value * 100, decimals=(share.decimals or 0) - 2)
+            return replace(share, unit="").equals(plain) or hundredfold.equals(plain)
         if self.unit and other.unit and self.unit != other.unit:
             return False
         if (self.decimals is None) == (other.decimals is None):
@@ -271,9 +267,7 @@ def is_same_open_answer(gold: str, answer: str) -> bool:
     first, second = read_quantity(gold), read_quantity(answer)
     if first is not None and second is not None:
         return first.equals(second)
-    if strip_article(gold) == strip_article(answer):
-        return True
-    if (polarity := POLARITY.get(strip_article(gold))) is not None and polarity == POLARITY.get(strip_article(answer)):
+    if len({POLARITY.get(text, text) for text in (strip_article(gold), strip_article(answer))}) == 1:
         return True
     if gold.startswith("[") != answer.startswith("["):  # a list with its brackets, and one without
         gold, answer = gold.strip("[]"), answer.strip("[]")
@@ -312,13 +306,9 @@ _AND = re.compile(r",?\s+and\s+|\s*(?:→|->)\s*|(?<=[\u4e00-\u9fff])和", re.IG
 
 def _split_list(text: str) -> list[str]:
     """Split at the commas outside brackets; a list is compared in its order."""
-    parts = [""]
-    for character, depth in zip(text, _bracket_depths(text), strict=True):
-        if character in ",、" and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
+    depths = enumerate(zip(text, _bracket_depths(text), strict=True))
+    commas = [place for place, (character, depth) in depths if character in ",、" and depth == 0]
+    return [text[start + 1 : end] for start, end in pairwise([-1, *commas, len(text)])]
 
 
 def _bracket_depths(text: str) -> Iterator[int]:

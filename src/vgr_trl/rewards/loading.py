@@ -1,4 +1,4 @@
-"""Load rewards by name or path, weight them by step, and check their results."""
+"""Load rewards by name or path, call reward files of EasyR1, weight rewards by step, and check their results."""
 
 import inspect
 import logging
@@ -8,51 +8,185 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from functools import partial, wraps
+from dataclasses import dataclass, field, fields
+from functools import cache, partial, update_wrapper
 from itertools import count
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from vgr_trl import registries
-from vgr_trl.rewards.answers import excerpt
-from vgr_trl.rewards.attention import mdi_reward, region_reward, vgr_hard_negative_reward, vgr_reward
-from vgr_trl.rewards.groups import WholeGroups, unwrap_reward
-from vgr_trl.rewards.reward_files import OVERALL, FileOptions, ScoredFile, is_easyr1_reward
-from vgr_trl.rewards.simple import (
-    accuracy_reward,
-    blind_accuracy_reward,
-    get_soft_overlong_punishment,
-    tag_count_reward,
-    think_format_reward,
-    think_only_format_reward,
-)
-from vgr_trl.utils import ConfigError, RewardError
+from vgr_trl.rewards.answers import completion_text, excerpt
+from vgr_trl.rewards.attention import WholeGroups, unwrap_reward, vgr_hard_negative_reward, vgr_reward
+from vgr_trl.rewards.simple import accuracy_reward, blind_accuracy_reward, get_soft_overlong_punishment
+from vgr_trl.utils import ConfigError, RewardError, kill_workers, pool
 
 logger = logging.getLogger(__name__)
 
-for _names, _reward in (
-    (("accuracy", "accuracy_reward", "mc_idx_reward"), accuracy_reward),
-    (("format", "think_format_reward"), think_format_reward),
-    (("think_only_format", "think_only_format_reward"), think_only_format_reward),
-    (("tag_count", "tag_count_reward"), tag_count_reward),
-    (("vgr", "vgr_reward"), vgr_reward),
-    (("vgr_hard_negative", "vgr_hard_negative_reward"), vgr_hard_negative_reward),
-    (("mdi", "mdi_reward"), mdi_reward),
-    (("region", "region_reward"), region_reward),
-    (("blind_accuracy", "blind_accuracy_reward"), blind_accuracy_reward),
-    (
-        ("length", "soft_overlong", "soft_overlong_punishment_reward", "get_soft_overlong_punishment"),
-        get_soft_overlong_punishment,
-    ),
-):
-    registries.rewards.register(*_names)(_reward)
-_HARD_NEGATIVES: dict[Any, Any] = {
-    vgr_reward: vgr_hard_negative_reward,
-    "vgr": "vgr_hard_negative",
-    "vgr_reward": "vgr_hard_negative_reward",
-}
+# Reward files of EasyR1 and MTRL: one call returns several scores, each of which can be a reward.
+
+OVERALL = "overall"
+# First parameter -> form.
+_FORMS = {"reward_inputs": "batch", "reward_input": "sequential", "data_dict": "sequential"}
+_cached_pool = cache(pool)
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """Options for calling reward files.
+
+    Args:
+        form: `batch` or `sequential`; None: `REWARD_TYPE` in the file, else by the name of the first parameter.
+        processes: worker processes for a sequential function; 1: call it in this process.
+        arguments: extra keyword arguments.
+    """
+
+    form: str | None = None
+    processes: int = 1
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_easyr1_reward(function: Any) -> bool:
+    """Whether `function` is a reward of EasyR1 or MTRL, by its first parameter or the constants of its module."""
+    if not inspect.isfunction(function):
+        return False
+    names = list(inspect.signature(function).parameters)
+    if not names or set(names) & {"prompts", "completions", "completion_ids"}:
+        return False
+    module = sys.modules.get(function.__module__)
+    return names[0] in _FORMS or hasattr(module, "REWARD_TYPE") or hasattr(module, "REWARD_NAME")
+
+
+class ScoredFile:
+    """One score of an EasyR1 reward function as a reward; the reward `overall` also logs the other scores.
+
+    Such a function takes a dict per completion (`response`, `response_length`, `ground_truth`, `prompt`) and returns
+    its scores. Sequential form: one dict, also with `images`, to a dict of scores or a pair (reward, metrics). Batch
+    form: a list of the completions of all processes to a list, or a pair of lists. A completion's scores may include
+    `token_weights`.
+
+    Raises:
+        RewardError: the function does not accept the extra arguments, or its `REWARD_TYPE` is unknown.
+    """
+
+    def __init__(self, function: Callable[..., Any], key: str, options: FileOptions) -> None:
+        self.__name__ = function.__name__ if key == OVERALL else key
+        self.function, self.key, self.file_options = function, key, options
+        self.computed: dict[str, Any] = {}  # last completions and their scores, shared by all scores of the function
+        parameters = inspect.signature(function).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        if unknown := [name for name in options.arguments if not takes_all and name not in parameters]:
+            accepted = ", ".join(list(parameters)[1:]) or "none"
+            raise RewardError(
+                f"reward_function_kwargs has {unknown[0]!r}, but {function.__name__} accepts {accepted}: correct it."
+            )
+        module_form = getattr(sys.modules.get(function.__module__), "REWARD_TYPE", None)
+        self.form = str(module_form or options.form or _FORMS.get(next(iter(parameters)), "batch"))
+        if self.form not in _FORMS.values():
+            raise RewardError(f"{function.__name__} has the reward type {self.form!r}: give batch or sequential.")
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        """Return this score for each completion of this process."""
+        last, solution = self.computed, columns.get("solution")
+        if not last or last["completions"] is not completions or last["solution"] is not solution:
+            scores = self._score_rows(_build_inputs(completions, columns, with_images=self.form == "sequential"))
+            last.update(completions=completions, solution=solution, scores=scores)
+        scores = last["scores"]
+        if self.key == OVERALL and (log := columns.get("log_metric")) is not None:
+            for key in sorted({key for row in scores for key in row}):
+                if values := [float(row[key]) for row in scores if isinstance(row.get(key), Real)]:
+                    log(f"reward/{key}", sum(values) / len(values))
+        if (other := next((row for row in scores if self.key not in row), None)) is not None:
+            raise RewardError(f"{self.function.__name__} returned no {self.key!r}, but {', '.join(other)}: name one.")
+        return [row[self.key] for row in scores]
+
+    def _score_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if self.form == "sequential":
+            return [self._parse_scores(returned) for returned in self._score_sequentially(rows)]
+        from accelerate import PartialState  # imports torch, which worker processes do not need
+        from accelerate.utils import gather_object
+
+        everything, lengths = gather_object(rows), gather_object([len(rows)])
+        scores = self._parse_batch(self.function(everything, **self.file_options.arguments), len(everything))
+        start = sum(lengths[: PartialState().process_index])
+        return scores[start : start + len(rows)]
+
+    def _score_sequentially(self, rows: list[dict[str, Any]]) -> list[Any]:
+        arguments = dict(self.file_options.arguments)
+        if self.file_options.processes == 1:
+            return [self.function(row, **arguments) for row in rows]
+        where = inspect.getfile(self.function), self.function.__name__, arguments
+        workers = _cached_pool(self.file_options.processes)
+        try:
+            return list(workers.map(_score_in_worker, [where] * len(rows), rows, chunksize=4))
+        except BaseException as error:  # also KeyboardInterrupt
+            kill_workers(workers)
+            _cached_pool.cache_clear()
+            if not isinstance(error, BrokenProcessPool):
+                raise
+            raise RewardError(
+                f"A process of {self.function.__name__} ended unexpectedly: fix the function, or lower reward_num_cpus."
+            ) from error
+
+    def _parse_batch(self, returned: Any, count: int) -> list[dict[str, Any]]:
+        if _is_pair(returned):
+            lists = {**returned[1], OVERALL: returned[0]}
+            returned = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+        if not isinstance(returned, list | tuple) or len(returned) != count:
+            raise RewardError(
+                f"{self.function.__name__} returned {excerpt(returned)} for a batch of {count} completions: return a "
+                "list with the scores of each, or set REWARD_TYPE to sequential in its file."
+            )
+        return [self._parse_scores(row) for row in returned]
+
+    def _parse_scores(self, returned: Any) -> dict[str, Any]:
+        if _is_pair(returned):
+            return {**returned[1], OVERALL: returned[0]}
+        if isinstance(returned, Mapping):
+            return dict(returned)
+        if isinstance(returned, Real) or getattr(returned, "shape", None) == ():
+            return {OVERALL: returned}
+        raise RewardError(
+            f"{self.function.__name__} returned {excerpt(returned)} for a completion: return its scores, a dict with "
+            f"{OVERALL!r}, or a pair (reward, metrics)."
+        )
+
+
+def collect_token_weights(rewards: Iterable[Any]) -> list[Any] | None:
+    """Return the `token_weights` that reward files returned for the last completions of this process.
+
+    None for a completion without weights; None instead of the list if there is no reward file.
+    """
+    scores = [reward.computed["scores"] for reward in rewards if isinstance(reward, ScoredFile)]
+    rows = [[row.get("token_weights") for row in rows] for rows in zip(*scores, strict=True)]
+    return [next((each for each in row if each is not None), None) for row in rows] if scores else None
+
+
+def _is_pair(returned: Any) -> bool:
+    return isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
+
+
+def _score_in_worker(where: tuple[str, str, dict[str, Any]], row: dict[str, Any]) -> Any:
+    file, name, arguments = where
+    return getattr(registries.import_file(file, "reward", RewardError), name)(row, **arguments)
+
+
+def _build_inputs(completions: Sequence[Any], columns: Mapping[str, Any], with_images: bool) -> list[dict[str, Any]]:
+    names = ("completion_ids", "prompts", "solution")
+    ids, prompts, solutions = (columns.get(name) or [None] * len(completions) for name in names)
+    images = (columns.get("images") or columns.get("image")) if with_images else None
+    rows: list[dict[str, Any]] = []
+    for i, text in enumerate(map(completion_text, completions)):
+        length, prompt = len(text if ids[i] is None else ids[i]), prompts[i]
+        if isinstance(prompt, list):  # its last question
+            questions = [message["content"] for message in prompt if message.get("role") == "user"]
+            prompt = completion_text([{"content": content} for content in questions[-1:]])
+        rows.append({"response": text, "response_length": length, "ground_truth": solutions[i], "prompt": prompt})
+        if images is not None:
+            rows[-1]["images"] = images[i] if isinstance(images[i], list) else [images[i]]
+    return rows
 
 
 def is_reward_name(spec: Any) -> bool:
@@ -72,38 +206,11 @@ def load_rewards(
     files: FileOptions | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> list[Callable[..., Any]]:
-    """Load the reward functions that `specs` name, in order; arguments as in `load_reward`.
+    """Load the reward functions that `specs` name, in order.
 
     Args:
-        options: of all plug-ins of a run; each reward takes its own.
-
-    Raises:
-        RewardError: a reward cannot be loaded, or is named twice, so that its metrics would collide.
-    """
-    specs = [specs] if isinstance(specs, str) else list(specs)
-    rewards = [_load(spec, options or {}, max_completion_length, soft_punish_cache, files) for spec in specs]
-    first: dict[Any, ScoredFile] = {}
-    for place, reward in enumerate(rewards):
-        if reward in rewards[:place] or specs[place] in specs[:place]:
-            raise RewardError(f"The reward {specs[place]} is named twice: name it once, with a larger weight.")
-        if isinstance(reward, ScoredFile):  # call the function once for all its scores
-            reward.computed = first.setdefault(reward.function, reward).computed
-    return rewards
-
-
-def load_reward(
-    spec: Any,
-    *,
-    max_completion_length: int | None = None,
-    soft_punish_cache: int | None = None,
-    files: FileOptions | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:
-    """Load the reward function that `spec` names.
-
-    Args:
-        spec: a name (`accuracy`, `format`, `length`, or one that an installed package registers as entry point of the
-            group `vgr_trl.rewards`), a dotted path `my_package.rewards.my_reward`, or a file
+        specs: of each reward a name (`accuracy`, `format`, `length`, or one that an installed package registers as
+            entry point of the group `vgr_trl.rewards`), a dotted path `my_package.rewards.my_reward`, or a file
             `my_rewards.py:my_reward`, relative to the working directory or absolute. A function is returned unchanged
             unless `options` are given. An EasyR1 function gives the score `overall`; append `[accuracy]` for another
             score.
@@ -111,38 +218,54 @@ def load_reward(
         soft_punish_cache: tokens, for `length`; None: a fifth of `max_completion_length`, the ratio of DAPO
             (https://huggingface.co/papers/2503.14476).
         files: how EasyR1 functions are called; None: as their files say.
+        options: of all plug-ins of a run; each reward takes its own.
+
+    Raises:
+        RewardError: a name is unknown or registered twice, an import fails, an object is not a function, or a reward is
+            named twice, so that its metrics would collide.
+    """
+    specs = [specs] if isinstance(specs, str) else list(specs)
+    rewards: list[Callable[..., Any]] = []
+    for spec in specs:
+        name, key = spec, ""
+        if isinstance(spec, str):
+            name, _, key = spec.strip().removesuffix("]").partition("[")
+        reward: Any = registries.rewards.load(name)
+        if is_easyr1_reward(reward) and isinstance(spec, str):
+            reward = ScoredFile(reward, key or OVERALL, files or FileOptions())
+            same = [each for each in rewards if isinstance(each, ScoredFile) and each.function is reward.function]
+            reward.computed = same[0].computed if same else {}  # call the function once for all its scores
+        elif key:
+            raise RewardError(f"The reward {spec!r} asks for a score, but {name} returns one number: remove [{key}].")
+        elif reward is get_soft_overlong_punishment:
+            if max_completion_length is None:
+                raise RewardError(f"The reward {name!r} needs max_completion_length, which is None: give it in tokens.")
+            cache = max_completion_length // 5 if soft_punish_cache is None else soft_punish_cache
+            reward = get_soft_overlong_punishment(max_completion_length, cache)
+        elif reward is not spec or options:
+            reward = _bind_options(reward, options or {})
+        if reward in rewards or specs.count(spec) > 1:
+            raise RewardError(f"The reward {spec} is named twice: name it once, with a larger weight.")
+        rewards.append(reward)
+    return rewards
+
+
+def load_reward(spec: Any, *, options: Mapping[str, Any] | None = None, **settings: Any) -> Callable[..., Any]:
+    """Load the reward function that `spec` names; arguments as of `load_rewards`.
+
+    Args:
         options: values of the options that the reward declares, by name.
 
     Raises:
-        RewardError: the name is unknown or registered twice, the import fails, the object is not a function, or the
-            reward declares no such option.
+        RewardError: as `load_rewards`, or the reward declares no such option.
     """
-    reward = _load(spec, options or {}, max_completion_length, soft_punish_cache, files)
-    own = getattr(reward, "options", None)
-    known = [] if own is None else [field.name for field in fields(own)]
-    for name in options or ():
-        if name not in known:
-            accepted = ", ".join(known) or "none, as it declares none"
-            raise RewardError(f"The reward {reward_name(reward)} has no option {name!r}: give {accepted}.")
+    (reward,) = load_rewards([spec], options=options, **settings)
+    declared = getattr(reward, "options", None)
+    known = [] if declared is None else [option.name for option in fields(declared)]
+    if unknown := set(options or ()) - set(known):
+        accepted = ", ".join(known) or "none, as it declares none"
+        raise RewardError(f"The reward {reward_name(reward)} has no option {unknown.pop()!r}: give {accepted}.")
     return reward
-
-
-def _load(
-    spec: Any, options: Mapping[str, Any], longest: int | None, cache: int | None, files: FileOptions | None
-) -> Callable[..., Any]:
-    name, key = spec, ""
-    if isinstance(spec, str):
-        name, _, key = spec.strip().removesuffix("]").partition("[")
-    reward: Callable[..., Any] = registries.rewards.load(name)
-    if is_easyr1_reward(reward) and isinstance(spec, str):
-        return ScoredFile(reward, key or OVERALL, files or FileOptions())
-    if key:
-        raise RewardError(f"The reward {spec!r} asks for a score, but {name} returns one number: remove [{key}].")
-    if reward is get_soft_overlong_punishment:
-        if longest is None:
-            raise RewardError(f"The reward {name!r} needs max_completion_length, which is None: give it in tokens.")
-        return get_soft_overlong_punishment(longest, longest // 5 if cache is None else cache)
-    return reward if reward is spec and not options else _bind_options(reward, options)
 
 
 def _bind_options(reward: Callable[..., Any], given: Mapping[str, Any]) -> Callable[..., Any]:
@@ -150,13 +273,8 @@ def _bind_options(reward: Callable[..., Any], given: Mapping[str, Any]) -> Calla
     options = getattr(reward, "options", None)
     if options is None:
         return reward
-    filled = partial(reward, **vars(registries.build_options(options, given)))
-
-    @wraps(reward)
-    def bound(*args: Any, **kwargs: Any) -> Any:
-        return filled(*args, **kwargs)
-
-    bound.__signature__ = inspect.signature(filled)  # type: ignore[attr-defined]
+    bound = update_wrapper(partial(reward, **vars(registries.build_options(options, given))), reward)
+    del bound.__wrapped__  # or its signature would be that of `reward`
     return bound
 
 
@@ -166,9 +284,10 @@ def replace_by_hard_negative(rewards: Iterable[Any]) -> list[Any]:
     Raises:
         RewardError: neither is among them.
     """
+    hard = {vgr_reward: vgr_hard_negative_reward, "vgr": "vgr_hard_negative", "vgr_reward": "vgr_hard_negative_reward"}
     rewards = list(rewards)
-    changed = [_HARD_NEGATIVES.get(reward, reward) for reward in rewards]
-    if not set(changed) & set(_HARD_NEGATIVES.values()):
+    changed = [hard.get(reward, reward) for reward in rewards]
+    if not set(changed) & set(hard.values()):
         names = " ".join(map(reward_name, rewards)) or "none"
         raise RewardError(f"vgr_hard_negative is on, but the rewards are {names}: add vgr, or turn it off.")
     return changed
@@ -209,15 +328,13 @@ class RewardSchedule:
         """
         names = [reward_name(reward) for reward in rewards]
         for option, weights in (("reward_weights", reward_weights), ("early_reward_weights", early_reward_weights)):
-            numbers = [each for each in weights or () if isinstance(each, int | float) and math.isfinite(each)]
-            if weights is not None and not len(weights) == len(numbers) == len(names):
+            if weights is not None and (len(weights) != len(names) or not all(map(math.isfinite, weights))):
                 raise ConfigError(
                     f"{option} is {weights!r}, {len(weights)} values, but there are {len(names)} reward functions "
                     f"({', '.join(names)}): give one weight per function, a finite number, in this order."
                 )
         regular = [1.0] * len(names) if reward_weights is None else reward_weights
-        early = None if early_reward_weights is None else tuple(map(float, early_reward_weights))
-        return cls(tuple(map(float, regular)), early)
+        return cls(tuple(regular), None if early_reward_weights is None else tuple(early_reward_weights))
 
     @property
     def changes(self) -> bool:

@@ -1,15 +1,18 @@
 """Rewards computed from the text of a completion: accuracy, blind accuracy, format and length."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vgr_trl import registries
 from vgr_trl.options import check_value
 from vgr_trl.registries import BLIND_ANSWERS, declares
 from vgr_trl.rewards.answers import completion_text, excerpt, is_right, resolve_solution
 from vgr_trl.utils import RewardError
 
 
+@registries.rewards.register("accuracy", "accuracy_reward", "mc_idx_reward")
 def accuracy_reward(
     completions: Sequence[Any],
     solution: Sequence[Any] | None = None,
@@ -48,6 +51,7 @@ def _grade(text: str, *row: Any) -> float | None:
         return None
 
 
+@registries.rewards.register("blind_accuracy", "blind_accuracy_reward")
 @declares(needs=(BLIND_ANSWERS,))
 def blind_accuracy_reward(
     completions: Sequence[Any], blind_answers: Sequence[str | None], **kwargs: Any
@@ -70,9 +74,12 @@ def blind_accuracy_reward(
 
 _HANGUL_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters in Unicode, but invisible
 _TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_TAG = re.compile(r"</?\w+>")
+_WELL_FORMED = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
+_THOUGHT_AND_TEXT = re.compile(r"\s*<think>(.*)</think>(.*)", re.DOTALL)
 
 
+@registries.rewards.register("format", "think_format_reward")
 def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     """Return 1 for each completion of the form `<think>…</think><answer>…</answer>`, else 0.
 
@@ -86,9 +93,10 @@ def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float
     Raises:
         RewardError: a completion is not text.
     """
-    return [float(_is_well_formed(completion_text(completion))) for completion in completions]
+    return [float(_matches(completion, _WELL_FORMED)) for completion in completions]
 
 
+@registries.rewards.register("think_only_format", "think_only_format_reward")
 def think_only_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     """Return 1 for each completion that is one `<think>…</think>` followed by text (`Answer: B`), else 0.
 
@@ -100,15 +108,23 @@ def think_only_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[
     Raises:
         RewardError: a completion is not text.
     """
-    return [float(_has_thought_and_text(completion_text(completion))) for completion in completions]
+    return [float(_matches(completion, _THOUGHT_AND_TEXT)) for completion in completions]
 
 
-def _has_thought_and_text(text: str) -> bool:
-    thought, _, rest = text.strip().removeprefix("<think>").partition("</think>")
-    is_one = text.count("<think>") == text.count("</think>") == 1 and text.lstrip().startswith("<think>")
-    return is_one and _has_content(thought) and _has_content(rest)
+def _matches(completion: Any, form: re.Pattern[str]) -> bool:
+    """Whether a completion has this form, each of its tags once, and a visible character in each of its parts."""
+    text = completion_text(completion)
+    if any(text.count(tag) != 1 for tag in _TAG.findall(form.pattern)):
+        return False
+    match = form.fullmatch(text)
+    return match is not None and all(map(_has_content, match.groups()))
 
 
+def _has_content(text: str) -> bool:
+    return any(character.isalnum() and character not in _HANGUL_FILLERS for character in text)
+
+
+@registries.rewards.register("tag_count", "tag_count_reward")
 def tag_count_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     """Return 0.25 for each of the four tags that occurs exactly once on its own line, as in open-r1.
 
@@ -123,19 +139,6 @@ def tag_count_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     return [sum(text.count(line) == 1 for line in _TAG_LINES) / 4 for text in map(completion_text, completions)]
 
 
-def _is_well_formed(text: str) -> bool:
-    text = text.strip()
-    if any(text.count(tag) != 1 for tag in _TAGS) or not (text.startswith("<think>") and text.endswith("</answer>")):
-        return False
-    thought, _, rest = text.removeprefix("<think>").partition("</think>")
-    answer = rest.lstrip()
-    return answer.startswith("<answer>") and _has_content(thought) and _has_content(answer[8:-9])
-
-
-def _has_content(text: str) -> bool:
-    return any(character.isalnum() and character not in _HANGUL_FILLERS for character in text)
-
-
 @dataclass(frozen=True)
 class SoftOverlongPunishment:
     """Reward returned by `get_soft_overlong_punishment`; a class, so that it can be pickled."""
@@ -146,15 +149,14 @@ class SoftOverlongPunishment:
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
         """Return the reward of each completion, in [-1, 0], from its token ids."""
-        return [self._reward(len(ids)) for ids in completion_ids]
-
-    def _reward(self, length: int) -> float:
-        over = length - (self.max_completion_len - self.soft_punish_cache)
-        if length > self.max_completion_len:
-            return -1.0
-        return -over / self.soft_punish_cache if over > 0 else 0.0
+        cache = self.soft_punish_cache
+        overs = [len(ids) - (self.max_completion_len - cache) for ids in completion_ids]
+        return [-1.0 if over > cache else -over / cache if over > 0 else 0.0 for over in overs]
 
 
+@registries.rewards.register(
+    "length", "soft_overlong", "soft_overlong_punishment_reward", "get_soft_overlong_punishment"
+)
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> SoftOverlongPunishment:
     """Return the soft overlong reward: 0 up to Lmax − c tokens, then falling to −1 at Lmax and beyond.
 

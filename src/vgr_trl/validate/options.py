@@ -19,8 +19,7 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.loss import kl_penalty_reward
 from vgr_trl.measure import find_completion_maker
 from vgr_trl.options import unused_options
-from vgr_trl.rewards.attention import scale_by_accuracy
-from vgr_trl.rewards.groups import gather_groups, needed_columns
+from vgr_trl.rewards.attention import gather_groups, needed_columns, scale_by_accuracy
 from vgr_trl.rewards.loading import (
     RewardSchedule,
     is_reward_name,
