@@ -68,7 +68,7 @@ def _kind(kind: Any) -> str:
 def _unused(needs: Any) -> str:
     """When an option has no effect; `vgr_trl.options.option` says what it may need."""
     if not callable(needs):
-        return " and ".join(map(_off, needs.split(" or "))) if needs else ""
+        return " and ".join(_off(*need) for need in ({needs: True} if isinstance(needs, str) else needs or {}).items())
     quiet: dict[str, Any] = {"use_cpu": True, "bf16": False, "markdown_logs": False}
     perturbed = {
         name: DAPOConfig(perturbation=name, enable_perception_filtering=True, **quiet) for name in PERTURBATIONS
@@ -77,12 +77,14 @@ def _unused(needs: Any) -> str:
     return needs(DAPOConfig(**quiet)) + f" by {' or '.join(used)}" * (0 < len(used) < len(perturbed))
 
 
-def _off(need: str) -> str:
-    name, negated, values = re.fullmatch(r"(\w+)(!?)(?:=(.+))?", need).groups()
-    choices = " or ".join(f"`{value}`" for value in (values or "").split("|"))
+def _off(name: str, values: Any) -> str:
     if name in FACTS:
         return FACTS[name]
-    return f"`{name}` is {choices if negated else f'not {choices}' if values else 'off'}"
+    if values is True:
+        return f"`{name}` is off"
+    others = [choice for choice in get_args(get_type_hints(DAPOConfig)[name]) if choice not in values]
+    shorter = others if len(others) < len(values) else values
+    return f"`{name}` is {'not ' * (shorter is values)}{' or '.join(f'`{choice}`' for choice in shorter)}"
 
 
 def _cell(text: str) -> str:

@@ -154,14 +154,13 @@ class FiniteUpdates(TrainerCallback):
         step = state.global_step + 1
         if self._streak == LONGEST:
             raise NotFiniteError(
-                f"The gradient was NaN or infinite in {LONGEST} steps in a row, up to step {step}, and nothing was "
-                "trained in them: continue from the newest checkpoint with a lower learning_rate or max_grad_norm, or "
-                "find where it comes from (bfloat16 instead of float16, rewards, torch.autograd.set_detect_anomaly)."
+                f"The gradient was NaN or infinite in {LONGEST} steps in a row, up to step {step}: continue from the "
+                "newest checkpoint with a lower learning_rate or max_grad_norm, or use torch.autograd.detect_anomaly."
             )
         if self._streak == 1 and state.is_world_process_zero:
             logger.warning(
-                f"The gradient of step {step} is NaN or infinite: the update is left out, and weights and optimizer "
-                f"stay as they were (metric skipped/updates); {LONGEST} such steps in a row end the run."
+                f"The gradient of step {step} is NaN or infinite: the update is skipped (metric skipped/updates). "
+                f"{LONGEST} such steps in a row end the run."
             )
 
 
@@ -182,17 +181,15 @@ def guard_trackers(trainer: ConstructedTrainer) -> None:
     Raises, at the start of training:
         ConfigError: a tracker cannot be started.
     """
-    names, processes = (
-        {"trl": None, "verl": rename_for_verl, "mtrl": rename_for_mtrl},
-        trainer.accelerator.num_processes,
-    )
-    renamed = names[trainer.args.metric_names]
+    rename: Any = {"trl": None, "verl": rename_for_verl, "mtrl": rename_for_mtrl}[trainer.args.metric_names]
+    if rename is not None:
+        rename = partial(rename, processes=trainer.accelerator.num_processes)
     for tracker in trainer.callback_handler.callbacks:
         if type(tracker).__module__ != integration_utils.__name__:
             continue
         name, failed = type(tracker).__name__.removesuffix("Callback"), set[str]()
         tracker.on_train_begin = partial(_start, tracker.on_train_begin, name)
-        tracker.on_log = partial(_log, tracker.on_log, renamed and partial(renamed, processes=processes))
+        tracker.on_log = partial(_log, tracker.on_log, rename)
         for event in _GUARDED_EVENTS:
             setattr(tracker, event, partial(_call_or_warn, getattr(tracker, event), name, failed))
 
@@ -201,10 +198,8 @@ def _start(begin: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> A
     try:
         return begin(*args, **kwargs)
     except Exception as error:
-        raise ConfigError(
-            f"Tracker {name} of report_to cannot be started ({type(error).__name__}: {error_text(error)}): fix "
-            "that, keep its data here (WANDB_MODE=offline for wandb), or give report_to none."
-        ) from error
+        cause = f"{type(error).__name__}: {error_text(error)}"
+        raise ConfigError(f"Tracker {name} of report_to cannot be started ({cause}): give report_to none.") from error
 
 
 def _call_or_warn(call: Callable[..., Any], name: str, failed: set[str], *args: Any, **kwargs: Any) -> Any:
@@ -212,10 +207,8 @@ def _call_or_warn(call: Callable[..., Any], name: str, failed: set[str], *args: 
         return call(*args, **kwargs)
     except Exception as error:
         if not failed:
-            logger.warning(
-                f"Tracker {name} failed ({type(error).__name__}: {error_text(error)}); training continues without it. "
-                "What it misses is in trainer_state.json and rollouts/logs.jsonl. Later failures are not logged."
-            )
+            cause = f"{type(error).__name__}: {error_text(error)}"
+            logger.warning(f"Tracker {name} failed ({cause}); training continues. trainer_state.json has all metrics.")
         failed.add(name)
         return None
 
@@ -243,11 +236,8 @@ def rename_for_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, An
     Args:
         processes: of the run.
     """
-    found: dict[str, Any] = {}
-    for name, value in logs.items():
-        for other in _verl_names(name):
-            if other == name or other not in logs:
-                found[other] = value
+    named = [(name, other) for name in logs for other in _verl_names(name)]
+    found = {other: logs[name] for name, other in named if other == name or other not in logs}
     if "loss" in logs:
         found.setdefault("actor/pg_loss", logs["loss"])
     if "perf/tokens_per_second" in logs:
@@ -267,9 +257,9 @@ def rename_for_mtrl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, An
 
 
 def _verl_names(name: str) -> Sequence[str]:
-    plain = name.removeprefix("eval_")
     if name in VERL_NAMES:
         return VERL_NAMES[name]
+    plain = name.removeprefix("eval_")
     if reward := re.fullmatch("rewards/(.*)/mean", plain):
         return (f"reward/{reward[1]}" if plain == name else f"val/{reward[1]}_reward",)
     if plain != name and plain.startswith("reward/"):

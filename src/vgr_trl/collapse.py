@@ -58,11 +58,8 @@ def find_collapse(histories: Mapping[str, MetricHistory], reward_weights: Mappin
         reward_weights: by the names of the reward functions.
     """
     known = {name: history for name, history in histories.items() if history.first is not None}
-    deviations = {
-        name: abs(weight) * known[f"rewards/{name}/std"].now
-        for name, weight in reward_weights.items()
-        if f"rewards/{name}/std" in known
-    }
+    stds = {name: known[f"rewards/{name}/std"].now for name in reward_weights if f"rewards/{name}/std" in known}
+    deviations = {name: abs(reward_weights[name]) * std for name, std in stds.items()}
     vgr_rewards = ", ".join(name for name, weight in reward_weights.items() if "vgr" in name and weight)
     slower, signs = "a lower learning_rate", list[CollapseSign]()
 

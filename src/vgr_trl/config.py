@@ -4,15 +4,14 @@ An option is declared once: default, help, range or choices, and what it needs t
 """
 
 import inspect
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from vgr_trl import registries
-from vgr_trl.options import option
-from vgr_trl.registries import LOGPS_PREFIX, Registry, build_options, needed_signals, short_name
+from vgr_trl.options import RATIO_LOSSES, option, read_mapping
+from vgr_trl.registries import LOGPS_PREFIX, build_options, needed_signals, short_name
 from vgr_trl.utils import ConfigError
 
 # What is added from outside: plug-ins by name, and their own options.
@@ -25,11 +24,16 @@ RULES: Mapping[str, Mapping[str, Any]] = {  # name of a credit rule of this libr
     "trajectory_scale": {"enable_trajectory_reweighting": True},
 }
 REMOVE_IMAGE = "remove_image"  # the only one that changes the prompt, not the image
-PERTURBATIONS = (  # of this library
-    "blacken_patches", "add_gaussian_noise", "gaussian_blur", "mask_image", "shuffle_patches", "crop_image",
-    "diffusion_noise",
-    REMOVE_IMAGE,
-)  # fmt: skip
+PERTURBATIONS: Mapping[str, Mapping[str, str]] = {  # of this library -> keyword arguments and the options that set them
+    "blacken_patches": {"patch_size": "patch_size", "black_prob": "black_prob"},
+    "add_gaussian_noise": {"std": "noise_std"},
+    "gaussian_blur": {"radius": "blur_radius"},
+    "mask_image": {"value": "mask_value"},
+    "shuffle_patches": {"patch_size": "patch_size"},
+    "crop_image": {"share": "crop_share"},
+    "diffusion_noise": {"steps": "diffusion_steps"},
+    REMOVE_IMAGE: {},
+}
 
 
 @dataclass
@@ -39,10 +43,9 @@ class PluginOptions:
     # fmt: off
     credit_rules: list[str] | None = option(None, f"Rules that give tokens credit: {', '.join(RULES)}; vgpo, pgpo, "
         "vepo, anchor_tokens; names of plug-ins, dotted paths or files (my_rules.py:my_rule).")
-    signals: list[str] | None = option(None, "Signals per token to measure, log and give to rewards: names, dotted "
-        "paths or files (my_signals.py:my_signal).")
-    plugin_options: dict[str, Any] | str | None = option(None, "Options of credit rules, signals and perturbations, as "
-        "JSON or a mapping.")
+    signals: list[str] | None = option(None, "Token signals to measure, log and pass to rewards: names, dotted paths "
+        "or files (my_signals.py:my_signal).")
+    plugin_options: dict[str, Any] | str | None = option(None, "Options of these plug-ins, as JSON or a mapping.")
     # fmt: on
 
     @property
@@ -67,25 +70,7 @@ class PluginOptions:
         return found
 
     def _given(self) -> dict[str, Any]:
-        given = self.plugin_options
-        try:
-            given = json.loads(given) if isinstance(given, str) else given
-        except ValueError as error:
-            raise ConfigError(f"plugin_options is {self.plugin_options!r}, which is no JSON ({error}).") from error
-        if not isinstance(given, dict | None):
-            raise ConfigError(f"plugin_options is {given!r}: give a JSON object of names and values.")
-        return given or {}
-
-    def _plugins(self) -> Iterator[tuple[Registry, str]]:
-        yield from ((registries.credit_rules, name) for name in self.plugin_rules)
-        yield from ((registries.signals, name) for name in self.signals or ())
-        for name in dict.fromkeys([*getattr(self, "views", ()), *getattr(self, "noisy_perturbations", ())]):
-            if name not in PERTURBATIONS:
-                yield registries.perturbations, name
-
-    def _plugin_option_names(self) -> set[str]:
-        classes = [getattr(registry.load(name), "options", None) for registry, name in self._plugins()]
-        return {each.name for options in classes if options is not None for each in fields(options)}
+        return read_mapping("plugin_options", self.plugin_options)
 
     def check_plugins(self) -> None:
         """Switch the named rules of this library on; raise `ConfigError` for plug-ins that cannot be used."""
@@ -95,15 +80,19 @@ class PluginOptions:
         for switch, value in (pair for name in named for pair in RULES[name].items()):
             if hasattr(self, switch):
                 setattr(self, switch, value)
-        known = self._plugin_option_names()
-        for name in self._given().keys() - known:
+        perturbations = dict.fromkeys([*getattr(self, "views", ()), *getattr(self, "noisy_perturbations", ())])
+        plugins = [(registries.credit_rules.load(name), name) for name in self.plugin_rules]
+        plugins += [(registries.signals.load(name), name) for name in self.signals or ()]
+        plugins += [(registries.perturbations.load(name), name) for name in perturbations if name not in PERTURBATIONS]
+        classes = [getattr(plugin, "options", None) for plugin, _ in plugins]
+        known = sorted({each.name for options in classes if options is not None for each in fields(options)})
+        for name in self._given().keys() - set(known):
             raise ConfigError(
-                f"plugin_options has {name!r}, which no plug-in that is named has: give "
-                f"{', '.join(sorted(known)) or 'none, as they have no options'}; a reward's options are "
-                "reward_function_kwargs, in Python those of vgr_trl.rewards.load_reward."
+                f"plugin_options has {name!r}, but the plug-ins named have {', '.join(known) or 'no options'}. "
+                "Options of rewards go to reward_function_kwargs, in Python to vgr_trl.rewards.load_reward."
             )
-        for registry, name in self._plugins():
-            self.plugin_values(registry.load(name), name)
+        for plugin, name in plugins:
+            self.plugin_values(plugin, name)
         for kind in ("credit_rules", "signals"):
             names = [short_name(name) for name in getattr(self, kind) or ()]
             if len(set(names)) < len(names):
@@ -119,15 +108,14 @@ class MeasureOptions(PluginOptions):
     """Attention of the generated tokens to the image and to the instruction."""
 
     # fmt: off
-    compute_attention_metrics: bool | None = option(None, "Log how attention is shared between image and instruction. "
-        "None: wherever it can be.")
-    attention_source: Literal["scoring", "generate"] = option("scoring", "scoring: attention is measured in a pass of "
-        "its own per rollout, with any kernel and backend; generate: while transformers generates, with eager "
-        "attention.", needs="attention")
+    compute_attention_metrics: bool | None = option(None, "Log attention to image and instruction. None: if possible.")
+    attention_source: Literal["scoring", "generate"] = option("scoring", "scoring: measure attention in a scoring "
+        "pass per rollout, with any kernel and backend; generate: while transformers generates, with eager attention.",
+        needs="attention")
     attention_segments: Literal["thirds", "ends"] = option("thirds", "thirds: early, middle and late thirds of the "
         "layers; ends: first, middle and last two.", needs="attention")
-    vision_token_ids: list[int] | None = option(None, "Ids of image and video placeholder tokens. None: the model's.",
-        ge=0, needs="attention")
+    vision_token_ids: list[int] | None = option(None, "Image and video placeholder tokens. None: the model's.", ge=0,
+        needs="attention")
     hidden_similarity_layer: int = option(-1, "Layer whose hidden states are compared with those of the image; 0: what "
         "enters the first, -1: the last.", ge=-1000, needs="similarity")
     hidden_similarity_over: Literal["max", "mean", "centre"] = option("max", "Similarity of a hidden state to the "
@@ -140,7 +128,8 @@ def used_by(*names: str) -> Callable[[Any], str | None]:
     """Return why an option of these perturbations is unused, or without names one of all that are scored."""
 
     def reason(args: Any) -> str | None:
-        used = scoring_perturbations(args) | set(getattr(args, "noisy_perturbations", ()) if names else ())
+        used = {*args.read_views(args.needs_dependency), *([args.perturbation] if args.uses_perception_loss else [])}
+        used |= set(getattr(args, "noisy_perturbations", ()) if names else ())
         if not used:
             return "nothing is measured on perturbed images"
         return None if not names or used & set(names) else f"images are perturbed by {' and '.join(sorted(used))}"
@@ -153,11 +142,6 @@ def _unless_views(args: Any) -> str | None:
     return None if reads else "no credit rule and no signal reads the dependency"
 
 
-def scoring_perturbations(args: Any) -> set[str]:
-    """Return the perturbations that completions are scored under."""
-    return {*args.read_views(args.needs_dependency), *([args.perturbation] if args.uses_perception_loss else [])}
-
-
 @dataclass
 class PerturbationOptions(PluginOptions):
     """Perturbation of images, to find the tokens that depend on them."""
@@ -165,21 +149,19 @@ class PerturbationOptions(PluginOptions):
     # fmt: off
     perturbation: str = option("blacken_patches", f"How images are perturbed: {', '.join(PERTURBATIONS)}, those of "
         "installed packages, dotted paths or files (my_perturbations.py:my_perturbation).", needs=used_by())
-    further_perturbations: list[str] | None = option(None, "More perturbations for the dependency, in the same pass.",
-        needs=_unless_views)
+    further_perturbations: list[str] | None = option(None, "More of them for the dependency.", needs=_unless_views)
     dependency_over: Literal["mean", "min"] = option("mean", "Of a token's dependencies under them, the mean or min.",
         needs="further_perturbations")
     patch_size: int = option(14, "Side of the squares, in pixels.", ge=1,
         needs=used_by("blacken_patches", "shuffle_patches"))
     black_prob: float = option(0.5, "Probability of a black square.", ge=0, le=1, needs=used_by("blacken_patches"))
-    noise_std: float = option(189.0, "Standard deviation of add_gaussian_noise, of 0 to 255.", ge=0, le=1e6,
-        needs=used_by("add_gaussian_noise"))
+    noise_std: float = option(189.0, "Std of add_gaussian_noise.", ge=0, le=1e6, needs=used_by("add_gaussian_noise"))
     blur_radius: float = option(6.0, "Radius of gaussian_blur.", ge=0, le=1e6, needs=used_by("gaussian_blur"))
     diffusion_steps: int = option(500, "Steps of diffusion_noise.", ge=0, le=999, needs=used_by("diffusion_noise"))
     crop_share: float = option(0.5, "Share that crop_image keeps.", gt=0, le=1, needs=used_by("crop_image"))
     mask_value: int = option(128, "Grey of mask_image, 0 to 255.", ge=0, le=255, needs=used_by("mask_image"))
-    perturb_per: Literal["prompt", "completion"] = option("prompt", "The completions of a prompt share one perturbed "
-        "image, or have one each.", needs=used_by())
+    perturb_per: Literal["prompt", "completion"] = option("prompt", "One perturbed image per prompt, or completion.",
+        needs=used_by())
     perception_loss_weight: float = option(0.0, "Weight of PAPO's perception loss (one more gradient pass).", ge=0)
     der_loss_weight1: float = option(0.0, "Weight of the entropy on the original image (eta 1 of PAPO).", ge=0)
     der_loss_weight2: float = option(0.0, "Weight of the entropy on the perturbed image (eta 2 of PAPO).", ge=0)
@@ -208,18 +190,8 @@ class PerturbationOptions(PluginOptions):
 
     def parameters_of(self, name: str) -> dict[str, Any]:
         """Return the keyword arguments of a perturbation."""
-        parameters: dict[str, dict[str, Any]] = {
-            "blacken_patches": {"patch_size": self.patch_size, "black_prob": self.black_prob},
-            "add_gaussian_noise": {"std": self.noise_std},
-            "gaussian_blur": {"radius": self.blur_radius},
-            "mask_image": {"value": self.mask_value},
-            "shuffle_patches": {"patch_size": self.patch_size},
-            "crop_image": {"share": self.crop_share},
-            "diffusion_noise": {"steps": self.diffusion_steps},
-            REMOVE_IMAGE: {},
-        }
-        if name in parameters:
-            return parameters[name]
+        if name in PERTURBATIONS:
+            return {keyword: getattr(self, option) for keyword, option in PERTURBATIONS[name].items()}
         own = self.plugin_values(registries.perturbations.load(name), name)
         return {} if own is self else dict(vars(own))
 
@@ -239,19 +211,18 @@ class NoisyOptions(PerturbationOptions):
     """Completions sampled from a perturbed image (NoisyRollout, https://huggingface.co/papers/2504.13055)."""
 
     # fmt: off
-    noisy_generations: int = option(0, "Completions of a prompt sampled from a perturbed image and trained on the "
-        "clean one.", ge=0)
-    noisy_perturbation: str = option("diffusion_noise", "How their images are perturbed, as perturbation.",
-        needs="noisy_generations")
+    noisy_generations: int = option(0, "Completions per prompt sampled from a perturbed image.", ge=0)
+    noisy_perturbation: str = option("diffusion_noise", "Perturbation of these images.", needs="noisy_generations")
     noisy_importance: Literal["clean", "perturbed"] = option("clean", "Image of their old log-probabilities: as "
         "published, or as generated (one more pass).", needs="noisy_generations")
     noisy_decay: Literal["none", "linear", "power", "exponential", "sigmoid"] = option("none", "How the noise falls "
         "over the run.", needs="noisy_generations")
     noisy_decay_of: Literal["strength", "generations", "both"] = option("strength", "What noisy_decay lowers.",
-        needs="noisy_decay!=none")
+        needs={"noisy_decay": ("linear", "power", "exponential", "sigmoid")})
     noisy_decay_coef: float = option(30.0, "c of noisy_decay: 1 - s^c, 1 - c^(steps left), 1 - sigmoid(c (s - "
-        "midpoint)).", gt=0, le=1e6, needs="noisy_decay=power|exponential|sigmoid")
-    noisy_decay_midpoint: float = option(40.0, "Step of half the sigmoid decay.", ge=0, needs="noisy_decay=sigmoid")
+        "midpoint)).", gt=0, le=1e6, needs={"noisy_decay": ("power", "exponential", "sigmoid")})
+    noisy_decay_midpoint: float = option(40.0, "Step of half the sigmoid decay.", ge=0,
+        needs={"noisy_decay": ("sigmoid",)})
     # fmt: on
 
     @property
@@ -334,6 +305,7 @@ class BlindOptions:
 
 Estimator = Literal["grpo", "rloo", "remax", "reinforce_plus_plus", "grpo_passk", "gae"]
 ESTIMATORS = get_args(Estimator)
+GROUP_ESTIMATORS = tuple(name for name in ESTIMATORS if name != "gae")
 
 
 @dataclass
@@ -344,14 +316,12 @@ class GroupOptions:
     advantage_estimator: Estimator = option("grpo", "How completions of a prompt are compared.")
     replay_buffer_size: int = option(0, "Groups kept to replace zero-variance groups; 0: none.", ge=0)
     replay_var_epsilon: float = option(1e-6, "Largest |advantage| (grpo: deviation of rewards) of a zero-variance "
-        "group.", ge=0,
-        needs="replay_buffer_size or dynamic_sampling or online_filtering or enable_trajectory_reweighting")
-    filter_min_reward: float | None = option(None, "Mean reward of groups in the buffer. None: any.",
-        needs="replay_buffer_size")
-    replay_max_age: int | None = option(None, "Steps that a group stays in the buffer. None: all.", ge=1,
-        needs="replay_buffer_size")
+        "group.", ge=0, needs={"replay_buffer_size": True, "dynamic_sampling": True, "online_filtering": True,
+        "enable_trajectory_reweighting": True})
+    filter_min_reward: float | None = option(None, "Least mean reward in the buffer.", needs="replay_buffer_size")
+    replay_max_age: int | None = option(None, "Steps that the buffer keeps a group.", ge=1, needs="replay_buffer_size")
     dynamic_sampling: Literal["resample"] | None = option(None, "resample: sample more prompts while there are "
-        "zero-variance groups.", needs="advantage_estimator!=gae or online_filtering")
+        "zero-variance groups.", needs={"advantage_estimator": GROUP_ESTIMATORS, "online_filtering": True})
     dynamic_sampling_max_rounds: int = option(3, "Most rounds of prompts per batch.", ge=1, needs="dynamic_sampling")
     online_filtering: bool = option(False, "Drop groups whose mean filter_key is outside (filter_low, filter_high).")
     filter_key: str = option("accuracy", "Reward function, or a part of its name, that online filtering looks at; or "
@@ -374,26 +344,23 @@ class CreditOptions(PluginOptions):
 
     # fmt: off
     token_weights: bool = option(False, "Weigh tokens by how much they look at the image (VGR per token).")
-    token_weights_topk_ratio: float | None = option(None, "Share of tokens that keep a weight, the others get 1. None: "
-        "all.", gt=0, le=1, needs="token_weights")
+    token_weights_topk_ratio: float | None = option(None, "Share of tokens that keep their weight; others get 1.",
+        gt=0, le=1, needs="token_weights")
     token_weights_clip: list[float] = option([0.2, 3.0], "Smallest and largest weight before normalisation, around 1.",
-        ge=0, needs="token_weights or perception_weighting=soft")
-    token_weights_smooth_sigma: float = option(0.0, "Standard deviation of their smoothing along the tokens; 0: none.",
-        ge=0, le=1e6, needs="token_weights")
+        ge=0, needs={"token_weights": True, "perception_weighting": ("soft",)})
+    token_weights_smooth_sigma: float = option(0.0, "Gaussian sigma, in tokens.", ge=0, le=1e6, needs="token_weights")
     token_weights_last_k_layers: int | None = option(None, "Weigh by the attention of the last so many layers. None: "
         "the late segment.", ge=1, needs="token_weights")
     token_weights_positive_only: bool = option(False, "Weigh positive advantages only.", needs="token_weights")
     enable_perception_filtering: bool = option(False, "Give credit only to the tokens that depend most on the image.")
-    top_p_perception_tokens: float = option(0.2, "Share of a completion's tokens that the perception filter keeps.",
-        gt=0, le=1, needs="perception_weighting=filter")
+    top_p_perception_tokens: float = option(0.2, "Share of tokens the filter keeps.", gt=0, le=1,
+        needs={"perception_weighting": ("filter",)})
     perception_weighting: Literal["filter", "soft"] = option("filter", "filter: other tokens get no credit; soft: "
         "weights by the dependency.", needs="enable_perception_filtering")
     enable_entropy_filtering: bool = option(False, "Give credit only to tokens of high entropy; both filters: union.")
-    top_p_entropy_tokens: float = option(0.2, "Share of a completion's tokens that the entropy filter keeps.", gt=0,
-        le=1, needs="enable_entropy_filtering")
+    top_p_entropy_tokens: float = option(0.2, "Share of tokens kept.", gt=0, le=1, needs="enable_entropy_filtering")
     enable_trajectory_reweighting: bool = option(False, "Scale completions by their mean dependency on the image.")
-    trajectory_scaling_min: float = option(0.8, "Smallest scale of a completion.", ge=0, le=1,
-        needs="enable_trajectory_reweighting")
+    trajectory_scaling_min: float = option(0.8, "Smallest scale.", ge=0, le=1, needs="enable_trajectory_reweighting")
     use_entropy_penalty: bool = option(False, "Add entropy_penalty_coef times the mean of -log p to the loss.")
     entropy_penalty_coef: float = option(0.06, "Weight of the entropy penalty.", ge=0, needs="use_entropy_penalty")
     # fmt: on
@@ -416,6 +383,7 @@ class CreditOptions(PluginOptions):
         return self.shapes_tokens or self.enable_trajectory_reweighting
 
 
+GAE = {"advantage_estimator": ("gae",)}
 LEARNING_RATES = {"head": 1e-3, "model": 1e-5}  # of the critic
 
 
@@ -424,17 +392,14 @@ class CriticOptions:
     """Critic: values of tokens for `advantage_estimator gae`."""
 
     # fmt: off
-    gamma: float = option(1.0, "Discount of advantage_estimator gae.", ge=0, le=1, needs="advantage_estimator=gae")
-    lam: float = option(1.0, "Lambda of advantage_estimator gae.", ge=0, le=1, needs="advantage_estimator=gae")
+    gamma: float = option(1.0, "Discount of advantage_estimator gae.", ge=0, le=1, needs=GAE)
+    lam: float = option(1.0, "Lambda of advantage_estimator gae.", ge=0, le=1, needs=GAE)
     critic: Literal["head", "model"] = option("head", "head: on the policy's hidden states, which it does not train; "
-        "model: a copy of the policy with a scalar head.", needs="advantage_estimator=gae")
-    critic_learning_rate: float | None = option(None, "Learning rate of the critic. None: 1e-3 (head), 1e-5 (model).",
-        gt=0, needs="advantage_estimator=gae")
-    critic_warmup_steps: int = option(0, "Warm-up steps of the critic's learning rate.", ge=0,
-        needs="advantage_estimator=gae")
-    critic_warmup: int = option(0, "Steps in which only the critic is trained.", ge=0, needs="advantage_estimator=gae")
-    cliprange_value: float = option(0.5, "How far a value may move from that of the rollout.", gt=0,
-        needs="advantage_estimator=gae")
+        "model: a copy of the policy with a scalar head.", needs=GAE)
+    critic_learning_rate: float | None = option(None, "Default: 1e-3 (head), 1e-5 (model).", gt=0, needs=GAE)
+    critic_warmup_steps: int = option(0, "Learning-rate warm-up, in steps.", ge=0, needs=GAE)
+    critic_warmup: int = option(0, "Steps in which only the critic is trained.", ge=0, needs=GAE)
+    cliprange_value: float = option(0.5, "How far a value may move from that of the rollout.", gt=0, needs=GAE)
     # fmt: on
 
 
@@ -450,8 +415,9 @@ class KLOptions:
     kl_penalty: KLKind = option("low_var_kl", "Estimate of the KL of a token.", needs="kl_coef")
     use_kl_loss: bool = option(True, "KL in the loss; False: subtracted from the rewards, per token.", needs="kl_coef")
     kl_type: Literal["fixed", "adaptive"] = option("fixed", "fixed, or adaptive, to keep kl_target.", needs="kl_coef")
-    kl_target: float = option(6.0, "KL to keep where adaptive, in nats per token.", gt=0, needs="kl_type=adaptive")
-    kl_horizon: float = option(10_000.0, "Completions over which it adapts.", gt=0, needs="kl_type=adaptive")
+    kl_target: float = option(6.0, "KL to keep where adaptive, in nats per token.", gt=0,
+        needs={"kl_type": ("adaptive",)})
+    kl_horizon: float = option(10_000.0, "Completions over which it adapts.", gt=0, needs={"kl_type": ("adaptive",)})
     # fmt: on
 
     @property
@@ -472,10 +438,6 @@ class KLOptions:
 
 # Beside the loss: efficiency, evaluation, records.
 
-SWITCHES = (
-    *("skip_zero_advantage", "skip_zero_advantage_tokens", "skip_padding"),
-    *("pack_completions", "group_by_length", "reuse_first_pass"),
-)
 AutoOrOff = Literal["auto", "off"]
 
 
@@ -499,6 +461,9 @@ class EfficiencyOptions:
     max_tokens_per_micro_batch: int | None = option(None, "Split micro-batches so that no pass computes more tokens "
         "than this, as far as single rows allow; the update is the same. None: do not.", ge=1)
     # fmt: on
+
+
+SWITCHES = tuple(each.name for each in fields(EfficiencyOptions) if each.default == "auto")
 
 
 @dataclass
@@ -526,23 +491,20 @@ class ReportOptions:
     """Records of rollouts, for `vgr-trl report` and console logs."""
 
     # fmt: off
-    rollout_log_steps: int = option(10, "Record completions in output_dir/rollouts every so many steps and in "
-        "evaluations; 0: never.", ge=0)
+    rollout_log_steps: int = option(10, "Record completions every N steps and in evaluations; 0: never.", ge=0)
     rollout_log_samples: int = option(4, "Completions per record: two per prompt.", ge=1, needs="rollout_log_steps")
     rollout_log_max_megabytes: float = option(512, "Bound of records and thumbnails, of the tables of log_completions, "
-        "and of each Markdown file; the oldest but the first go.", ge=1, needs="log_completions or rollout_log_steps")
+        "and of each Markdown file; the oldest but the first go.", ge=1,
+        needs={"log_completions": True, "rollout_log_steps": True})
     markdown_logs: bool = option(True, "Write recorded completions and token weights as Markdown, too.")
     rollout_log_path: str | None = option(None, "Markdown file for completions of training.", needs="rollout_log_steps")
     eval_log_path: str | None = option(None, "Markdown file for completions of evaluations.", needs="evaluation")
     attention_diag_log_path: str | None = option(None, "Markdown file for attention.", needs="rollout_log_steps")
     token_weights_log_path: str | None = option(None, "Markdown file for token weights.", needs="rollout_log_steps")
     realtime_rollout_logging: bool = option(False, "Accepted for older scripts, no effect.", needs=_no_markdown)
-    prompt_preview_length: int | None = option(600, "Characters of prompts in Markdown. None: all.", ge=1,
-        needs=_no_markdown)
-    completion_preview_length: int | None = option(2000, "Characters of completions in Markdown. None: all.", ge=1,
-        needs=_no_markdown)
-    metric_names: Literal["trl", "verl", "mtrl"] = option("trl", "Names of metrics in trackers; mtrl: agent/… for "
-        "the actor/… of verl.")
+    prompt_preview_length: int | None = option(600, "Prompt characters in Markdown.", ge=1, needs=_no_markdown)
+    completion_preview_length: int | None = option(2000, "Completion characters in Markdown.", ge=1, needs=_no_markdown)
+    metric_names: Literal["trl", "verl", "mtrl"] = option("trl", "Metric names in trackers; mtrl: verl's, with agent/.")
     colorize_output: bool = option(False, "Print recorded completions in colours.", needs="rollout_log_steps")
     # fmt: on
 
@@ -556,61 +518,56 @@ PERTURBATION_CONFLICTS: Conflicts = (
     (lambda o: len(set(o.perturbations)) < len(o.perturbations),
      "further_perturbations is {o.further_perturbations}: give each perturbation once."),
     (lambda o: o.uses_perception_loss and o.perturbation == REMOVE_IMAGE,
-     "perturbation is remove_image with perception_loss_weight or der_loss_weight2, whose pass takes the same "
-     "prompts with other images: give another perturbation, and this one as further_perturbations."),
+     "perturbation is remove_image with a perception loss, whose pass takes the same prompts with other images: give "
+     "another perturbation, and this one as further_perturbations."),
     (lambda o: len(o.token_weights_clip) != 2 or not o.token_weights_clip[0] <= 1 <= o.token_weights_clip[1],
      "token_weights_clip is {o.token_weights_clip}: give two numbers low <= 1 <= high, with low at least 0."),
 )
 CONFLICTS: Conflicts = (
     *PERTURBATION_CONFLICTS,
-    (lambda o: o.output_dir is not None and not str(o.output_dir).strip(),
-     "output_dir is empty: give a folder."),
+    (lambda o: o.output_dir is not None and not str(o.output_dir).strip(), "output_dir is empty: give a folder."),
     (lambda o: o.max_steps == 0 or (o.max_steps < 0 and o.num_train_epochs <= 0),
-     "max_steps is {o.max_steps} and num_train_epochs {o.num_train_epochs}, so nothing would be trained: give "
-     "max_steps of at least 1, or more epochs."),
-    (lambda o: o.save_strategy == "steps" and not o.save_steps > 0,
-     "save_steps is 0: give more, or save_strategy no."),
+     "max_steps is {o.max_steps} and num_train_epochs {o.num_train_epochs}, so nothing would be trained."),
+    (lambda o: o.save_strategy == "steps" and not o.save_steps > 0, "save_steps is 0: give more, or save_strategy no."),
     (lambda o: o.warmup_ratio is not None and o.warmup_steps not in (0, o.warmup_ratio),
      "warmup_ratio is {o.warmup_ratio} and warmup_steps is {o.warmup_steps}: give one of them."),
     (lambda o: (o.soft_punish_cache or 0) > (o.max_completion_length or math.inf),
      "soft_punish_cache is {o.soft_punish_cache}: give at most max_completion_length, {o.max_completion_length}."),
-    (lambda o: o.delta is not None and o.loss_type not in ("cispo", "sapo", "vespo")
+    (lambda o: o.delta is not None and o.loss_type in RATIO_LOSSES
         and o.delta <= 1 + (o.epsilon if o.epsilon_high is None else o.epsilon_high),
-     "delta (clip_ratio_dual) is {o.delta}, which would clip ratios of tokens with positive advantage too: give a "
+     "delta (clip_ratio_dual) is {o.delta}, which would also clip ratios of tokens with positive advantage: give a "
      "number above 1 + epsilon_high, such as 3.0."),
     (lambda o: o.importance_sampling_level == "sequence" and o.loss_type not in ("cispo", "vespo")
         and (o.shapes_tokens or o.uses_critic),
-     "importance_sampling_level is sequence with loss_type {o.loss_type}: the gradient would ignore token weights "
-     "and filters, and what a critic says of tokens, so use importance_sampling_level token, or loss_type cispo or "
-     "vespo."),
+     "importance_sampling_level is sequence with loss_type {o.loss_type}: the gradient would ignore token weights, "
+     "filters and values of tokens; use importance_sampling_level token, or loss_type cispo or vespo."),
     (lambda o: o.kl_coef > 0 and o.beta > 0,
      "kl_coef is {o.kl_coef} and beta is {o.beta}: give kl_coef, or beta (low_var_kl in the loss, as TRL has it)."),
     (lambda o: o.penalises_kl and o.multi_objective_aggregation != "sum_then_normalize",
-     "multi_objective_aggregation is {o.multi_objective_aggregation} with a KL in the rewards, which it would divide "
-     "by its deviation: use sum_then_normalize, or use_kl_loss."),
+     "multi_objective_aggregation is {o.multi_objective_aggregation}, which would divide the KL in the rewards by its "
+     "deviation: use sum_then_normalize, or use_kl_loss."),
     (lambda o: o.uses_critic and o.replay_buffer_size > 0,
      "advantage_estimator is gae with replay_buffer_size {o.replay_buffer_size}, whose groups would keep advantages "
-     "of an earlier critic: drop the buffer, or use another estimator."),
+     "of an earlier critic: drop one."),
     (lambda o: o.uses_critic and o.critic_warmup > 0 and o.weight_decay > 0,
-     "critic_warmup is {o.critic_warmup} and weight_decay is {o.weight_decay}, which would move the policy "
-     "meanwhile: give weight_decay 0, or no critic_warmup."),
+     "critic_warmup is {o.critic_warmup} and weight_decay is {o.weight_decay}, which would move the policy meanwhile: "
+     "set one to 0."),
     (lambda o: o.uses_critic and o.torch_compile,
-     "advantage_estimator is gae with torch_compile, which hides what a critic reads: drop one."),
-    (lambda o: not o.filter_low < o.filter_high,
-     "filter_low is {o.filter_low!r} and filter_high is {o.filter_high!r}: give filter_low < filter_high."),
-    (lambda o: o.filter_mode == "quantile" and not 0 <= o.filter_low < o.filter_high <= 1,
-     "filter_low is {o.filter_low!r} and filter_high is {o.filter_high!r}: give quantiles, numbers in [0, 1]."),
+     "advantage_estimator is gae with torch_compile, which hides the hidden states from the critic: drop one."),
+    (lambda o: not o.filter_low < o.filter_high or (o.filter_mode == "quantile"
+        and not 0 <= o.filter_low < o.filter_high <= 1),
+     "filter_low is {o.filter_low!r} and filter_high is {o.filter_high!r}: give filter_low < filter_high, with "
+     "filter_mode quantile in [0, 1]."),
     (lambda o: o.eval_temperature == 0 and (o.num_generations_eval or o.num_generations or 1) > 1,
-     "eval_temperature is 0 with several completions per prompt in evaluations, which would be alike: give "
-     "num_generations_eval 1."),
+     "eval_temperature is 0, so all completions of a prompt would be alike: give num_generations_eval 1."),
     (lambda o: o.noisy_decay == "exponential" and o.noisy_decay_coef >= 1,
      "noisy_decay_coef is {o.noisy_decay_coef} with noisy_decay exponential: give a number below 1, such as 0.95."),
     (lambda o: o.noisy_perturbation == REMOVE_IMAGE,
      "noisy_perturbation is remove_image, which changes the prompt: give one that changes images."),
     (lambda o: o.noisy_generations and o.noisy_decay != "none" and o.noisy_decay_of != "generations"
         and not o.takes_strength,
-     "noisy_perturbation is {o.noisy_perturbation}, which has no strength that noisy_decay could lower: give "
-     "noisy_decay_of generations, or another perturbation."),
+     "noisy_perturbation is {o.noisy_perturbation}, which has no strength to decay: give noisy_decay_of generations, "
+     "or another perturbation."),
     (lambda o: any(name not in o.blind_prompt for name in ("{description}", "{question}")),
      "blind_prompt lacks {{description}} or {{question}}: write both where they belong."),
 )

@@ -21,7 +21,7 @@ from vgr_trl.config import (
     ReportOptions,
     check_conflicts,
 )
-from vgr_trl.options import check_options, option
+from vgr_trl.options import RATIO_LOSSES, check_options, option
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 _AT_LEAST_1 = (
@@ -73,27 +73,25 @@ class DAPOConfig(
     loss_type: LossType = option("dapo", "Loss of TRL's GRPOTrainer, as TRL defines it.")
     beta: float = option(0.0, "Weight of the KL term to the reference model, at least 0; DAPO uses none.", ge=0)
     epsilon_high: float | None = option(0.28, "Upper clip range of the importance ratio (DAPO's clip-higher).", ge=0,
-        needs="loss_type!=sapo|vespo")
+        needs={"loss_type": (*RATIO_LOSSES, "cispo")})
     resume_from_checkpoint: str | None = option(None, "Continue from this checkpoint; latest, or no path: the newest "
         "complete one.", nargs="?", const="latest")
-    max_prompt_length: int | None = option(None, "Leave out rows whose prompt has more tokens, image tokens included. "
-        "None: no limit.", ge=1)
+    max_prompt_length: int | None = option(None, "Skip rows with longer prompts, image tokens included.", ge=1)
     share_prompts: Literal["auto", "on", "off"] = option("auto", "Compute each prompt once for its completions. auto: "
         "wherever that changes nothing; on: also where it changes a normaliser of the loss; off.")
     vision_cache_megabytes: int = option(1024, "Compute the features of an image once per rollout, where the vision "
         "tower is frozen; as many MiB are kept. 0: in every pass.", ge=0)
     warmup_ratio: float | None = option(None, "Share of all steps that warm the learning rate up.", ge=0, lt=1)
-    early_reward_weights: list[float] | None = option(None, "Reward weights during the warm-up steps (without: the "
-        "first tenth of all), before reward_weights.", needs="changing_weights")
+    early_reward_weights: list[float] | None = option(None, "Reward weights during warm-up (or the first tenth).",
+        needs="changing_weights")
     vgr_hard_negative: bool = option(False, "Give the reward vgr to right completions only.")
     attention_reward_scale: Literal["accuracy", "none"] = option("accuracy", "accuracy: rewards made of attention "
         "count as far as the completions of a prompt differ in accuracy; none: everywhere.")
     soft_punish_cache: int | None = option(None, "Tokens before max_completion_length over which the length reward "
         "falls to -1; None: a fifth of it.", ge=0, needs="length_reward")
     stop_on_collapse: bool = option(False, "End at the first sign of collapse instead of a warning.")
-    reward_timeout: float | None = option(None, "Seconds after which a reward function that has not returned is named "
-        "in the log, with its rows and its stack, again and again; it is not ended. Not covered: asynchronous rewards, "
-        "reward models, one call of C code (a regular expression). None: never.", gt=0)
+    reward_timeout: float | None = option(None, "Seconds after which the log names a reward function that is still "
+        "running, with its rows and stack. Not covered: asynchronous rewards, reward models, a call of C code.", gt=0)
     # fmt: on
 
     def __post_init__(self) -> None:

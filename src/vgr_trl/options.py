@@ -1,8 +1,8 @@
 """Declare options, check their values, and tell whether a run uses them."""
 
+import json
 import math
 import operator
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING, Field, field, fields
@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vgr_trl.utils import ConfigError
 
-Needs = str | Callable[[Any], str | None]  # see `option`
+Needs = str | Mapping[str, Any] | Callable[[Any], str | None]  # see `option`
 FACTS = {  # what an option may need of a run besides other options -> why it is unused without it
     "attention": "attention is not measured",
     "similarity": "no reward, credit rule or signal reads the similarity",
@@ -27,43 +27,31 @@ _BOUNDS = {
     "lt": (operator.lt, "below {:g}"),
     "le": (operator.le, "of at most {:g}"),
 }
-_OURS = (*_BOUNDS, "needs")
 
 
 class _Metadata(dict[str, Any]):
     """Metadata of an option. The parsers of TRL and transformers hand a copy of it to argparse: what argparse knows."""
 
     def keys(self) -> Any:
-        return [key for key in self if key not in _OURS]
+        return [key for key in self if key not in (*_BOUNDS, "needs")]
 
     def copy(self) -> dict[str, Any]:
         return {key: self[key] for key in self.keys()}
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    gt: float | None = None,
-    ge: float | None = None,
-    lt: float | None = None,
-    le: float | None = None,
-    needs: Needs | None = None,
-    **parsing: Any,
-) -> Any:
+def option(default: Any, help: str, *, needs: Needs | None = None, **more: Any) -> Any:
     """Return a field of a dataclass of options.
 
     Args:
         default: of a list, every instance gets a copy.
         help: one description, shown by `--help`, in docs and in model cards.
-        gt: a number, or each number of a list, is greater than this; `ge`, `lt` and `le` likewise.
-        needs: what must hold for the option to be used: another option that is on (`online_filtering`) or has one of
-            some values (`kl_type=adaptive`, `loss_type!=sapo|vespo`), one of `FACTS`, one or another of these
-            (`token_weights or perception_weighting=soft`), or a function that takes all options and returns why the
-            option is unused, or None.
-        parsing: arguments of argparse that the type does not imply.
+        needs: what must hold for the option to be used: the name of another option that is on, or one of `FACTS`; a
+            mapping of options to tuples of values (True: it is on), one of which holds; or a function that takes all
+            options and returns why the option is unused, or None.
+        more: `gt`, `ge`, `lt`, `le`, bounds of a number or of each number of a list; arguments of argparse that the
+            type does not imply.
     """
-    metadata = _Metadata(help=help, gt=gt, ge=ge, lt=lt, le=le, needs=needs, **parsing)
+    metadata = _Metadata(dict.fromkeys(_BOUNDS), help=help, needs=needs, **more)
     if isinstance(default, list):
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -111,6 +99,14 @@ def check_value(name: str, value: Any, hint: Any, **bounds: float | None) -> Non
         raise ConfigError(f"{name} is {value!r}: give {accepted}.")
 
 
+def read_mapping(name: str, given: Any) -> dict[str, Any]:
+    """Return an option that is a mapping or a JSON object as a dict; raise `ConfigError` if it is neither."""
+    try:
+        return dict(json.loads(given) if isinstance(given, str) else given or {})
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{name} is {given!r}: give a JSON object ({error}).") from error
+
+
 def is_number(value: Any) -> bool:
     """Whether `value` is a finite number and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
@@ -148,17 +144,14 @@ def options_in_effect(options: Any, names: Collection[str]) -> dict[str, str]:
     return {name: used[name].metadata["help"] for name in (*changed, *needing)}
 
 
+RATIO_LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "luspo")  # that clip importance ratios below and above
 _TRL_NEEDS: Mapping[str, Needs] = {  # of TRL's options, or their prefix
     "vllm": "use_vllm",
-    "sapo": "loss_type=sapo",
-    "vespo": "loss_type=vespo",
-    "delta": "loss_type!=cispo|sapo|vespo",
-    "epsilon": lambda args: (
-        f"loss_type is {args.loss_type}"
-        if args.loss_type in ("sapo", "vespo") or (args.loss_type == "cispo" and args.epsilon_high is not None)
-        else None
-    ),
-    "scale_rewards": "advantage_estimator=grpo",
+    "sapo": {"loss_type": ("sapo",)},
+    "vespo": {"loss_type": ("vespo",)},
+    "delta": {"loss_type": RATIO_LOSSES},
+    "epsilon": {"loss_type": RATIO_LOSSES, "epsilon_high": (None,)},
+    "scale_rewards": {"advantage_estimator": ("grpo",)},
     "use_bias_correction_kl": "beta",
     **dict.fromkeys(("ref_model_sync_steps", "ref_model_mixup_alpha"), "sync_ref_model"),
     **dict.fromkeys(
@@ -176,21 +169,22 @@ def _needs(each: Field[Any]) -> Needs | None:
 
 def _why_unused(options: Any, each: Field[Any], absent: Collection[str] = ()) -> str | None:
     """Return why an option is unused: everything that it may need is off, or itself unused."""
-    needs = _needs(each)
+    needs, reasons = _needs(each), []
     if needs is None or callable(needs):
-        return needs and needs(options)
-    reasons = [_why_off(options, need, absent) for need in needs.split(" or ")]
-    return " and ".join(dict.fromkeys(filter(None, reasons))) if all(reasons) else None
-
-
-def _why_off(options: Any, need: str, absent: Collection[str]) -> str | None:
-    if need in FACTS:
-        return FACTS[need] if need in absent else None
-    name, negated, values = re.fullmatch(r"(\w+)(!?)(?:=(.+))?", need).groups()  # type: ignore[union-attr]
-    value = getattr(options, name)
-    fits = bool(value) if values is None else (value in values.split("|")) != bool(negated)
-    needed = type(options).__dataclass_fields__[name]
-    return _why_unused(options, needed, absent) or (None if fits else f"{name} is {value}")
+        return None if needs is None else needs(options)
+    wanted: Mapping[str, Any] = {needs: True} if isinstance(needs, str) else needs
+    for name, values in wanted.items():
+        if name in FACTS:
+            why = FACTS[name] if name in absent else None
+        else:
+            value = getattr(options, name)
+            is_met = bool(value) if values is True else value in values
+            why = _why_unused(options, type(options).__dataclass_fields__[name], absent)
+            why = why or (None if is_met else f"{name} is {value}")
+        if why is None:
+            return None
+        reasons.append(why)
+    return " and ".join(dict.fromkeys(reasons))
 
 
 def _default(each: Field[Any]) -> Any:

@@ -1,6 +1,5 @@
 """Errors, atomic files, patched attributes, and other small tools that the rest of the package stands on."""
 
-import errno
 import multiprocessing
 import os
 import re
@@ -8,11 +7,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import update_wrapper
 from importlib.metadata import version
-from io import FileIO
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
@@ -126,48 +124,35 @@ class DiskFullError(VGRError, OSError):
     """A disk or a quota is full; what was being written is not whole."""
 
 
-# What libraries say that hide the error of the system: PyTorch's writer of archives, safetensors, pyarrow.
-WORDS = (
-    "PytorchStreamWriter failed writing",
-    "unexpected pos",
-    "No space left on device",
-    "Disk quota exceeded",
-    "os error 28",
+# The words of the system, of PyTorch's writer of archives (which hides those) and of safetensors.
+_DISK_FULL = (
+    *("No space left on device", "Disk quota exceeded"),
+    *("PytorchStreamWriter failed writing", "unexpected pos", "os error 28"),
 )
 
 
-def is_disk_full(error: BaseException | None) -> bool:
+def _is_disk_full(error: BaseException | None) -> bool:
     """Whether an error, or one that led to it, comes from a disk or a quota that is full."""
-    while error is not None:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(text in str(error) for text in WORDS):
-            return True
+    while error is not None and not any(text in str(error) for text in _DISK_FULL):
         error = error.__cause__ or error.__context__
-    return False
+    return error is not None
 
 
 @contextmanager
 def naming_full_disk(target: str | Path, cure: str = "free space there") -> Iterator[None]:
-    """Turn what is raised when the disk is full into a `DiskFullError` that names the file.
+    """Turn what is raised when the disk is full into a `DiskFullError` that names the file, or else `target`.
 
     Args:
-        target: the file that is written, or a folder in which files are: then the last one that was begun is named.
+        target: the file that is written, or the folder of the files.
         cure: what to do, the end of the sentence.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, DiskFullError) or not is_disk_full(error):
+        if isinstance(error, DiskFullError) or not _is_disk_full(error):
             raise
-        raise DiskFullError(f"Disk full while writing {_file(target, error)}: {cure}.") from error
-
-
-def _file(target: str | Path, error: BaseException) -> Path:
-    target = Path(target)
-    if not target.is_dir():
-        return target
-    named = Path(str(getattr(error, "filename", None)))
-    begun = [(path.stat().st_mtime_ns, path) for path in target.rglob("*") if not path.is_dir()]
-    return named if named.is_file() else max(begun, default=(0, target))[1]
+        path = getattr(error, "filename", None) or target
+        raise DiskFullError(f"Disk full while writing {path}: {cure}.") from error
 
 
 def unfinished(path: Path) -> Path:
@@ -221,7 +206,9 @@ def append_atomic(path: Path, data: bytes, head: bytes = b"") -> None:
     Raises:
         DiskFullError: naming the file.
     """
-    with naming_full_disk(path), _opened(path) as file:
+    with naming_full_disk(path), ExitStack() as opened:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = opened.enter_context(path.open("ab", buffering=0))
         end = file.seek(0, os.SEEK_END)
         rest = memoryview(data if end else head + data)
         try:
@@ -231,11 +218,6 @@ def append_atomic(path: Path, data: bytes, head: bytes = b"") -> None:
             with suppress(OSError):
                 file.truncate(end)
             raise
-
-
-def _opened(path: Path) -> FileIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("ab", buffering=0)
 
 
 def is_writable(path: Path) -> bool:
@@ -254,10 +236,8 @@ def naming_torchvision(model: str) -> Iterator[None]:
     except (ImportError, AttributeError) as error:
         if re.search("torchvision|_extra_content", str(error), re.IGNORECASE) is None:
             raise
-        raise ConfigError(
-            f"The processor of {model} needs torchvision, which is missing: install it in the build that fits "
-            f"torch {version('torch')} (pip install torch torchvision)."
-        ) from error
+        build = f"torch {version('torch')} (pip install torch torchvision)"
+        raise ConfigError(f"The processor of {model} needs torchvision: install the build for {build}.") from error
 
 
 @contextmanager
@@ -284,10 +264,7 @@ def patched_method(owner: Any, name: str, function: Callable[..., Any]) -> Itera
     """
     plain = getattr(owner, name)
     if isinstance(plain, _Replacement) and plain.thread != get_ident():
-        raise ConfigError(
-            f"Another thread shares prompts in this {type(owner).__name__}: "
-            "enter share_prompts once, around both threads."
-        )
+        raise ConfigError(f"Another thread shares prompts in this {type(owner).__name__}: enter share_prompts once.")
     with patched_attribute(owner, name, _Replacement(plain, function)):
         yield
 
@@ -310,14 +287,10 @@ def _itself(value: Any) -> Any:
     return value
 
 
-_BACKENDS = ("gloo", "NCCL")
-_SILENT = (
-    *("Timed out waiting", "timed out after", "Application timeout caused pair closure"),
-    *("Watchdog caught collective operation timeout", "before timing out"),  # NCCL's, where it does not end the process
-)
-_DISCONNECTED = (
-    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused"),
-    *("ncclRemoteError", "remote process exiting prematurely"),
+_LOST_PROCESS = re.compile(  # what gloo and NCCL say
+    "Timed out waiting|timed out after|Application timeout caused pair closure|Watchdog caught collective operation "
+    "timeout|before timing out|Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|"
+    "ncclRemoteError|remote process exiting prematurely"
 )
 
 
@@ -339,19 +312,14 @@ def naming_silent_process(timeout: int, step: Callable[[], int]) -> Iterator[Non
     except RuntimeError as error:
         from torch import distributed  # rewards and processes of the report do without torch
 
-        known = any(name in str(error) for name in _BACKENDS)
-        if not (distributed.is_available() and distributed.is_initialized() and known):
-            raise
-        if any(words in str(error) for words in _SILENT):
-            why = f"has not answered for ddp_timeout={timeout} seconds"
-        elif any(words in str(error) for words in _DISCONNECTED):
-            why = "has ended"
-        else:
+        text = str(error)
+        is_lost = ("gloo" in text or "NCCL" in text) and _LOST_PROCESS.search(text) is not None
+        if not (is_lost and distributed.is_available() and distributed.is_initialized()):
             raise
         raise ProcessError(
-            f"Another of the {distributed.get_world_size()} processes {why} at step {step()}: see what it logged last, "
-            "or whether it hangs (in a reward, which reward_timeout names), end them all, and continue with "
-            "resume_from_checkpoint latest."
+            f"Another of the {distributed.get_world_size()} processes has ended, or has not answered for "
+            f"ddp_timeout={timeout} seconds, at step {step()}: see what it logged last, or whether it hangs (in a "
+            "reward, which reward_timeout names), end them all, and continue with resume_from_checkpoint latest."
         ) from error
 
 
@@ -371,10 +339,8 @@ def check_release(installed: str | None = None) -> None:
     """
     first, end = SUPPORTED
     if not Version(first) <= release(installed) < Version(end):
-        raise UnsupportedTRLError(
-            f"TRL {installed or version('trl')} is installed, but vgr_trl is tested with trl>={first},<{end}; install "
-            f'one of those: pip install "trl>={first},<{end}".'
-        )
+        tested, found = f"trl>={first},<{end}", installed or version("trl")
+        raise UnsupportedTRLError(f'TRL {found} is installed, but vgr_trl needs another: pip install "{tested}".')
 
 
 def pool(workers: int) -> ProcessPoolExecutor:

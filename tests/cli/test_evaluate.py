@@ -54,12 +54,13 @@ def test_the_file_of_a_training_is_taken_without_what_is_of_training(model_folde
         "reward_funcs": ["accuracy", "format", "vgr"], "learning_rate": 1e-5, "num_generations": 4,
     }  # fmt: skip
     file.write_text(json.dumps(options))
-    flags = f"--config {file} --num_samples 0 --blind_baseline false --output_file {numbers}"
+    flags = f"--config {file} --num_samples 0 --blind_baseline false --output_file {numbers} --beta 0.1"
     assert main(["evaluate", *flags.split()]) == 0
     assert json.loads(numbers.read_text())["questions"] == 6
     assert "vgr" not in json.loads(numbers.read_text())["rewards"]
     said = capsys.readouterr().err
     assert "Without effect here: learning_rate, num_generations, reward_funcs.\n" in said
+    assert "Without effect here: beta.\n" in said
     file.write_text(json.dumps({**options, "num_sample": 2}))
     assert main(["evaluate", *flags.split()]) == 1
     assert "has num_sample, which is not an option. Did you mean num_samples?" in capsys.readouterr().err

@@ -11,7 +11,7 @@ def test_a_full_disk_is_one_sentence_in_every_command(monkeypatch, capsys):
     weights = {"weights": torch.zeros(1_000_000)}
     monkeypatch.setitem(command.COMMANDS, "report", ("", lambda rest: torch.save(weights, "/dev/full")))
     assert main(["report", "run"]) == 1
-    assert "disk full while writing files" in capsys.readouterr().err
+    assert "Disk full while writing files" in capsys.readouterr().err
 
 
 def test_commands_are_listed_and_the_nearest_is_named(capsys):
@@ -19,7 +19,7 @@ def test_commands_are_listed_and_the_nearest_is_named(capsys):
     assert "\n  train " in capsys.readouterr().out
     assert main([]) == 2
     assert main(["trian"]) == 2
-    assert "Did you mean train?" in capsys.readouterr().err
+    assert "there is no command 'trian': give one of quickstart, train," in capsys.readouterr().err
 
 
 def test_version_and_environment(capsys):
@@ -37,7 +37,7 @@ def test_init_writes_options_that_exist_and_keeps_what_is_there(tmp_path, capsys
     assert main(["init", *more]) == 0
     text = (tmp_path / "train.yaml").read_text()
     assert main(["init", *more]) == 1
-    assert "already exists" in capsys.readouterr().err
+    assert "File exists" in capsys.readouterr().err
     assert (tmp_path / "train.yaml").read_text() == text
     assert main(["train", "--config", "train.yaml", "--use_cpu", "--bf16", "false", "--output_dir", "train.yaml"]) == 1
     assert "output_dir is train.yaml" in capsys.readouterr().err, "every option of the file is one of the command"

@@ -82,9 +82,6 @@ def test_sizes_fit_the_machine(parameters, gigabytes, device, expected):
     options = suggest_options(parameters, gigabytes * 1e9, device)
     assert {name: options.get(name) for name in expected} == expected
     assert int(options["per_device_train_batch_size"]) * int(options["gradient_accumulation_steps"]) == 64
-
-
-def test_a_model_that_is_too_large_is_one_sentence():
     with pytest.raises(ConfigError, match="32.0 billion parameters"):
         suggest_options(32e9, 24e9, "cuda")
 
@@ -229,11 +226,11 @@ def test_bad_input_is_one_sentence_and_trains_nothing(model_folder, question_fil
     assert not (output / "trainer_state.json").exists()
 
 
-def test_a_mistyped_model_folder_is_reported_with_the_nearest(model_folder, question_files, tmp_path, capsys):
+def test_a_mistyped_model_folder_is_one_sentence(model_folder, question_files, tmp_path, capsys):
     mistyped = model_folder.with_name(f"{model_folder.name}x")
     for command, given in (
         ("train", flags(mistyped, question_files, tmp_path / "run")),
         ("evaluate", ["--model_name_or_path", str(mistyped), "--data_files", question_files]),
     ):
         assert main([command, *given]) == 1
-        assert f"There is no model folder {mistyped}. Did you mean {model_folder}?" in capsys.readouterr().err
+        assert f"{mistyped} cannot be loaded" in capsys.readouterr().err

@@ -130,11 +130,6 @@ def test_flags_and_variables_override(tmp_path):
     assert arguments[3:5] == ["--num_processes", "3"]
 
 
-def test_a_script_called_by_its_link_is_the_script(tmp_path):
-    linked = launched("experiment3.sh", tmp_path, folder_of_scripts=EXPERIMENTS.parent)
-    assert linked == launched("experiment3.sh", tmp_path)
-
-
 def test_data_are_converted_and_merged_in_one_command(tmp_path):
     stub(tmp_path, "vgr-trl", f'echo "$*" >> {tmp_path}/commands')
     assert run("data.sh", tmp_path, "sets", "--subset_size", "9", folder_of_scripts=EXPERIMENTS.parent).returncode == 0
@@ -188,13 +183,6 @@ def test_each_trains_the_embedded_model(script, tiny_folder, tmp_path, monkeypat
     assert TRACES.get(script, {"rewards/vgr_reward/mean"}) <= seen
 
 
-@pytest.mark.minutes
-def test_accelerate_launches_what_a_script_gives_it(tiny_folder, tmp_path):
-    done = run("tprl.sh", tmp_path, *SMALL, TINY="1", TINY_FOLDER=str(tiny_folder))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 2
-
-
 FAILS = """#!/usr/bin/env bash
 printf "%s\n" "$@" > given
 if [[ " $* " == *" --dry_run "* ]]; then
@@ -226,16 +214,6 @@ def test_a_check_says_where_a_run_would_fail_and_why(tiny_folder, tmp_path):
     assert all((config.compute_attention_metrics, config.token_weights, config.enable_perception_filtering))
     assert config.replay_buffer_size == 64
     assert run("check.sh", tmp_path, "nothing.sh").returncode == 2
-
-
-@pytest.mark.minutes
-def test_a_check_of_a_run_that_works(tiny_folder, tmp_path):
-    done = run("check.sh", tmp_path, str(EXPERIMENTS / "experiment3.sh"), TINY="1", TINY_FOLDER=str(tiny_folder))
-    assert done.returncode == 0, done.stdout
-    checks = ["data", "model", "step, memory", "whole run", "every signal", "checkpoint"]
-    assert [line.partition("  ")[0] for line in done.stdout.splitlines()] == checks
-    assert done.stdout.count(" ok ") == len(checks)
-    assert list((tmp_path / "runs").iterdir()) == []
 
 
 # What each experiment leaves in the log, if not the reward vgr.

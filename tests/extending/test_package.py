@@ -174,7 +174,7 @@ def test_options_of_a_reward(installed):
         assert load_reward(spec, options={"brevity_words": 1})(**three) == [1 / 4]
     with pytest.raises(RewardError, match="has no option 'brevity_word': give brevity_words"):
         load_reward("brevity", options={"brevity_word": 1})
-    with pytest.raises(ConfigError, match="which no plug-in that is named has: give focus_strength"):
+    with pytest.raises(ConfigError, match="but the plug-ins named have focus_strength"):
         DAPOConfig("out", use_cpu=True, credit_rules=["focus"], plugin_options={"brevity_words": 1})
 
 

@@ -77,12 +77,3 @@ def test_one_version_is_told_everywhere(built: Path) -> None:
     assert citation["version"] == __version__
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # what its schema requires
     assert re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0] == __version__
-
-
-def test_a_users_script_is_typed(installed: dict[str, str], tmp_path: Path) -> None:
-    """Of what this library imports only its own annotations are read: torch's take a minute."""
-    config = tmp_path / "mypy.ini"
-    skipped = ",".join(f"{name}.*" for name in "torch transformers trl accelerate peft numpy PIL jinja2 rich".split())
-    config.write_text(f"[mypy]\nstrict = true\ncache_dir = {tmp_path}\n[mypy-{skipped}]\nfollow_imports = skip\n")
-    script = shutil.copy(Path(__file__).with_name("users_script.py"), tmp_path)
-    run(["-m", "mypy", "--config-file", str(config), script], installed, tmp_path)

@@ -10,18 +10,15 @@ import warnings
 import webbrowser
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
 from vgr_trl import __version__
 from vgr_trl.recipes import read_recipe, recipe_file, recipe_names
-from vgr_trl.utils import ConfigError, VGRError, is_disk_full
+from vgr_trl.utils import ConfigError, VGRError, naming_full_disk
 
 RECIPES_LEGEND = """
 passes: forward passes over the completions of a rollout, without + with gradients, not counting generation.
-Attention metrics reuse the first pass without gradients, or add one if there is none (unless
---compute_attention_metrics false).
 vgr-trl recipes NAME prints one, with its departures from the paper; vgr-trl train --recipe NAME starts from it."""
 TEMPLATES = Path(__file__).parent / "templates"
 # transformers 5.23 warns at every step of TRL 1.16.
@@ -73,8 +70,6 @@ def quickstart(argv: Sequence[str]) -> int:
             "writes a tiny model and questions, then vgr-trl quickstart tiny_vlm/train.parquet --model tiny_vlm/model "
             "--system_prompt_file none."
         )
-    if Path(flags.data).suffix and not Path(flags.data).exists() and "/" not in flags.data:
-        raise ConfigError(f"{flags.data} does not exist: give a file, a folder, or a name on the hub.")
     _announce_command("quickstart")
     import torch
 
@@ -83,14 +78,12 @@ def quickstart(argv: Sequence[str]) -> int:
     from vgr_trl.cli.train import main as train
     from vgr_trl.cli.train import suggest_options
 
-    device, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if torch.cuda.is_available():
-        device, memory = "cuda", torch.cuda.mem_get_info()[1]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_cpu = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = on_cpu if device == "cpu" else torch.cuda.mem_get_info()[1]
     options = {"model_name_or_path": flags.model, source_option(flags.data): flags.data}
     options |= {"output_dir": str(flags.output_dir)} | suggest_options(count_parameters(flags.model), memory, device)
-    given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in more if word.startswith("--")}
-    words = [word for name, value in options.items() if name not in given for word in (f"--{name}", value)]
-    words += more
+    words = [word for name, value in options.items() for word in (f"--{name}", value)] + more
     print(f"Equivalent command:\n  vgr-trl train {shlex.join(words)}", flush=True)
     if status := train(words):
         return status
@@ -106,9 +99,7 @@ def report(argv: Sequence[str]) -> int:
     from vgr_trl.utils import printable
 
     parser = _make_parser("report")
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a run, or a file of `evaluate`"
-    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir, or a file of `evaluate`")
     parser.add_argument("--output", type=Path, help="HTML file (default: report.html in or beside the first RUN)")
     parser.add_argument("--names", nargs="+", help="names to show for the runs, in order")
     parser.add_argument("--max_megabytes", type=float, default=9.5, help="maximum size, 1 to 100 (default 9.5)")
@@ -116,8 +107,8 @@ def report(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     if flags.live is not None and not flags.live >= 1:
         raise ConfigError(f"live is {flags.live}: give an interval of at least 1 second.")
-    first = flags.runs[0]
-    output = flags.output or (first.parent if first.is_file() else first) / "report.html"
+    first = flags.runs[0].parent if flags.runs[0].is_file() else flags.runs[0]
+    output = flags.output or first / "report.html"
     write = partial(write_report, flags.runs, output, max_megabytes=flags.max_megabytes, names=flags.names)
     page = write(live=flags.live)
     print(printable(f"{page.path}: {page.size / MEGABYTE:.1f} MB, {page.records} recorded steps."))
@@ -159,14 +150,12 @@ def init(argv: Sequence[str]) -> int:
     parser.add_argument("--laptop", action="store_true", help="for a CPU, with a tiny model and data (1-2 minutes)")
     flags = parser.parse_args(argv)
     folder = flags.file.parent / "tiny_vlm"
-    template = TEMPLATES / ("laptop.yaml" if flags.laptop else "gpu.yaml")
+    template = (TEMPLATES / ("laptop.yaml" if flags.laptop else "gpu.yaml")).read_text(encoding="utf-8")
     try:
         with flags.file.open("x", encoding="utf-8") as file:
-            file.write(template.read_text(encoding="utf-8").format(name=flags.file, tiny=folder))
-    except FileExistsError as error:
-        raise ConfigError(f"{flags.file} already exists: give another name, or remove it.") from error
+            file.write(template.format(name=flags.file, tiny=folder))
     except OSError as error:
-        raise ConfigError(f"{flags.file} cannot be written ({error}): give another name.") from error
+        raise ConfigError(f"{flags.file} cannot be written ({error.strerror}): give another name.") from error
     if flags.laptop:
         from vgr_trl.demo import Options
         from vgr_trl.demo.write_folder import write_warm_folder
@@ -220,9 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vgr_trl {__version__}")
         return 0
     if name not in COMMANDS:
-        nearest = get_close_matches(name, COMMANDS, n=1)
-        hint = f"Did you mean {nearest[0]}?" if nearest else f"The commands are {', '.join(COMMANDS)}."
-        print(f"vgr-trl: there is no command {name!r}. {hint}", file=sys.stderr)
+        print(f"vgr-trl: there is no command {name!r}: give one of {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     try:
         if name in ("train", "evaluate"):
@@ -233,17 +220,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from vgr_trl.cli.arguments import convert_flags
 
             name, rest = convert_flags(name, rest)
-        with warnings.catch_warnings():
+        with naming_full_disk("files"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=DEPRECATION_PATTERN, category=FutureWarning)
             return COMMANDS[name][1](rest)
     except VGRError as error:
         print(f"vgr-trl {name}: {error}", file=sys.stderr)
-        return 1
-    except (OSError, RuntimeError) as error:
-        if not is_disk_full(error):
-            raise
-        where = getattr(error, "filename", None) or "files"
-        print(f"vgr-trl {name}: disk full while writing {where}: free space, then run it again.", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupted:
         print(f"\nvgr-trl {name}: interrupted{'; ' * bool(interrupted.args)}{interrupted}.", file=sys.stderr)

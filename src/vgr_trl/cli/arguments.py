@@ -28,17 +28,12 @@ from trl import ModelConfig
 
 from vgr_trl.config_converters import convert, read_configuration
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.images import (
-    ImageLimits,
-    VideoOptions,
-    downloaded,
-    refuse_single_image_models,
-)
-from vgr_trl.data.load import BUILDERS, HUB_NAME, load_split, parse_data_files, readable, why_not_on_hub
+from vgr_trl.data.images import ImageLimits, VideoOptions, downloaded, refuse_single_image_models
+from vgr_trl.data.load import BUILDERS, load_split, parse_data_files, readable
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, special_tokens
 from vgr_trl.data.read_row import keys_of
 from vgr_trl.data.rows import SkippedRow, prepare_rows
-from vgr_trl.options import check_options, check_value, option
+from vgr_trl.options import check_options, check_value, option, read_mapping
 from vgr_trl.recipes import load_recipe
 from vgr_trl.rewards.loading import FileOptions, ScoredFile, load_rewards
 from vgr_trl.utils import ConfigError, VGRError, error_text, naming_torchvision, parse_yaml
@@ -69,11 +64,9 @@ class DataArguments:
     dataset_path: str | None = option(None, "Data set folder: files of one format, or written by save_to_disk.")
     data_files: str | None = option(None, "train=a.parquet,test=b.parquet; several files: train=a.jsonl+b.jsonl, "
         "train=*.jsonl, or repeat the flag. Parquet, JSON, JSONL, CSV or Arrow.", nargs="+", action="extend")
-    problem_key: str | None = option(None, "Question column: text or messages (default: prompt, problem, "
-        "question, query, messages or conversations).")
+    problem_key: str | None = option(None, "Question column (default: prompt, problem, question, query, …).")
     solution_key: str | None = option(None, "Answer column (default: solution, answer, label_idx, …).")
-    choices_key: str | None = option(None, "Column of multiple-choice options (default: choices or options); "
-        "none: open questions.")
+    choices_key: str | None = option(None, "Choices column (default: choices or options); none: open questions.")
     image_key: str | None = option(None, "Image column (default: images or image); none: train on text only.")
     video_key: str | None = option(None, "Video column (default: videos or video); none: ignore videos.")
     image_dir: str | None = option(None, "Root folder for relative image paths; paths may not leave it "
@@ -85,14 +78,12 @@ class DataArguments:
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
     dataset_streaming: bool = option(False, "Stream rows instead of loading the split; requires max_steps.")
-    test_dataset: str | None = option(None, "Evaluation data (hub name, folder or file), if not a split of "
-        "the same data.")
+    test_dataset: str | None = option(None, "Evaluation data (hub name, folder or file), if elsewhere.")
     max_train_rows: int | None = option(None, "Use only the first N training rows.", ge=1)
     max_test_rows: int | None = option(None, "Use only the first N evaluation rows.", ge=1)
     system_prompt_file: str | None = option(None, "System prompt file: text, or a Jinja2 template with problem, "
         "choices, letters and source; an empty file, or none: no system prompt.")
-    question_template_file: str | None = option(None, "Jinja2 template of the user message, with the question as "
-        "content; no system prompt is used.")
+    question_template_file: str | None = option(None, "Jinja2 template of the whole prompt; content: the question.")
     prompt_language: Literal["en", "zh"] | None = option(None, "Language of the default system prompt.")
     video_fps: float = option(2.0, "Frames sampled per second of video.", gt=0, le=1000)
     max_video_frames: int = option(16, "Maximum frames per row; rows with more are skipped and listed.", ge=1)
@@ -125,16 +116,13 @@ def earlier_rewards(flags: Sequence[str]) -> list[str]:
     Those scripts did not scale attention rewards by accuracy. Returns an empty list if the flags name rewards, a recipe
     or a file, or give another number of weights. The main process prints the flags that are added.
     """
-    names = {word.partition("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
-    numbers: dict[str, list[str]] = {}
-    for word in flags:
-        if word.startswith("--"):
-            name, _, word = word.partition("=")
-            numbers[name] = given = []
-        if numbers:
-            given += re.findall(r"[^\s,()\[\]]+", word)
-    count = len(numbers.get("--reward_weights") or numbers.get("--early_reward_weights") or ())
-    if count not in (4, 5) or names & {"__reward_funcs", "__recipe", "__config"}:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("reward_funcs", "recipe", "config", "reward_weights", "early_reward_weights"):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="+")
+    given, _ = parser.parse_known_args(flags)
+    weights = " ".join(given.reward_weights or given.early_reward_weights or ())
+    count = len(re.findall(r"[^\s,()\[\]]+", weights))
+    if count not in (4, 5) or given.reward_funcs or given.recipe or given.config:
         return []
     rewards = ["accuracy", "vgr", "format", *["tag_count"] * (count == 5), "length"]
     added = ["--reward_funcs", *rewards, "--attention_reward_scale", "none"]
@@ -147,19 +135,16 @@ def earlier_rewards(flags: Sequence[str]) -> list[str]:
 class RewardFileArguments:
     """Reward files"""
 
+    # fmt: off
     reward_type: str | None = option(None, "Form of EasyR1 reward files: batch or sequential (default: as they say).")
     reward_num_cpus: int = option(1, "Worker processes for a sequential EasyR1 reward file.")
-    reward_function_kwargs: dict[str, Any] | str | None = option(
-        None, "JSON object: extra arguments of EasyR1 reward files, and options that other rewards declare."
-    )
+    reward_function_kwargs: dict[str, Any] | str | None = option(None, "JSON object: extra arguments of EasyR1 reward "
+        "files, and options that other rewards declare.")
+    # fmt: on
 
     def load(self, specs: Sequence[str], max_completion_length: int | None, soft_punish_cache: int | None) -> list[Any]:
         """Return the reward functions that `specs` name, with `reward_function_kwargs` bound."""
-        given: Any = self.reward_function_kwargs or {}
-        try:
-            arguments = dict(json.loads(given) if isinstance(given, str) else given)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"reward_function_kwargs is {given!r}: give a JSON object ({error}).") from error
+        arguments = read_mapping("reward_function_kwargs", self.reward_function_kwargs)
         functions = load_rewards(
             specs,
             max_completion_length=max_completion_length,
@@ -167,30 +152,26 @@ class RewardFileArguments:
             files=FileOptions(self.reward_type, self.reward_num_cpus, arguments),
             options=arguments,
         )
-        declared = [getattr(function, "options", None) for function in functions]
-        known = {each.name for options in declared if options is not None for each in fields(options)}
+        declared = [options for each in functions if (options := getattr(each, "options", None)) is not None]
+        known = {each.name for options in declared for each in fields(options)}
         if not known.issuperset(arguments) and not any(isinstance(each, ScoredFile) for each in functions):
             accepted = ", ".join(sorted(known)) or "no options"
             raise ConfigError(f"reward_function_kwargs is {arguments}: the rewards have {accepted}.")
         return functions
 
 
+# fmt: off
 @dataclass
 class RewardArguments(RewardFileArguments):
     """Rewards"""
 
-    reward_funcs: list[str] | None = option(
-        None,
-        "Rewards, in the order of reward_weights (default: accuracy format length): names (accuracy, vgr, "
-        "vgr_hard_negative, mdi, region, blind_accuracy, format, think_only_format, tag_count, length, or of installed "
-        "packages), dotted paths (my_package.rewards.my_reward) or files (my_rewards.py:my_reward).",
-    )
-    reward_model_name_or_path: str | None = option(
-        None, "Sequence-classification model whose score is added as the first reward."
-    )
+    reward_funcs: list[str] | None = option(None, "Rewards, in the order of reward_weights (default: accuracy format "
+        "length): names (accuracy, vgr, vgr_hard_negative, mdi, region, blind_accuracy, format, think_only_format, "
+        "tag_count, length, or of installed packages), dotted paths (my_package.rewards.my_reward) or files "
+        "(my_rewards.py:my_reward).")
+    reward_model_name_or_path: str | None = option(None, "Sequence classifier whose score is the first reward.")
 
 
-# fmt: off
 @dataclass
 class EvaluationArguments(RewardFileArguments):
     """Evaluation"""
@@ -207,8 +188,7 @@ class EvaluationArguments(RewardFileArguments):
     blank_images: bool = option(False, "Replace images with grey to measure accuracy without vision.")
     blind_baseline: bool = option(True, "Also answer greedily with grey images, for the column blind.")
     reward_funcs: list[str] = option([], "Also print the means of these rewards, named as for train.")
-    group_by: str | None = option(None, "Also print scores per value of this column (default: family or "
-        "source); none: off.")
+    group_by: str | None = option(None, "Also score per value of this column (default: family or source); none: off.")
     seed: int = option(0, "Sampling seed.")
     output_file: str | None = option(None, "JSON file to write the scores to.")
     save_completions: bool = option(False, "Also write questions, images and completions, for `vgr-trl report`.")
@@ -223,26 +203,26 @@ TRAINING_OPTIONS = frozenset(  # options
 )
 
 
+OF_LIBRARIES = ArrowException, ImportError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError
+
+
 @contextmanager
-def raise_config_errors() -> Iterator[None]:
-    """Convert errors that libraries raise for bad input into a `ConfigError`; only before any work is done."""
+def raise_config_errors(model: str | None = None) -> Iterator[None]:
+    """Convert errors that libraries raise for bad input into a `ConfigError`; only before any work is done.
+
+    Args:
+        model: that is loaded in this block.
+    """
     try:
         yield
     except VGRError:
         raise
-    except (ArrowException, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{type(error).__name__}: {error_text(error, 450)}") from error
+    except OF_LIBRARIES as error:
+        cause = f"{type(error).__name__}: {error_text(error, 450)}"
+        load = f"{model} cannot be loaded ({cause}): give a model folder or a hub name."
+        raise ConfigError(load if model else cause) from error
 
 
-# TRL options that most runs set: shown by `--help training`; `--help others` shows the rest.
-COMMON_OPTIONS = (
-    "model_name_or_path", "dtype", "attn_implementation", "use_peft", "lora_r", "lora_alpha", "lora_target_modules",
-    "load_in_4bit", "output_dir", "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_steps", "seed",
-    "bf16", "use_cpu", "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations",
-    "max_completion_length", "temperature", "reward_weights", "use_vllm", "vllm_mode", "save_steps", "eval_strategy",
-    "eval_steps", "report_to",
-)  # fmt: skip
-OTHER_STAGE = "others"
 MAX_STAGES_ON_A_PAGE = 4  # with more stages, --help lists the stages only
 # Defaults of a command that differ from those of its dataclasses.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {"train": {"logging_steps": 1}}
@@ -262,34 +242,15 @@ ALIASES = {
     "loss_avg_mode": "loss_type",
 }
 LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "seq": "grpo"}  # values of `loss_avg_mode`
-NO_EFFECT = "use_segmented_reward_weights"  # early_reward_weights alone switch them on
+SEGMENTED = "use_segmented_reward_weights"  # early_reward_weights alone switch them on
 
 
-def replace_aliases(argv: Sequence[str]) -> list[str]:
-    """Return a command line with options in place of their aliases.
+def _read_loss_type(read: Any, text: str) -> Any:
+    return read(LOSS_TYPES.get(text, text))
 
-    Raises:
-        ConfigError: an option and its alias are both given.
-    """
-    names = [word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else None for word in argv]
-    if NO_EFFECT in names and not {"early_reward_weights", "config", "recipe"}.intersection(names):
-        raise ConfigError(f"--{NO_EFFECT} needs --early_reward_weights: give them, or drop the flag.")
-    words: list[str] = []
-    flag = ""  # the alias whose values follow
-    for name, word in zip(names, argv, strict=True):
-        if name is None:
-            if flag != NO_EFFECT:
-                words.append(LOSS_TYPES.get(word, word) if flag == "loss_avg_mode" else word)
-            continue
-        flag = name
-        option = ALIASES.get(name, name)
-        if option != name and option in names:
-            raise ConfigError(f"--{name} is an alias of --{option}: give one of them.")
-        _, equals, value = word.partition("=")
-        value = LOSS_TYPES.get(value, value) if name == "loss_avg_mode" else value
-        if name != NO_EFFECT:
-            words.append(f"--{option}{equals}{value}" if option != name else word)
-    return words
+
+def _spellings(name: str) -> list[str]:
+    return [f"--{name}", f"--{name.replace('_', '-')}"]
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -341,6 +302,12 @@ class _Parser(HfArgumentParser):
                 action.help = argparse.SUPPRESS  # --no_x of x
             elif action.type is string_to_bool:
                 action.nargs, action.const = "?", True  # `--flag` alone means true, also if the default is None
+        for alias, name in ALIASES.items():
+            if name in self.options:
+                self._option_string_actions |= dict.fromkeys(_spellings(alias), self.options[name])
+        if (loss := self.options.get("loss_type")) is not None:
+            self.add_argument(*_spellings(SEGMENTED), nargs="?", help=argparse.SUPPRESS)
+            loss.type = partial(_read_loss_type, loss.type)
         self.add_argument("--config")
         self.add_argument("--help", "-h", action=_Help, nargs="?", const=False)
         self.add_argument("--help-all", "--help_all", action=_Help, nargs=0, const=True)
@@ -356,8 +323,7 @@ class _Parser(HfArgumentParser):
                     stage = re.sub("(Options|Arguments|Config)$", "", base.__name__).lower()
                     title = re.split(r"[;:(]|\.?\n|\.$", base.__doc__ or stage)[0].strip()
                 else:
-                    is_common = name in COMMON_OPTIONS
-                    stage, title = ("training", "Training") if is_common else (OTHER_STAGE, "TRL and transformers")
+                    stage, title = "trl", "TRL and transformers"
                 section = self.stages.get(stage) or self.add_argument_group(f"{title} [{stage}]")
                 self.stages[stage], each.type = section, hints[name]
                 self._parse_dataclass_field(section, each)  # type: ignore[arg-type]
@@ -396,38 +362,51 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     return f" Did you mean {nearest[0]}?" if nearest else " --help-all lists them."
 
 
-def parse(
-    groups: Sequence[Any], command: str, argv: Sequence[str] | None = None, ignored: Collection[str] = ()
-) -> tuple[Any, ...]:
+def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Collection[str] = ()) -> tuple[Any, ...]:
     """Parse flags, `--config x.yaml` and `--recipe`, in this order of precedence, into dataclasses.
 
     Args:
-        ignored: options that the file may also hold; they are skipped with a message, and so is its `reward_funcs`.
+        ignored: options that may also be given; they are skipped with a message, and so is the file's `reward_funcs`.
 
     Raises:
         ConfigError: an option is refused by this library, TRL or transformers.
     """
-    argv = replace_aliases(sys.argv[1:] if argv is None else argv)
     parser = _Parser(groups, command)
     given, rest = parser.parse_known_args(argv)
-    if rest:
-        flag = next((word.partition("=")[0] for word in rest if word.startswith("--")), None)
-        if flag is None:
-            raise ConfigError(f"{rest[0]!r} belongs to no flag: remove it, or quote the value that it is part of.")
-        raise ConfigError(f"There is no flag {flag}.{did_you_mean(flag, parser._option_string_actions)}")
+    flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    left_out = [_option_name(flag) for flag in flags]
+    for flag, name in zip(flags, left_out, strict=True):
+        if name not in ignored:
+            raise ConfigError(f"There is no flag {flag}.{did_you_mean(flag, parser._option_string_actions)}")
+    if rest and not rest[0].startswith("--"):
+        raise ConfigError(f"{rest[0]!r} belongs to no flag: remove it, or quote the value that it is part of.")
+    typed = [_option_name(word) for word in argv if word.startswith("--")]
+    stated = _rename_aliases(dict.fromkeys(typed), "The command line")
+    if SEGMENTED in typed and not {"early_reward_weights", "config", "recipe"} & stated.keys():
+        raise ConfigError(f"--{SEGMENTED} needs --early_reward_weights: give them, or drop the flag.")
     values = {} if given.config is None else _read_config_file(Path(given.config), parser.options, ignored)
     recipe = getattr(given, "recipe", None) or values.get("recipe")
     if recipe is not None:
         values = _check_names(load_recipe(str(recipe)), f"The recipe {recipe}", parser.options) | values
-    stated = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    if left_out:
+        print(f"Without effect here: {', '.join(left_out)}.", file=sys.stderr)
     words = parser.to_words({name: value for name, value in values.items() if name not in stated})
-    try:
-        *filled, _ = parser.parse_args_into_dataclasses([*words, *argv], look_for_args_file=False)
-    except VGRError:
-        raise
-    except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(str(error)) from error
-    return tuple(filled)
+    with raise_config_errors():
+        return parser.parse_args_into_dataclasses(
+            [*words, *argv], return_remaining_strings=True, look_for_args_file=False
+        )[: len(groups)]
+
+
+def _option_name(flag: str) -> str:
+    return flag[2:].partition("=")[0].replace("-", "_")
+
+
+def _rename_aliases(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return options under their own names; raise `ConfigError` if an option and its alias are both given."""
+    for alias, name in ALIASES.items():
+        if {alias, name} <= values.keys():
+            raise ConfigError(f"{where} has {alias} and {name}, which are one option: give one of them.")
+    return {ALIASES.get(name, name): value for name, value in values.items()}
 
 
 def _read_config_file(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
@@ -448,31 +427,14 @@ def _read_config_file(file: Path, known: Collection[str], ignored: Collection[st
 
 def _check_names(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
     """Return the options of a file under their own names; raise `ConfigError` if one is unknown."""
-    if twice := [f"{alias} and {name}" for alias, name in ALIASES.items() if {alias, name} <= values.keys()]:
-        raise ConfigError(f"{where} has {twice[0]}, which are one option: give one of them.")
-    if "loss_avg_mode" in values:
-        values["loss_avg_mode"] = LOSS_TYPES.get(values["loss_avg_mode"], values["loss_avg_mode"])
-    values = {ALIASES.get(name, name): value for name, value in values.items() if name != NO_EFFECT}
+    values = _rename_aliases(values, where)
+    values.pop(SEGMENTED, None)
     for name, value in values.items():
         if name not in known:
             raise ConfigError(f"{where} has {name}, which is not an option.{did_you_mean(str(name), known)}")
         if value is False and name.endswith("_strategy"):
             raise ConfigError(f'{where} has {name}: no, which YAML reads as false: write "no" in quotes.')
     return values
-
-
-def _drop_flags(words: Sequence[str], names: Collection[str]) -> list[str]:
-    """Drop flags by name, with their values, and print which."""
-    kept, left_out, is_left_out = [], [], False
-    for word in words:
-        if word.startswith("--"):
-            name = word[2:].partition("=")[0].replace("-", "_")
-            is_left_out = name in names
-            left_out += [name] * is_left_out
-        kept += [word] * (not is_left_out)
-    if left_out:
-        print(f"Without effect here: {', '.join(left_out)}.", file=sys.stderr)
-    return kept
 
 
 def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -498,8 +460,7 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
     if evaluates:
         known = {each.name for group in (DataArguments, EvaluationArguments) for each in fields(group)}
         options = {name: value for name, value in found.evaluation_options().items() if name in known}
-        kept = [word for word in kept if word != "--ignore_unknown_keys"]
-        command, kept = "evaluate", kept if command == "evaluate" else _drop_flags(kept, TRAINING_OPTIONS - known)
+        command, kept = "evaluate", [word for word in kept if word != "--ignore_unknown_keys"]
     words = []
     for name, value in options.items():
         items = value if isinstance(value, list) else [value]
@@ -509,19 +470,18 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
 
 def load_system_prompt(arguments: DataArguments) -> str | SystemTemplate | None:
     """Return the system prompt: from `system_prompt_file` or `question_template_file`, else the default one."""
-    if (path := arguments.question_template_file) is not None:
-        return QuestionTemplate(_read_text("question_template_file", path), f"question_template_file {path}")
-    if (path := arguments.system_prompt_file) is None:
+    is_question = arguments.question_template_file is not None
+    option = "question_template_file" if is_question else "system_prompt_file"
+    path = getattr(arguments, option)
+    if path is None:
         return SYSTEM_PROMPTS[arguments.prompt_language or "en"]
-    text = "" if path == "none" else _read_text("system_prompt_file", path)
-    return SystemTemplate(text, f"system_prompt_file {path}") if text else None
-
-
-def _read_text(option: str, path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig").strip()
+        text = "" if path == "none" else Path(path).read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option} is {path}, which cannot be read as UTF-8 text ({error}).") from error
+    if is_question:
+        return QuestionTemplate(text, f"{option} {path}")
+    return SystemTemplate(text, f"{option} {path}") if text else None
 
 
 def evaluation_source(arguments: DataArguments) -> DataArguments:
@@ -600,32 +560,9 @@ def image_root(arguments: DataArguments, split: str) -> Path:
     return Path(arguments.dataset_path or downloaded()).absolute()
 
 
-@contextmanager
-def naming_model(name: str) -> Iterator[None]:
-    """Convert errors of transformers and the hub about a missing or broken model into a `ConfigError`."""
-    require_model(name)
-    try:
-        yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{name} cannot be loaded ({cause}): give a model folder or a hub name.") from error
-
-
-def require_model(name: str) -> None:
-    """Raise `ConfigError` if a model is neither a local path nor found in the cache or on the hub."""
-    path = Path(name)
-    why = why_not_on_hub(name, "model") if HUB_NAME.fullmatch(name) and not path.exists() else ""
-    if path.exists() or why is None:
-        return
-    beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
-    nearest = get_close_matches(path.name, beside, n=1)
-    hint = f". Did you mean {path.parent / nearest[0]}?" if nearest else ": give a model folder or a hub name."
-    raise ConfigError(f"There is no model folder {name}{hint}{f' (from the hub: {why})' if why else ''}")
-
-
 def load_adapter_config(name: str, revision: str | None) -> PeftConfig | None:
     """Return the configuration of a LoRA adapter, or None for a full model."""
-    with naming_model(name):
+    with raise_config_errors(name):
         is_adapter = find_adapter_config_file(name, revision=revision) is not None
         return PeftConfig.from_pretrained(name, revision=revision) if is_adapter else None
 
@@ -642,7 +579,7 @@ def load_processor(name: str, revision: str | None = None, trust_remote_code: bo
     adapter, files = load_adapter_config(name, revision), ("processor_config.json", "tokenizer_config.json")
     if adapter is not None and not any((Path(name) / file).exists() for file in files):
         name, revision = str(adapter.base_model_name_or_path), adapter.revision
-    with naming_torchvision(name), naming_model(name):
+    with raise_config_errors(name), naming_torchvision(name):
         return AutoProcessor.from_pretrained(
             name, revision=revision, padding_side="left", trust_remote_code=trust_remote_code
         )

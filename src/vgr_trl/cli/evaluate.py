@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from vgr_trl.cli.arguments import (
     TRAINING_OPTIONS,
@@ -21,7 +21,6 @@ from vgr_trl.cli.arguments import (
     load_adapter_config,
     load_processor,
     load_rows,
-    naming_model,
     parse,
     raise_config_errors,
 )
@@ -34,7 +33,7 @@ from vgr_trl.utils import ConfigError
 EVALUATE_OPTIONS = ("num_samples", "temperature", "max_completion_length", "batch_size", "blank_images", "seed")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Parse flags (or `--config x.yaml`, also that of a training), evaluate `--dataset_test_split`, print a table."""
     data, options = parse((DataArguments, EvaluationArguments), "evaluate", argv, TRAINING_OPTIONS)
     output = Path(options.output_file) if options.output_file else None
@@ -86,16 +85,14 @@ def evaluate_models(data: DataArguments, options: EvaluationArguments) -> dict[s
 def _report_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the prompt text and base64 image thumbnails of a row, for `vgr-trl report`."""
     pictures, thumbnails, _ = read_row_images(row, [])
+    encoded = {file: base64.b64encode(thumbnail).decode() for file, thumbnail in thumbnails.items()}
     parts = [part for turn in row["prompt"] if turn["role"] != "system" for part in to_parts(turn["content"])]
-    return {
-        "prompt": "\n".join(part.get("text") or f"<{part['type']}>" for part in parts),
-        "images": [
-            {"file": each.file, "width": each.width, "height": each.height}
-            | {"thumbnail": base64.b64encode(thumbnails[each.file]).decode()}
-            for each in pictures
-            if each.file
-        ],
-    }
+    images = [
+        {"file": each.file, "width": each.width, "height": each.height, "thumbnail": encoded[each.file]}
+        for each in pictures
+        if each.file
+    ]
+    return {"prompt": "\n".join(part.get("text") or f"<{part['type']}>" for part in parts), "images": images}
 
 
 def load_for_inference(
@@ -109,15 +106,19 @@ def load_for_inference(
     adapter = load_adapter_config(name, revision)
     base = name if adapter is None else str(adapter.base_model_name_or_path)
     options = {"revision": adapter.revision if adapter else revision, "trust_remote_code": trust_remote_code}
-    with naming_model(base):
+    with raise_config_errors(base):
         config = AutoConfig.from_pretrained(base, **options)
-        architecture: Any = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
+        architecture: Any = _find_class(config) or AutoModelForCausalLM
         model = architecture.from_pretrained(base, config=config, dtype=dtype, **options)
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     if adapter is not None:
-        with naming_model(name):
+        with raise_config_errors(name):
             model = PeftModel.from_pretrained(model, name, revision=revision)
     return model, load_processor(name, revision, trust_remote_code)
+
+
+def _find_class(config: PretrainedConfig) -> Any:
+    return getattr(transformers, (config.architectures or [""])[0], None)
 
 
 def count_parameters(name: str) -> int:
@@ -126,12 +127,10 @@ def count_parameters(name: str) -> int:
     Raises:
         ConfigError: the model does not exist, or transformers lacks its class.
     """
-    with naming_model(name), torch.device("meta"):
+    with raise_config_errors(name), torch.device("meta"):
         config = AutoConfig.from_pretrained(name)
-        architecture: Any = getattr(transformers, (config.architectures or [""])[0], None)
-        if architecture is None:
-            raise ValueError(f"transformers has no class {config.architectures}")
-        return int(architecture(config).num_parameters())
+        make = _find_class(config) or AutoModelForCausalLM.from_config
+        return int(make(config).num_parameters())
 
 
 def _choose_group_column(given: str | None, rows: Any) -> str | None:

@@ -1,6 +1,7 @@
 """`vgr-trl train`: train a vision-language model with DAPO; describe the run; `--dry_run`."""
 
 import json
+import math
 import os
 import re
 import resource
@@ -44,7 +45,6 @@ from vgr_trl.cli.arguments import (
     load_rows,
     parse,
     raise_config_errors,
-    require_model,
     source_name,
 )
 from vgr_trl.dapo_config import DAPOConfig
@@ -60,31 +60,19 @@ from vgr_trl.reporting.records import read_run, refuse_unwritable
 from vgr_trl.rewards.attention import ATTENTION_REWARDS
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
 from vgr_trl.trainer import DAPOTrainer
-from vgr_trl.utils import (
-    CollapseError,
-    ConfigError,
-    DataError,
-    MissingSplitError,
-    describe_features,
-    write_atomic,
-)
+from vgr_trl.utils import CollapseError, ConfigError, DataError, MissingSplitError, describe_features, write_atomic
 from vgr_trl.validate.data import reads_boxes
 
 RUN_FILE = "run.json"
 METRICS = "metrics.json"
 PLAN_OPTIONS = "learning_rate", "temperature", "max_completion_length", "loss_type", "beta", "use_vllm", "seed"
-VERBOSE_PLAN_OPTIONS = (
-    "loss_type", "epsilon", "epsilon_high", "beta", "learning_rate", "lr_scheduler_type", "warmup_steps",
-    "temperature", "max_completion_length", "num_iterations", "scale_rewards", "importance_sampling_level",
-    "mask_truncated_completions", "use_vllm", "bf16", "gradient_checkpointing", "seed",
-)  # fmt: skip
 OWN_OPTIONS = tuple(option.name for option in fields(DAPOConfig) if option.name not in GRPOConfig.__dataclass_fields__)
 DRY_RUN_PROMPTS = 3
 TINY_MODEL_PARAMETERS = 1e8  # models below this use the learning rate of the demo
 LARGE_MEMORY = 40e9  # bytes beside the weights: enough for 8 completions of 512 tokens and their images
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Parse flags (or `--config x.yaml`, which flags override), train, and return 0."""
     groups = RunArguments, DataArguments, RewardArguments, DAPOConfig, ModelConfig
     how, data, rewards, config, model = parse(groups, "train", argv)
@@ -146,21 +134,21 @@ def train(
             raise KeyboardInterrupt(how_to_go_on(output_dir)) from interrupted
     if trainer.state.global_step == 0:
         raise DataError("Nothing was trained: fewer usable rows than a rollout needs; see the skipped rows above.")
-    is_terminated = trainer.termination.stopped
-    collapsed = trainer.collapse_watch.found if config.stop_on_collapse and not is_terminated else None
-    if is_terminated:
+    collapsed = None
+    if trainer.termination.stopped:
         if is_main:
             print(f"Stopped by SIGTERM at step {trainer.state.global_step}: --resume_from_checkpoint continues.")
     else:
+        collapsed = trainer.collapse_watch.found if config.stop_on_collapse else None
         trainer.save_state()
-        if collapsed is None:
-            trainer.save_model(str(output_dir))
-            metrics = final_metrics(trainer)
-            if is_main:
-                write_atomic(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
-                evaluated = f"{_count_rows(trainer.eval_dataset)} of {source_name(evaluation_source(data))}"
-                print(*progress_lines(trainer.state.log_history, evaluated), sep="\n")
-                print(f"Model, metrics and completions are in {output_dir}. Next: vgr-trl report {output_dir}")
+    if not (collapsed or trainer.termination.stopped):
+        trainer.save_model(str(output_dir))
+        metrics = final_metrics(trainer)
+        if is_main:
+            write_atomic(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
+            evaluated = f"{_count_rows(trainer.eval_dataset)} of {source_name(evaluation_source(data))}"
+            print(*progress_lines(trainer.state.log_history, evaluated), sep="\n")
+            print(f"Model, metrics and completions are in {output_dir}. Next: vgr-trl report {output_dir}")
     trainer.accelerator.wait_for_everyone()
     wait_for_gloo()
     trainer.accelerator.end_training()  # `trainer.end` does this, but transformers 5.17 lacks it
@@ -177,12 +165,10 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
     """
     reward_funcs = rewards.load(rewards.reward_funcs or (), config.max_completion_length, config.soft_punish_cache)
     if rewards.reward_model_name_or_path:
-        require_model(rewards.reward_model_name_or_path)
         reward_funcs.insert(0, rewards.reward_model_name_or_path)
     is_main, skipped_file = config.process_index == 0, Path(config.output_dir or "trainer_output") / "skipped.jsonl"
-    processor = cache(
-        partial(load_processor, str(model.model_name_or_path), model.model_revision, config.trust_remote_code)
-    )
+    named = str(model.model_name_or_path), model.model_revision, config.trust_remote_code
+    processor = cache(partial(load_processor, *named))
     load = partial(
         load_rows,
         needs_solution=any(map(reads_solution, reward_funcs)),
@@ -196,8 +182,8 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
         config.shuffle_dataset = False  # TRL's shuffle buffer would hold 1,000 rows of decoded images
     load_test = partial(load, evaluation_source(data), limit=data.max_test_rows)
     rows, test_rows, skipped_tests, note = select_evaluation_rows(data, config, rows, load_test)
-    notes = [note, attention_scale_warning(reward_funcs, config), _adapter_options_warning(model)]
     if is_main:
+        notes = [note, attention_scale_warning(reward_funcs, config), _adapter_options_warning(model)]
         for sentence in filter(None, notes):
             print(sentence, file=sys.stderr)
         report_skipped([*skipped, *skipped_tests], skipped_file)
@@ -238,28 +224,22 @@ def select_evaluation_rows(
             raise
     root = image_root(data, data.dataset_train_split)
     kept, test_rows = train_test_split(train_rows, config.seed, root, data.max_test_rows)
-    note = (
-        f"The data have no split {data.dataset_test_split}: {len(test_rows)} of {len(train_rows)} rows are held out "
-        f"for evaluation, chosen by image and seed {config.seed}."
-    )
-    return kept, test_rows, [], note
+    held_out = f"{len(test_rows)} of {len(train_rows)} rows are held out for evaluation, chosen by image and seed"
+    return kept, test_rows, [], f"The data have no split {data.dataset_test_split}: {held_out} {config.seed}."
 
 
 def attention_scale_warning(functions: list[Any], config: DAPOConfig) -> str | None:
     """Return a warning if an attention reward is not scaled by the spread of accuracy in its group."""
     if config.attention_reward_scale == "accuracy" or not any(reward in ATTENTION_REWARDS for reward in functions):
         return None
-    return (
-        "attention_reward_scale is none: on the demo, a VGR reward of weight 1.0 lowered accuracy from 0.69 to 0.26; "
-        "with the default, accuracy, it stayed at 0.69 (benchmarks/results/vgr_drift.md)."
-    )
+    return "attention_reward_scale is none: on the demo, a VGR reward then lowered accuracy from 0.69 to 0.26."
 
 
 def _adapter_options_warning(model: ModelConfig) -> str | None:
     unused = [name for name in changed_options(model) if name.startswith(("lora_", "use_rslora", "use_dora"))]
     if model.use_peft or not unused:
         return None
-    return f"Without effect: {', '.join(unused)}; use_peft is False, so all weights train: add --use_peft."
+    return f"Without effect: {', '.join(unused)}; use_peft is False: add --use_peft."
 
 
 def separate_lora_modules(model: ModelConfig) -> None:
@@ -284,14 +264,13 @@ def run_identity(
         files = parse_data_files(data.data_files)
         source = ",".join(f"{key}={'+'.join(str(path.resolve()) for path in files[key])}" for key in sorted(files))
     columns = [f" {flag}={getattr(data, flag)}" for flag in FLAGS.values() if getattr(data, flag) is not None]
+    names = rewards.reward_funcs or ()
     return {
         "model": model.model_name_or_path,
         "data": "".join([source, *columns]),
         "dataset_config": data.dataset_config,
         "dataset_train_split": data.dataset_train_split,
-        "reward_funcs": replace_by_hard_negative(rewards.reward_funcs or ())
-        if config.vgr_hard_negative
-        else rewards.reward_funcs,
+        "reward_funcs": replace_by_hard_negative(names) if config.vgr_hard_negative else list(names),
         "reward_model": rewards.reward_model_name_or_path,
         "lora": [model.lora_r, model.lora_target_modules, model.use_dora] if model.use_peft else None,
     }
@@ -316,10 +295,10 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
         if present:
             cure = "" if may_repeat else ", or continue that run with --resume_from_checkpoint latest"
             raise ConfigError(f"output_dir {output_dir} has a run in it ({present[0]}): choose another one{cure}.")
-    for name, value in before.items():
-        if resume is not None and name in identity and value != identity[name]:
+    for name, value in identity.items() if resume is not None else ():
+        if before.get(name, value) != value:
             raise ConfigError(
-                f"output_dir {output_dir} has a run in it with {name} {value!r}, but {identity[name]!r} was given: "
+                f"output_dir {output_dir} has a run in it with {name} {before[name]!r}, not {value!r}: "
                 "continue it with the same, or choose another output_dir."
             )
 
@@ -337,56 +316,52 @@ def describe_run(
 
     Args:
         checkpoint: that the run resumes from, or None.
-        verbose: also list every feature with the reason why it is off, more options, and options without effect.
+        verbose: also list every feature with the reason why it is off, and options without effect.
     """
     args, idle = trainer.args, trainer.idle_options
     switched_on = [name for name in changed_options(args) if name in OWN_OPTIONS and name not in idle]
     model = trainer.accelerator.unwrap_model(trainer.model)
-    sizes = [  # ZeRO-3 keeps only the number of elements of a parameter
-        (int(getattr(each, "ds_numel", each.numel())), each.requires_grad) for each in model.parameters()
-    ]
+    # ZeRO-3 keeps only the number of elements of a parameter.
+    sizes = [(getattr(each, "ds_numel", each.numel()), each.requires_grad) for each in model.parameters()]
+    trained = f"{sum(size for size, trains in sizes if trains):,} of {sum(size for size, _ in sizes):,} parameters"
+    data = f"{_count_rows(trainer.train_dataset)} to train on, {_count_rows(trainer.eval_dataset)} to evaluate on"
     per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     uses = steps_per_rollout(args)
-    before = args.eval_batch_size * trainer.accelerator.num_processes
-    trained = f"{sum(size for size, trains in sizes if trains):,} of {sum(size for size, _ in sizes):,} parameters"
     rollout = f"{args.prompts_per_rollout} prompts x {args.num_generations} completions = {args.generation_batch_size}"
     saved = f"a checkpoint every {args.save_steps:g} steps" if args.save_strategy == "steps" else "the model at the end"
-    step = (
-        f"{args.per_device_train_batch_size} per device x {args.world_size} processes x "
-        f"{args.gradient_accumulation_steps} accumulated = {per_step}"
-    )
-    return [
+    rows = [
         ("model", f"{model.config._name_or_path or type(model).__name__} ({type(model).__name__}), trains {trained}"),
         ("processes", describe_processes(trainer.accelerator)),
-        ("data", f"{source}: {_count_rows(trainer.train_dataset)} to train on, "
-                 f"{_count_rows(trainer.eval_dataset)} to evaluate on"),
+        ("data", f"{source}: {data}"),
         ("rewards", _format_rewards(trainer)),
-        ("options", _format_options(args, VERBOSE_PLAN_OPTIONS if verbose else PLAN_OPTIONS)),
-        *([("on", _format_options(args, switched_on))] if switched_on else []),
-        *([("step", f"{step} completions"), ("passes", describe_features(trainer.features)),
-           ("images", str(trainer.vision_cache)),
-           *[("without effect", f"{_format_options(args, [name])} because {why}") for name, why in idle.items()]]
-          if verbose else []),
-        *([("at step 0", f"{before} evaluation completions and their rewards are recorded for the report")]
-          if checkpoint is None and needs_record_before_training(trainer) else []),
-        ("steps", f"{total_steps(trainer)} steps of {per_step} completions; each rollout ({rollout}) is used for "
-                     f"{uses:g} step{'s' * (uses != 1)}"),
-        ("output", f"{args.output_dir}, {saved}" + (f", continued from {checkpoint}" if checkpoint else "")),
-    ]  # fmt: skip
+        ("options", _format_options(args, PLAN_OPTIONS)),
+    ]
+    if switched_on:
+        rows.append(("on", _format_options(args, switched_on)))
+    if verbose:
+        rows += [("passes", describe_features(trainer.features)), ("images", str(trainer.vision_cache))]
+        rows += [("without effect", f"{_format_options(args, [name])} because {why}") for name, why in idle.items()]
+    if checkpoint is None and needs_record_before_training(trainer):
+        before = args.eval_batch_size * trainer.accelerator.num_processes
+        rows.append(("at step 0", f"{before} evaluation completions and their rewards are recorded for the report"))
+    step = f"each rollout ({rollout}) is used for {uses:g} step{'s' * (uses != 1)}"
+    rows.append(("steps", f"{total_steps(trainer)} steps of {per_step} completions; {step}"))
+    rows.append(("output", f"{args.output_dir}, {saved}" + (f", continued from {checkpoint}" if checkpoint else "")))
+    return rows
 
 
 def describe_processes(accelerator: Accelerator) -> str:
     """Return the number of processes and machines, the engine, the device and the precision."""
-    count, precision = accelerator.num_processes, accelerator.mixed_precision
+    count, state = accelerator.num_processes, accelerator.state
     machines = count // int(os.environ.get("LOCAL_WORLD_SIZE", count))
-    where = f"{count} process{'es' * (count > 1)}" + (f" on {machines} machines" if machines > 1 else "")
-    engine = "DDP, " if count > 1 else ""
-    if (plugin := accelerator.state.deepspeed_plugin) is not None:
-        engine = f"DeepSpeed ZeRO-{plugin.zero_stage}, "
+    where = f"{count} process{'es' * (count > 1)}" + f" on {machines} machines" * (machines > 1)
+    engine = "DDP, " * (count > 1)
+    if state.deepspeed_plugin is not None:
+        engine = f"DeepSpeed ZeRO-{state.deepspeed_plugin.zero_stage}, "
     elif accelerator.distributed_type == DistributedType.FSDP:
-        engine = f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}, "
+        engine = f"FSDP{state.fsdp_plugin.fsdp_version}, "
     device = {"cpu": "CPU", "cuda": "GPU"}.get(accelerator.device.type, accelerator.device.type)
-    return f"{where}, {engine}{device}, {'no mixed precision' if precision == 'no' else precision}"
+    return f"{where}, {engine}{device}, {accelerator.mixed_precision.replace('no', 'no mixed precision')}"
 
 
 def print_plan(rows: list[tuple[str, str]]) -> None:
@@ -394,7 +369,7 @@ def print_plan(rows: list[tuple[str, str]]) -> None:
     table = Table(Column(style="bold", no_wrap=True), Column(overflow="fold"), show_header=False, box=None)
     for row in rows:
         table.add_row(*row)
-    (Console() if sys.stdout.isatty() else Console(width=100)).print(table)
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
 def total_steps(trainer: DAPOTrainer) -> int:
@@ -440,8 +415,7 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], v
         trainer.remove_callback(PrinterCallback)
         trainer.args.eval_strategy = "no"
         if trainer.accelerator.is_main_process:
-            small_step_rows = ("step", "steps", "output")
-            print_plan([row for row in describe_run(trainer, source, None, verbose) if row[0] not in small_step_rows])
+            print_plan(describe_run(trainer, source, None, verbose)[:-2])  # without its steps and output
         started = time.monotonic()
         trainer.train()
         seconds = time.monotonic() - started
@@ -471,9 +445,8 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], v
 def _shrink_config(config: DAPOConfig, folder: str) -> None:
     """Reduce the options to one step with a few whole groups that writes only to `folder`."""
     batch, group = config.per_device_train_batch_size * config.world_size, config.num_generations or 1
-    whole = [parts for parts in range(1, (config.steps_per_generation or 1) + 1) if batch * parts % group == 0]
-    enough = [parts for parts in whole if batch * parts >= DRY_RUN_PROMPTS * group]
-    parts = (enough or whole[-1:] or [config.steps_per_generation or 1])[0]
+    whole = math.lcm(batch, group)  # the fewest completions that are whole groups
+    parts = min(math.ceil(DRY_RUN_PROMPTS * group / whole) * whole // batch, config.steps_per_generation or 1)
     config.steps_per_generation = config.gradient_accumulation_steps = parts
     config.generation_batch_size = batch * parts
     config.num_iterations, config.max_steps = 1, 1
@@ -500,15 +473,11 @@ def suggest_options(parameters: float, memory: float, device: str) -> dict[str, 
     adapts = 16 * parameters > memory / 2  # weights, gradients and two moments in float32, and as much for activations
     weights = parameters * (4 if on_cpu or not adapts else 2)
     if weights > 0.7 * memory:
-        raise ConfigError(
-            f"The model has {parameters / 1e9:.1f} billion parameters, {weights / 2**30:.0f} GiB, but the {device} has "
-            f"{memory / 2**30:.0f} GiB: choose a smaller model."
-        )
+        size = f"{parameters / 1e9:.1f} billion parameters, {weights / 2**30:.0f} GiB"
+        raise ConfigError(f"The model has {size}, but the {device} has {memory / 2**30:.0f} GiB: choose a smaller one.")
     free = memory - weights * (1 if adapts else 4)
-    batch, steps = (
-        64 if is_tiny else 8 if free > LARGE_MEMORY else 4 if free > LARGE_MEMORY / 4 else 2,
-        80 if on_cpu else 100,
-    )
+    batch = 64 if is_tiny else 8 if free > LARGE_MEMORY else 4 if free > LARGE_MEMORY / 4 else 2
+    steps = 80 if on_cpu else 100
     fitting: dict[str, Any] = {
         "dtype": "bfloat16" if adapts and not on_cpu else "float32", "max_completion_length": 64 if on_cpu else 512,
         "learning_rate": "3e-4" if is_tiny else "1e-5" if adapts else "1e-6", "max_pixels": 1_000_000,

@@ -31,15 +31,9 @@ from vgr_trl.patches.distributed import close_group_at_exit, give_timeout
 from vgr_trl.patches.transformers import disable_cudnn_attention
 from vgr_trl.patches.trl import suppress_image_tokens
 from vgr_trl.registries import BLIND_ANSWERS, find_measurements, needed_signals
-from vgr_trl.rewards.loading import (
-    check_callable,
-    reads_solution,
-)
+from vgr_trl.rewards.loading import check_callable, reads_solution
 from vgr_trl.rollout import ConstructedTrainer
-from vgr_trl.utils import (
-    ConfigError,
-    DataError,
-)
+from vgr_trl.utils import ConfigError, DataError
 from vgr_trl.validate.options import check_head, refuse_differing_options, refuse_targets_without_module
 
 # The data
@@ -69,11 +63,8 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
     prepare_data(trainer)
     for name, dataset in iterate_datasets(trainer):
         if not trainer._is_vlm and (columns := image_columns(dataset)):
-            raise ConfigError(
-                f"The {name} data has a column `{columns[0]}`, but {type(trainer.model).__name__} with "
-                f"{type(trainer.processing_class).__name__} reads text only: use a vision-language model with its "
-                "processor, or remove the column."
-            )
+            reader = f"{type(trainer.model).__name__} with {type(trainer.processing_class).__name__}"
+            raise ConfigError(f"The {name} data has a column `{columns[0]}`, but {reader} reads text only: remove one.")
 
 
 def prepare_data(trainer: ConstructedTrainer) -> None:
@@ -93,14 +84,9 @@ def prepare_data(trainer: ConstructedTrainer) -> None:
             return dataset
         split = split if part is None else f"{split} {part}"
         if not _has_prompts(dataset):
-            names = ", ".join(_names(dataset))
-            dataset, skipped = prepare_rows(
-                dataset, split=split, needs_solution=needs_solution, special=special, boxes=boxes
-            )
-            _warn(
-                f"The {split} data are questions ({names}); prompts were made of them with the standard system prompt. "
-                "vgr_trl.data.rows.prepare_rows does so with options of your own."
-            )
+            rules: dict[str, Any] = {"needs_solution": needs_solution, "special": special, "boxes": boxes}
+            dataset, skipped = prepare_rows(dataset, split=split, **rules)
+            _warn(f"The {split} data are questions; vgr_trl.data.rows.prepare_rows made prompts of them.")
             _warn_left_out(split, skipped)
             return dataset
         if isinstance(dataset, Dataset):
@@ -159,10 +145,8 @@ def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None
     if len(rows) == 0 or (texts and not boxes):
         return dataset
     examine = partial(_problem, special=None if texts else special, boxes=boxes)
-    found = map_rows(
-        rows, examine, Features({REASON: Value("string")}), [special, boxes], f"Checking prompts ({split})"
-    )
-    reasons = list(found[REASON])
+    features, title = Features({REASON: Value("string")}), f"Checking prompts ({split})"
+    reasons = list(map_rows(rows, examine, features, [special, boxes], title)[REASON])
     skipped = skipped_rows(split, reasons, places=rows[PLACE] if PLACE in read else None)
     _warn_left_out(split, skipped)
     return dataset.select([row for row, reason in enumerate(reasons) if reason is None]) if skipped else dataset
@@ -200,8 +184,9 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str]) -> 
             trainer.step_metrics.prompts_too_long += split == "train"
 
         template: dict[str, Any] = {"tools": trainer.tools or None, "chat_template": trainer.chat_template}
-        template |= cast("dict[str, Any]", trainer.chat_template_kwargs)
-        lengths = PromptLengths(trainer.processing_class, **template)
+        lengths = PromptLengths(
+            trainer.processing_class, **template | cast("dict[str, Any]", trainer.chat_template_kwargs)
+        )
 
         def kept(dataset: Any, split: str, part: str | None) -> Any:
             return drop_long_prompts(dataset, lengths, limit, part or split, partial(count, split))
@@ -209,8 +194,7 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str]) -> 
         change_data(trainer, kept)
     prompts, train_dataset = args.prompts_per_rollout, trainer.train_dataset
     if hasattr(train_dataset, "__len__") and (rows := len(train_dataset)) < prompts:
-        raise DataError(  # TRL drops what is left over of an epoch, which would be everything
-            f"The train data has {rows} rows, but a rollout takes {prompts} prompts (generation_batch_size "
-            f"{args.generation_batch_size} / num_generations {args.num_generations}): add rows, or lower "
+        raise DataError(  # TRL drops the incomplete rollout at the end of an epoch, here everything
+            f"The train data has {rows} rows, but a rollout takes {prompts} prompts: add rows, or lower "
             "per_device_train_batch_size or gradient_accumulation_steps."
         )

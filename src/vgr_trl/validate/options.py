@@ -20,20 +20,10 @@ from vgr_trl.loss import kl_penalty_reward
 from vgr_trl.measure import find_completion_maker
 from vgr_trl.options import unused_options
 from vgr_trl.rewards.attention import gather_groups, needed_columns, scale_by_accuracy
-from vgr_trl.rewards.loading import (
-    RewardSchedule,
-    is_reward_name,
-    load_reward,
-    replace_by_hard_negative,
-)
+from vgr_trl.rewards.loading import RewardSchedule, is_reward_name, load_reward, replace_by_hard_negative
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.sampling.zero_variance import filter_index
-from vgr_trl.utils import (
-    ConfigError,
-    UnsupportedTRLError,
-    naming_torchvision,
-    release,
-)
+from vgr_trl.utils import ConfigError, UnsupportedTRLError, naming_torchvision, release
 from vgr_trl.validate.features import why_rows_matter
 
 logger = logging.get_logger(__name__)
@@ -55,9 +45,7 @@ def validate_config(args: DAPOConfig | None, model: str | PreTrainedModel, optio
     if missing := {"mlflow", "swanlab", "tensorboard", "trackio", "wandb"} & {*(args.report_to or ())} - {*trackers()}:
         raise ConfigError(f"report_to names {min(missing)}, which is missing or off: pip install it, or give none.")
     if args.max_prompt_length is not None and options.get("environment_factory") is not None:
-        raise ConfigError(
-            "max_prompt_length needs prompts from the data, but environment_factory makes them: drop one."
-        )
+        raise ConfigError("max_prompt_length needs prompts of the data, but environment_factory makes them.")
     return args
 
 
@@ -80,14 +68,10 @@ def plan_rewards(
     if args.attention_reward_scale == "accuracy":
         rewards = scale_by_accuracy(rewards)
     schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
-    state = PartialState()
-    over_groups = [
-        gather_groups(reward, gather_object, state.process_index, num_generations)
-        if needed_columns(reward) is not None
-        else reward
-        for reward in rewards
-    ]
-    return over_groups + [kl_penalty_reward] * args.penalises_kl, schedule
+    for index, reward in enumerate(rewards):
+        if needed_columns(reward) is not None:
+            rewards[index] = gather_groups(reward, gather_object, PartialState().process_index, num_generations)
+    return rewards + [kl_penalty_reward] * args.penalises_kl, schedule
 
 
 MAY_DIFFER_BY_PROCESS = {  # options that may differ between the processes of a run
@@ -105,104 +89,64 @@ def refuse_differing_options(args: DAPOConfig) -> None:
     for name in of_all[0]:
         for number, each in enumerate(of_all):
             if each.get(name) != of_all[0][name]:
-                raise ConfigError(
-                    f"{name} is {of_all[0][name]} in process 0 and {each.get(name)} in process {number}: give all "
-                    "processes the same options."
-                )
+                values = f"{of_all[0][name]} in process 0 and {each.get(name)} in process {number}"
+                raise ConfigError(f"{name} is {values}: give all processes the same options.")
 
 
 # Options that do not fit the model, the data or the launch
 
 
 def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images: bool) -> None:
-    """Raise `ConfigError` for the first option that does not go with a trainer, a `filter_key` without reward too."""
-    args = trainer.args
-    estimator, aggregation = args.advantage_estimator, args.multi_objective_aggregation
-    maker = find_completion_maker(trainer)
+    """Raise `ConfigError` for the first option that does not fit the rewards, the model, the data or the launch."""
+    args, estimator = trainer.args, trainer.args.advantage_estimator
+    aggregation, maker = args.multi_objective_aggregation, find_completion_maker(trainer)
+    others = {
+        f"advantage_estimator {estimator}": estimator != "grpo",
+        "replay_buffer_size, dynamic_sampling or online_filtering": args.selects_groups,
+    }
+    for other, is_on in others.items():  # they read weighted sums of rewards
+        if is_on and aggregation != "sum_then_normalize":
+            raise ConfigError(f"multi_objective_aggregation is {aggregation} with {other}: use sum_then_normalize.")
+    if estimator == "remax" and (maker or trainer.use_vllm or trainer.use_transformers_continuous_batching):
+        other = maker or ("vLLM" if trainer.use_vllm else "continuous batching")
+        raise ConfigError(f"advantage_estimator is remax with {other}, but needs transformers to generate: use rloo.")
     of_transformers = {} if trainer.use_vllm else args.generation_kwargs or {}
-    unknown = [name for name in of_transformers if not hasattr(GenerationConfig(), name)]
-    # The losses of parts of a micro-batch add up to its loss; those of bnpo, if they are weighed by their tokens.
-    parts = why_rows_matter(trainer, "dapo" if trainer.loss_type == "bnpo" else trainer.loss_type)
-    parts = "a critic learns from whole micro-batches" if args.uses_critic else parts
-    shift = args.readers().get("shift", [""])[0]
-    weighs_first = aggregation != "sum_then_normalize"
-    if estimator != "grpo" and weighs_first:
-        raise ConfigError(
-            f"advantage_estimator is {estimator} with multi_objective_aggregation {aggregation}: the estimators take "
-            "weighted sums, so use sum_then_normalize."
-        )
-    if args.selects_groups and weighs_first:
-        raise ConfigError(
-            f"multi_objective_aggregation is {aggregation} with replay_buffer_size, dynamic_sampling or "
-            "online_filtering, which find groups without a gradient by weighted sums: use sum_then_normalize, or drop "
-            "them."
-        )
-    if estimator == "remax" and (trainer.use_vllm or trainer.use_transformers_continuous_batching):
-        raise ConfigError(
-            "advantage_estimator is remax, whose greedy completions are generated by transformers: switch off vLLM "
-            "and continuous batching, or use rloo."
-        )
-    if unknown:
-        raise ConfigError(
-            f"generation_kwargs has {', '.join(unknown)}, which the generation of transformers does not know and "
-            "leaves unread: give names of its GenerationConfig, or drop it."
-        )
-    if sharded and args.needs_full_kl:
-        raise ConfigError(
-            "kl_penalty is full with ZeRO-3 or FSDP, which do not gather the heads it runs again: use low_var_kl, or "
-            "ZeRO-2."
-        )
-    if sharded and shift:
-        raise ConfigError(
-            f"{shift} compares whole distributions, which ZeRO-3 and FSDP do not gather the head for: use ZeRO-2, or "
-            "a rule that reads the dependency."
-        )
-    if sharded and args.uses_critic and args.critic == "model":
-        raise ConfigError(
-            "critic is model with ZeRO-3 or FSDP, of whose parameters no process has a whole copy: use critic head, "
-            "or ZeRO-2."
-        )
+    if unknown := [name for name in of_transformers if not hasattr(GenerationConfig(), name)]:
+        raise ConfigError(f"generation_kwargs has {', '.join(unknown)}, which GenerationConfig of transformers lacks.")
+    whole = dict.fromkeys(args.readers().get("shift", ()), True)
+    whole |= {"kl_penalty is full": args.needs_full_kl, "critic is model": args.uses_critic and args.critic == "model"}
+    for option, is_on in whole.items():
+        if sharded and is_on:
+            raise ConfigError(f"{option} with ZeRO-3 or FSDP, but it needs whole parameters: use ZeRO-2, or drop it.")
     if maker and args.selects_groups:
-        raise ConfigError(
-            f"Groups cannot be replaced with {maker}: drop it, or replay_buffer_size, dynamic_sampling and "
-            "online_filtering."
-        )
-    if maker and estimator == "remax":
-        raise ConfigError(
-            f"advantage_estimator is remax with {maker}, which would not generate greedily: drop it, or use rloo."
-        )
-    if args.max_tokens_per_micro_batch is not None and parts:
-        raise ConfigError(
-            f"max_tokens_per_micro_batch is {args.max_tokens_per_micro_batch}, but {parts}: switch one of the two "
-            "off, or lower per_device_train_batch_size instead."
-        )
+        raise ConfigError(f"replay_buffer_size, dynamic_sampling and online_filtering cannot be used with {maker}.")
+    if args.max_tokens_per_micro_batch is not None:
+        # The losses of parts of a micro-batch add up to its loss; those of bnpo, if they are weighed by their tokens.
+        parts = why_rows_matter(trainer, "dapo" if trainer.loss_type == "bnpo" else trainer.loss_type)
+        parts = "a critic learns from whole micro-batches" if args.uses_critic else parts
+        if parts:
+            raise ConfigError(f"max_tokens_per_micro_batch cannot be used here ({parts}): drop one.")
     refuse_unfit_noise(trainer, has_images)
     if args.online_filtering:
-        filter_index(args.filter_key, trainer.reward_func_names)
+        filter_index(args.filter_key, trainer.reward_func_names)  # raises without such a reward
 
 
 def refuse_unfit_noise(trainer: ConstructedTrainer, has_images: bool) -> None:
     """Raise `ConfigError` if `noisy_generations` does not go with the data, the model's tools or its generation."""
-    args, noisy = trainer.args, trainer.args.noisy_generations
-    if noisy > trainer.num_generations:
-        raise ConfigError(
-            f"noisy_generations is {noisy} with num_generations {trainer.num_generations}: give at most that many."
-        )
-    if not noisy:
-        return
-    why = None
-    if not has_images:
-        why = "the data have no images; add some, or switch it off."
-    elif trainer.rollout_func or trainer.tools:
-        why = "of rollout_func and tools; switch one of the two off."
-    elif args.attention_source == "generate":
-        why = 'attention_source is "generate", which would measure noise; use "scoring".'
-    elif trainer.use_transformers_continuous_batching:
-        why = "continuous batching shows no images; switch it off."
-    elif trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        why = "vllm_importance_sampling_correction would weigh perturbed against clean images; set it to False."
-    if why:
-        raise ConfigError(f"noisy_generations cannot be used here: {why}")
+    noisy, num_generations = trainer.args.noisy_generations, trainer.num_generations
+    if noisy > num_generations:
+        raise ConfigError(f"noisy_generations is {noisy} with num_generations {num_generations}: give at most that.")
+    reasons = {
+        "the data have no images": not has_images,
+        "rollout_func and tools generate otherwise": trainer.rollout_func or trainer.tools,
+        'attention_source "generate" would measure the noise': trainer.args.attention_source == "generate",
+        "continuous batching shows no images": trainer.use_transformers_continuous_batching,
+        "vllm_importance_sampling_correction would compare perturbed with clean images": trainer.use_vllm
+        and trainer.vllm_importance_sampling_correction,
+    }
+    for why, holds in reasons.items():
+        if noisy and holds:
+            raise ConfigError(f"noisy_generations cannot be used here, because {why}: switch one of the two off.")
 
 
 def refuse_targets_without_module(model: PeftModel) -> None:
@@ -215,10 +159,8 @@ def refuse_targets_without_module(model: PeftModel) -> None:
     if missing:
         linear = {name.split(".")[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
         names = ", ".join(sorted(linear - {"base_layer", "default"}))
-        raise ConfigError(
-            f"No module of {type(model.get_base_model()).__name__} is named {' or '.join(missing)}, which the adapter "
-            f"targets: give other names (linear modules are {names})."
-        )
+        name = type(model.get_base_model()).__name__
+        raise ConfigError(f"No module of {name} is named {' or '.join(missing)}, but linear modules are {names}.")
 
 
 def check_head(device: torch.device, installed: str | None = None) -> None:
@@ -230,10 +172,8 @@ def check_head(device: torch.device, installed: str | None = None) -> None:
     kernel = getattr(utils, "_ChunkedLogProbFunction", None)
     of_trl = kernel is None or kernel.__module__.startswith("trl.")
     if release(installed) < Version("1.16") and of_trl and device.type not in ("cuda", "xpu"):
-        raise UnsupportedTRLError(
-            f"TRL {installed or version('trl')} scores by a Triton kernel, but the model is on {device.type}: train on "
-            'a GPU, or pip install "trl>=1.16".'
-        )
+        found = f"TRL {installed or version('trl')} scores by a Triton kernel, but the model is on {device.type}"
+        raise UnsupportedTRLError(f'{found}: train on a GPU, or pip install "trl>=1.16".')
 
 
 def find_idle_options(trainer: ConstructedTrainer) -> dict[str, str]:

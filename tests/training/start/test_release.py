@@ -22,8 +22,8 @@ def test_an_untested_release_is_told_before_anything_of_it_is_imported(tmp_path,
     )
     assert run.returncode == 1
     assert run.stderr.splitlines()[-1] == (
-        "vgr_trl.utils.UnsupportedTRLError: TRL 1.14.2 is installed, but vgr_trl is tested with trl>=1.15,<1.17; "
-        'install one of those: pip install "trl>=1.15,<1.17".'
+        "vgr_trl.utils.UnsupportedTRLError: TRL 1.14.2 is installed, but vgr_trl needs another: "
+        'pip install "trl>=1.15,<1.17".'
     )
 
 
