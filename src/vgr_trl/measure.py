@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from PIL import Image
 
+from vgr_trl.boxes import BOX_COLUMNS, Box, boxes_of
 from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.credit import builtin_rules
-from vgr_trl.data.images import COLUMNS, Box, boxes_of
 from vgr_trl.data.read_row import image_columns
 from vgr_trl.pixels import image_inputs_of, image_tensors, joined, parts_by_counts, tiles_by_tokens
 from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
@@ -198,8 +198,8 @@ def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequ
          "the data have no column `image` or `images`; add one, or switch it off."),
         (need == "regions" and in_generation,
          'attention_source is "generate", which does not know regions; use "scoring".'),
-        (need == "regions" and columns is not None and not set(COLUMNS) & set(columns),
-         f"the data have neither of the columns {' and '.join(COLUMNS)}; add one, or switch it off."),
+        (need == "regions" and columns is not None and not set(BOX_COLUMNS) & set(columns),
+         f"the data have neither of the columns {' and '.join(BOX_COLUMNS)}; add one, or switch it off."),
         (inside and not vision_tokens, "the placeholder token of images is not found in the model's configuration or "
          "its processor; give it as vision_token_ids."),
         (need == "attention" and in_generation and backend,

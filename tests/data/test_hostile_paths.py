@@ -12,7 +12,7 @@ from datasets import Dataset, Features, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 from pyarrow import parquet
-from support.made_sets import corners, loaded
+from support.made_sets import corners, jsonl, loaded
 
 from vgr_trl.utils import DataError
 
@@ -33,51 +33,26 @@ def place(tmp_path):
 
 
 OUTSIDE = ["../private/secret.png", "link.png", "folder/secret.png", "PLACE/private/secret.png", "/etc/passwd"]
+NOT_READ = ["URL/a.png", "loop.png", "nul\0.png"]
 INSIDE = ["own.png", "inner.png", "../data/own.png", "PLACE/data/own.png"]
 
 
-def stored(place, rows, kind):
-    """A file of questions; `PLACE` in a path stands for the folder of the test."""
-    rows = [{"image": row} if isinstance(row, str) else row for row in rows]
-    rows = [
-        {"question": "?", "answer": "x"} | row | {"image": row["image"].replace("PLACE", str(place))} for row in rows
-    ]
+def stored(place, url, kind):
+    """A file of questions about these images, which claims that its files lie elsewhere."""
+    names = [name.replace("PLACE", str(place)).replace("URL", url) for name in (*OUTSIDE, *NOT_READ, *INSIDE)]
+    rows = [{"question": "?", "answer": "x", "image": name, "__folder__": str(place)} for name in names]
     file = place / f"data/rows.{kind}"
     if kind == "jsonl":
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:  # not by `datasets`, which would put the files in
-        features = Features(dict.fromkeys(rows[0], Value("string")) | {"image": ImageFeature(decode=False)})
-        rows = [row | {"image": {"bytes": None, "path": row["image"]}} for row in rows]
-        parquet.write_table(pyarrow.Table.from_pylist(rows, features.arrow_schema), file)
+        return jsonl(file, rows)
+    # Not written by `datasets`, which would put the files in.
+    features = Features(dict.fromkeys(rows[0], Value("string")) | {"image": ImageFeature(decode=False)})
+    rows = [row | {"image": {"bytes": None, "path": row["image"]}} for row in rows]
+    parquet.write_table(pyarrow.Table.from_pylist(rows, features.arrow_schema), file)
     return file
 
 
 def colours(rows):
     return [corner for row in rows for corner in corners(row)]
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "source"), [("jsonl", "data_files"), ("parquet", "data_files"), ("jsonl", "dataset_path")]
-)
-def test_training_reads_no_file_outside_of_the_data(place, kind, streaming, source):
-    file = stored(place, [*OUTSIDE, *INSIDE, "loop.png", "nul\0.png"], kind)
-    given = {source: str(file if source == "data_files" else place / "data")}
-    rows, reasons = loaded(**given, dataset_streaming=streaming)
-    assert colours(rows) == [OWN] * 4
-    assert len(reasons) == 7
-    assert all(f"lies outside of {place / 'data'}" in reason for row, reason in reasons.items() if row < 5)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_rows_do_not_say_themselves_where_their_files_lie(place, kind, streaming):
-    names = "private/secret.png", "own.png"
-    file = stored(place, [{"image": name, "__folder__": str(place)} for name in names], kind)
-    folder = [{"dataset_path": str(place / "data")}] if kind == "jsonl" else []  # with Parquet, one of images
-    for source in [{"data_files": str(file)}, *folder]:
-        found, _ = loaded(**source, dataset_streaming=streaming)
-        assert colours(found) == [OWN]
 
 
 @pytest.fixture
@@ -100,6 +75,23 @@ def server():
         found.shutdown()
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "source"), [("jsonl", "data_files"), ("parquet", "data_files"), ("jsonl", "dataset_path")]
+)
+def test_training_reads_no_file_outside_of_the_data(place, server, kind, streaming, source, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    url, asked = server
+    file = stored(place, url, kind)
+    given = {source: str(file if source == "data_files" else place / "data")}
+    rows, reasons = loaded(**given, dataset_streaming=streaming)
+    assert colours(rows) == [OWN] * len(INSIDE)
+    assert sorted(reasons) == list(range(len(OUTSIDE) + len(NOT_READ)))
+    assert all(f"lies outside of {place / 'data'}" in reasons[row] for row in range(len(OUTSIDE)))
+    assert "which is not fetched" in reasons[len(OUTSIDE)]
+    assert asked == []
+
+
 PARTS = [
     {"type": "image", "image": "URL/a.png"},
     {"type": "image", "path": "/etc/passwd"},
@@ -117,24 +109,11 @@ def test_no_part_of_a_prompt_names_a_file(place, server, name, streaming):
     for part in [*PARTS, {"type": "image"}]:
         part = json.loads(json.dumps(part).replace("URL", url))
         rows.append({name: [{"role": "user", "content": [part, text]}], "answer": "x", "image": "own.png"})
-    file = place / "data/rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = jsonl(place / "data/rows.jsonl", rows)
     found, reasons = loaded(data_files=str(file), dataset_streaming=streaming)
     assert colours(found) == [OWN]
     assert all("which is neither read nor fetched" in reason for reason in reasons.values())
     assert len(reasons) == len(PARTS)
-    assert asked == []
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_nothing_is_fetched_from_an_address_in_data(place, server, kind, streaming, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    url, asked = server
-    file = stored(place, [f"{url}/a.png", "own.png"], kind)
-    rows, reasons = loaded(data_files=str(file), dataset_streaming=streaming)
-    assert colours(rows) == [OWN]
-    assert "which is not fetched" in reasons[0]
     assert asked == []
 
 
@@ -147,7 +126,7 @@ def test_a_card_leads_to_no_files_elsewhere(place, server, name, named):
     Dataset.from_list([{"question": "own", "answer": "x"}]).to_parquet(place / "data/train.parquet")
     Dataset.from_list([{"question": "secret", "answer": "x"}]).to_parquet(place / "private/x.parquet")
     os.symlink(place / "private", place / "data/link")
-    for files in ("PATH", "{train: PATH}", "[{split: train, path: [train.parquet, PATH]}]"):
+    for files in ("PATH", "[{split: train, path: [train.parquet, PATH]}]"):
         said = f"configs: [{{config_name: default, data_files: {files}}}]".replace("PATH", f"'{named}'")
         said = said.replace("PLACE", str(place)).replace("URL", url)
         (place / "data" / name).write_text(f"---\n{said}\n---\n# A set\n" if name.endswith("md") else said)

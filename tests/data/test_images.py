@@ -35,7 +35,6 @@ MODES = [
     ("L", 77, (77, 77, 77)),
     ("RGBA", (1, 2, 3, 0), (255, 255, 255)),
     ("RGBA", (0, 0, 0, 51), (204, 204, 204)),  # a fifth of black on white
-    ("La", (0, 51), (204, 204, 204)),
     ("CMYK", (255, 0, 0, 0), (0, 255, 255)),
     ("I", 257 * 100, (100, 100, 100)),
     ("I;16", 257 * 100, (100, 100, 100)),
@@ -97,7 +96,7 @@ def test_images_with_too_many_pixels_are_left_out_before_they_are_decoded(monkey
     data = {"bytes": encoded(Image.new("RGB", (40, 40)))}
     assert encode_image(data, HERE, ImageLimits(max_image_pixels=1600)).width == 40
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
-    with pytest.raises(DataError, match="image has 40x40 pixels, more than max_image_pixels=1599"):
+    with pytest.raises(DataError, match="image has size 40x40: it needs 1 to 1599 pixels"):
         encode_image(data, HERE, ImageLimits(max_image_pixels=1599))
 
 
@@ -123,11 +122,16 @@ def test_truncated_files_are_refused():
         ({"max_pixels": 100 * 50}, (4000, 2000), (100, 50)),  # 1/40, which is less than the short side's 1024/2000
         ({"min_pixels": 640 * 480}, (320, 240), (640, 480)),
         ({"max_short_side": 10}, (11, 1000), (10, 909)),  # 909.09, rounded down
+        ({"filter_big_images": True}, (1024, 8), (1024, 8)),
     ],
 )
 def test_sizes_by_hand(limits, size, expected):
     assert ImageLimits(**limits).size_of(*size) == expected
     assert ImageLimits(**limits).size_of(*size[::-1]) == expected[::-1]
+    assert ImageLimits(**limits).fitted(Image.new("RGB", size)).size == expected
+    if max(size) > 1024:
+        with pytest.raises(DataError, match="filter_big_images leaves out sides above 1024"):
+            ImageLimits(**limits, filter_big_images=True).size_of(*size)
 
 
 SIDE = 30_000
@@ -150,7 +154,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked():
     bomb = png(SIDE, SIDE)
     assert len(bomb) < 200_000
     tracemalloc.start()
-    with pytest.raises(DataError, match="image has too many pixels|image is unreadable"):
+    with pytest.raises(DataError, match="image is unreadable: Image size .900000000 pixels. exceeds limit"):
         open_image(bomb)
     assert tracemalloc.get_traced_memory()[1] < 5e6
     tracemalloc.stop()
@@ -201,7 +205,7 @@ def decoded(monkeypatch):
         seen.append(value)
         return open_image(value, root)
 
-    monkeypatch.setattr("vgr_trl.data.rows.open_image", opened)
+    monkeypatch.setattr("vgr_trl.data.images.open_image", opened)
     return seen
 
 
@@ -219,11 +223,3 @@ def test_rows_of_a_transform_that_may_draw_lots_are_read_each_time(png):
     assert is_repeatable(prepare_rows(rows, split="train", root=png.parent)[0])
     assert not is_repeatable(rows.with_transform(lambda batch: batch))
     assert not is_repeatable(rows.to_iterable_dataset())
-
-
-def test_rows_with_big_images_are_left_out():
-    rule = ImageLimits(max_short_side=None, filter_big_images=True)
-    assert rule.fitted(Image.new("RGB", (1024, 8))).size == (1024, 8)
-    for size in ((1025, 8), (8, 1025)):
-        with pytest.raises(DataError, match="filter_big_images leaves out: at most 1024 on each side"):
-            rule.fitted(Image.new("RGB", size))

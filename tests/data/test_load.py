@@ -1,37 +1,94 @@
-"""Data sets from files, folders and the hub, as training loads them."""
+"""Files, folders and the hub as commands load them; damaged files give a sentence, never another row."""
 
 import json
 import re
 
 import pytest
 from datasets import Dataset, DatasetDict
+from support.made_sets import jsonl, parquet, picture, written
 
-from vgr_trl.data.load import load_split, parse_data_files, readable
+from vgr_trl.data.load import has_config, load_path, load_split, parse_data_files, readable
 from vgr_trl.utils import ConfigError, DataError
 
 PROBLEMS = ["1 + 1?", "1 + 2?"]
 ROWS = Dataset.from_dict({"problem": PROBLEMS, "solution": ["2", "3"]})
 
 
-def test_folders_of_files_and_saved_data_sets(tmp_path):
-    for split in ("train", "test"):
-        ROWS.to_parquet(tmp_path / "files" / f"{split}.parquet")
-        ROWS.to_json(tmp_path / "lines" / f"{split}.jsonl")
-    DatasetDict(train=ROWS, test=ROWS).save_to_disk(tmp_path / "saved_dict")
+def test_saved_data_sets_and_parquet_keep_their_rows(tmp_path):
+    ROWS.to_parquet(tmp_path / "files" / "test.parquet")
+    DatasetDict(dev=ROWS).save_to_disk(tmp_path / "saved_dict")
     ROWS.save_to_disk(tmp_path / "saved")
-    for folder, split in (("files", "test"), ("lines", "test"), ("saved_dict", "test"), ("saved", "train")):
+    for folder, split in (("files", "test"), ("saved_dict", "dev"), ("saved", "train")):
         assert load_split(split, dataset_path=str(tmp_path / folder))["solution"] == ["2", "3"]
     with pytest.raises(DataError, match=re.escape("has the splits ['train'], but not 'test': name one of them.")):
         load_split("test", dataset_path=str(tmp_path / "saved"))
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_a_file_is_of_the_last_split_that_its_name_says(tmp_path, suffix):
-    for split, rows in (("train", ROWS), ("val", ROWS.select([0]))):
-        write = rows.to_json if suffix == "jsonl" else rows.to_parquet
-        write(tmp_path / f"train_val_split_{split}.{suffix}")
-    numbers = [len(load_split(split, dataset_path=str(tmp_path))) for split in ("train", "validation")]
-    assert numbers == [2, 1]
+def folder(tmp_path, *names):
+    for name in names:
+        jsonl(tmp_path / name, [{"file": name}])
+    return str(tmp_path)
+
+
+def files_of(path, **options):
+    return list(load_split(options.pop("split", "train"), dataset_path=path, **options)["file"])
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
+    path = folder(tmp_path, "b.jsonl", "sub/a.jsonl", "a.jsonl", ".hidden.jsonl", ".cache/x.jsonl", "skipped.jsonl")
+    assert files_of(path) == ["a.jsonl", "b.jsonl", "sub/a.jsonl"]
+    before = load_split("train", dataset_path=path)._fingerprint
+    assert load_split("train", dataset_path=path)._fingerprint == before
+    jsonl(tmp_path / "a.jsonl", [{"file": "1"}, {"file": "1"}])
+    assert load_split("train", dataset_path=path)._fingerprint != before
+
+
+def test_the_last_word_of_a_path_says_the_split(tmp_path):
+    names = [f"data/train-0000{n}-of-00002.jsonl" for n in range(2)]
+    path = folder(tmp_path, *names, "data/test.jsonl", "train_val_split_val.jsonl")
+    assert files_of(path) == names
+    assert files_of(path, split="test") == ["data/test.jsonl"]
+    assert files_of(path, split="dev") == ["train_val_split_val.jsonl"]
+    with pytest.raises(DataError, match=re.escape("has the splits ['test', 'train', 'validation'], but not 'other'")):
+        files_of(path, split="other")
+
+
+def test_a_configuration_is_a_folder_or_the_start_of_a_name(tmp_path):
+    path = folder(tmp_path, "corpus/train.jsonl", "queries-train.jsonl", "queriesold.jsonl")
+    assert files_of(path, dataset_config="corpus") == ["corpus/train.jsonl"]
+    assert files_of(path, dataset_config="queries") == ["queries-train.jsonl"]
+    assert not has_config(tmp_path, "qrels")
+
+
+def test_a_hub_name_is_read_in_its_configuration(monkeypatch):
+    asked = []
+
+    def load(path, **options):
+        asked.append((path, options))
+        return DatasetDict(test=Dataset.from_dict({"file": [1, 2]}))
+
+    monkeypatch.setattr("vgr_trl.data.load.load_dataset", load)
+    monkeypatch.setattr("vgr_trl.data.load.why_not_on_hub", lambda *_: None)
+    split, loads = load_path("someone/set", config="standard")
+    assert (split, list(loads["test"]()["file"])) == ("test", [1, 2])
+    load_path("MMMU/MMMU_Pro")
+    assert asked == [
+        ("someone/set", {"name": "standard", "streaming": False}),
+        ("MMMU/MMMU_Pro", {"name": "standard (10 options)", "streaming": False}),
+    ]
+
+
+def test_a_byte_that_changed_in_a_written_set_is_found(tmp_path):
+    """Written sets carry checksums: a changed pixel would otherwise be another row in silence."""
+    rows = [{"id": f"q{n}", "problem": "p", "solution": "x", "images": [picture((n, 0, 0))]} for n in range(5)]
+    written(rows, tmp_path / "a")
+    (file,) = (tmp_path / "a").glob("*.parquet")
+    assert len(load_split("train", data_files=str(file))) == 5
+    data = bytearray(file.read_bytes())
+    data[data.index(picture((3, 0, 0))["bytes"]) + 40] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DataError, match="cannot be read .*: check data_files, and that it is complete"):
+        load_split("train", data_files=str(file))
 
 
 def test_malformed_data_files_are_refused():
@@ -57,10 +114,20 @@ def test_several_files_of_a_split(tmp_path):
         assert [row["problem"] for row in load_split("train", data_files=text, streaming=True)] == problems
 
 
-def test_csv_is_not_typed(tmp_path):
-    path = tmp_path / "a.csv"
+def test_json_keeps_its_types_and_csv_its_texts(tmp_path):
+    lines = tmp_path / "metadata.jsonl"
+    lines.write_text('\ufeff{"solution": 1, "choices": ["1"]}\n\n{"solution": "1"}\n{"solution": "\\ud800"}')
+    rows = load_split("train", data_files=str(lines))
+    assert list(rows["solution"]) == [1, "1", None]
+    assert list(rows["choices"]) == [["1"], None, None]
+    assert rows[2]["__unreadable__"] == "its text has characters that are not Unicode"
+    lines.write_text('{"problem": "q", "solution": "1"}\n{"problem": "q", "solution": 1}\n')
+    with pytest.raises(DataError, match="The column `solution` mixes texts and numbers"):  # `datasets` reads 1 twice
+        load_split("train", dataset_path=str(tmp_path))
+    path = tmp_path / "a" / "a.csv"
+    path.parent.mkdir()
     path.write_text("\ufeffproblem,solution,choices\n\"1, 2?\",007,\nq,NA,\"['1', '2']\"\n\nq\n")
-    for rows in (load_split("train", data_files=str(path)), load_split("train", dataset_path=str(tmp_path))):
+    for rows in (load_split("train", data_files=str(path)), load_split("train", dataset_path=str(path.parent))):
         assert list(rows["solution"]) == ["007", "NA", None]
         assert list(rows["problem"]) == ["1, 2?", "q", None]
         assert list(rows["choices"]) == [None, "['1', '2']", None]
@@ -70,14 +137,6 @@ def test_csv_is_not_typed(tmp_path):
         load_split("train", data_files=str(path))
 
 
-def test_mixed_types_that_datasets_would_change_are_refused(tmp_path):
-    """`datasets` reads the text "1" as the number 1 where a column has both; our own reader does not."""
-    (tmp_path / "metadata.jsonl").write_text('{"problem": "q", "solution": "1"}\n{"problem": "q", "solution": 1}\n')
-    assert list(load_split("train", data_files=f"{tmp_path}/metadata.jsonl")["solution"]) == ["1", 1]
-    with pytest.raises(DataError, match="The column `solution` of .* mixes texts and numbers"):
-        load_split("train", dataset_path=str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -85,13 +144,13 @@ def test_mixed_types_that_datasets_would_change_are_refused(tmp_path):
         ({"data_files": "train=FOLDER/no.parquet"}, "no.parquet does not exist"),
         ({"dataset_path": "FOLDER/no"}, "which is not a folder; for single files use data_files"),
         ({"dataset_path": "FOLDER/two"}, "two/b.parquet, are no one set: name those to read by data_files"),
-        ({"data_files": "FOLDER/text.txt"}, "text.txt is none of .parquet"),
+        ({"data_files": "FOLDER/text.txt"}, "text.txt does not exist, is empty, or is none of .parquet"),
         ({"dataset_name": "no-such-owner/no-such-set"}, "No data set is found at no-such-owner/no-such-set"),
     ],
 )
 def test_missing_and_unreadable_sources_are_named(tmp_path, source, message):
-    ROWS.to_parquet(tmp_path / "two" / "b.parquet")
-    ROWS.to_json(tmp_path / "two" / "a.jsonl")
+    parquet(tmp_path / "two" / "b.parquet", [{"problem": "q"}])
+    jsonl(tmp_path / "two" / "a.jsonl", [{"problem": "q"}])
     (tmp_path / "text.txt").write_text("hello")
     given = {name: value.replace("FOLDER", str(tmp_path)) for name, value in source.items()}
     for streaming in (False, True):

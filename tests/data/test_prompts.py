@@ -1,11 +1,9 @@
 import re
-import signal
 
 import pytest
 
 from vgr_trl.cli.arguments import DataArguments, load_system_prompt
-from vgr_trl.data import prompts
-from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, build_prompt, placed
+from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, PromptTemplate, build_prompt, placed
 from vgr_trl.data.rows import RowOptions, ready_row
 from vgr_trl.utils import ConfigError, DataError
 
@@ -27,29 +25,30 @@ def test_a_question_is_a_conversation_with_its_options_behind_letters():
     ],
 )
 def test_a_template_is_filled_in_for_each_question(text, choices, system):
-    template = SystemTemplate(text)
+    template = PromptTemplate(text)
     prompt = build_prompt("{{ 7 * 7 }} <b>", choices, system_prompt=template, source="nlvr")
     found = [message["content"] for message in prompt if message["role"] == "system"]
     assert found == ([text] if system is None else [system] if system else [])
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "role", "message"),
     [
-        ("{% if choices %}", "is not a Jinja2 template"),
-        ("{{ question }}", "names question, but knows problem, choices, letters, source only"),
+        ("{% if choices %}", "system", "is not a Jinja2 template"),
+        ("{{ question }}", "system", "names question, but knows problem, choices, letters, source only"),
+        ("{{ answer }}", "user", "names answer, but knows content, problem only"),
     ],
 )
-def test_a_wrong_template_is_a_sentence(text, message):
+def test_a_wrong_template_is_a_sentence(text, role, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        SystemTemplate(text)
+        PromptTemplate(text, role=role)
 
 
 @pytest.mark.parametrize(
     "text", ["{{ problem.__class__.__mro__ }}", "{{ range(999999999) | list }}", "{% include 'other' %}"]
 )
 def test_a_template_that_fails_or_reaches_out_of_the_sandbox_is_a_reason(text):
-    options = RowOptions(system_prompt=SystemTemplate(text, "mine.txt"))
+    options = RowOptions(system_prompt=PromptTemplate(text, "mine.txt"))
     with pytest.raises(DataError, match=r"^mine.txt cannot be filled in for it \(.+\)$"):
         ready_row({"problem": "q", "solution": "x"}, options)
 
@@ -59,8 +58,8 @@ def test_the_system_prompt_that_flags_name(tmp_path):
     assert load_system_prompt(DataArguments(prompt_language="zh")) == SYSTEM_PROMPTS["zh"]
     (tmp_path / "mine.txt").write_text("{{ letters | length }} options\n", encoding="utf-8")
     mine = load_system_prompt(DataArguments(system_prompt_file=str(tmp_path / "mine.txt")))
-    assert isinstance(mine, SystemTemplate)
-    assert mine.render("q", ["a", "b"]) == "2 options"
+    assert isinstance(mine, PromptTemplate)
+    assert build_prompt("q", ["a", "b"], system_prompt=mine)[0]["content"] == "2 options"
     (tmp_path / "empty.txt").write_text(" \n", encoding="utf-8")
     assert load_system_prompt(DataArguments(system_prompt_file=str(tmp_path / "empty.txt"))) is None
     assert load_system_prompt(DataArguments(system_prompt_file="none")) is None
@@ -82,27 +81,6 @@ def test_a_question_template_is_what_the_user_says(tmp_path):
     dialogue = {"prompt": [{"role": "user", "content": "q"}], "solution": "x"}
     with pytest.raises(DataError, match="cannot be filled in with"):
         ready_row(dialogue, RowOptions(system_prompt=template))
-    with pytest.raises(ConfigError, match="names answer, but knows content, problem only"):
-        QuestionTemplate("{{ answer }}")
-
-
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}PART{% endfor %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        (LOOPS.replace("PART", ""), ConfigError), (LOOPS.replace("PART", "more" * 9999), DataError),
-        ("{% macro again(n) %}{{ again(n + 1) if n < 99 }}{{ again(n + 1) if n < 99 }}{% endmacro %}{{ again(0) }}",
-         ConfigError),
-    ],
-)  # fmt: skip
-def test_a_template_without_end_is_ended(text, error, monkeypatch):
-    monkeypatch.setattr(prompts, "SECONDS", 0.2)
-    before = signal.getsignal(signal.SIGVTALRM)
-    with pytest.raises(error, match="computes for more than 0.2 seconds|more than 1,000,000 characters"):
-        SystemTemplate(text).render("q")
-    assert signal.getsignal(signal.SIGVTALRM) is before
 
 
 IMAGE = {"type": "image"}

@@ -38,6 +38,13 @@ USABLE: dict[str, tuple[dict[str, Any], str, str, list[tuple[int, int, int]]]] =
      "Which?", "blue", [RED]),
     "MMMU-Pro": ({"question": "Which is <image 2>?", "options": "['red', '<image 3>']", "answer": "B", "image_1":
      None, "image_2": "red.png", "image_3": "blue.png"}, "Which is <image 1>?", "<image 2>", [RED, BLUE]),
+    "MMBench": ({"question": "Which?", "A": "red", "B": "blue", "C": None, "answer": "B", "image": "red.png", "image2":
+     "blue.png"}, "Which?", "blue", [RED, BLUE]),
+    "options by letter": ({"question": "Which?", "options": {"B": "blue", "A": "red"}, "answer": "B", "image":
+     "red.png"}, "Which?", "blue", [RED]),
+    "VQA": ({"question": "What?", "answers": [{"answer": "cup"}, {"answer": "mug"}]}, "What?", "cup", []),
+    "DocVQA": ({"question": "What?", "answers": ["12", "12.0"], "image": "red.png"}, "What?", "12", [RED]),
+    "true and false": ({"question": "Is it?", "solution": True, "image": "red.png"}, "Is it?", "yes", [RED]),
     "LLaVA": ({"conversations": [{"from": "human", "value": "<image>\nHow?"}, {"from": "gpt", "value": "3"}],
      "image": "red.png"}, "<image>\nHow?", "3", [RED]),
     "ms-swift": ({"messages": [{"role": "user", "content": "<image>How?"}, {"role": "assistant", "content":
@@ -66,7 +73,7 @@ UNUSABLE: dict[str, tuple[Any, str]] = {
     "outside": ({**OPEN, "image": "/etc/passwd", "solution": "x"}, "file /etc/passwd lies outside of {folder}"),
     "missing": ({**OPEN, "image": "no.png", "solution": "x"}, "image file {folder}/no.png does not exist"),
     "truncated": ({**OPEN, "image": "half.jpg", "solution": "x"}, "image is truncated or damaged"),
-    "bomb": ({**OPEN, "image": "bomb.png", "solution": "x"}, "image has too many pixels (more than 1000)"),
+    "bomb": ({**OPEN, "image": "bomb.png", "solution": "x"}, "image is unreadable: Image size (3000 pixels) exceeds"),
     "torn line": ('{"problem": "q", "solut', "the line is not JSON"),
     "a list": ("[1, 2]", "the row is a list, not an object"),
 }  # fmt: skip
@@ -140,7 +147,7 @@ def found(file):
 def write_images(folder: Path) -> None:
     for name, colour in {"red.png": RED, "blue.png": BLUE}.items():
         Image.new("RGB", (8, 6), colour).save(folder / name)
-    Image.new("RGB", (40, 30)).save(folder / "bomb.png")
+    Image.new("RGB", (60, 50)).save(folder / "bomb.png")
     (folder / "half.jpg").write_bytes(encoded(Image.effect_noise((30, 30), 80), "JPEG")[:600])
     turned = Image.new("RGB", (32, 16), RED)
     turned.paste(BLUE, (0, 8, 32, 16))  # the lower half; orientation 6 has the first column of what is shown there

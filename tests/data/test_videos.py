@@ -5,7 +5,8 @@ import pytest
 from datasets import Dataset, Features, List, Value
 from PIL import Image
 
-from vgr_trl.data.images import VideoOptions, frames_of, refuse_single_image_models
+from vgr_trl.data.images import VideoOptions, frames_of
+from vgr_trl.data.lengths import refuse_single_image_models
 from vgr_trl.data.rows import RowOptions, prepare_rows, ready_row
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.utils import ConfigError, DataError
@@ -136,17 +137,15 @@ def test_frames_come_behind_the_images_of_a_row(video, streaming):
     assert [(row.row, "missing.mp4" in row.reason) for row in skipped or heard] == [(2, True)]
 
 
-class OneImage:
-    """A processor that reads only the first image of a prompt, as some do."""
+def test_videos_need_a_model_for_several_images(monkeypatch):
+    processor = build_processor(["?"])
+    refuse_single_image_models(processor)
+    apply = type(processor).apply_chat_template
 
-    def apply_chat_template(self, messages, **options):
-        return "a question"
+    def of_first_image(self, conversation, **options):
+        turns = [{**turn, "content": turn["content"][:1] + turn["content"][-1:]} for turn in conversation[0]]
+        return apply(self, [turns], **options)
 
-    def __call__(self, text, images):
-        return {"input_ids": [[1, 2, 3]]}
-
-
-def test_videos_need_a_model_for_several_images():
-    refuse_single_image_models(build_processor(["?"]))
-    with pytest.raises(ConfigError, match="OneImage reads one image per prompt"):
-        refuse_single_image_models(OneImage())
+    monkeypatch.setattr(type(processor), "apply_chat_template", of_first_image)
+    with pytest.raises(ConfigError, match="reads one image per prompt"):
+        refuse_single_image_models(processor)

@@ -28,9 +28,10 @@ from trl import ModelConfig
 
 from vgr_trl.config_converters import convert, read_configuration
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.images import ImageLimits, VideoOptions, downloaded, refuse_single_image_models
+from vgr_trl.data.images import ImageLimits, VideoOptions, downloaded
+from vgr_trl.data.lengths import refuse_single_image_models
 from vgr_trl.data.load import BUILDERS, load_split, parse_data_files, readable
-from vgr_trl.data.prompts import SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, special_tokens
+from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, special_tokens
 from vgr_trl.data.read_row import keys_of
 from vgr_trl.data.rows import SkippedRow, prepare_rows
 from vgr_trl.options import check_options, check_value, option, read_mapping
@@ -468,7 +469,7 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
     return command, [*words, *kept]
 
 
-def load_system_prompt(arguments: DataArguments) -> str | SystemTemplate | None:
+def load_system_prompt(arguments: DataArguments) -> str | PromptTemplate | None:
     """Return the system prompt: from `system_prompt_file` or `question_template_file`, else the default one."""
     is_question = arguments.question_template_file is not None
     option = "question_template_file" if is_question else "system_prompt_file"
@@ -480,8 +481,8 @@ def load_system_prompt(arguments: DataArguments) -> str | SystemTemplate | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option} is {path}, which cannot be read as UTF-8 text ({error}).") from error
     if is_question:
-        return QuestionTemplate(text, f"{option} {path}")
-    return SystemTemplate(text, f"{option} {path}") if text else None
+        return PromptTemplate(text, f"{option} {path}", "user")
+    return PromptTemplate(text, f"{option} {path}") if text else None
 
 
 def evaluation_source(arguments: DataArguments) -> DataArguments:

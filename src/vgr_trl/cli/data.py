@@ -13,6 +13,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from vgr_trl.boxes import BOX_COLUMNS
 from vgr_trl.cli.arguments import DataArguments, load_processor, load_system_prompt, raise_config_errors
 from vgr_trl.data.convert import (
     ROWS_PER_FILE,
@@ -26,7 +27,7 @@ from vgr_trl.data.convert import (
     write_split,
 )
 from vgr_trl.data.counts import report, to_one_line
-from vgr_trl.data.images import COLUMNS, MAX_SHORT_SIDE, ImageLimits, VideoOptions, downloaded
+from vgr_trl.data.images import MAX_SHORT_SIDE, ImageLimits, VideoOptions, downloaded
 from vgr_trl.data.inspect import Findings, InspectOptions, compare_splits, inspect_rows, page
 from vgr_trl.data.inspect import report as inspection_report
 from vgr_trl.data.lengths import PromptLengths
@@ -184,7 +185,7 @@ def convert_run(flags: argparse.Namespace) -> None:
     rows = load(None) if converter.join is None else converter.join(load)
     columns = ["images" if converter.several_images else "image", *["regions"] * converter.regions]
     if flags.source == "jsonl":
-        known = {"videos": keys.video, "regions": COLUMNS}
+        known = {"videos": keys.video, "regions": tuple(BOX_COLUMNS)}
         columns += [name for name, names in known.items() if not {*names}.isdisjoint(rows.column_names)]
     output = _output(flags, rows._fingerprint)
     if not finished(split, output):

@@ -25,18 +25,16 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets import Image as ImageFeature
 from PIL import Image
 
+from vgr_trl.boxes import boxes_of, to_shares
 from vgr_trl.data.counts import Counts, count_row, kind_of, power_class
 from vgr_trl.data.images import (
     ADDRESS,
     ImageLimits,
-    boxes_of,
-    has_boxes_in_pixels,
     image_bytes,
     image_size,
     path_within,
     read_image,
     to_rgb,
-    to_shares,
 )
 from vgr_trl.data.lengths import SIZES
 from vgr_trl.data.load import row_files
@@ -182,8 +180,8 @@ def to_schema(row: Mapping[str, Any], place: int, rules: Rules) -> dict[str, Any
         raise DataError(f"it has {len(images)} images, where one is expected")
     if not problem.strip():
         raise DataError("its question is empty")
-    original = image_size(images[0], rules.root) if len(images) == 1 and has_boxes_in_pixels(row) else (1, 1)
-    boxes = to_shares(boxes_of(row, original)) if len(images) == 1 else []
+    size_of = partial(image_size, root=rules.root, max_image_pixels=rules.limits.max_image_pixels)
+    boxes = to_shares(boxes_of(row, size_of(images[0]))) if len(images) == 1 else []
     encoded = [encode_image(value, rules.root, rules.limits) for value in images]
     source = row["source"] if isinstance(row.get("source"), str) else Path(rules.file).stem
     assert question.right is not None

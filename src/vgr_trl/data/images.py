@@ -1,9 +1,9 @@
-"""The images and videos of a row: where they lie, and their pixels, or why there are none."""
+"""The images and videos of a row: find their files, check their headers, decode them."""
 
 import io
 import math
+import os
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,144 +13,144 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy
+from huggingface_hub.constants import HF_HUB_CACHE
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vgr_trl.utils import ConfigError, DataError, error_text
 
-IMAGE_COLUMNS = ("image", "images")
-VIDEO_COLUMNS = ("video", "videos")
-
+IMAGE_COLUMNS, VIDEO_COLUMNS = ("image", "images"), ("video", "videos")
 NUMBERED_IMAGES = tuple(f"image_{number}" for number in range(1, 8))  # of MMMU-Pro
 FURTHER_IMAGES = tuple(f"image{number}" for number in range(2, 8))  # behind `image`
-FOLDER = "__folder__"  # the column that says where a row's relative paths start, where files lie in several folders
-PLACE = "__place__"  # the column in which rows carry their number on the way
-LARGEST_FILE = 2**30  # bytes; more than Pillow's limit of pixels takes without compression, and read as a whole
+MEDIA = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *FURTHER_IMAGES, *VIDEO_COLUMNS)
+FOLDER = "__folder__"  # column: the folder that a row's relative paths start from, where files lie in several
+PLACE = "__place__"  # column: the number of a row in the user's data
+
+LARGEST_FILE = 2**30  # bytes; more than an image within Pillow's limit of pixels takes
 MOST_ELONGATED = 200  # the ratio of sides from which on Qwen's image processors refuse an image
+MAX_SHORT_SIDE = 1024
 DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
-# Formats that are recognised by their first bytes; of the others, some take any bytes for an image (TGA), some run a
-# program (EPS).
+# Formats that are recognised by their first bytes. Of the others, TGA accepts any bytes and EPS runs a program.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-# None of those that name other files to be read.
+# No playlists, which name other files and addresses.
 VIDEO_FORMATS = "asf,avi,flv,gif,matroska,mov,mp4,mpeg,mpegts,ogg,webm"
 ADDRESS = re.compile(r"(?:https?|ftp|s3|gs|hf|file)://[^/]*|data:[\w/+.-]*(?=[;,])", re.IGNORECASE)
-# What transformers reads a file from, or fetches it, while it writes a conversation down; an `image` may be one itself.
-NAMES = ("url", "path", "base64", "image_url", "video", "video_url", "audio", "audio_url")
+# Fields of a message part that transformers reads or fetches a file from.
+FILE_FIELDS = ("url", "path", "base64", "image_url", "video", "video_url", "audio", "audio_url")
 ORIENTATION = 0x0112  # the EXIF tag
-MAX_SHORT_SIDE = 1024
-COLUMNS = ("bbox", "regions")
+ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
+TAIL = 4096  # bytes in which the end of a file is looked for, as cameras append data of their own
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom, in [0, 1] of the image
 Size = tuple[int, int]  # width and height in pixels
-JPEG_END, PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
-TAIL = 4096  # bytes at the end of a file in which its end is looked for, as cameras append data of their own
-UNTURNED = {"exif", "Raw profile type exif"}
-
-
-def files_of(row: Mapping[str, Any], *names: str) -> list[Any]:
-    """Return the files in the first of the columns `names` that the row has something in, be it one or a list."""
-    value = next((row[name] for name in names if row.get(name) is not None), None)
-    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
     """Return the images of `row`, decoded or not, in order: numbered ones, else `images` before `image`, as in TRL.
 
-    `image2`, `image3` and so on stand behind `image`.
+    `image2`, `image3` and so on follow `image`.
     """
     numbered = [row[name] for name in NUMBERED_IMAGES if row.get(name) is not None]
     further = [row[name] for name in FURTHER_IMAGES if row.get(name) is not None]
-    return numbered or [*files_of(row, "images", "image"), *further]
+    return numbered or [*_listed(row, "images", "image"), *further]
 
 
 def videos_of(row: Mapping[str, Any]) -> list[Any]:
     """Return the videos of `row`, undecoded, in order; `videos` counts before `video`."""
-    return files_of(row, "videos", "video")
+    return _listed(row, "videos", "video")
+
+
+def _listed(row: Mapping[str, Any], *names: str) -> list[Any]:
+    """Return the files in the first of the columns that has a value: one, or a list."""
+    value: Any = next((row[name] for name in names if row.get(name) is not None), [])
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def folder_of(row: Mapping[str, Any], root: Path) -> Path:
-    """Return the folder that relative paths of `row` start from: `root`, where it does not say another."""
+    """Return the folder that relative paths of `row` start from: its own, else `root`."""
     return Path(row[FOLDER]) if row.get(FOLDER) else root
 
 
 def path_within(root: Path, name: str | Path) -> Path:
-    """Return the path that a row names.
+    """Return the path that a row names; raise `DataError` if it leaves `root`, absolute, by `..` or by a symbolic link.
 
-    Args:
-        root: folder that relative paths start from, and that no path leads out of, be it absolute, by `..` or by a
-            symbolic link; what was downloaded from the hub lies in its caches. `Path()`: paths of the caller's own,
-            which lead anywhere.
-        name: as the row has it.
-
-    Raises:
-        DataError: the file lies elsewhere.
+    The caches of the hub are allowed, and under `Path()`, for paths of the caller's own, everything.
     """
     path = root / name
     try:
         real = path.resolve()
     except (OSError, ValueError, RuntimeError):  # nothing can be opened there
         return path
-    if root != Path() and not any(real.is_relative_to(folder) for folder in (root.resolve(), *_caches())):
+    allowed = (Path(folder).resolve() for folder in (root, HF_HUB_CACHE, downloaded()))
+    if root != Path() and not any(real.is_relative_to(folder) for folder in allowed):
         raise DataError(f"file {str(path)[:200]} lies outside of {root}: give the folder of the files by --image_dir")
     return path
 
 
-def refuse_named_files(conversation: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `DataError` if a part of a conversation names a file or an address, which would be read or fetched."""
-    for message in conversation:
-        for part in () if isinstance(message["content"], str) else message["content"]:
-            names = [name for name in NAMES if part.get(name) is not None]
-            if names or isinstance(part.get("image"), str | bytes | dict):
-                name = (names or ["image"])[0]
-                raise DataError(f"a part of its prompt names a file ({name}), which is neither read nor fetched")
-
-
 def downloaded() -> Path:
     """Return the folder of data sets from the hub."""
-    from datasets import config  # here, so that a decoding process starts without it
+    from datasets import config  # here, so that signals can be imported without `datasets`
 
     return Path(config.HF_DATASETS_CACHE)
 
 
-@cache
-def _caches() -> tuple[Path, ...]:
-    from huggingface_hub.constants import HF_HUB_CACHE
+def refuse_named_files(conversation: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `DataError` if a part of a conversation names a file or an address, which would be read or fetched."""
+    parts = [part for message in conversation if not isinstance(message["content"], str) for part in message["content"]]
+    for part in parts:
+        named = [name for name in FILE_FIELDS if part.get(name) is not None]
+        named += ["image"] * isinstance(part.get("image"), str | bytes | dict)
+        if named:
+            raise DataError(f"a part of its prompt names a file ({named[0]}), which is neither read nor fetched")
 
-    return Path(HF_HUB_CACHE).resolve(), downloaded().resolve()
+
+# Images
 
 
 def open_image(value: Any, root: Path = Path()) -> Image.Image:
-    """Return `value` as an upright RGB image, the same that `convert` stores.
-
-    Args:
-        value: an image, a path, or a dict with `bytes` or `path` as `datasets` stores undecoded images.
-        root: as `path_within` takes it.
-
-    Raises:
-        DataError: the image is missing, unreadable, truncated, empty, too large, or of values that no mode has; the
-            message is the reason.
-    """
+    """Return `value` as an upright RGB image, the same that `convert` stores; see `read_image`."""
     return to_rgb(read_image(value, root))
 
 
-def image_size(value: Any, root: Path = Path(), max_image_pixels: int | None = None) -> Size:
-    """Return the size of an upright image from its header; its pixels are not decoded.
+def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = None) -> Image.Image:
+    """Return `value` as a fully decoded image of any mode, turned as its EXIF data say.
 
-    A file of JPEG, PNG or WEBP that seems to lack its end is decoded, to be sure. Args and errors as of `read_image`;
-    damage within the pixels is not found.
+    Args:
+        value: an image, a path, or a dict with `bytes` or `path` as `datasets` stores undecoded images.
+        max_image_pixels: larger images are refused before they are decoded; None: Pillow's limit.
+
+    Raises:
+        DataError: the image is missing, unreadable, truncated, empty or too large; the message is the reason.
     """
+    image = value
+    if not isinstance(value, Image.Image):
+        with _reasons("image is unreadable"):
+            image = Image.open(io.BytesIO(image_bytes(value, root)), formats=_formats())
+    _require_size(image.size, max_image_pixels)
+    with _reasons("image is truncated or damaged"):
+        image.load()
+        turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
+        return ImageOps.exif_transpose(image) if turned else image
+
+
+def image_size(value: Any, root: Path = Path(), max_image_pixels: int | None = None) -> Size:
+    """Return the size of an upright image from its header. Arguments and errors are those of `read_image`.
+
+    A JPEG, PNG or WEBP that seems to lack its end is decoded, to be sure; other damage to the pixels is not found.
+    """
+    is_whole = True
     if isinstance(value, Image.Image):
-        return _upright_size(value, max_image_pixels)
-    stored = _stored(value, root, "image")
-    with _reasons("unreadable"), io.BytesIO(stored) if isinstance(stored, bytes) else stored.open("rb") as file:
-        image = Image.open(file, formats=_formats())
-        size, is_whole = _upright_size(image, max_image_pixels), _has_its_end(file, str(image.format))
+        size = _upright_size(value)
+    else:
+        with _reasons("image is unreadable"), _opened(value, root) as file:
+            image = Image.open(file, formats=_formats())
+            size, is_whole = _upright_size(image), _has_its_end(file, str(image.format))
+    _require_size(size, max_image_pixels)
     return size if is_whole else read_image(value, root, max_image_pixels).size
 
 
-def _upright_size(image: Image.Image, max_image_pixels: int | None) -> Size:
-    _require_size(image, max_image_pixels)
+def _upright_size(image: Image.Image) -> Size:
     # Pillow decodes a PNG to look for EXIF data behind its pixels.
-    has_exif = image.format != "PNG" or not UNTURNED.isdisjoint(image.info)
+    has_exif = image.format != "PNG" or not {"exif", "Raw profile type exif"}.isdisjoint(image.info)
     turned = has_exif and image.getexif().get(ORIENTATION, 1) in range(5, 9)
     return image.size[::-1] if turned else image.size
 
@@ -158,61 +158,31 @@ def _upright_size(image: Image.Image, max_image_pixels: int | None) -> Size:
 def _has_its_end(file: BinaryIO, kind: str) -> bool:
     """Return whether an image file has the bytes that its kind ends with, or is of a kind without such bytes."""
     length = file.seek(0, io.SEEK_END)
+    if kind == "WEBP":
+        file.seek(4)
+        return int.from_bytes(file.read(4), "little") + 8 <= length
     file.seek(max(0, length - TAIL))
-    end = file.read()
-    if kind in ("JPEG", "MPO"):
-        return JPEG_END in end
-    if kind == "PNG":
-        return PNG_END in end
-    file.seek(4)
-    return kind != "WEBP" or int.from_bytes(file.read(4), "little") + 8 <= length
+    return ENDS.get(kind, b"") in file.read()
 
 
-def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = None) -> Image.Image:
-    """Return `value` as a fully decoded image of any mode, turned as its EXIF data say.
-
-    Args:
-        max_image_pixels: larger images are refused before they are decoded; None: Pillow's limit.
-
-    Raises:
-        DataError: as in `open_image`, values apart.
-    """
-    image = value
-    if not isinstance(value, Image.Image):
-        data = image_bytes(value, root)
-        with _reasons("unreadable"):
-            image = Image.open(io.BytesIO(data), formats=_formats())
-    _require_size(image, max_image_pixels)
-    with _reasons("truncated or damaged"):
-        image.load()
-        turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
-        return ImageOps.exif_transpose(image) if turned else image
-
-
-def _require_size(image: Image.Image, max_image_pixels: int | None) -> None:
-    width, height = image.size
-    if min(image.size) == 0 or max(image.size) >= MOST_ELONGATED * min(image.size):
-        raise DataError(f"image has size {width}x{height}: both sides need pixels, at most {MOST_ELONGATED} to 1")
-    if max_image_pixels is not None and width * height > max_image_pixels:
-        raise DataError(f"image has {width}x{height} pixels, more than max_image_pixels={max_image_pixels}")
+def _require_size(size: Size, limit: int | None = None, kind: str = "image") -> None:
+    limit = limit or Image.MAX_IMAGE_PIXELS
+    if min(size) == 0 or max(size) >= MOST_ELONGATED * min(size) or (limit and size[0] * size[1] > limit):
+        found = f"{kind} has size {size[0]}x{size[1]}"
+        raise DataError(f"{found}: it needs 1 to {limit} pixels, and sides of at most {MOST_ELONGATED} to 1")
 
 
 @contextmanager
 def _reasons(problem: str) -> Iterator[None]:
-    """Turn what Pillow raises into a `DataError`, its warning of a decompression bomb too; others are ignored."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        try:
-            yield
-        except DataError:
-            raise
-        except UnidentifiedImageError as error:
-            raise DataError("image is unreadable: not in a known image format") from error
-        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-            raise DataError(f"image has too many pixels (more than {Image.MAX_IMAGE_PIXELS}): scale it down") from error
-        except Exception as error:  # decoders raise whatever damaged bytes lead them to
-            raise DataError(f"image is {problem}: {error_text(error)}") from error
+    """Turn what a decoder raises into a `DataError`."""
+    try:
+        yield
+    except DataError:
+        raise
+    except UnidentifiedImageError as error:  # its text has an address in memory
+        raise DataError(f"{problem}: not in a known image format") from error
+    except Exception as error:  # decoders raise whatever damaged bytes lead them to
+        raise DataError(f"{problem}: {error_text(error)}") from error
 
 
 @cache
@@ -222,77 +192,51 @@ def _formats() -> tuple[str, ...]:
 
 
 def image_bytes(value: Any, root: Path = Path()) -> bytes:
-    """Return the encoded bytes of an undecoded image: bytes, a path, or a dict with `bytes` or `path`.
-
-    Raises:
-        DataError: it is none of these, or the file does not exist, cannot be read or lies outside of `root`.
-    """
-    found = _stored(value, root, "image")
-    if isinstance(found, bytes):
-        return found
-    with _reasons("unreadable"):
-        return found.read_bytes()
+    """Return the encoded bytes of an undecoded image, or raise `DataError` if there is no file that may be read."""
+    with _reasons("image is unreadable"), _opened(value, root) as file:
+        return file.read()
 
 
-def _stored(value: Any, root: Path, kind: str) -> bytes | Path:
-    """Return the bytes of an image or video, or the path of its file, which can be opened."""
+def _opened(value: Any, root: Path, kind: str = "image") -> BinaryIO:
+    """Return the open file of an undecoded image or video."""
     if isinstance(value, Mapping):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, bytes):
-        return value
+        return io.BytesIO(value)
     if not isinstance(value, str | Path):
         raise DataError(f"{kind} is of type {type(value).__name__}, not a path, bytes or decoded")
-    if not str(value):
-        raise DataError(f"{kind} is an empty text, not a path")
     if address := ADDRESS.match(str(value)):
         raise DataError(f"{kind} is an address ({address[0]}…), which is not fetched: save it, and give its path")
     path = path_within(root, value)
-    try:
-        if path.is_file():
-            if kind == "image" and (size := path.stat().st_size) > LARGEST_FILE:
-                raise DataError(f"image file {str(path)[:200]} has {size} bytes: at most {LARGEST_FILE} are read")
-            return path
-        problem = "is a folder" if path.is_dir() else "does not exist"
-    except (OSError, ValueError) as error:
-        problem = f"cannot be read ({error_text(error)})"
-    raise DataError(f"{kind} file {str(path)[:200]} {problem}")
+    if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
+        problem = "is a folder" if os.path.isdir(path) else "does not exist"
+        raise DataError(f"{kind} file {str(path)[:200]} {problem}")
+    if kind == "image" and (size := path.stat().st_size) > LARGEST_FILE:
+        raise DataError(f"image file {str(path)[:200]} has {size} bytes: at most {LARGEST_FILE} are read")
+    return path.open("rb")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Return `image`, of any mode of Pillow's, as RGB; what is transparent shows white.
+    """Return `image`, of any of Pillow's modes, as RGB, with white behind transparent pixels.
 
     Images of more than 8 bits per channel are scaled from their whole range: 16 bits from 0 to 65535, whole numbers
-    likewise unless all are below 256, floating point from 0 to 1, or else to 255.
-
-    Raises:
-        DataError: a pixel is outside these ranges, or not a number.
+    likewise unless all are below 256, floating point from 0 to 1, or else to 255. Raises `DataError` beyond these.
     """
     if image.mode in DEEP_MODES:
-        image = _eight_bits(image)
+        values = numpy.asarray(image, dtype=numpy.float32)
+        low, high = float(values.min()), float(values.max())
+        full = {"F": 1 if high <= 1 else 255, "I": 255 if high < 256 else 65535}.get(image.mode, 65535)
+        if not 0 <= low <= high <= full:
+            found = f"image has mode {image.mode} and values from {low:g} to {high:g}"
+            raise DataError(f"{found}: they must be 0 to {full}")
+        image = Image.fromarray((values * (255 / full) + 0.5).astype(numpy.uint8))
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
-    if image.mode == "La":
-        image = image.convert("LA")  # Pillow has no shorter way
     if not image.has_transparency_data:
         return image.convert("RGB")
     shown = Image.new("RGBA", image.size, "white")
     shown.alpha_composite(image.convert("RGBA"))
     return shown.convert("RGB")
-
-
-def _eight_bits(image: Image.Image) -> Image.Image:
-    import numpy  # here, so that a decoding process starts without it
-
-    values = numpy.asarray(image, dtype=numpy.float32)
-    low, high = float(values.min()), float(values.max())
-    largest = 255 if image.mode == "F" else 65535
-    if not (low >= 0 and high <= largest):
-        raise DataError(f"image has mode {image.mode} and values from {low:g} to {high:g}: they must be 0 to {largest}")
-    if image.mode == "F":
-        full = 1.0 if high <= 1 else 255.0
-    else:
-        full = 255.0 if image.mode == "I" and high < 256 else 65535.0
-    return Image.fromarray((values * (255 / full) + 0.5).astype(numpy.uint8))
 
 
 @dataclass(frozen=True)
@@ -323,18 +267,19 @@ class ImageLimits:
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise ConfigError(f"min_pixels is {self.min_pixels}, above max_pixels {self.max_pixels}: lower it.")
 
-    def size_of(self, width: int, height: int) -> tuple[int, int]:
+    def size_of(self, width: int, height: int) -> Size:
         """Return the size that an image of `width` x `height` pixels is brought to, or raise `DataError`."""
         if self.filter_big_images and max(width, height) > MAX_SHORT_SIDE:
-            excess = f"image has size {width}x{height}, which filter_big_images leaves out"
-            raise DataError(f"{excess}: at most {MAX_SHORT_SIDE} on each side")
-        scale = 1.0
-        if self.max_short_side is not None:
+            raise DataError(
+                f"image has size {width}x{height}: filter_big_images leaves out sides above {MAX_SHORT_SIDE}"
+            )
+        area, scale = width * height, 1.0
+        if self.max_short_side:
             scale = min(scale, self.max_short_side / min(width, height))
-        if self.max_pixels is not None:
-            scale = min(scale, math.sqrt(self.max_pixels / (width * height)))
-        if scale == 1 and self.min_pixels is not None and width * height < self.min_pixels:
-            scale = math.sqrt(self.min_pixels / (width * height))
+        if self.max_pixels:
+            scale = min(scale, math.sqrt(self.max_pixels / area))
+        if scale == 1 and self.min_pixels and area < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / area)
             larger = math.ceil(width * scale - 1e-9), math.ceil(height * scale - 1e-9)
             if self.max_pixels is None or larger[0] * larger[1] <= self.max_pixels:
                 return larger
@@ -350,6 +295,9 @@ class ImageLimits:
 ANY_SIZE = ImageLimits(max_short_side=None)
 
 
+# Videos
+
+
 @dataclass(frozen=True)
 class VideoOptions:
     """Options for sampling frames from videos.
@@ -363,152 +311,65 @@ class VideoOptions:
     max_frames: int = 16
 
 
-DEFAULT_VIDEO_OPTIONS = VideoOptions()
-
-
-def refuse_single_image_models(processor: Any) -> None:
-    """Raise `ConfigError` if a processor reads only the first of two images; one that fails says so itself."""
-
-    def length(images: int) -> int:
-        content: list[dict[str, str]] = [{"type": "image"}] * images + [{"type": "text", "text": "?"}]
-        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-        pictures = [Image.new("RGB", (112, 112), "white")] * images
-        return len(processor(text=[text], images=[pictures])["input_ids"][0])
-
-    if length(2) <= length(1):
-        raise ConfigError(
-            f"The data have videos, which become several images, but {type(processor).__name__} reads one image per "
-            "prompt: use a model for several images, or remove the videos."
-        )
-
-
 def frames_of(row: Mapping[str, Any], options: VideoOptions, root: Path = Path()) -> list[Image.Image]:
-    """Return the frames of all videos of `row`, in order, as RGB images.
+    """Return the frames of all videos of `row`, in order, as RGB images, turned as the video says.
 
     Of each video these are the frames at the times 0, 1/fps, 2/fps, …: the first one shown then or later. A video with
-    fewer frames per second gives each of its frames once. Frames are turned as the video says.
-
-    Args:
-        row: with `videos` or `video`: a path, bytes, or a dict with `bytes` or `path`, one or a list.
+    fewer frames per second gives each of its frames once.
 
     Raises:
         ConfigError: PyAV is not installed.
-        DataError: a video is missing, unreadable or without pictures, or there are too many frames; the message is the
-            reason.
+        DataError: a video cannot be read, or there are too many frames; the message is the reason.
     """
-    frames: list[Image.Image] = []
-    for value in videos_of(row):
-        frames += _frames(value, options, root)
-        if len(frames) > options.max_frames:
-            limit = f"max_video_frames={options.max_frames} frames at video_fps={options.fps:g}"
-            raise DataError(f"its videos have more than {limit}: lower video_fps, or raise max_video_frames")
-    return frames
+    frames = (frame for value in videos_of(row) for frame in _sampled(value, options.fps, root))
+    found = list(islice(frames, options.max_frames + 1))
+    if len(found) > options.max_frames:
+        limit = f"max_video_frames={options.max_frames} frames at video_fps={options.fps:g}"
+        raise DataError(f"its videos have more than {limit}: lower video_fps, or raise max_video_frames")
+    return found
 
 
-def _frames(value: Any, options: VideoOptions, root: Path) -> list[Image.Image]:
+def _sampled(value: Any, fps: float, root: Path) -> Iterator[Image.Image]:
     try:
         import av
     except ImportError as error:
         raise ConfigError("The data have videos, which need PyAV: pip install 'vgr_trl[video]'.") from error
-    stored = _stored(value, root, "video")
-    try:
-        file = io.BytesIO(stored) if isinstance(stored, bytes) else stored.open("rb")
-        # The limit on formats keeps out lists of other files and addresses, which the decoder would go and read.
-        with file, av.open(file, options={"format_whitelist": VIDEO_FORMATS}) as container:
-            frames = list(islice(_sampled(container, options.fps), options.max_frames + 1))
-    except DataError:
-        raise
-    except Exception as error:  # decoders raise whatever damaged bytes lead them to
-        raise DataError(f"video cannot be decoded ({error_text(error)})") from error
-    if not frames:
-        raise DataError("video has no pictures")
-    return frames
+    taken = 0
+    start: Fraction | None = None
+    with (
+        _reasons("video cannot be decoded"),
+        _opened(value, root, "video") as file,
+        av.open(file, "r", options={"format_whitelist": VIDEO_FORMATS}) as container,
+    ):
+        stream = container.streams.video[0]
+        _require_size((stream.codec_context.width, stream.codec_context.height), kind="video")
+        for number, frame in enumerate(container.decode(stream)):
+            tick = Fraction(frame.time_base or 0)
+            rate = stream.average_rate or stream.guessed_rate or 0
+            time = frame.pts * tick if frame.pts is not None and tick else number / Fraction(rate)
+            start = time if start is None else start
+            due = int((time - start + tick / 2) * Fraction(fps))  # times are rounded to a tick of the file's clock
+            if due >= taken:
+                taken = due + 1
+                turn = getattr(frame, "rotation", 0) % 360
+                yield frame.to_image().rotate(turn, expand=True) if turn else frame.to_image()
+        if not taken:
+            raise DataError("video has no pictures")
 
 
-def _sampled(container: Any, fps: float) -> Iterator[Image.Image]:
-    if not container.streams.video:
-        return
-    stream = container.streams.video[0]
-    width, height = stream.codec_context.width, stream.codec_context.height
-    limit = Image.MAX_IMAGE_PIXELS or math.inf
-    if width * height > limit or max(width, height) >= MOST_ELONGATED * min(width, height):
-        raise DataError(f"video has size {width}x{height}: at most {limit} pixels and {MOST_ELONGATED} to 1 are read")
-    start, taken = None, 0
-    for number, frame in enumerate(container.decode(stream)):
-        tick = Fraction(frame.time_base or 0)
-        timed = frame.pts is not None and tick
-        time = frame.pts * tick if timed else number / Fraction(stream.average_rate or stream.guessed_rate)
-        start = time if start is None else start
-        due = int((time - start + tick / 2) * Fraction(fps))  # times are stored rounded to a tick of the file's clock
-        if due >= taken:
-            taken = due + 1
-            image = frame.to_image()
-            turn = getattr(frame, "rotation", 0) % 360
-            yield image.rotate(turn, expand=True) if turn else image
+# All of a row
 
 
-def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row") -> list[Box]:
-    """Return the boxes of a row of the data, none if it names none.
-
-    Args:
-        row: with `bbox`, (left, top, right, bottom) in [0, 1] of the image, or a list of such; or with `regions`, a
-            list of (left, top, width, height) in pixels, or in [0, 1] if none reaches further, as converted sets have
-            it.
-        size: of its image, (width, height) in pixels.
-        name: of the row, for messages.
-
-    Raises:
-        DataError: a box is none, empty, or beyond the image.
-    """
-    column, given = _given_boxes(row, name)
-    if column == "bbox":
-        boxes, form = given, "left, top, right and bottom as shares of the image, with left < right and top < bottom"
-    else:
-        wide, high = size if has_boxes_in_pixels(row, name) else (1, 1)
-        boxes = [(left / wide, top / high, (left + w) / wide, (top + h) / high) for left, top, w, h in given]
-        form = f"left, top, width and height as shares, or in pixels of its {size[0]} x {size[1]}, and within it"
-    for stated, (left, top, right, bottom) in zip(given, boxes, strict=True):
-        if not (-1e-3 <= left < right <= 1.001 and -1e-3 <= top < bottom <= 1.001):
-            raise DataError(f"{name} has the box {stated} in its column {column}: give {form}.")
-    return boxes
+def decode_row(row: Mapping[str, Any], root: Path, videos: VideoOptions) -> list[Image.Image]:
+    """Return the images of `row`, then the frames of its videos; raise `DataError` if one cannot be decoded."""
+    folder = folder_of(row, root)
+    return [*(open_image(value, folder) for value in images_of(row)), *frames_of(row, videos, folder)]
 
 
-def box_problem(row: Mapping[str, Any], sizes: Sequence[Size]) -> str | None:
-    """Return why the boxes of a row cannot be read, None if they can or it has not one image.
-
-    Args:
-        sizes: of its images, as the model gets them.
-    """
-    try:
-        if len(sizes) == 1:
-            boxes_of(row, sizes[0], "it")
-    except DataError as error:
-        return str(error).rstrip(".")
-    return None
-
-
-def has_boxes_in_pixels(row: Mapping[str, Any], name: str = "A row") -> bool:
-    """Return whether the boxes of a row reach beyond 1, so that they are pixels and the image's size must be known."""
-    column, boxes = _given_boxes(row, name)
-    return column == "regions" and any(max(left + w, top + h) > 1.001 for left, top, w, h in boxes)
-
-
-def _given_boxes(row: Mapping[str, Any], name: str) -> tuple[str, list[Box]]:
-    """Return which column has the boxes of a row, and their four numbers as stated."""
-    import numpy  # here, so that a decoding process starts without it
-
-    column = "bbox"
-    try:
-        if row.get("bbox") is None or numpy.size(row["bbox"]) == 0:
-            column = "regions"
-        boxes = numpy.array([] if row.get(column) is None else row[column], dtype=float)
-        if boxes.size and (boxes.ndim > 2 or boxes.shape[-1] != 4):
-            raise ValueError
-    except (IndexError, TypeError, ValueError) as error:
-        raise DataError(f"{name} has {row[column]!r} in its column {column}: give four numbers.") from error
-    return column, [(one, two, three, four) for one, two, three, four in boxes.reshape(-1, 4).tolist()]
-
-
-def to_shares(boxes: Sequence[Box]) -> list[list[float]]:
-    """Return boxes as converted sets have them: left, top, width and height, in [0, 1] of the image."""
-    return [[left, top, right - left, bottom - top] for left, top, right, bottom in boxes]
+def measure_row(row: Mapping[str, Any], root: Path, videos: VideoOptions, decodes: bool = False) -> list[Size]:
+    """Return the sizes of what `decode_row` returns; unless it `decodes`, those of images are read from headers."""
+    if decodes:
+        return [image.size for image in decode_row(row, root, videos)]
+    folder = folder_of(row, root)
+    frames = frames_of(row, videos, folder)
+    return [*(image_size(value, folder) for value in images_of(row)), *(frame.size for frame in frames)]

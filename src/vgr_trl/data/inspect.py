@@ -22,7 +22,7 @@ from vgr_trl.data.counts import report as report_counts
 from vgr_trl.data.images import folder_of, image_bytes, images_of, to_rgb
 from vgr_trl.data.lengths import SIZES, PromptLengths
 from vgr_trl.data.prompts import LETTERS, placed, to_parts
-from vgr_trl.data.read_row import KEYS, UNREADABLE, Keys, renamed_row, require_columns, undecoded
+from vgr_trl.data.read_row import KEYS, Keys, renamed_row, require_columns, undecoded
 from vgr_trl.data.rows import REASON, RowOptions, SkippedRow, examine_row, map_rows, ready_row
 from vgr_trl.rewards.answers import Solution, resolve_solution
 from vgr_trl.utils import DataError, printable
@@ -139,11 +139,7 @@ def inspect_rows(
         DataError: the data have no rows, or lack the needed columns.
     """
     rows, findings = undecoded(dataset), Findings(split)
-    first = next((row for row in rows if row.get(UNREADABLE) is None), None) or next(iter(rows), None)
-    if first is None:
-        raise DataError(f"The {split} data set has no rows: give a data set with at least one.")
-    if first.get(UNREADABLE) is None:
-        require_columns(first, split, looks.options.needs_solution, looks.keys, rows.features)
+    require_columns(rows, split, looks.options.needs_solution, looks.keys)
     examine = partial(summarise, looks=looks)
     if isinstance(rows, Dataset):
         tokens = None if looks.lengths is None else looks.lengths.key

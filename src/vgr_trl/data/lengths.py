@@ -14,7 +14,6 @@ from vgr_trl.utils import ConfigError, DataError, error_text
 
 SIZES = "__sizes__"  # column: (width, height) of a row's images and frames in the size that the model gets
 PROBES = ((640, 480), (300, 500), (1300, 900))  # sizes with which a processor's own count is compared
-ANY_IMAGE = Image.new("RGB", (1, 1))  # templates look at the type of a part only
 QUESTION = [{"role": "user", "content": "What is shown?"}]
 
 
@@ -43,9 +42,7 @@ class PromptLengths:
         self.reads_images = isinstance(processor, ProcessorMixin)
         self._processed: dict[tuple[Size, ...], int] = {}
         self._by_size: dict[Size, int] = {}
-        self._markers: tuple[int, int] | None = None
-        if self.reads_images:
-            self._markers = self._calibrate()
+        self._markers = self._calibrate() if self.reads_images else None
 
     @property
     def needs_pixels(self) -> bool:
@@ -56,13 +53,8 @@ class PromptLengths:
     def key(self) -> str:
         """A hash of what lengths depend on besides the rows."""
         images = getattr(self.processor, "image_processor", None)
-        about = [
-            type(self.processor).__name__,
-            getattr(self.processor, "chat_template", None),
-            getattr(self.tokenizer, "chat_template", None),
-            self.tokenizer.get_vocab(),
-            images.to_dict() if images is not None else None,
-        ]
+        about = [type(self.processor).__name__, self.tokenizer.get_vocab(), images and images.to_dict()]
+        about += [getattr(each, "chat_template", None) for each in (self.processor, self.tokenizer)]
         return str(Hasher.hash([json.dumps(about, sort_keys=True, default=str), self.template]))
 
     def __call__(self, row: Mapping[str, Any]) -> int:
@@ -87,11 +79,7 @@ class PromptLengths:
     def image_tokens(self, sizes: Sequence[Size]) -> int:
         """Return the tokens by which images of these sizes lengthen a prompt beyond one placeholder for each."""
         if self._markers is None:
-            key = tuple(sizes)
-            if key not in self._processed:
-                blank = [Image.new("RGB", size) for size in sizes]
-                self._processed[key] = self._processor_count(QUESTION, blank) - self._text_tokens(QUESTION, len(sizes))
-            return self._processed[key]
+            return self._processed_tokens(tuple(sizes))
         per_image, per_prompt = self._markers
         return self._counted(sizes) + per_image * len(sizes) + per_prompt
 
@@ -99,27 +87,25 @@ class PromptLengths:
         """Return the marker tokens per image and per prompt, None if the function of sizes cannot be used."""
         one, two, three = PROBES
         try:
-            single = {self._difference([size]) for size in PROBES}
-            (of_one,) = single
+            (single,) = {self._processed_tokens((size,)) - self._counted([size]) for size in PROBES}
         except Exception:  # no such function, or not a constant
             return None
         try:
-            several = {self._difference(pair) for pair in ([one, two], [three, one])}
+            pairs = {self._processed_tokens(pair) - self._counted(pair) for pair in ((one, two), (three, one))}
         except Exception:  # a model of one image
-            return of_one, 0
-        return (max(several) - of_one, 2 * of_one - max(several)) if len(several) == 1 else None
+            return single, 0
+        return (max(pairs) - single, 2 * single - max(pairs)) if len(pairs) == 1 else None
 
-    def _difference(self, sizes: Sequence[Size]) -> int:
-        return self.image_tokens(sizes) - self._counted(sizes)
+    def _processed_tokens(self, sizes: tuple[Size, ...]) -> int:
+        if sizes not in self._processed:
+            blank = [Image.new("RGB", size) for size in sizes]
+            self._processed[sizes] = self._processor_count(QUESTION, blank) - self._text_tokens(QUESTION, len(sizes))
+        return self._processed[sizes]
 
     def _counted(self, sizes: Sequence[Size]) -> int:
         for width, height in {*sizes} - self._by_size.keys():
-            if hasattr(self.processor, "_get_num_multimodal_tokens"):
-                found = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)]).num_image_tokens[0]
-            else:
-                images = self.processor.image_processor
-                found = images.get_number_of_image_patches(height, width, {}) // images.merge_size**2
-            self._by_size[width, height] = int(found)
+            found = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+            self._by_size[width, height] = int(found.num_image_tokens[0])
         return sum(self._by_size[size] for size in sizes)
 
     def _processor_count(self, prompt: Any, images: Sequence[Image.Image]) -> int:
@@ -132,7 +118,15 @@ class PromptLengths:
 
     def _text_tokens(self, prompt: Any, images: int) -> int:
         """Return the tokens of a conversation's text with one placeholder for each image."""
-        messages = prepare_multimodal_messages(prompt, [ANY_IMAGE] * images)
+        messages = prepare_multimodal_messages(prompt, [Image.new("RGB", (1, 1))] * images)
         options = {"add_generation_prompt": True, "tokenize": False, **self.template}
         (text,) = self.processor.apply_chat_template(conversation=[messages], **options)
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def refuse_single_image_models(processor: Any) -> None:
+    """Raise `ConfigError` if a processor ignores the second of two images; one that fails says so itself."""
+    lengths, blank = PromptLengths(processor), Image.new("RGB", PROBES[0])
+    if lengths._processor_count(QUESTION, [blank] * 2) <= lengths._processor_count(QUESTION, [blank]):
+        name = type(processor).__name__
+        raise ConfigError(f"{name} reads one image per prompt, but videos become several: use another model.")

@@ -5,7 +5,6 @@ choice), a `solution`, and `image`, `images`, `video` or `videos` unless it is a
 that `read_row.py` knows, or has other names for these that flags give.
 """
 
-import errno
 import json
 import os
 import re
@@ -21,40 +20,17 @@ from datasets import Dataset, Features, IterableDataset, Json, List, Value, conc
 from datasets.fingerprint import Hasher
 from transformers.utils import logging
 
-from vgr_trl.data.images import (
-    ANY_SIZE,
-    DEFAULT_VIDEO_OPTIONS,
-    FOLDER,
-    FURTHER_IMAGES,
-    IMAGE_COLUMNS,
-    NUMBERED_IMAGES,
-    PLACE,
-    VIDEO_COLUMNS,
-    ImageLimits,
-    VideoOptions,
-    boxes_of,
-    folder_of,
-    frames_of,
-    image_size,
-    images_of,
-    open_image,
-)
+from vgr_trl.boxes import boxes_of
+from vgr_trl.data.images import ANY_SIZE, FOLDER, MEDIA, PLACE, ImageLimits, VideoOptions, decode_row, measure_row
 from vgr_trl.data.lengths import SIZES, PromptLengths
-from vgr_trl.data.prompts import (
-    SYSTEM_PROMPT,
-    QuestionTemplate,
-    SystemTemplate,
-    build_prompt,
-    drop_video_placeholders,
-    placed,
-    special_problem,
-)
+from vgr_trl.data.prompts import SYSTEM_PROMPT, PromptTemplate, build_prompt, placed, special_problem, without_videos
 from vgr_trl.data.read_row import (
     DIALOGUES,
     KEYS,
     UNREADABLE,
     Keys,
     Question,
+    image_column,
     image_columns,
     read_row,
     renamed,
@@ -62,13 +38,10 @@ from vgr_trl.data.read_row import (
     require_columns,
     undecoded,
 )
-from vgr_trl.rewards import answers
 from vgr_trl.utils import DataError
 
 logger = logging.get_logger(__name__)
 
-NUMBERED = (*NUMBERED_IMAGES, *FURTHER_IMAGES)
-MEDIA = (*IMAGE_COLUMNS, *NUMBERED, *VIDEO_COLUMNS)
 REASON = "__reason__"  # column: why a row cannot be used
 REPLACED = "__replaced__"  # key of a row that took the place of one that cannot be decoded
 OWN_COLUMNS = (*MEDIA, *DIALOGUES, PLACE, FOLDER, UNREADABLE, REASON, SIZES)
@@ -83,10 +56,6 @@ MAX_PROCESSES = 16
 DECODING_THREADS = min(8, os.cpu_count() or 1)
 MAX_DAMAGED = 100  # consecutive rows; beyond it, a disk is probably missing
 SHUFFLE_BUFFER = 1000  # rows of a stream that wait, their images undecoded
-# Another process may not meet these. Replacing the row in this process only would mix prompts within a group.
-SYSTEM_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-
-OnSkipped = Callable[["SkippedRow"], None] | None
 
 
 @dataclass(frozen=True)
@@ -106,8 +75,8 @@ class RowOptions:
 
     root: Path = Path()
     needs_solution: bool = True
-    system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT
-    videos: VideoOptions = DEFAULT_VIDEO_OPTIONS
+    system_prompt: str | PromptTemplate | None = SYSTEM_PROMPT
+    videos: VideoOptions = field(default_factory=VideoOptions)
     special: re.Pattern[str] | None = None
     images: ImageLimits = ANY_SIZE
     boxes: bool = False
@@ -117,10 +86,7 @@ class RowOptions:
 def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
     """Return prompt, choices, solution and sizes of the images of a row; or why it cannot be used, as `REASON`.
 
-    `right` is what the solution means, None where it need not be known.
-
-    Args:
-        row: with undecoded or decoded images. Videos are decoded, as only that tells how many frames they have.
+    `right` is what the solution means, None where it need not be known. Videos are decoded to count their frames.
 
     Raises:
         ConfigError: the row has a video, and PyAV is not installed.
@@ -133,10 +99,7 @@ def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
         prompt = _conversation(row, question, options.system_prompt)
         if (problem := special_problem(options.special, _conversation(row, question, None))) is not None:
             raise DataError(problem)
-        root = folder_of(row, options.root)
-        sizes = [open_image(value, root).size if options.decodes else image_size(value, root)
-                 for value in question.images]  # fmt: skip
-        sizes += [frame.size for frame in frames_of(row, options.videos, root)]
+        sizes = measure_row(row, options.root, options.videos, decodes=options.decodes)
         sizes = [options.images.size_of(*size) for size in sizes]
         if options.boxes and len(sizes) == 1:
             boxes_of(row, sizes[0], "it")
@@ -146,19 +109,16 @@ def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
     return found | {"prompt": prompt, SIZES: sizes} | answer
 
 
-def _conversation(row: Mapping[str, Any], question: Question, system: str | SystemTemplate | None) -> Any:
-    source = row.get("source") if isinstance(row.get("source"), str) else None
+def _conversation(row: Mapping[str, Any], question: Question, system: str | PromptTemplate | None) -> Any:
     prompt: Any = question.prompt
-    if not question.is_complete or isinstance(system, QuestionTemplate):
+    if not question.is_complete or (isinstance(system, PromptTemplate) and system.role == "user"):
+        source = row.get("source") if isinstance(row.get("source"), str) else None
         prompt = build_prompt(prompt, question.choices, system_prompt=system, source=source)
-    return drop_video_placeholders(prompt) if any(row.get(name) is not None for name in VIDEO_COLUMNS) else prompt
+    return without_videos(prompt) if question.videos else prompt
 
 
-def ready_row(row: Mapping[str, Any], options: RowOptions, several: bool = True) -> dict[str, Any]:
-    """Return a row with its prompt and its decoded images, the frames of videos included.
-
-    Args:
-        several: whether there may be several images, which are then in `images`, in every row alike.
+def ready_row(row: Mapping[str, Any], options: RowOptions, column: str = "images") -> dict[str, Any]:
+    """Return a row with its prompt, and its decoded images and frames in `images`, or the one in `image`.
 
     Raises:
         DataError: the row cannot be used; the message is the reason.
@@ -168,16 +128,13 @@ def ready_row(row: Mapping[str, Any], options: RowOptions, several: bool = True)
         raise DataError(found[REASON])
     ready = {name: value for name, value in row.items() if name not in OWN_COLUMNS}
     ready |= {name: found[name] for name in ("choices", "solution") if found[name] is not None or name in row}
-    ready["prompt"] = placed(found["prompt"])
-    shown = decoded_images(row, options)
-    return ready | ({"images": shown} if several else {"image": shown[0] if shown else None})
+    return ready | {"prompt": placed(found["prompt"]), column: decoded_images(row, options, column)}
 
 
-def decoded_images(row: Mapping[str, Any], options: RowOptions) -> list[Any]:
-    """Return the decoded images and frames of a row in the size that the model gets; raise `DataError` if damaged."""
-    folder = folder_of(row, options.root)
-    opened = [open_image(value, folder) for value in images_of(row)]
-    return list(map(options.images.fitted, [*opened, *frames_of(row, options.videos, folder)]))
+def decoded_images(row: Mapping[str, Any], options: RowOptions, column: str) -> Any:
+    """Return the decoded images and frames of a row in the size that the model gets, as `column` holds them."""
+    shown = list(map(options.images.fitted, decode_row(row, options.root, options.videos)))
+    return shown if column == "images" else shown[0] if shown else None
 
 
 # Passes over a whole data set
@@ -195,8 +152,7 @@ def map_rows(
 ) -> Dataset:
     """Return a data set with the result of `examine` for every row.
 
-    From 1,000 rows on, `examine` runs in several processes, and the result is stored in the cache of `datasets`. The
-    first process of each machine computes it, the others load it.
+    From 1,000 rows on, the first process of each machine computes it, in several processes, and caches it on disk.
 
     Args:
         examine: returns one value for each of `features`; JSON as a text.
@@ -211,8 +167,7 @@ def map_rows(
     folder.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"features": features, "remove_columns": dataset.column_names, "desc": description}
     options |= {"new_fingerprint": fingerprint, "cache_file_name": str(folder / f"{fingerprint}.arrow")}
-    if in_parallel:
-        options["num_proc"] = min(MAX_PROCESSES, os.cpu_count() or 1)
+    options["num_proc"] = min(MAX_PROCESSES, os.cpu_count() or 1) if in_parallel else None
     with PartialState().local_main_process_first():
         found = dataset.map(examine, **options)
         return dataset.map(examine, load_from_cache_file=False, **options) if is_stale(found) else found
@@ -221,8 +176,9 @@ def map_rows(
 @cache
 def _code_hash() -> str:
     """Hash the code that reads rows and answers, so that a new release does not load results of an old one."""
-    folders = Path(__file__).parent, Path(answers.__file__).parent
-    files = sorted(file for folder in folders for file in folder.iterdir() if file.suffix in (".py", ".toml"))
+    root = Path(__file__).parents[1]
+    patterns = "boxes.py", "data/*.py", "rewards/*.py", "rewards/*.toml"
+    files = [file for pattern in patterns for file in sorted(root.glob(pattern))]
     return str(Hasher.hash([file.read_bytes() for file in files]))
 
 
@@ -231,20 +187,19 @@ def prepare_rows(
     *,
     split: str = "train",
     keys: Keys = KEYS,
-    on_skipped: OnSkipped = None,
+    on_skipped: Callable[["SkippedRow"], None] | None = None,
     shuffle_seed: int | None = None,
     **options: Any,
 ) -> tuple[Dataset | IterableDataset, list["SkippedRow"]]:
     """Return `dataset` with a column `prompt` and without the rows that cannot be used, and the list of those.
 
     Headers of images are read, their pixels when a row is used. Of a stream the rows are checked as they are read: the
-    list is empty, and `on_skipped` gets each row once. Frames of videos stand behind the images of a row in `images`.
+    list is empty, and `on_skipped` gets each row once. Frames of videos follow the images of a row in `images`.
 
     Args:
         dataset: rows as described at the top of this file.
         on_skipped: called for each row of a stream that is left out; None: a warning.
-        shuffle_seed: of a stream: draw each row from the next 1000, which wait with their images undecoded, in a
-            small part of the memory that shuffling the result takes. None: keep the order.
+        shuffle_seed: of a stream: draw each row from the next 1000, which wait undecoded; None: keep the order.
         options: of `RowOptions`.
 
     Raises:
@@ -252,76 +207,68 @@ def prepare_rows(
         DataError: the data set is empty, lacks the needed columns, no row is left, or the answers of more than a tenth
             of the rows cannot be read.
     """
-    rules = RowOptions(**options)
+    rules, dataset = RowOptions(**options), undecoded(dataset)
+    first = require_columns(dataset, split, rules.needs_solution, keys)
+    column = image_column(dataset.features, keys)
     if isinstance(dataset, IterableDataset):
-        return _prepare_stream(dataset, split, keys, rules, on_skipped, shuffle_seed), []
-    if len(dataset) == 0:
-        raise DataError(f"The {split} data set has no rows: give a data set with at least one.")
-    dataset = undecoded(dataset)
-    unread = list(dataset[UNREADABLE]) if UNREADABLE in dataset.column_names else [None]
-    if None in unread:
-        require_columns(dataset[unread.index(None)], split, rules.needs_solution, keys, dataset.features)
-    dataset = renamed(dataset, keys)
-    found = _examined(dataset, rules, f"Reading rows ({split})")
-    reasons = list(found[REASON])
-    skipped = skipped_rows(split, reasons, dataset["id"] if "id" in dataset.column_names else None)
-    _require_answers(skipped, dataset)
-    column = "images" if _are_several(dataset) else "image"
-    made = {name for name in ("choices", "solution") if name in dataset.column_names or _has_value(found, name)}
-    kept = [name for name in dataset.column_names if name not in {*found.column_names, *DIALOGUES, UNREADABLE}]
-    dataset = dataset.select_columns(kept).add_column(PLACE, range(len(dataset)))
-    if column == "images" and not {*IMAGE_COLUMNS} & {*kept} and {*MEDIA} & {*kept}:
-        dataset = dataset.add_column("images", [None] * len(dataset))  # the column that TRL looks for
-    dataset = concatenate_datasets([dataset, found.select_columns(["prompt", SIZES, *sorted(made)])], axis=1)
-    if skipped:
-        dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
-    return dataset.with_transform(ShowRows(column, rules)), skipped
+
+        def number(row: Mapping[str, Any], place: int) -> dict[str, Any]:
+            return {**renamed_row(row, keys), PLACE: place}
+
+        numbered = dataset.map(number, with_indices=True, remove_columns=list(first))
+        usable = partial(_usable, rules=rules, column=column, keeps=row_filter(split, on_skipped))
+        require_row(usable(numbered), split)
+        if shuffle_seed is not None:
+            numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
+        return usable(numbered), []
+
+    return _prepare_dataset(renamed(dataset, keys), split, rules, column)
 
 
-def _examined(dataset: Dataset, rules: RowOptions, description: str) -> Dataset:
-    """Return the result of `examine_row` for every row, JSON as texts."""
+def _prepare_dataset(
+    dataset: Dataset, split: str, rules: RowOptions, column: str
+) -> tuple[Dataset, list["SkippedRow"]]:
+    def stored(row: Mapping[str, Any]) -> dict[str, Any]:
+        found = examine_row(row, rules)
+        texts = {name: None if found[name] is None else json.dumps(found[name]) for name in ("prompt", "solution")}
+        return {name: texts.get(name, found[name]) for name in EXAMINED}
 
     def has_repaired_file(found: Dataset) -> bool:
         rejected = [row for row, reason in enumerate(found[REASON]) if (reason or "").startswith(OF_FILES)]
         return any(examine_row(dataset[row], rules)[REASON] is None for row in rejected)
 
-    examine = partial(_store_as_json, options=rules)
-    return map_rows(dataset, examine, EXAMINED, rules, description, is_stale=has_repaired_file)
-
-
-def _store_as_json(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
-    found = examine_row(row, options)
-    del found["right"]
-    texts = {name: None if found[name] is None else json.dumps(found[name]) for name in ("prompt", "solution")}
-    return found | texts
-
-
-def _has_value(dataset: Dataset, column: str) -> bool:
-    """Return whether a column has a value in any row."""
-    values = dataset.data.column(column)
-    return bool(values.null_count < len(values))
-
-
-def _require_answers(skipped: Sequence["SkippedRow"], dataset: Dataset) -> None:
+    found = map_rows(dataset, stored, EXAMINED, rules, f"Reading rows ({split})", is_stale=has_repaired_file)
+    reasons, names = list(found[REASON]), dataset.column_names
+    skipped = skipped_rows(split, reasons, dataset["id"] if "id" in names else None)
     unreadable = [row for row in skipped if row.reason.startswith("solution is")]
     if len(unreadable) > LARGEST_SHARE * len(dataset):
-        column = next((name for name in KEYS.answer if name in dataset.column_names), "solution")
-        raise DataError(
-            f"The answer in `{column}` cannot be read in {len(unreadable)} of the {len(dataset)} rows of "
-            f"{unreadable[0].split}, such as row {unreadable[0].row}: {unreadable[0].reason}. Name the answers' column "
-            "by --solution_key."
-        )
+        answer = next((name for name in KEYS.answer if name in names), "solution")
+        first, many = unreadable[0], f"{len(unreadable)} of the {len(dataset)} rows of {split}"
+        problem = f"The answer in `{answer}` cannot be read in {many}, such as row {first.row}: {first.reason}"
+        raise DataError(f"{problem}. Name the answers' column by --solution_key.")
+    made = [name for name in ("prompt", "choices", "solution", SIZES)
+            if name in (*names, SIZES) or found.data.column(name).null_count < len(found)]  # fmt: skip
+    kept = [name for name in names if name not in {*EXAMINED, *DIALOGUES, UNREADABLE}]
+    dataset = dataset.select_columns(kept).add_column(PLACE, range(len(dataset)))
+    if not image_columns(dataset) and {*MEDIA} & {*kept}:
+        dataset = dataset.add_column("images", [None] * len(dataset))  # the column that TRL looks for
+    dataset = concatenate_datasets([dataset, found.select_columns(made)], axis=1)
+    if skipped:
+        dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
+    return dataset.with_transform(ShowRows(column, rules)), skipped
 
 
-def _are_several(dataset: Dataset | IterableDataset, keys: Keys = KEYS) -> bool:
-    """Whether a row may have several images: they are in `images` then, which TRL looks for in a batch's first row."""
-    names = dataset.column_names
-    name = keys.image[0] if keys != KEYS and len(keys.image) == 1 else "image"
-    if names is None or name not in names or name == "images" or ("images" in names and keys.image == KEYS.image):
-        return True
-    if {*VIDEO_COLUMNS, *keys.video, *FURTHER_IMAGES} & set(names):
-        return True
-    return isinstance((dataset.features or {}).get(name), List | Json)
+def _usable(rows: IterableDataset, rules: RowOptions, column: str, keeps: Callable[..., bool]) -> IterableDataset:
+    """Return the numbered rows of a stream made ready, without those that cannot be used."""
+
+    def prepare(row: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return {**ready_row(row, rules, column), PLACE: row[PLACE], REASON: None}
+        except DataError as error:
+            return {PLACE: row[PLACE], REASON: str(error).rstrip(".")}
+
+    ready = rows.map(prepare, remove_columns=list(OWN_COLUMNS))
+    return ready.filter(lambda row: keeps(row, row[PLACE], row[REASON])).remove_columns([PLACE, REASON])
 
 
 def drop_long_prompts(
@@ -333,11 +280,7 @@ def drop_long_prompts(
 ) -> Dataset | IterableDataset:
     """Return `dataset` without the rows whose prompt has more than `limit` tokens: truncation would cut image tokens.
 
-    A `Dataset` is measured once, at the start, and what was left out is logged; a stream is measured as it is read.
-
-    Args:
-        limit: `max_prompt_length`, in tokens.
-        on_dropped: called for each row that a stream leaves out.
+    A `Dataset` is measured at the start, with a warning; a stream as it is read, with a call of `on_dropped` a row.
 
     Raises:
         DataError: no row is within the limit.
@@ -358,32 +301,25 @@ def drop_long_prompts(
     if not kept:
         shortest = f"the shortest prompt of the {name} data has {min(counts, default=0)} tokens"
         raise DataError(f"max_prompt_length={limit} leaves no row: {shortest}. Raise it{hint}.")
-    if len(kept) == len(dataset):
-        return dataset
-    if PartialState().is_main_process:
+    if len(kept) < len(dataset) and PartialState().is_main_process:
         rows = f"{len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data"
         longest = f"the longest prompt has {max(counts)} tokens{hint}"
         logger.warning(f"max_prompt_length={limit}: left out {rows} ({longest}).")
-    return dataset.select(kept)
+    return dataset if len(kept) == len(dataset) else dataset.select(kept)
 
 
 def prompt_lengths(dataset: Dataset, lengths: PromptLengths, description: str) -> list[int]:
     """Return the tokens of every row's prompt."""
-    rows = dataset
-    if shown := prepared_transform(dataset):
-        rows = dataset.with_format(None).select_columns(["prompt", SIZES])
-    elif is_repeatable(dataset):
-        names = [name for name in ("prompt", *IMAGE_COLUMNS) if name in dataset.column_names]
+    rows, is_shown = dataset, prepared_transform(dataset) is not None
+    if is_repeatable(dataset):
+        names = ["prompt", *([SIZES] if is_shown else image_columns(dataset))]
         rows = undecoded(dataset.with_format(None).select_columns(names))
-    count = partial(_length, lengths=lengths, is_shown=shown is not None)
-    features = Features({"length": Value("int32")})
-    return list(
-        map_rows(rows, count, features, lengths.key, description, in_parallel=not lengths.needs_pixels)["length"]
-    )
 
+    def count(row: Mapping[str, Any]) -> dict[str, int]:
+        return {"length": lengths({**row, "prompt": placed(row["prompt"])} if is_shown else row)}
 
-def _length(row: Mapping[str, Any], lengths: PromptLengths, is_shown: bool) -> dict[str, int]:
-    return {"length": lengths({**row, "prompt": placed(row["prompt"])} if is_shown else row)}
+    features, in_parallel = Features({"length": Value("int32")}), not lengths.needs_pixels
+    return list(map_rows(rows, count, features, lengths.key, description, in_parallel=in_parallel)["length"])
 
 
 # Rows as the trainer reads them
@@ -391,12 +327,7 @@ def _length(row: Mapping[str, Any], lengths: PromptLengths, is_shown: bool) -> d
 
 @dataclass(frozen=True)
 class ShowRows:
-    """The transform of prepared data: replace placeholders by parts and decode images, as TRL takes them.
-
-    Attributes:
-        column: `image` or `images`.
-        rules: by which the rows were checked.
-    """
+    """The transform of prepared data: replace placeholders by parts, and decode images into `image` or `images`."""
 
     column: str
     rules: RowOptions
@@ -405,12 +336,10 @@ class ShowRows:
         """Return the columns of a batch."""
         ready = {name: values for name, values in batch.items() if name not in OWN_COLUMNS}
         if "prompt" in batch:
-            ready["prompt"] = [placed(prompt) for prompt in batch["prompt"]]
-        names = [name for name in (*MEDIA, FOLDER) if name in batch]
-        if set(names) & set(MEDIA):
-            columns = zip(*(batch[name] for name in names), strict=True)
-            opened = [decoded_images(dict(zip(names, values, strict=True)), self.rules) for values in columns]
-            ready[self.column] = opened if self.column == "images" else [of[0] if of else None for of in opened]
+            ready["prompt"] = list(map(placed, batch["prompt"]))
+        if {*MEDIA} & batch.keys():
+            rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+            ready[self.column] = [decoded_images(row, self.rules, self.column) for row in rows]
         return ready
 
 
@@ -430,17 +359,14 @@ def is_repeatable(dataset: object) -> bool:
 class ReadOnce:
     """A data set whose rows are read, and their images decoded, once for all copies of them in one batch and the next.
 
-    TRL's sampler gives every prompt G times in a batch, and the batch again for each micro-batch of a rollout, of which
-    the trainer looks at the first. A row whose image is damaged is replaced by the next row of the data set. The
-    replacement depends on the row's number only, so that all processes, and a resumed run, choose the same.
-
-    Args:
-        rows: for which `is_repeatable` holds.
-        name: of the data, for messages.
+    TRL's sampler gives every prompt G times in a batch, and the batch again for each micro-batch of a rollout. A row
+    whose image is damaged is replaced by the next row of the data set, which depends on the row's number only, so that
+    all processes, and a resumed run, choose the same.
     """
 
     def __init__(self, rows: Dataset, name: str = "training") -> None:
-        self._rows, self._name, self._last = rows, name, dict[int, dict[str, Any]]()
+        self._rows, self._name = rows, name
+        self._last: dict[int, dict[str, Any]] = {}
         self._reported: set[int] = set()
 
     def __len__(self) -> int:
@@ -451,21 +377,21 @@ class ReadOnce:
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Return rows by their numbers; equal ones are copies with the same images."""
-        missing = [index for index in dict.fromkeys(indices) if index not in self._last]
         with ThreadPoolExecutor(DECODING_THREADS) as pool:  # Pillow decodes without Python's lock
-            read = dict(zip(missing, pool.map(self._read, missing), strict=True))
-        self._last = {index: read[index] if index in read else self._last[index] for index in dict.fromkeys(indices)}
+            wanted = list(dict.fromkeys(indices))
+            self._last = dict(zip(wanted, pool.map(self._read, wanted), strict=True))
         return [dict(self._last[index]) for index in indices]
 
     def _read(self, index: int) -> dict[str, Any]:
+        if index in self._last:
+            return self._last[index]
         reason = None
         for place in range(index, index + MAX_DAMAGED):
-            place %= max(1, len(self._rows))
             try:
-                row: dict[str, Any] = self._rows[place]
-            except (DataError, OSError) as error:
-                cause = error if isinstance(error, OSError) else error.__cause__
-                if isinstance(cause, OSError) and cause.errno in SYSTEM_ERRORS:
+                row: dict[str, Any] = self._rows[place % len(self._rows)]
+            except DataError as error:
+                # An error of the system may not meet other processes, whose groups would then have other prompts.
+                if isinstance(error.__cause__, OSError) and error.__cause__.errno is not None:
                     raise
                 reason = reason or str(error).rstrip(".")
                 continue
@@ -473,58 +399,20 @@ class ReadOnce:
                 return row
             if index not in self._reported:
                 self._reported.add(index)
-                damaged, instead = self._number(index), self._number(place)
-                logger.warning(f"Row {damaged} of the {self._name} data is replaced by row {instead}: {reason}.")
+                instead = f"is replaced by row {self._number(place)}"
+                logger.warning(f"Row {self._number(index)} of the {self._name} data {instead}: {reason}.")
             return {**row, REPLACED: index}
         rows = f"Row {self._number(index)} of the {self._name} data and the next {MAX_DAMAGED - 1} rows"
         raise DataError(f"{rows} cannot be read; the first: {reason}.")
 
     def _number(self, index: int) -> int:
         """Return the number of a row in the user's data, from which others may have been left out."""
-        return int(self._rows.with_format(None)[index].get(PLACE, index))
+        return int(self._rows.with_format(None)[index % len(self._rows)].get(PLACE, index))
 
 
 def pop_replaced(rows: Sequence[dict[str, Any]]) -> int:
     """Remove the mark of rows that replace a damaged one, and return how many have it."""
     return sum(row.pop(REPLACED, None) is not None for row in rows)
-
-
-# Streams
-
-
-def _prepare_stream(
-    dataset: IterableDataset, split: str, keys: Keys, options: RowOptions, on_skipped: OnSkipped, seed: int | None
-) -> IterableDataset:
-    """Return `dataset` with its rows made ready, and without those that cannot be used; see `prepare_rows`."""
-    rows = undecoded(dataset)
-    first = next((row for row in rows if row.get(UNREADABLE) is None), None) or next(iter(rows), None)
-    if first is None:
-        raise DataError(f"The {split} stream has no rows: give a data set with at least one.")
-    if first.get(UNREADABLE) is None:
-        require_columns(first, split, options.needs_solution, keys, dataset.features)
-    several = _are_several(dataset, keys)
-
-    def number(row: Mapping[str, Any], index: int) -> dict[str, Any]:
-        return {**renamed_row(row, keys), PLACE: index}
-
-    def prepare(row: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            return {**ready_row(row, options, several), PLACE: row[PLACE], REASON: None}
-        except DataError as error:
-            return {PLACE: row[PLACE], REASON: str(error).rstrip(".")}
-
-    sieve = Sieve(split, lambda row: row[REASON], on_skipped)
-
-    def usable(rows: IterableDataset) -> IterableDataset:
-        ready = rows.map(prepare, remove_columns=list(OWN_COLUMNS))
-        return ready.filter(lambda row: sieve.keeps(row, row[PLACE])).remove_columns([PLACE, REASON])
-
-    # Without the old columns, a map keeps those that have another name now.
-    numbered = rows.map(number, with_indices=True, remove_columns=list(first))
-    sieve.require_row(usable(numbered))
-    if seed is not None:
-        numbered = numbered.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-    return usable(numbered)
 
 
 # Rows left out
@@ -540,59 +428,41 @@ class SkippedRow:
     reason: str
 
 
-@dataclass
-class Sieve:
-    """Leaves out rows of a stream, and reports each once however often the stream is read.
+def row_filter(
+    split: str, on_skipped: Callable[[SkippedRow], None] | None = None
+) -> Callable[[Mapping[str, Any], int, str | None], bool]:
+    """Return a function from a row of a stream, its place and why it cannot be used (or None) to whether it stays.
 
-    Attributes:
-        split: its name, for messages.
-        examine: returns why a row cannot be used, None if it can.
-        on_skipped: called once for each row that is left out; None: a warning.
+    Each row that does not is reported once, however often the stream is read: to `on_skipped`, or in a warning.
     """
+    reported = set[Any]()
 
-    split: str
-    examine: Callable[[Mapping[str, Any]], str | None]
-    on_skipped: OnSkipped = None
-    _reported: set[Any] = field(default_factory=set)
-
-    def keeps(self, row: Mapping[str, Any], index: int) -> bool:
-        """Return whether `row` can be used; report it by its place `index` otherwise."""
-        reason = self.examine(row)
-        if reason is None:
-            return True
-        name = index if row.get("id") is None else (str(row["id"]), reason)  # the place changes with the files' order
-        if name not in self._reported:
-            self._reported.add(name)
-            if self.on_skipped is not None:
-                self.on_skipped(SkippedRow(self.split, index, row.get("id"), reason))
+    def keeps(row: Mapping[str, Any], place: int, reason: str | None) -> bool:
+        name = place if row.get("id") is None else (str(row["id"]), reason)  # the place changes with the files' order
+        if reason is not None and name not in reported:
+            reported.add(name)
+            if on_skipped is not None:
+                on_skipped(SkippedRow(split, place, row.get("id"), reason))
             else:
-                logger.warning(f"Left out {self.split} row {index} of the stream: {reason}.")
-        return False
+                logger.warning(f"Left out {split} row {place} of the stream: {reason}.")
+        return reason is None
 
-    def require_row(self, kept: IterableDataset) -> None:
-        """Raise `DataError` if `kept`, what is left of the stream, has no row."""
-        if next(iter(kept), None) is None:
-            rows = f"None of the {len(self._reported)} rows of the {self.split} stream"
-            raise DataError(f"{rows} can be used: see the reasons above.")
+    return keeps
+
+
+def require_row(kept: IterableDataset, split: str) -> None:
+    """Raise `DataError` if no row of a stream is left."""
+    if next(iter(kept), None) is None:
+        raise DataError(f"None of the rows of the {split} stream can be used: see the reasons above.")
 
 
 def skipped_rows(
     split: str, reasons: Sequence[str | None], ids: Sequence[Any] | None = None, places: Sequence[int] | None = None
 ) -> list[SkippedRow]:
-    """Return the rows that have a reason not to be used.
-
-    Args:
-        reasons: why each row of the split cannot be used, None where it can.
-        ids, places: of the rows; None: their numbers.
-
-    Raises:
-        DataError: no row is left.
-    """
+    """Return the rows that have a reason not to be used; raise `DataError` if all have. Ids default to the places."""
     places = range(len(reasons)) if places is None else places
-    ids = places if ids is None else ids
-    skipped = [
-        SkippedRow(split, places[row], ids[row], reason) for row, reason in enumerate(reasons) if reason is not None
-    ]
+    about = zip(places, places if ids is None else ids, reasons, strict=True)
+    skipped = [SkippedRow(split, place, name, reason) for place, name, reason in about if reason is not None]
     if len(skipped) == len(reasons):
         rows = f"None of the {len(reasons)} rows of the {split} data"
         raise DataError(f"{rows} can be used; the first: {skipped[0].reason}.")
@@ -600,11 +470,7 @@ def skipped_rows(
 
 
 def report_skipped(skipped: Sequence[SkippedRow], path: Path, mode: str = "w") -> None:
-    """Write the rows left out to `path`, one JSON object per line, and warn with the count and the first reason.
-
-    Args:
-        mode: in which the file is opened: `a` adds to it, as for the rows that a stream leaves out one by one.
-    """
+    """Write the rows left out to `path` as JSONL, and warn; `mode` "a" appends rows that a stream leaves out."""
     if not skipped:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

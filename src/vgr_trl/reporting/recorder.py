@@ -26,9 +26,10 @@ from PIL import Image
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from vgr_trl.boxes import boxes_of
 from vgr_trl.config import LOG_OPTIONS
 from vgr_trl.credit import attention_weights
-from vgr_trl.data.images import boxes_of, images_of, open_image
+from vgr_trl.data.images import images_of, open_image
 from vgr_trl.options import changed_options
 from vgr_trl.reporting.markdown import MarkdownLogs, Summary, print_record
 from vgr_trl.reporting.records import (

@@ -11,7 +11,7 @@ from math import isqrt
 import torch
 from PIL import Image
 
-from vgr_trl.data.images import Box
+from vgr_trl.boxes import Box
 from vgr_trl.utils import DataError
 
 

@@ -10,20 +10,21 @@ from datasets import Dataset, Features, IterableDataset, Value
 from peft import PeftConfig
 from transformers.utils import logging
 
+from vgr_trl.boxes import BOX_COLUMNS, box_problem
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.images import COLUMNS as BOX_COLUMNS
-from vgr_trl.data.images import IMAGE_COLUMNS, PLACE, box_problem
+from vgr_trl.data.images import IMAGE_COLUMNS, PLACE
 from vgr_trl.data.lengths import SIZES, PromptLengths, image_sizes_of
 from vgr_trl.data.prompts import special_problem, special_tokens
 from vgr_trl.data.read_row import image_columns, undecoded
 from vgr_trl.data.rows import (
     REASON,
-    Sieve,
     SkippedRow,
     drop_long_prompts,
     map_rows,
     prepare_rows,
     prepared_transform,
+    require_row,
+    row_filter,
     skipped_rows,
 )
 from vgr_trl.measure import iterate_datasets
@@ -92,9 +93,11 @@ def prepare_data(trainer: ConstructedTrainer) -> None:
         if isinstance(dataset, Dataset):
             return _drop_bad_rows(dataset, split, special, boxes)
         if boxes:
-            sieve = Sieve(split, lambda row: box_problem(row, image_sizes_of(row)))
-            dataset = dataset.filter(sieve.keeps, with_indices=True)
-            sieve.require_row(dataset)
+            keeps = row_filter(split)
+            dataset = dataset.filter(
+                lambda row, place: keeps(row, place, box_problem(row, image_sizes_of(row))), with_indices=True
+            )
+            require_row(dataset, split)
         return dataset
 
     change_data(trainer, ready)
