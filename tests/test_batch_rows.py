@@ -5,6 +5,7 @@ import torch
 
 from vgr_trl.pixels import UnknownParts, parts_by_counts, parts_by_tokens
 from vgr_trl.rows import Prompts, Rows, build_scoring_inputs, join_rows
+from vgr_trl.utils import DataError
 
 IMAGE, PAD = 2, 9
 GRIDS = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 2, 2]])  # 8, 16 and 4 patches, four to a token
@@ -144,9 +145,26 @@ def test_columns_that_only_one_has():
         tool_mask=torch.tensor([[1, 0]]),
         token_type_ids=torch.tensor([[0, 1, 0, 0]]),
         importance_sampling_ratio=torch.tensor([[0.5]]),
+        num_images=[2],
     )
     other = rows(1, 3, importance_sampling_ratio=torch.tensor([[2.0, 3.0, 4.0]]))
     joined = join_rows([one, other], pad_token_id=PAD).columns
     assert joined["tool_mask"].tolist() == [[1, 0, 1], [1, 1, 1]]
+    assert joined["num_images"] == [2, 0]
     assert joined["token_type_ids"].tolist() == [[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
     assert joined["importance_sampling_ratio"].tolist() == [[0.5, 0.5, 1.0], [2.0, 3.0, 4.0]]
+
+
+def test_rows_become_a_batch_again():
+    """A number, also as a tensor, belongs to no row; a list with another length to none that is known."""
+    batch = {
+        **rows(2, 3, count=2).columns,
+        "num_items_in_batch": torch.tensor(5),
+        "step": 4,
+        "old_per_token_logps": None,
+    }
+    again = Rows.from_batch(batch).take([1, 0]).into_batch(batch)
+    assert list(again) == list(batch)
+    assert again["num_items_in_batch"] == 5
+    with pytest.raises(DataError, match="The batch has words, which cannot be assigned to its 2 rows"):
+        Rows.from_batch(batch | {"words": ["one"]})

@@ -39,18 +39,26 @@ from vgr_trl.signals.named import (
     reward_columns,
 )
 from vgr_trl.signals.perturbation import drop_images, images_in, perturb_images, perturbed_prompts
-from vgr_trl.signals.probe import count_attention_layers, find_decoder, why_not_measurable
+from vgr_trl.signals.probe import (
+    count_attention_layers,
+    decoder_layers,
+    find_decoder,
+    hidden_state_number,
+    why_not_measurable,
+)
 from vgr_trl.signals.ratios import (
     AttentionMass,
+    drawn,
     late_layers,
+    lit_share,
     measure_segments,
+    select_region,
     special_token_ids,
+    token_shares,
     vision_token_ids,
     visual_dependency,
 )
-from vgr_trl.signals.regions import drawn, lit_share, select_region, token_shares
 from vgr_trl.signals.scoring import AttentionPlan, Head, Scores, Want
-from vgr_trl.signals.similarity import decoder_layers, hidden_state_number
 from vgr_trl.utils import ConfigError
 
 MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 10 rows of 1,024 tokens of a 7 B model

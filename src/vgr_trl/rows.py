@@ -114,17 +114,26 @@ def take_scoring_rows(inputs: Mapping[str, Any], rows: range) -> dict[str, Any]:
     count, images = len(given["input_ids"]), image_inputs_of(given)
     if len(rows) == count:
         return given
-    chosen = slice(rows.start, rows.stop)
-    part: dict[str, Any] = {"logits_to_keep": given.pop("logits_to_keep")}
-    for name in given.keys() - images.keys():
+    part: dict[str, Any] = {"logits_to_keep": given["logits_to_keep"]}
+    for name in given.keys() - images.keys() - part.keys():
         if len(given[name]) != count or name not in _SCORED_BY_ROW:
             raise DataError(f"The input {name} cannot be cut into chunks: score all rows at once (batch_size=None).")
-        part[name] = given[name][chosen]
-    if images and any(part.get("num_images", [1])):
-        parts = parts_by_counts(images, given.get("num_images", ()), given.get("num_tiles"))
-        for name, value in images.items():
-            of_rows = parts[name][chosen]
-            part[name] = value[of_rows[0].start : of_rows[-1].stop]
+        part[name] = given[name][rows.start : rows.stop]
+    return take_images(rows, given, part, count)
+
+
+def take_images(rows: Sequence[int], batch: Mapping[str, Any], part: dict[str, Any], count: int) -> dict[str, Any]:
+    """Return `part`, some rows of a batch of `count` rows, with their images; pixel inputs only if they have any.
+
+    Raises:
+        DataError: pixel inputs cannot be assigned to rows.
+    """
+    part = {name: value for name, value in part.items() if name not in IMAGE_INPUTS}
+    counts = [name for name in ("num_images", "num_tiles") if batch.get(name) is not None]
+    part |= {name: [batch[name][row] for row in rows] for name in counts}
+    if batch.get("pixel_values") is not None and any(part.get("num_images", [1])):
+        images, one_per_row = split_images(batch, count)
+        part |= stack_images([images[row] for row in rows], one_per_row)
     return part
 
 
@@ -187,8 +196,8 @@ def pixels_of_rows(
     rows = [pixels[parts[index]] for index in own]
     if joined(rows).shape != like.shape:
         raise DataError(
-            f"The perturbed images give pixel_values of shape {tuple(joined(rows).shape)}, the images themselves "
-            f"{tuple(like.shape)}: switch off what depends on perturbed images for this processor."
+            f"Perturbed images give pixel_values of shape {tuple(joined(rows).shape)}, images {tuple(like.shape)}: "
+            "switch off what depends on perturbed images for this processor."
         )
     return rows
 
@@ -495,9 +504,8 @@ class Placement:
         here = self.process_index
         found = {group: {here: piece} for group, piece in pieces.items() if holders[group] == here}
         travelling = [group for group, holder in holders.items() if list(self.holders(group)) != [holder]]
-        if travelling:
+        if travelling and gather is not None:
             sent = [(group, here, pieces[group]) for group in travelling if group in pieces and group not in found]
-            assert gather is not None
             for group, process, piece in gather(sent):
                 if holders[group] == here:
                     found.setdefault(group, {})[process] = piece

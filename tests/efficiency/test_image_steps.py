@@ -10,7 +10,6 @@ from support.models.tiny_questions import picture, questions
 from support.steps import DAPO, STOCK, assert_same_steps, build_trainer, options, texts_of, uneven_reward
 from support.trainers import logged
 from text_runs import equal_rewards
-from transformers import Trainer
 
 from vgr_trl.efficiency.vision_cache import parameters_of_tower, parts_of_tower
 from vgr_trl.sharing.model_support import base_of, causal_model
@@ -112,25 +111,6 @@ def test_only_rows_of_text_have_variance(vision, tmp_path):
     assert_same_steps(vision[0], ours, whole, 1e-5)
     assert SMALLEST in ours.patches
     assert sum(ours.patches) < sum(whole.patches)
-
-
-def test_pixels_go_to_the_device_for_generation_and_for_trls_batch(vision, image_rows, tmp_path, monkeypatch):
-    """Scoring reads those of generation."""
-    plain, moved, there = Trainer._prepare_input, [], {}
-
-    def move(self, data):
-        if not isinstance(data, torch.Tensor) or not data.is_floating_point() or id(data) in there:
-            return plain(self, data)
-        moved.append(data.clone())
-        there[id(moved[-1])] = moved[-1]
-        return moved[-1]
-
-    monkeypatch.setattr(Trainer, "_prepare_input", move)
-    settings = options(tmp_path, max_steps=2, num_iterations=1, compute_attention_metrics=True)
-    trainer = build_trainer(DAPO, *vision, image_rows, settings)
-    trainer.train()
-    assert logged(trainer, "attention/all/vgr")
-    assert len(moved) == 2 * 2  # two rollouts
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_pixel_inputs_are_those_of_every_row(family):
     with processed_once(processor):
         processor(images=images, **row_options).clear()  # as TRL calls it to tokenize, and to score
         found = processor(images=images, return_tensors="pt", **row_options)
-    assert processor.calls == [3]
+    assert processor.calls == ([1, 1, 5] if family == "idefics3" else [1] * len({id(row[0]) for row in images if row}))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0)
@@ -91,17 +91,17 @@ TRANSPARENT.info["transparency"] = 7
 @pytest.mark.parametrize(
     ("images", "rows"),
     [
-        ([FIRST, FIRST], 2),  # no rows
-        ([[np.asarray(FIRST)], [np.asarray(FIRST)]], 2),  # no images of Pillow
-        ([[FIRST.convert("P")], [FIRST.convert("P")]], 2),  # a palette
-        ([[SECOND], [TRANSPARENT], [SECOND]], 2),  # the same pixels, of which some are transparent
+        ([FIRST, FIRST], [2]),  # no rows
+        ([[np.asarray(FIRST)], [np.asarray(FIRST)]], [2]),  # no images of Pillow
+        ([[FIRST.convert("P")], [FIRST.convert("P")]], [2]),  # a palette
+        ([[SECOND], [TRANSPARENT], [SECOND]], [1, 1]),  # the same pixels, of which some are transparent
     ],
 )
 def test_images_that_are_told_apart(images, rows):
     processor = processor_of("qwen2_vl")
     with processed_once(processor):
         processor(images=images)
-    assert processor.calls == [rows]
+    assert processor.calls == rows
 
 
 IMAGES, TOKENS, WIDTH = 3, 4, 32  # of a batch of the model; features of one image are TOKENS * WIDTH float32

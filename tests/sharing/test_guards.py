@@ -142,7 +142,7 @@ def test_reentrant_checkpointing(monkeypatch):
     assert_plain(difference(model, batch, plain), "gradient checkpointing with use_reentrant=True")
     monkeypatch.setattr(model_support, "recomputes_without_graph", lambda base: False)
     assert_plain(difference(model, batch, plain), "the model kept the prompt without its gradients")
-    monkeypatch.setattr(prefix_forward, "check_written", nothing)
+    monkeypatch.setattr(prefix_cache.WrittenPrefix, "check", nothing)
     wrong, reasons = difference(model, batch, plain)
     assert not reasons
     assert wrong > WRONG
@@ -153,11 +153,11 @@ def test_layers_that_drop_the_cache(monkeypatch):
     model.train()
     checkpointed(model)
     plain = gradients(model, batch)
-    monkeypatch.setattr(prefix_forward, "_cache_through_checkpoints", lambda base: nullcontext())
+    monkeypatch.setattr(prefix_forward, "_cache_through_checkpoints", lambda *args: nullcontext())
     assert_plain(difference(model, batch, plain), "the model did not keep the whole prompt in its cache")
-    monkeypatch.setattr(prefix_forward, "check_written", nothing)
+    monkeypatch.setattr(prefix_cache.WrittenPrefix, "check", nothing)
     assert_plain(difference(model, batch, plain), "the model did not read the prompt from its cache")
-    monkeypatch.setattr(prefix_forward, "check_read", nothing)
+    monkeypatch.setattr(prefix_cache.ReadPrefix, "check", nothing)
     monkeypatch.setattr(prefix_cache.StoredKeys, "length", lambda self: 0)
     wrong, reasons = difference(model, batch, plain)
     assert not reasons
@@ -277,7 +277,7 @@ def test_threads_take_turns(monkeypatch):
     """The model keeps the offsets behind the images of one batch; those of another would replace them."""
     model = with_head(build("qwen2_vl"))
     batches = make_batch("qwen2_vl", images=(1, 3)), make_batch("qwen2_vl", images=(4, 0))
-    check, both = prefix_forward.check_written, Barrier(2)
+    check, both = prefix_cache.WrittenPrefix.check, Barrier(2)
 
     def wait(*args):
         with suppress(BrokenBarrierError):  # one thread waits in vain while the other is kept out
@@ -289,7 +289,7 @@ def test_threads_take_turns(monkeypatch):
             return scored(model, batch)[0]
 
     expected = [score(batch) for batch in batches]
-    monkeypatch.setattr(prefix_forward, "check_written", wait)
+    monkeypatch.setattr(prefix_cache.WrittenPrefix, "check", wait)
     with share_prompts(model, 12), ThreadPoolExecutor(2) as pool:
         shared = list(pool.map(score, batches))
     assert all((one - other).abs().max() < 4e-6 for one, other in zip(expected, shared, strict=True))

@@ -112,21 +112,6 @@ def kept_bytes(attend, *args, **options):
     return output, sum(sizes.values())
 
 
-def test_rows_of_masks_are_aligned(monkeypatch):
-    """CUDA's kernels would copy the mask for each key head, and keep the copies."""
-    strides, plain = [], torch.nn.functional.scaled_dot_product_attention
-
-    def watched(*args, attn_mask, **kwargs):
-        strides.append(attn_mask.stride(-2))
-        return plain(*args, attn_mask=attn_mask, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    query, key = torch.randn(2, 8, 5, 16), torch.randn(2, 4, 29, 16)
-    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-    sdpa_by_key_head(module, query, marked(key), key, torch.ones(2, 1, 5, 29).tril(24).bool())
-    assert strides == [32] * 4
-
-
 def test_other_passes_keep_the_attention_of_transformers(monkeypatch):
     """Of stock TRL in the same process, say; checkpointed layers run after the block as they ran in it."""
     calls, plain = [], torch.nn.functional.scaled_dot_product_attention

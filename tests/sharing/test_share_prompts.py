@@ -1,6 +1,8 @@
 """The public context manager in loops of one's own."""
 
 import copy
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -170,3 +172,34 @@ def test_processes_decide_together(theirs, reasons):
     assert report.plain == reasons
     assert report.prompts_per_row == 1
     assert next(answers, None) is None
+
+
+def test_a_pass_that_wants_a_cache_gets_it():
+    model, batch = build("llama"), make_batch("llama")
+    with torch.no_grad(), share_prompts(model) as report:
+        outputs = model(**batch.inputs, use_cache=True)
+    assert outputs.past_key_values.get_seq_length() == batch.inputs["input_ids"].size(1)
+    assert len(outputs.past_key_values.layers[0].keys) == 6
+    assert report.rows == 0
+
+
+def test_a_model_that_samples_by_itself_draws_the_same_numbers():
+    """The pass over the prompts draws none, whatever the model's own generation config says."""
+    model, batch = build("llama"), make_batch("llama")
+    model.generation_config.update(do_sample=True, temperature=0.7, top_k=5)
+    tokens = []
+    for shares in (False, True):
+        torch.manual_seed(3)
+        with share_prompts(model) if shares else nullcontext() as report:
+            tokens.append(model.generate(**batch.prompt_inputs(), max_new_tokens=5))
+    assert report.prompts == 2
+    assert torch.equal(*tokens)
+
+
+def test_a_generate_that_is_not_that_of_transformers_is_called_once_as_it_is(text_model):
+    ids = torch.tensor([[5, 6, 7]] * 4)
+    with patch.object(text_model, "generate", return_value=ids) as own, share_prompts(text_model) as report:
+        assert text_model.generate(input_ids=ids, attention_mask=torch.ones_like(ids)) is ids
+    assert own.call_count == 1
+    assert own.call_args.kwargs["input_ids"] is ids
+    assert report.plain == {"a generate that is not that of transformers": 1}

@@ -10,7 +10,7 @@ from support.models.families import FAMILIES, build, make_batch
 from support.models.other_families import OTHERS
 
 from vgr_trl.signals import AttentionProbe, RolloutScorer
-from vgr_trl.signals.similarity import SimilarityProbe
+from vgr_trl.signals.probe import SimilarityProbe
 from vgr_trl.utils import ConfigError, DataError
 
 # InternVL's random model is very sure of itself; the linear attention of Qwen3.5 computes in blocks.
@@ -146,7 +146,7 @@ def test_what_is_refused():
         RolloutScorer(build("llama")).score(ids.flip(1), mask.flip(1), new_ids, new_mask, attention=False)
     with pytest.raises(DataError, match="a 0 in front of a 1"):
         RolloutScorer(build("llama")).score(ids, mask, new_ids, holes, attention=False)
-    with pytest.raises(ConfigError, match="special_token_ids and vision_token_ids"):
+    with pytest.raises(ConfigError, match="Give vision_token_ids, for attention special_token_ids too"):
         score(RolloutScorer(build("llava")), make_batch("llava"))
     with pytest.raises(ConfigError, match="share_prompts is on, but prompts could not be shared: a prompt"):
         score(RolloutScorer(build(OTHERS["jamba"]), share_prompts="on"), make_batch("llama"), attention=False)
@@ -193,31 +193,13 @@ def test_regions_and_similarity(shares, batch_size):
     assert not signals.similarity[:3][valid[:3]].isnan().any()
 
 
-def later_logps(model, batch, column):
-    """Log-probabilities of the first `column` tokens of the completions, given those tokens alone."""
-    length = batch.completion_length
-    inputs = {
-        name: value if name == "pixel_values" else value[:, : value.size(1) - length + column]
-        for name, value in batch.inputs.items()
-    }
-    with torch.no_grad():
-        logps = model(**inputs).logits[:, -column - 1 : -1].log_softmax(-1)
-    return logps.gather(-1, inputs["input_ids"][:, -column:, None]).squeeze(-1)
-
-
-def test_completions_do_not_see_their_future(paligemma):
-    """What a token is worth does not depend on those behind it."""
-    model, batch = paligemma
-    tensors, options = arguments(batch)  # token types of the prompts
-    found = scorer_of(model).score(*tensors, **options)
-    assert (found.logps[:, :3] - later_logps(model, batch, 3)).abs().max() < 1e-5
-
-
-def test_the_trainer_corrects_what_trl_pads(paligemma, text_trainer):
-    """TRL gives completions the token type 0, under which they see their own future."""
+def test_completions_do_not_see_their_future(paligemma, text_trainer):
+    """TRL gives completions the token type 0, under which they do; the scorer and the trainer correct that."""
     trainer = text_trainer()
     model, batch = paligemma
     expected, _ = scored(with_head(model), batch)
+    tensors, options = arguments(batch)  # token types of the prompts
+    assert (scorer_of(model).score(*tensors, **options).logps - expected).abs().max() < 1e-5
     inputs = {"pixel_values": batch.inputs["pixel_values"], "num_images": [1] * 6}
     ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
     with torch.no_grad():

@@ -8,7 +8,7 @@ from support.models.eager_reference import masks_of
 from support.models.families import build, make_batch
 
 from vgr_trl.sharing import share_prompts
-from vgr_trl.signals.similarity import SimilarityProbe, cosine_similarity
+from vgr_trl.signals.probe import SimilarityProbe, cosine_similarity
 from vgr_trl.utils import ConfigError
 
 
@@ -51,5 +51,7 @@ def test_against_the_states_that_the_model_returns(name, layer):
 
 
 def test_a_layer_that_is_not_there():
-    with pytest.raises(ConfigError, match=r"hidden_similarity_layer is 3, but the model has 2 layers: .* \[-3, 2\]"):
+    with pytest.raises(
+        ConfigError, match=r"hidden_similarity_layer is 3, the model has 2 layers: give a number in \[-3, 2\]"
+    ):
         SimilarityProbe(build("llava"), torch.ones(1, 2, dtype=torch.bool), 3)

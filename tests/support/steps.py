@@ -89,7 +89,7 @@ def reports_by_place():
         place = "generation" if completion_length is None else "training" if torch.is_grad_enabled() else "scoring"
         with share_prompts(model, completion_length, **more) as report:
             yield report
-        found[place].add(report)
+        found[place].add(report.rows, report.prompts, report.plain)
 
     with patched_attribute(sharing, "share_prompts", recording):
         yield found

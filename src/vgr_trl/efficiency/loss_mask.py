@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from vgr_trl.pixels import IMAGE_INPUTS, PERTURBED, on_device, split_images, stack_images
-from vgr_trl.sharing.model_support import replace_hidden_states
+from vgr_trl.pixels import IMAGE_INPUTS, PERTURBED, on_device
+from vgr_trl.rows import take_images
+from vgr_trl.sharing.model_support import replace_hidden_states, replaced
 from vgr_trl.sharing.prefix_forward import PER_TOKEN
-from vgr_trl.utils import patched_method
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> It
                 setattr(outputs, name, every.masked_scatter(scored.to(value.device), value))
         return outputs
 
-    with patched_method(causal, "forward", chosen):
+    with replaced((causal, "forward", chosen)):
         yield
 
 
@@ -250,7 +250,7 @@ def trim_inputs(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tens
         return {name: value for name, value in part.items() if name not in _OF_IMAGES}
     if every:
         return part
-    return _take_images(window.rows, inputs, part, len(ids))
+    return take_images(window.rows, inputs, part, len(ids))
 
 
 def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
@@ -265,17 +265,7 @@ def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
             part[name] = [value[row] for row in rows]
         elif isinstance(value, torch.Tensor) and value.ndim > 0 and name not in IMAGE_INPUTS:
             part[name] = value[list(rows)]
-    return _take_images(rows, {**batch, PERTURBED: None}, part, len(batch["prompt_ids"]))
-
-
-def _take_images(rows: Sequence[int], batch: Mapping[str, Any], part: dict[str, Any], count: int) -> dict[str, Any]:
-    """Replace in `part` the images of a batch of `count` rows by those of some of them."""
-    counts = [name for name in ("num_images", "num_tiles") if batch.get(name) is not None]
-    part |= {name: [batch[name][row] for row in rows] for name in counts}
-    if batch.get("pixel_values") is not None:
-        images, one_per_row = split_images(batch, count)
-        part |= dict.fromkeys(IMAGE_INPUTS) | stack_images([images[row] for row in rows], one_per_row)
-    return {name: value for name, value in part.items() if name not in IMAGE_INPUTS or value is not None}
+    return take_images(rows, {**batch, PERTURBED: None}, part, len(batch["prompt_ids"]))
 
 
 def scatter_back(

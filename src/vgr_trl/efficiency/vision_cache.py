@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,13 +18,11 @@ from PIL import Image as PIL_Image
 from torch import nn
 from transformers import BatchFeature
 
-from vgr_trl.pixels import Parts, UnknownParts, find_layout, fingerprint, image_inputs_of, parts_by_counts
-from vgr_trl.sharing.model_support import base_of, causal_model, has_active_dropout
-from vgr_trl.utils import patched_method
+from vgr_trl.pixels import IMAGE_INPUTS, UnknownParts, find_layout, fingerprint, image_inputs_of, stack_images
+from vgr_trl.sharing.model_support import base_of, causal_model, has_active_dropout, replaced
 
 # What processors of transformers return beside pixel inputs: one entry per image, or per row of images.
-_PER_IMAGE = {"num_patches", "num_crops", "num_soft_tokens_per_image"}
-_PER_ROW = {"rows", "cols"}
+_LISTED = {"num_patches", "num_crops", "num_soft_tokens_per_image", "rows", "cols"}
 _EXACT = "transformers.models."  # where processors are deterministic
 
 
@@ -42,51 +40,46 @@ def images_processed_once(processor: Any) -> Iterator[None]:
     if not type(images).__module__.startswith(_EXACT):
         yield
         return
-    with patched_method(images, "preprocess", _ProcessedOnce(images, images.preprocess)):
+    with replaced((images, "preprocess", _ProcessedOnce(images, images.preprocess))):
         yield
 
 
 @dataclass
 class _ProcessedOnce:
-    """An image processor's `preprocess`, which remembers what it has returned."""
+    """An image processor's `preprocess`, which remembers what it has returned for a row of images."""
 
     processor: Any
     plain: Callable[..., Any]
     _known: dict[Hashable, dict[str, Any]] = field(default_factory=dict)
-    _is_known: bool = True  # how its outputs lie
 
     def __call__(self, images: Any, *args: Any, **options: Any) -> Any:
         as_tensors = not args and options.get("return_tensors") in (None, "pt")
-        keys = _keys(images) if as_tensors and self._is_known else None
+        keys = _keys(images) if as_tensors else None
         if keys is None:
             return self.plain(images, *args, **options)
-        changed = [f"{name}={value}" for name, value in options.items() if value != getattr(self.processor, name, None)]
-        call = (*sorted(one for one in changed if not one.startswith("return_tensors=")), *keys)
-        if call not in self._known:
-            outputs = self._outputs(images, keys, options)
-            if outputs is None:
-                self._is_known = False
-                return self.plain(images, **options)
-            self._known[call] = outputs
+        asked = options | {"return_tensors": "pt"}
+        changed = [f"{name}={value}" for name, value in asked.items() if value != getattr(self.processor, name, None)]
+        calls = [(*sorted(changed), key) for key in keys]
+        if (call := tuple(calls)) not in self._known:
+            self._known[call] = self._outputs(images, calls, asked)
         return BatchFeature(dict(self._known[call]))
 
-    def _outputs(self, images: list[Any], keys: list[Hashable], options: dict[str, Any]) -> dict[str, Any] | None:
-        """For all rows, from those for the different ones among them; None if it is not known how they lie."""
-        different = list(dict.fromkeys(keys))
-        rows = [images[keys.index(key)] for key in different]
-        found = self.plain(rows, **options | {"return_tensors": "pt"})
-        try:
-            parts = _parts(found, [len(row) for row in rows])
-        except UnknownParts:
-            return None
-        if len(different) == len(keys):
-            return dict(found)
-        own = [different.index(key) for key in keys]
-        rows_of = {name: [value[parts[name][one]] for one in own] for name, value in found.items()}
-        return {
-            name: torch.cat(values) if isinstance(values[0], torch.Tensor) else list(chain.from_iterable(values))
-            for name, values in rows_of.items()
-        }
+    def _outputs(self, images: list[Any], calls: Sequence[Hashable], options: dict[str, Any]) -> dict[str, Any]:
+        """For all rows, from those of each; as they are where it is not known how they lie together."""
+        for call, row in zip(calls, images, strict=True):
+            if row and call not in self._known:
+                self._known[call] = dict(self.plain([row], **options))
+        rows = [self._known[call] if row else {} for call, row in zip(calls, images, strict=True)]
+        first = next(filter(None, rows))
+        one_per_row = "pixel_attention_mask" in first and not all(rows)  # for a row without images too
+        if one_per_row or first.keys() - {*IMAGE_INPUTS, *_LISTED}:
+            return dict(self.plain(images, **options))
+        joined: dict[str, Any] = stack_images([image_inputs_of(row) for row in rows], one_per_row=False)
+        for name in first.keys() - joined.keys():
+            values = [row[name] for row in rows if row]
+            tensors = isinstance(values[0], torch.Tensor)
+            joined[name] = torch.cat(values) if tensors else list(chain.from_iterable(values))
+        return joined
 
 
 def _keys(images: Any) -> list[Hashable] | None:
@@ -103,19 +96,6 @@ def _keys(images: Any) -> list[Hashable] | None:
 def _key(image: PIL_Image.Image) -> Hashable:
     transparency = str(image.info.get("transparency"))
     return image.mode, image.size, transparency, xxhash.xxh3_128_digest(image.tobytes())
-
-
-def _parts(found: Mapping[str, Any], num_images: Sequence[int]) -> Parts:
-    """Return which part of each output belongs to which row, given the images of the rows."""
-    ends = [0, *accumulate(num_images)]
-    by_row, by_image = ([slice(*pair) for pair in pairwise(of_rows)] for of_rows in (range(len(ends)), ends))
-    tiles = found["num_patches"] if "num_patches" in found else found["num_crops"] + 1 if "num_crops" in found else None
-    num_tiles = None if tiles is None else [int(tiles[part].sum()) for part in by_image]
-    parts = parts_by_counts(image_inputs_of(found), num_images, num_tiles)
-    parts |= dict.fromkeys(_PER_IMAGE & found.keys(), by_image) | dict.fromkeys(_PER_ROW & found.keys(), by_row)
-    if unknown := [name for name in found if name not in parts or len(found[name]) != parts[name][-1].stop]:
-        raise UnknownParts(f"the output {unknown[0]} of an image processor")
-    return parts
 
 
 def parts_of_tower(base: Any) -> list[nn.Module]:
@@ -188,7 +168,7 @@ class VisionCache:
         def features(*args: Any, **kwargs: Any) -> Any:
             return self._outputs(plain, dict(zip(names, args, strict=False)) | kwargs)
 
-        with patched_method(self.base, "get_image_features", features):
+        with replaced((self.base, "get_image_features", features)):
             yield
         if not counts:
             self._wanted, self._computed = before

@@ -44,8 +44,7 @@ from vgr_trl.reporting.records import (
 )
 from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.signals.named import QUANTITIES, RolloutSignals, reward_columns, take_signal_rows
-from vgr_trl.signals.ratios import late_layers, measure_segments, token_vision_gain_ratio
-from vgr_trl.signals.regions import boxes_in_pixels
+from vgr_trl.signals.ratios import boxes_in_pixels, late_layers, measure_segments, token_vision_gain_ratio
 from vgr_trl.utils import ConfigError, DataError, error_text
 
 logger = logging.get_logger(__name__)
@@ -135,7 +134,7 @@ class RolloutRecorder:
             data, place = rollout.rows[row], first + row
             ids, mask = batch["completion_ids"][row].tolist(), batch["completion_mask"][row].tolist()
             ids = strip_padding(ids, mask, tokenizer.pad_token_id)
-            signals = None if rollout.signals is None else take_signal_rows(rollout.signals, [row])
+            signals = take_signal_rows(rollout.signals, [row])
             num_vision = None if signals is None or signals.attention is None else int(signals.attention.num_vision)
             grids = find_image_grids(batch, row, merge_size, num_vision)
             images, thumbnails, digest = read_row_images(data, grids)

@@ -1,8 +1,8 @@
 """Each prompt computed once for its G completions, exactly: in scoring, in training and in generation.
 
-`sharing.py` has `share_prompts`, `prefix_forward.py` the pass that computes prompts first and then all completions
-behind them, `prefix_cache.py` what completions read of prompts, `generation.py` the same for `generate`, and
-`model_support.py` and `probe.py` which models it can be done with.
+`sharing.py` has `share_prompts`, which wraps a model's `forward` and `generate`. `prefix_forward.py` computes prompts
+first and then completions behind them, which read the layers of `prefix_cache.py`. `model_support.py` and `probe.py`
+say which models can share.
 """
 
 from vgr_trl.sharing.model_support import has_active_dropout

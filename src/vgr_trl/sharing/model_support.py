@@ -1,9 +1,8 @@
 """Models that can share prompts, the reasons why others cannot, and the parts of a model that sharing wraps."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from inspect import signature
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -12,14 +11,14 @@ from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
-from vgr_trl.sharing.prefix_cache import UnsupportedModel, is_stateless_layer, require
-from vgr_trl.utils import ConfigError, patched_attribute
+from vgr_trl.sharing.prefix_cache import is_stateless_layer, require
+from vgr_trl.utils import ConfigError, patched_attribute, patched_method
 
 # Attributes by which layers of transformers hold the rate of a dropout, or the width of the noise of a router.
 _RATES = (
@@ -59,18 +58,26 @@ def base_of(causal: Any) -> Any:
 
 @contextmanager
 def replace_hidden_states(base: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let a base model return other last hidden states in this block, to this thread."""
-    mine = get_ident()
+    """Let a base model return other last hidden states in this block."""
 
     def replace_states(module: nn.Module, args: Any, outputs: Any) -> None:
-        if get_ident() == mine:
-            outputs.last_hidden_state = change(outputs.last_hidden_state)
+        outputs.last_hidden_state = change(outputs.last_hidden_state)
 
     handle = base.register_forward_hook(replace_states)
     try:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Set attributes of modules and objects in this block: (owner, name, value); methods as `patched_method` does."""
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            patch = patched_method if callable(value) else patched_attribute
+            stack.enter_context(patch(owner, name, value))
+        yield
 
 
 def indexed_modules(model: nn.Module) -> list[Any]:
@@ -122,13 +129,12 @@ def has_active_dropout(model: nn.Module, *, when_training: bool = False) -> bool
 
     `when_training` asks for the model in training mode, whatever its mode is now.
     """
-    return any((when_training or module.training) and _draws(module) for module in model.modules())
-
-
-def _draws(module: nn.Module) -> bool:
-    rates = (getattr(module, name, None) for name in _RATES)
-    draws = any(isinstance(rate, int | float) and rate > 0 for rate in rates)
-    return draws or (isinstance(module, _DropoutNd) and module.p > 0)
+    for module in model.modules():
+        rates = [getattr(module, name, None) for name in _RATES]
+        rates.append(module.p if isinstance(module, _DropoutNd) else None)
+        if (when_training or module.training) and any(isinstance(rate, int | float) and rate > 0 for rate in rates):
+            return True
+    return False
 
 
 def shards_layers(model: nn.Module) -> bool:
@@ -181,11 +187,10 @@ def sdpa_by_key_head(
         attention_mask: (B, 1, Q, K).
     """
     groups = getattr(module, "num_key_value_groups", 1)
-    masked = attention_mask is not None and attention_mask.size(1) == 1 and query.size(2) > 1
     plain = dropout == 0 and not any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
-    if groups == 1 or not masked or not plain or not hasattr(key, "of_shared_prompts"):
+    shares = plain and groups > 1 and query.size(2) > 1 and hasattr(key, "of_shared_prompts")
+    if not shares or attention_mask is None or attention_mask.size(1) != 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    assert attention_mask is not None
     if torch.is_autocast_enabled(query.device.type):  # it would cast keys and values again for every query head
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -193,17 +198,11 @@ def sdpa_by_key_head(
         *rows, columns = attention_mask.shape
         aligned = query.new_zeros(*rows, columns + -columns % 8)[..., :columns]
         attention_mask = aligned.masked_fill_(~attention_mask, -torch.inf)
-    heads = zip(query.split(groups, 1), key.split(1, 1), value.split(1, 1), strict=True)
-    seen = [
-        nn.functional.scaled_dot_product_attention(
-            queries,
-            keys.expand(-1, groups, -1, -1),
-            values.expand(-1, groups, -1, -1),
-            attn_mask=attention_mask,
-            scale=scaling,
-        )
-        for queries, keys, values in heads
-    ]
+    seen = []
+    for queries, *one_head in zip(query.split(groups, 1), key.split(1, 1), value.split(1, 1), strict=True):
+        keys, values = (each.expand(-1, groups, -1, -1) for each in one_head)
+        attend = nn.functional.scaled_dot_product_attention
+        seen.append(attend(queries, keys, values, attn_mask=attention_mask, scale=scaling))
     return torch.cat(seen, 1).transpose(1, 2).contiguous(), None
 
 
@@ -220,7 +219,6 @@ def prefers_cudnn() -> bool:
     return Version(torch.__version__).release >= (2, 11) and torch.cuda.get_device_capability()[0] >= 9
 
 
-_SHAREABLE = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"}
 # Layers that take their keys and values from another one, out of the pass and not out of its cache.
 _KEY_SHARING_FAMILIES = {"gemma3n_text", "gemma4_text"}
@@ -253,6 +251,12 @@ def why_adapter_reads_whole_rows(model: nn.Module) -> str | None:
     return None
 
 
+def cache_name(base: Any) -> str | None:
+    """Return the argument by which a base model takes a cache, which transformers 5.24 has renamed; None: by none."""
+    names = signature(base.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in names), None)
+
+
 def check_model(base: Any, gradients: bool) -> None:
     """Raise `UnsupportedModel` if a base model, in its present state, cannot go on from a prompt computed before."""
     if gradients:
@@ -260,23 +264,17 @@ def check_model(base: Any, gradients: bool) -> None:
         require(not (checkpoints_drop_caches() and is_checkpointed(base)), DROPS_CACHES)
         require(not flattens_layers(base), "the first version of FSDP")
     config = base.config
-    keeps = "past_key_values" in signature(base.forward).parameters and not getattr(config, "is_encoder_decoder", False)
+    keeps = cache_name(base) is not None and not getattr(config, "is_encoder_decoder", False)
     require(keeps, "a model without a cache of keys and values")
     # Ovis2: its visual indicator tokens are text in a pass without images.
     by_pass = getattr(config, "visual_indicator_token_ids", None)
     require(not by_pass, "tokens whose embeddings depend on whether the pass has images")
-    check_layers(config)
     check_rope(config)
-
-
-def check_layers(config: PretrainedConfig) -> None:
-    """Raise `UnsupportedModel` if a layer of the language model keeps something else than keys and values or states."""
     text = config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
     unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     unknown = unknown or {type(layer).__name__ for layer in layers if not _is_shareable(layer)}
-    if unknown:
-        raise UnsupportedModel(f"layers of type {min(unknown)}")
+    require(not unknown, f"layers of type {min(unknown, default='')}")
     shares_keys = any(is_stateless_layer(layer) for layer in layers)
     known = text.model_type in _KEY_SHARING_FAMILIES
     require(not shares_keys or known, "layers that take their keys and values from another")
@@ -286,12 +284,10 @@ def check_layers(config: PretrainedConfig) -> None:
 
 
 def _is_shareable(layer: Any) -> bool:
-    # Linear attention goes on from a state with several tokens only in releases whose layers have these attributes.
-    if isinstance(layer, LinearAttentionLayer) and not (
-        hasattr(layer, "number_of_states") and hasattr(layer, "record_past")
-    ):
-        return False
-    return type(layer) in _SHAREABLE or is_stateless_layer(layer)
+    if isinstance(layer, LinearAttentionLayer):
+        # Linear attention goes on from a state with several tokens only in releases whose layers have these attributes.
+        return hasattr(layer, "number_of_states") and hasattr(layer, "record_past")
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) or is_stateless_layer(layer)
 
 
 def check_rope(config: Any) -> None:

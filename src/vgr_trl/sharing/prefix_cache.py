@@ -1,6 +1,7 @@
 """The keys, values and states of prompts: written once by the prompts, read by every completion, with gradients."""
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,32 +45,15 @@ class SharingReport:
         """Prompts computed per row, in (0, 1]; 1 / G where all G completions of each prompt were shared."""
         return self.prompts / self.rows if self.rows else 1.0
 
-    def add_shared(self, rows: int, prompts: int) -> None:
-        """Count a call with `rows` rows that computed `prompts` prompts."""
+    def add(self, rows: int, prompts: int, plain: Iterable[str] = ()) -> None:
+        """Count `rows` rows, for which `prompts` prompts were computed, and the reasons of calls that ran plainly."""
         self.rows += rows
         self.prompts += prompts
-
-    def add_plain(self, rows: int, reason: str) -> None:
-        """Count a call with `rows` rows that ran plainly for `reason`."""
-        self.add_shared(rows, rows)
-        self.plain[reason] += 1
-
-    def add(self, other: "SharingReport") -> None:
-        """Count the calls of another report too."""
-        self.add_shared(other.rows, other.prompts)
-        self.plain.update(other.plain)
+        self.plain.update(plain)
 
 
 class PromptsStored(Exception):
-    """Raised in a pass over prompts that has stored all that completions read."""
-
-
-class Prefix(Cache):
-    """The layers below, one per layer of the model: all written or all read."""
-
-    layers: list[Any]
-    groups: list[int] | None = None  # of a written one: row of the batch -> number of its prompt
-    rows: list[int] | None = None  # of a read one: rows of the batch that read it
+    """Raised in a pass over prompts once it has stored everything that completions read."""
 
 
 def marked(keys: Any) -> torch.Tensor:
@@ -84,6 +68,12 @@ class _Keys(CacheLayerMixin):
     A mark lasts where a flag of the block would not: a checkpoint computes a layer again in the backward pass.
     """
 
+    keys: Any
+    values: Any
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to initialise."""
+
     def get_max_length(self) -> int:
         return -1
 
@@ -91,33 +81,28 @@ class _Keys(CacheLayerMixin):
 
 
 class StoredKeys(_Keys):
-    """Keys and values of the unique prompts, kept at the first update; a later one, of a recomputation, is ignored."""
-
-    keys: Any
-    values: Any
+    """Keys and values of the U unique prompts, kept at the first update; a recomputation is not stored again."""
 
     def __init__(self, is_sliding: bool) -> None:
         super().__init__()
         self.is_sliding = is_sliding
-        self.written_with_grad = False
-        self.ends_pass = False
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.keys, self.values = key_states, value_states  # (U, H, P - 1, D)
-        self.written_with_grad = torch.is_grad_enabled()
-        self.is_initialized = True
+        self.written_with_grad = self.ends_pass = False
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values, self.is_initialized = key_states, value_states, True  # (U, H, P - 1, D)
+            self.written_with_grad = torch.is_grad_enabled()
         if self.ends_pass:
             raise PromptsStored
         return marked(key_states), value_states
 
     def length(self) -> int:
         return 0 if self.keys is None else self.keys.shape[-2]
+
+    def holds(self, length: int) -> bool:
+        return self.length() == length
 
     def is_in_graph(self) -> bool:
         return bool(self.keys.requires_grad or self.values.requires_grad)
@@ -134,13 +119,8 @@ class ExpandedKeys(_Keys):
 
     def __init__(self, stored: StoredKeys, index: torch.Tensor) -> None:
         super().__init__()
-        self.is_sliding = stored.is_sliding
         self.stored, self.index = stored, index  # index (N,): row -> unique prompt
-        self.is_initialized = True
-        self.was_read = False
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the prompts have been stored."""
+        self.is_sliding, self.is_initialized, self.was_read = stored.is_sliding, True, False
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -158,41 +138,60 @@ class ExpandedKeys(_Keys):
         return self.stored.length() + query_length, 0
 
 
-class StoredState(LinearAttentionCacheLayerMixin):
-    """Convolution and recurrent state after the unique prompts, kept at the first update."""
+class PackedKeys(ExpandedKeys):
+    """Stored keys and values of U prompts of P - 1 tokens, each in front of its completions' own; never written.
 
+    Its index is (K,): which of U * (P - 1) keys of prompts and Q keys of completions behind them, for each key in turn.
+    """
+
+    def _behind(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        every = torch.cat([stored.transpose(1, 2).flatten(0, 1), new[0].transpose(0, 1)])  # (U * (P - 1) + Q, H, D)
+        return every.index_select(0, self.index).transpose(0, 1).unsqueeze(0)  # (1, H, K, D)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return len(self.index), 0
+
+
+class _State(LinearAttentionCacheLayerMixin):
     is_compileable = False
+
+    def __init__(self, number_of_states: int) -> None:
+        super().__init__(number_of_states)
+        self.record_past = True  # a pass over one token must not take the path that writes states in place
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to initialise."""
+
+
+class StoredState(_State):
+    """Convolution and recurrent state after the unique prompts, kept at the first update."""
 
     def __init__(self, number_of_states: int, is_recurrent: bool) -> None:
         super().__init__(number_of_states)
         self.is_recurrent = is_recurrent  # a convolution alone has no recurrent state
-        self.record_past = True  # a prompt of one token must not take the path that writes states in place
         self.written_with_grad = True
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: states are kept as they come."""
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
         kernel = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         full = torch.nn.functional.pad(conv_states, (max(kernel - conv_states.shape[-1], 0), 0))
-        if self.conv_states[state_idx] is None:
-            self.conv_states[state_idx] = full[..., -kernel:]  # (U, D, kernel)
-            self.written_with_grad &= torch.is_grad_enabled()
+        self._store(self.conv_states, state_idx, full[..., -kernel:])  # (U, D, kernel)
         return full
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        if self.recurrent_states[state_idx] is None:
-            self.recurrent_states[state_idx] = recurrent_states  # (U, H, D, D)
-            self.written_with_grad &= torch.is_grad_enabled()
+        self._store(self.recurrent_states, state_idx, recurrent_states)  # (U, H, D, D)
         return recurrent_states
 
-    def _states(self) -> list[Any]:
-        recurrent = self.recurrent_states.values() if self.is_recurrent else ()
-        return [*self.conv_states.values(), *recurrent]
+    def _store(self, states: dict[int, Any], state_idx: int, new: torch.Tensor) -> None:
+        if states[state_idx] is None:
+            states[state_idx] = new
+            self.written_with_grad &= torch.is_grad_enabled()
 
-    def is_complete(self) -> bool:
+    def _states(self) -> list[Any]:
+        return [*self.conv_states.values(), *(self.recurrent_states.values() if self.is_recurrent else ())]
+
+    def holds(self, length: int) -> bool:
         return all(state is not None for state in self._states())
 
     def is_in_graph(self) -> bool:
@@ -211,21 +210,15 @@ class _Expanded(dict[int, Any]):
         return expanded
 
 
-class ExpandedState(LinearAttentionCacheLayerMixin):
+class ExpandedState(_State):
     """Stored states, given to every row of a batch; never written."""
-
-    is_compileable = False
 
     def __init__(self, stored: StoredState, index: torch.Tensor) -> None:
         super().__init__(stored.number_of_states)
         self.conv_states: dict[int, Any] = _Expanded(stored.conv_states, index)
         self.recurrent_states = _Expanded(stored.recurrent_states, index)
         self.has_previous_state = dict.fromkeys(range(stored.number_of_states), True)
-        self.record_past = True  # a completion of one token must not take the path that writes states in place
         self.was_read = False
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the states have been stored."""
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         self.was_read = True
@@ -240,11 +233,38 @@ def is_stateless_layer(layer: Any) -> bool:
     return type(layer).__name__ == "DummyLayer"
 
 
-def prefix_to_write(config: PretrainedConfig) -> Prefix:
-    """An empty prefix for a model with `config`, to be given to one forward pass over the unique prompts."""
-    layers = DynamicCache(config=config).layers
-    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or [""] * len(layers)
-    return Prefix(layers=[_stored(layer, kind) for layer, kind in zip(layers, types, strict=False)])
+class WrittenPrefix(Cache):
+    """Empty layers for a model with `config`, which one forward pass over the unique prompts fills.
+
+    Attributes:
+        groups: row of the batch -> number of its prompt.
+    """
+
+    layers: list[Any]
+
+    def __init__(self, config: PretrainedConfig, groups: Sequence[int]) -> None:
+        layers = DynamicCache(config=config).layers
+        kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or [""] * len(layers)
+        super().__init__(layers=[_stored(layer, kind) for layer, kind in zip(layers, kinds, strict=False)])
+        self.groups = list(groups)
+
+    def check(self, length: int, hidden: torch.Tensor | None) -> None:
+        """Raise `UnsupportedModel` unless every layer holds the whole prompt, in the graph if gradients are wanted.
+
+        Args:
+            length: positions it has to hold.
+            hidden: (U, P - 1, D) last hidden states; None: the pass ended with the last layer's keys and values.
+        """
+        layers = [layer for layer in self.layers if not is_stateless_layer(layer)]
+        require(all(layer.holds(length) for layer in layers), "the model did not keep the whole prompt in its cache")
+        if not torch.is_grad_enabled():
+            return
+        # From the first trained weight on, everything is in the graph: a later layer that is not has been cut off.
+        trained = hidden is None or hidden.requires_grad
+        in_graph = [*(layer.is_in_graph() for layer in layers), trained]
+        with_gradients = all(layer.written_with_grad for layer in layers) and in_graph == sorted(in_graph)
+        require(with_gradients, "the model kept the prompt without its gradients")
+        require(any(in_graph[:-1]) or not trained, "only weights behind the last cache are trained")
 
 
 def _stored(layer: Any, kind: str) -> Any:
@@ -255,52 +275,23 @@ def _stored(layer: Any, kind: str) -> Any:
     return StoredKeys(layer.is_sliding)
 
 
-def prefix_to_read(written: Prefix, index: torch.Tensor) -> Prefix:
-    """The written prefix for a batch whose row i continues prompt `index[i]`; index (N,), int64."""
-    kinds: dict[type, Any] = {StoredKeys: ExpandedKeys, StoredState: ExpandedState}  # others keep nothing
-    expanded = [kinds[type(layer)](layer, index) if type(layer) in kinds else layer for layer in written.layers]
-    return Prefix(layers=expanded)
+class ReadPrefix(Cache):
+    """A written prefix for rows of a batch, of which the i-th continues prompt `index[i]`; index (B,), int64.
 
-
-def _keeping(cache: Prefix) -> list[Any]:
-    return [layer for layer in cache.layers if not is_stateless_layer(layer)]
-
-
-def check_written(written: Prefix, length: int, hidden: torch.Tensor | None) -> None:
-    """Raise `UnsupportedModel` unless every layer holds the whole prompt, and in the graph if gradients are wanted.
-
-    Args:
-        written: the prefix after its pass.
-        length: positions it has to hold.
-        hidden: (U, P - 1, D) last hidden states of that pass; None: it ended with the last layer's keys and values.
-    """
-    layers = _keeping(written)
-    complete = (layer.is_complete() if isinstance(layer, StoredState) else layer.length() == length for layer in layers)
-    require(all(complete), "the model did not keep the whole prompt in its cache")
-    if not torch.is_grad_enabled():
-        return
-    # From the first trained weight on, everything is in the graph: a later layer that is not has been cut off from it.
-    trained = hidden is None or hidden.requires_grad
-    in_graph = [*(layer.is_in_graph() for layer in layers), trained]
-    with_gradients = all(layer.written_with_grad for layer in layers) and in_graph == sorted(in_graph)
-    require(with_gradients, "the model kept the prompt without its gradients")
-    require(any(in_graph[:-1]) or not trained, "only weights behind the last cache are trained")
-
-
-def check_read(read: Prefix) -> None:
-    """Raise `UnsupportedModel` unless every layer has read its prefix."""
-    require(all(layer.was_read for layer in _keeping(read)), "the model did not read the prompt from its cache")
-
-
-class PackedKeys(ExpandedKeys):
-    """Stored keys and values of U prompts of P - 1 tokens, each in front of its completions' own; never written.
-
-    Its index is (K,): which of U * (P - 1) keys of prompts and Q keys of completions behind them, for each key in turn.
+    Attributes:
+        rows: numbers of these rows in the batch.
     """
 
-    def _behind(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        every = torch.cat([stored.transpose(1, 2).flatten(0, 1), new[0].transpose(0, 1)])  # (U * (P - 1) + Q, H, D)
-        return every.index_select(0, self.index).transpose(0, 1).unsqueeze(0)  # (1, H, K, D)
+    layers: list[Any]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return len(self.index), 0
+    def __init__(self, written: WrittenPrefix, index: torch.Tensor, rows: Sequence[int]) -> None:
+        kinds: dict[type, Any] = {StoredKeys: ExpandedKeys, StoredState: ExpandedState}  # others keep nothing
+        super().__init__(
+            layers=[kinds[type(layer)](layer, index) if type(layer) in kinds else layer for layer in written.layers]
+        )
+        self.rows = list(rows)
+
+    def check(self) -> None:
+        """Raise `UnsupportedModel` unless every layer has read its prefix."""
+        was_read = all(is_stateless_layer(layer) or layer.was_read for layer in self.layers)
+        require(was_read, "the model did not read the prompt from its cache")

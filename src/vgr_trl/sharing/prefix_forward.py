@@ -1,45 +1,36 @@
 """A forward pass in which each prompt is computed once: the prompts first, then all completions behind them.
 
-`find_split` cuts a batch into prompts and the rest of every row, `prefix_forward` runs both, and `SharedForward` does
-so in place of a model's own forward pass wherever that is exact.
+`find_split` cuts a batch into prompts and the rest of every row. `Prefill` computes the prompts and keeps them;
+`CompletionPass` computes rows behind them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from inspect import signature
-from threading import RLock
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_flash_attention_utils import flash_attn_supports_top_left_mask, lazy_import_flash_attention
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vgr_trl.pixels import IMAGE_INPUTS, UnknownParts, image_inputs_of, on_device, parts_by_tokens
 from vgr_trl.rows import TOKEN_TYPES
-from vgr_trl.sharing.model_support import (
-    check_model,
-    check_token_types,
-    prefers_cudnn,
-    shards_layers,
-    wrap_attention,
-)
+from vgr_trl.sharing.model_support import cache_name, check_token_types, prefers_cudnn, replaced, wrap_attention
 from vgr_trl.sharing.prefix_cache import (
     PackedKeys,
-    Prefix,
     PromptsStored,
-    SharingReport,
+    ReadPrefix,
     StoredKeys,
     UnsupportedModel,
-    check_read,
-    check_written,
-    prefix_to_read,
-    prefix_to_write,
+    WrittenPrefix,
     require,
 )
-from vgr_trl.utils import DataError, patched_attribute
+from vgr_trl.utils import DataError
+
+PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
+_KNOWN = {*PER_TOKEN, *IMAGE_INPUTS, "position_ids"}
+_EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 # What a pass costs beside its tokens, in tokens.
 _PASS_COST = {"cpu": 32}
@@ -62,10 +53,10 @@ def find_groups(
     firsts, undecided = list(range(len(texts))), list(alike.values())  # the first row of each row's group
     while undecided:
         pairs = [(rows[0], row) for rows in undecided for row in rows[1:]]
-        equal = dict(zip(pairs, _equal(pixels, pairs), strict=True))
-        for first, row in pairs:
-            firsts[row] = first if equal[first, row] else row
-        others = ([row for row in rows[1:] if not equal[rows[0], row]] for rows in undecided)
+        equal = {row: first for (first, row), same in zip(pairs, _equal(pixels, pairs), strict=True) if same}
+        for row, first in equal.items():
+            firsts[row] = first
+        others = ([row for row in rows[1:] if row not in equal] for rows in undecided)
         undecided = [rows for rows in others if rows]
     numbers = {first: number for number, first in enumerate(dict.fromkeys(firsts))}
     return [numbers[first] for first in firsts]
@@ -78,19 +69,16 @@ def first_rows(groups: Sequence[int]) -> list[int]:
 
 def _equal(pixels: Sequence[Sequence[torch.Tensor]] | None, pairs: Sequence[tuple[int, int]]) -> list[bool]:
     """Whether both rows of each pair have the same pixels; all are compared before the host waits for the answers."""
-    if pixels is None:
+    if pixels is None or not pairs:
         return [True] * len(pairs)
-    found = [_compare(pixels[row], pixels[other]) for row, other in pairs]
-    asked = [one for one in found if one is not None]
-    answers = iter(torch.stack(asked).tolist() if asked else ())
-    return [one is not None and next(answers) for one in found]
-
-
-def _compare(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Whether values are equal, a bool on their device; None where their shapes differ."""
-    if any(one.shape != other.shape for one, other in zip(some, others, strict=True)):
-        return None
-    return torch.stack([(one == other).all() for one, other in zip(some, others, strict=True)]).all()
+    found = []
+    for row, other in pairs:
+        inputs = list(zip(pixels[row], pixels[other], strict=True))
+        if all(one.shape == two.shape for one, two in inputs):
+            found.append(torch.stack([(one == two).all() for one, two in inputs]).all())
+        else:
+            found.append(inputs[0][0].new_zeros((), dtype=torch.bool))
+    return torch.stack(found).tolist()
 
 
 def best_split(
@@ -112,20 +100,20 @@ def best_split(
         [0, p)), or None if no two rows agree up to `earliest`.
     """
     pairs = [(row, earlier) for row in range(1, len(ids)) for earlier in range(row)]
-    shared = [0] * (len(ids) - 1)  # per row but the first: columns it has in common with some earlier row
-    common = [_columns_in_common(ids[:row], mask[:row], ids[row], mask[row]) for row in range(1, len(ids))]
-    columns = torch.cat(common).tolist() if common else []
-    for (row, _), same, equal in zip(pairs, columns, _equal(pixels, pairs), strict=True):
-        shared[row - 1] = max(shared[row - 1], min(same, latest) if equal else 0)
+    shared = [0] * len(ids)  # columns that a row has in common with some earlier row
+    for (row, _), same, equal in zip(pairs, _columns_in_common(ids, mask, pairs), _equal(pixels, pairs), strict=True):
+        shared[row] = max(shared[row], min(same, latest) if equal else 0)
     splits = {split for split in shared if split >= earliest}
     return max(splits, key=lambda split: split * sum(other >= split for other in shared), default=None)
 
 
-def _columns_in_common(
-    ids: torch.Tensor, mask: torch.Tensor, own_ids: torch.Tensor, own_mask: torch.Tensor
-) -> torch.Tensor:
-    differs = (ids != own_ids) | (mask != own_mask)  # (rows, S)
-    return torch.where(differs.any(-1), differs.int().argmax(-1), ids.size(1))  # (rows,)
+def _columns_in_common(ids: torch.Tensor, mask: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> list[int]:
+    if not pairs:
+        return []
+    row, earlier = on_device([row for pair in pairs for row in pair], ids.device).view(-1, 2).unbind(1)
+    differs = (ids[row] != ids[earlier]) | (mask[row] != mask[earlier])  # (pairs, S)
+    common: list[int] = torch.where(differs.any(-1), differs.int().argmax(-1), ids.size(1)).tolist()
+    return common
 
 
 def cut_by_length(lengths: Sequence[int], pass_cost: int) -> list[list[int]]:
@@ -138,16 +126,16 @@ def cut_by_length(lengths: Sequence[int], pass_cost: int) -> list[list[int]]:
         pass_cost: what a pass costs besides its tokens, in tokens.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    falls = [place for place in range(1, len(order)) if lengths[order[place]] < lengths[order[place - 1]]]
-    best = {len(order): (0, 0)}  # place -> cost of the rows from there on, end of the first pass over them
-    for start in [*reversed(falls), 0]:
+    best: dict[int, tuple[int, list[list[int]]]] = {len(order): (0, [])}  # place -> cost and passes of rows from there
+    for start in reversed(range(len(order))):
         longest = lengths[order[start]]
-        best[start] = min((pass_cost + (end - start) * longest + cost, end) for end, (cost, _) in best.items())
-    passes, start = [], 0
-    while start < len(order):
-        end = best[start][1]
-        passes.append(order[start:end])
-        start = end
+        if start and longest == lengths[order[start - 1]]:
+            continue
+        best[start] = min(
+            (pass_cost + (end - start) * longest + cost, [order[start:end], *behind])
+            for end, (cost, behind) in best.items()
+        )
+    passes = best[0][1]
     return passes if len(passes) > 1 else [list(range(len(lengths)))]
 
 
@@ -194,11 +182,6 @@ def drop_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool] |
     return {name: value for name, value in inputs.items() if not (empty and name in IMAGE_INPUTS)}
 
 
-PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
-_KNOWN = {*PER_TOKEN, *IMAGE_INPUTS, "position_ids"}
-_EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
-
-
 @dataclass(frozen=True)
 class PrefixSplit:
     """Columns [0, start) are computed once per prompt, columns [start, stop) once per row.
@@ -208,12 +191,19 @@ class PrefixSplit:
         stop: end of the columns that are computed at all.
         groups: (N,) row -> number of its prompt.
         pixels: per pixel input, the slice of it that belongs to each row.
+        copies: completions that `generate` makes of each row.
     """
 
     start: int
     stop: int
     groups: list[int]
     pixels: dict[str, list[slice]]
+    copies: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Completions of all rows."""
+        return len(self.groups) * self.copies
 
     @property
     def prompts(self) -> int:
@@ -297,14 +287,13 @@ def check_inputs(inputs: Mapping[str, Any], config: Any) -> None:
     parts = (config, config.get_text_config())
     for name in _EXTRA_OUTPUTS:
         wanted = inputs.get(name)
-        if any(getattr(part, name, False) for part in parts) if wanted is None else wanted:
-            raise UnsupportedModel(f"{name}=True")
+        wanted = any(getattr(part, name, False) for part in parts) if wanted is None else wanted
+        require(not wanted, f"{name}=True")
     require(inputs.get("return_dict") is not False, "return_dict=False")
     check_token_types(inputs, config)
     known = {*_KNOWN, "labels"} if config.model_type == "gemma3" else _KNOWN  # it leaves labels to the head
     for name, value in inputs.items():
-        if not (name in known or value is None or _is_constant(value)):
-            raise UnsupportedModel(f"the input {name}")
+        require(name in known or value is None or _is_constant(value), f"the input {name}")
     require(inputs.get("pixel_values") is None or image_token_ids(config), "images without image tokens")
 
 
@@ -324,6 +313,244 @@ def _is_constant(value: object) -> bool:
     return isinstance(value, bool | int | float | str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
 
 
+class Prefill:
+    """The U unique prompts of a batch, computed once when this is made.
+
+    Args:
+        base: base model (without head) of a transformers model.
+        plain: its forward pass.
+        inputs: of the pass over the whole batch, by name.
+        split: of the batch.
+        wants_hidden: whether the last layer has to run, for hidden states of the prompts or because all processes have
+            to run it; otherwise the pass ends once completions have all that they read.
+
+    Attributes:
+        written: keys, values and states.
+        hidden: (U, start, D) last hidden states; None if the pass has ended before.
+        deltas: (U, 1), what a Qwen-VL model adds to positions behind images; None for other models, without images.
+
+    Raises:
+        UnsupportedModel: the model turns out not to keep its prompts.
+    """
+
+    def __init__(
+        self, base: Any, plain: Callable[..., Any], inputs: Mapping[str, Any], split: PrefixSplit, wants_hidden: bool
+    ) -> None:
+        common = {name: value for name, value in inputs.items() if _is_constant(value)}
+        common.pop("logits_to_keep", None)  # Gemma 4 would keep that many of each pass
+        self.plain, self.split, self.cache_name = plain, split, str(cache_name(base))
+        self.common = {**common, "use_cache": False, "return_dict": True}
+        self.layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+        self.written = WrittenPrefix(base.config, split.groups)
+        self.hidden: torch.Tensor | None = None
+        if hasattr(base, "rope_deltas"):
+            base.rope_deltas = None
+        ends_early = [] if wants_hidden else _end_early(base, self.written)
+        with suppress(PromptsStored), _cache_through_checkpoints(self.layers, ends_early):
+            outputs = plain(**self.common, **split.prompt_inputs(inputs), **{self.cache_name: self.written})
+            self.hidden = hidden_states(outputs)
+        self.written.check(split.start, self.hidden)
+        self.deltas: torch.Tensor | None = getattr(base, "rope_deltas", None)
+
+
+class CompletionPass:
+    """Computes rows of a batch behind the prompts of a `Prefill`.
+
+    Args:
+        base: as `Prefill` takes it.
+        prefill: of the batch.
+        inputs: likewise.
+    """
+
+    def __init__(self, base: Any, prefill: Prefill, inputs: Mapping[str, Any]) -> None:
+        self.prefill, self.split = prefill, prefill.split
+        self.ids: torch.Tensor = inputs["input_ids"]
+        self.mask: torch.Tensor | None = inputs.get("attention_mask")
+        self.index = on_device(self.split.groups, self.ids.device)  # (N,)
+        deltas = (
+            None if prefill.deltas is None else prefill.deltas.index_select(0, self.index.to(prefill.deltas.device))
+        )
+        self.positions = positions_behind(base, inputs, self.split, deltas)
+
+    def lengths(self) -> list[int]:
+        """Columns from `start` on that emit a token of each row, at least one."""
+        if self.mask is None:
+            return [self.split.stop - self.split.start] * len(self.ids)
+        emitted = self.mask[:, self.split.start + 1 : self.split.stop + 1].bool().sum(1)  # (N,)
+        lengths: list[int] = emitted.clamp(min=1).tolist()
+        return lengths
+
+    def padded(self, rows: Sequence[int], length: int) -> Any:
+        """Return the outputs of one pass over `length` columns of some rows.
+
+        Raises:
+            UnsupportedModel: the model turns out not to read the prompts.
+        """
+        at = slice(None) if list(rows) == list(range(len(self.ids))) else on_device(rows, self.ids.device)
+        stop, positions = self.split.start + length, self.positions
+        if positions is not None:
+            positions = (positions[..., at, :] if positions.size(-2) == len(self.ids) else positions)[..., :length]
+        behind = ReadPrefix(self.prefill.written, self.index[at], rows)
+        with _cache_through_checkpoints(self.prefill.layers):
+            outputs = self.prefill.plain(
+                **self.prefill.common,
+                input_ids=self.ids[at, self.split.start : stop],
+                attention_mask=None if self.mask is None else self.mask[at, :stop],
+                position_ids=positions,
+                **{self.prefill.cache_name: behind},
+            )
+        behind.check()
+        return outputs
+
+    def by_length(self, lengths: Sequence[int]) -> Any:
+        """Return the outputs of all rows (N, stop - start, D), each pass as wide as the longest of its rows."""
+        columns = self.split.stop - self.split.start
+        if prefers_cudnn():  # which builds a plan for every new shape, 0.4 to 0.6 s each (FunASR#3704)
+            lengths = [min(length + -length % _FEW_SHAPES, columns) for length in lengths]
+        passes = cut_by_length(lengths, _PASS_COST.get(self.ids.device.type, _PASS_COST_ON_GPU))
+        parts = [self.padded(rows, max(lengths[row] for row in rows)) for rows in passes]
+        wide = [torch.nn.functional.pad(part, (0, 0, 0, columns - part.size(1))) for part in map(hidden_states, parts)]
+        order = [row for rows in passes for row in rows]
+        back = on_device(sorted(range(len(order)), key=order.__getitem__), self.ids.device)
+        return type(parts[0])(last_hidden_state=wide[0] if len(wide) == 1 else torch.cat(wide)[back])
+
+    def packed(self, lengths: Sequence[int]) -> Any:
+        """Return the outputs of all rows (N, stop - start, D), which pass as one without padding; 0 for padding.
+
+        Raises:
+            UnsupportedModel: the model does not pass the bounds of completions on to its attention.
+        """
+        ids, positions = self.ids[:, self.split.start : self.split.stop], self.positions  # (N, columns)
+        if positions is None:
+            positions = torch.arange(self.split.start, self.split.stop, device=ids.device).unsqueeze(0)
+        positions = positions.expand(*positions.shape[:-2], *ids.shape).flatten(-2)  # (..., N * columns)
+        tokens, keys, bounds = find_packing(self.split, lengths, self.mask, ids.device)
+        cache = Cache(layers=[PackedKeys(layer, keys) for layer in self.prefill.written.layers])
+        reason, attended = "a model that does not tell its attention where packed completions begin", []
+
+        def wrap(attend: Callable[..., Any]) -> Callable[..., Any]:
+            def attend_within_bounds(*args: Any, **kwargs: Any) -> Any:
+                attended.append(attend)
+                require(kwargs.get("cu_seq_lens_k") is bounds["cu_seq_lens_k"], reason)
+                return attend(*args, **kwargs)
+
+            return attend_within_bounds
+
+        with wrap_attention(wrap), _cache_through_checkpoints(self.prefill.layers):
+            outputs = self.prefill.plain(
+                **self.prefill.common,
+                **bounds,
+                input_ids=ids.flatten()[tokens].unsqueeze(0),
+                position_ids=positions[..., tokens].unsqueeze(-2),
+                **{self.prefill.cache_name: cache},
+            )
+        require(len(attended) == len(cache.layers), reason)
+        hidden = hidden_states(outputs)[0]  # (Q, D)
+        every = hidden.new_zeros(ids.numel(), hidden.size(-1)).index_copy(0, tokens, hidden)
+        return type(outputs)(last_hidden_state=every.unflatten(0, ids.shape))
+
+
+def prefix_forward(
+    base: Any,
+    plain: Callable[..., Any],
+    inputs: dict[str, Any],
+    split: PrefixSplit,
+    *,
+    whole: bool,
+    alike: bool,
+    packs: bool = False,
+) -> Any:
+    """Return the outputs of a base model for all rows and columns; those of padding behind completions are 0.
+
+    Args:
+        base: base model (without head) of a transformers model.
+        plain: its forward pass.
+        whole: whether outputs of prompts and of padding are wanted, which are 0 otherwise.
+        alike: whether all processes have to make equally many passes.
+        packs: whether completions pass as one row without padding, unless outputs of padding are wanted.
+
+    Raises:
+        UnsupportedModel: the model turns out not to keep its prompts, or not to read them.
+    """
+    prefill = Prefill(base, plain, inputs, split, wants_hidden=whole or alike)
+    completions = CompletionPass(base, prefill, inputs)
+    if packs and not whole:
+        outputs = completions.packed(completions.lengths())
+    elif whole or alike:
+        outputs = completions.padded(range(len(split.groups)), split.stop - split.start)
+    else:
+        outputs = completions.by_length(completions.lengths())
+    hidden = hidden_states(outputs)  # (N, stop - start, D)
+    if prefill.hidden is not None and whole:
+        hidden = torch.cat([prefill.hidden.index_select(0, completions.index), hidden], dim=1)
+    missing = split.stop - hidden.size(1)
+    hidden = torch.nn.functional.pad(hidden, (0, 0, missing, inputs["input_ids"].size(1) - split.stop))
+    return type(outputs)(last_hidden_state=hidden)  # (N, S, D)
+
+
+def hidden_states(outputs: Any) -> torch.Tensor:
+    """Return the last hidden states of a pass, or raise `UnsupportedModel`."""
+    require(hasattr(outputs, "last_hidden_state"), "a model that does not return its last hidden states")
+    hidden: torch.Tensor = outputs.last_hidden_state
+    return hidden
+
+
+def positions_behind(
+    base: Any, inputs: Mapping[str, Any], split: PrefixSplit, deltas: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Position ids of the columns behind prompts; None where the model counts on from its cache, as in a plain pass."""
+    given: torch.Tensor | None = inputs.get("position_ids")
+    if given is not None:
+        return given[..., split.start : split.stop]
+    if not hasattr(base, "rope_deltas"):
+        return None
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    if deltas is None:  # the plain pass of these models does not skip padding unless there are images
+        return torch.arange(split.start, split.stop, device=ids.device).expand(len(ids), -1)  # (N, T)
+    mask = torch.ones_like(ids) if mask is None else mask
+    positions = mask.long().cumsum(-1)[:, split.start : split.stop] - 1 + deltas.to(ids.device)
+    return positions.expand(3, -1, -1)  # (3, N, T): time, height, width
+
+
+def _end_early(base: Any, written: WrittenPrefix) -> list[GradientCheckpointingLayer]:
+    """Let a pass over prompts end where the last layer has stored its keys and values; return that layer.
+
+    Queries, attention and what comes behind them serve no completion. A layer whose outputs a hook waits for runs.
+    """
+    modules = dict(base.named_modules())  # of large models thousands, which a pass goes through once
+    number = len(written.layers) - 1
+    last = [
+        (name, layer)
+        for name, layer in modules.items()
+        if isinstance(layer, GradientCheckpointingLayer)
+        and any(getattr(module, "layer_idx", None) == number for module in layer.modules())
+    ]
+    # Keys and values of the last layer have to be the last thing that completions read of their prompts.
+    if len(last) != 1 or type(written.layers[-1]) is not StoredKeys:
+        return []
+    ((name, layer),) = last
+    parents = [module for other, module in modules.items() if other and name.startswith(f"{other}.")]
+    if any(module._forward_hooks or hasattr(module, "_hf_hook") for module in (*parents, *layer.modules())):
+        return []
+    written.layers[-1].ends_pass = True
+    return [layer]
+
+
+@contextmanager
+def _cache_through_checkpoints(
+    layers: Iterable[GradientCheckpointingLayer], left: Iterable[GradientCheckpointingLayer] = ()
+) -> Iterator[None]:
+    """Let checkpointed layers use a cache, which is not changed by a recomputation; do not checkpoint those `left`.
+
+    A checkpoint that an exception has left cannot compute its layer again.
+    """
+    with replaced(
+        *((layer, "_can_checkpoint_with_cache", True) for layer in layers),
+        *((layer, "gradient_checkpointing", False) for layer in left),
+    ):
+        yield
+
+
 def why_not_pack(base: Any) -> str | None:
     """Why completions of a base model cannot be packed; None if they can. Positions have to be relative."""
     attention = str(base.config.get_text_config(decoder=True)._attn_implementation)
@@ -340,12 +567,9 @@ def why_not_pack(base: Any) -> str | None:
     return f"layers of type {min(unknown)}" if unknown else None
 
 
-Packing = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
-
-
 def find_packing(
     split: PrefixSplit, lengths: Sequence[int], mask: torch.Tensor | None, device: torch.device
-) -> Packing:
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return where the tokens of packed completions, and the keys that they see, come from.
 
     Args:
@@ -372,308 +596,3 @@ def find_packing(
     for name, counts in (("cu_seq_lens_q", lengths), ("cu_seq_lens_k", seen)):
         bounds[name] = torch.tensor([0, *counts], device=device).cumsum(0).int()
     return torch.cat(tokens).to(device), torch.cat(keys).to(device), bounds
-
-
-def packed_pass(
-    plain: Callable[..., Any], ids: torch.Tensor, split: PrefixSplit, packing: Packing, written: Prefix, **options: Any
-) -> Any:
-    """Return outputs with the last hidden states of the columns behind prompts, (N, columns, D); 0 for padding.
-
-    Args:
-        plain: forward pass of the base model.
-        ids: of the batch, (N, S).
-        written: keys and values of its prompts.
-        options: of the pass, what is the same for all tokens; `position_ids`, (..., N or 1, columns), None where they
-            count on from the prompts.
-
-    Raises:
-        UnsupportedModel: the model does not pass the bounds of completions on to its attention.
-    """
-    ids = ids[:, split.start : split.stop]  # (N, columns)
-    positions = options.pop("position_ids")
-    if positions is None:
-        positions = torch.arange(split.start, split.stop, device=ids.device).unsqueeze(0)
-    positions = positions.expand(*positions.shape[:-2], *ids.shape).flatten(-2)  # (..., N * columns)
-    tokens, keys, bounds = packing
-    cache = Prefix(layers=[PackedKeys(layer, keys) for layer in written.layers])
-    reason = "a model that does not tell its attention where packed completions begin"
-    attended = 0
-
-    def wrap(attend: Callable[..., Any]) -> Callable[..., Any]:
-        def attend_within_bounds(*args: Any, **kwargs: Any) -> Any:
-            nonlocal attended
-            attended += 1
-            require(kwargs.get("cu_seq_lens_k") is bounds["cu_seq_lens_k"], reason)
-            return attend(*args, **kwargs)
-
-        return attend_within_bounds
-
-    with wrap_attention(wrap):
-        outputs = plain(
-            input_ids=ids.flatten()[tokens].unsqueeze(0),
-            position_ids=positions[..., tokens].unsqueeze(-2),
-            past_key_values=cache,
-            **bounds,
-            **options,
-        )
-    require(attended == len(cache.layers), reason)
-    hidden = outputs.last_hidden_state[0]  # (Q, D)
-    every = hidden.new_zeros(ids.numel(), hidden.size(-1)).index_copy(0, tokens, hidden)
-    outputs.last_hidden_state = every.unflatten(0, ids.shape)
-    return outputs
-
-
-def prefix_forward(
-    base: Any,
-    plain: Callable[..., Any],
-    inputs: dict[str, Any],
-    split: PrefixSplit,
-    *,
-    whole: bool,
-    alike: bool,
-    packs: bool = False,
-) -> Any:
-    """Return the outputs of a base model for all rows and columns; those of padding behind completions are 0.
-
-    Args:
-        whole: whether outputs of prompts and of padding are wanted, which are 0 otherwise.
-        alike: whether all processes have to make equally many passes.
-        packs: whether completions pass as one row without padding, unless outputs of padding are wanted.
-
-    Raises:
-        UnsupportedModel: the model turns out not to keep its prompts, or not to read them.
-    """
-    ids = inputs["input_ids"]
-    index = on_device(split.groups, ids.device)  # (N,)
-    common = {name: value for name, value in inputs.items() if _is_constant(value)}
-    common |= {"use_cache": False, "return_dict": True}
-    common.pop("logits_to_keep", None)  # Gemma 4 would keep that many of each pass
-    prefix = prefix_to_write(base.config)
-    prefix.groups = split.groups
-    modules = dict(base.named_modules())  # of large models thousands, which a pass goes through once
-    layers = {name: module for name, module in modules.items() if isinstance(module, GradientCheckpointingLayer)}
-    with _cache_through_checkpoints(layers.values()), own_rope_deltas(base) as deltas:
-        prompts = None
-        with nullcontext() if whole or alike else _early_exit(modules, layers, prefix):
-            prompts = plain(**common, **split.prompt_inputs(inputs), past_key_values=prefix)
-        check_written(prefix, split.start, None if prompts is None else _hidden(prompts))
-        if getattr(base, "rope_deltas", None) is not None:
-            deltas.append(base.rope_deltas.index_select(0, index.to(base.rope_deltas.device)))  # (N, 1)
-        positions = positions_behind(base, inputs, split, *deltas)
-        if packs and not whole:
-            packing = find_packing(split, _lengths(inputs, split), inputs.get("attention_mask"), ids.device)
-            part = packed_pass(plain, ids, split, packing, prefix, position_ids=positions, **common)
-            hidden = part.last_hidden_state  # (N, stop - start, D)
-        else:
-            lengths = [split.stop - split.start] * len(ids) if whole or alike else _lengths(inputs, split)
-            hidden, part = _padded_passes(partial(plain, **common), inputs, split, prefix, positions, lengths)
-    if prompts is not None and whole:
-        hidden = torch.cat([_hidden(prompts).index_select(0, index), hidden], dim=1)
-    missing = split.stop - hidden.size(1)
-    hidden = torch.nn.functional.pad(hidden, (0, 0, missing, ids.size(1) - split.stop))
-    return type(part)(last_hidden_state=hidden)  # (N, S, D)
-
-
-def _padded_passes(
-    plain: Callable[..., Any],
-    inputs: dict[str, Any],
-    split: PrefixSplit,
-    prefix: Prefix,
-    positions: torch.Tensor | None,
-    lengths: list[int],
-) -> tuple[torch.Tensor, Any]:
-    """Completions behind the prompts, each pass as wide as its longest: hidden states, and the outputs of one pass."""
-    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    index = on_device(split.groups, ids.device)  # (N,)
-    if prefers_cudnn():  # which builds a plan for every new shape, 0.4 to 0.6 s each (FunASR#3704)
-        lengths = [min(length + -length % _FEW_SHAPES, split.stop - split.start) for length in lengths]
-    passes = cut_by_length(lengths, _PASS_COST.get(ids.device.type, _PASS_COST_ON_GPU))
-    parts = []
-    for rows in passes:
-        at = slice(None) if len(passes) == 1 else on_device(rows, ids.device)
-        behind = prefix_to_read(prefix, index[at])
-        behind.rows = rows
-        stop = split.start + max(lengths[row] for row in rows)
-        of_rows = positions
-        if of_rows is not None:
-            of_rows = of_rows[..., at, :] if of_rows.size(-2) == len(ids) else of_rows
-            of_rows = of_rows[..., : stop - split.start]
-        part = plain(
-            input_ids=ids[at, split.start : stop],
-            attention_mask=None if mask is None else mask[at, :stop],
-            position_ids=of_rows,
-            past_key_values=behind,
-        )
-        check_read(behind)
-        parts.append(torch.nn.functional.pad(_hidden(part), (0, 0, 0, split.stop - stop)))
-    if len(passes) == 1:
-        return parts[0], part
-    order = [row for rows in passes for row in rows]
-    return torch.cat(parts)[on_device(sorted(range(len(order)), key=order.__getitem__), ids.device)], part
-
-
-def _hidden(outputs: Any) -> torch.Tensor:
-    require(hasattr(outputs, "last_hidden_state"), "a model that does not return its last hidden states")
-    hidden: torch.Tensor = outputs.last_hidden_state
-    return hidden
-
-
-def _lengths(inputs: dict[str, Any], split: PrefixSplit) -> list[int]:
-    """Columns from `start` on that emit a token of each row, at least one."""
-    if inputs.get("attention_mask") is None:
-        return [split.stop - split.start] * len(split.groups)
-    emitted = inputs["attention_mask"][:, split.start + 1 : split.stop + 1].bool().sum(1)  # (N,)
-    lengths: list[int] = emitted.clamp(min=1).tolist()
-    return lengths
-
-
-@contextmanager
-def own_rope_deltas(base: Any) -> Iterator[list[torch.Tensor]]:
-    """Make a Qwen-VL model recompute what it adds to positions behind images, and leave it with that of all rows.
-
-    Yields:
-        a list for it, (N, 1), empty for other models and without images.
-    """
-    deltas: list[torch.Tensor] = []
-    with nullcontext() if not hasattr(base, "rope_deltas") else patched_attribute(base, "rope_deltas", None):
-        yield deltas
-    if deltas:
-        base.rope_deltas = deltas[0]
-
-
-def positions_behind(
-    base: Any, inputs: dict[str, Any], split: PrefixSplit, deltas: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    """Position ids of the columns behind prompts; None where the model counts on from its cache, as in a plain pass."""
-    given: torch.Tensor | None = inputs.get("position_ids")
-    if given is not None:
-        return given[..., split.start : split.stop]
-    if not hasattr(base, "rope_deltas"):
-        return None
-    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    if deltas is None:  # the plain pass of these models does not skip padding unless there are images
-        return torch.arange(split.start, split.stop, device=ids.device).expand(len(ids), -1)  # (N, T)
-    mask = torch.ones_like(ids) if mask is None else mask
-    positions = mask.long().cumsum(-1)[:, split.start : split.stop] - 1 + deltas.to(ids.device)
-    return positions.expand(3, -1, -1)  # (3, N, T): time, height, width
-
-
-@contextmanager
-def _early_exit(modules: Mapping[str, Any], layers: Mapping[str, Any], prefix: Prefix) -> Iterator[None]:
-    """End a pass over prompts where the last layer has stored its keys and values, unless a hook waits for its outputs.
-
-    Queries, attention and what comes behind them serve no completion. The layer is not computed again in the backward
-    pass, which a checkpoint that has been left cannot do.
-
-    Args:
-        modules: of the base model, by name.
-        layers: those among them that can be checkpointed.
-    """
-    number = len(prefix.layers) - 1
-    attention = [name for name, module in modules.items() if getattr(module, "layer_idx", None) == number]
-    last = [layer for layer in layers if any(_within(name, layer) for name in attention)]
-    hooked = len(last) == 1 and any(
-        module._forward_hooks or hasattr(module, "_hf_hook")
-        for name, module in modules.items()
-        if _within(name, last[0]) or _within(last[0], name)
-    )
-    # Keys and values of the last layer have to be the last thing that completions read of their prompts.
-    if len(last) != 1 or hooked or type(prefix.layers[-1]) is not StoredKeys:
-        yield
-        return
-    prefix.layers[-1].ends_pass = True
-    with suppress(PromptsStored), patched_attribute(layers[last[0]], "gradient_checkpointing", False):
-        yield
-
-
-def _within(name: str, other: str) -> bool:
-    """Whether a module of that name is another, or a part of it; the whole model has the empty name."""
-    return not other or name == other or name.startswith(f"{other}.")
-
-
-@contextmanager
-def _cache_through_checkpoints(layers: Iterable[Any]) -> Iterator[None]:
-    """Let checkpointed layers use a cache: ours is not changed by a recomputation."""
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(patched_attribute(layer, "_can_checkpoint_with_cache", True))
-        yield
-
-
-class SharedForward:
-    """A base model's forward pass that computes equal prompts once, and runs plainly where that is not exact.
-
-    Args:
-        base: base model (without head) of a transformers model.
-        plain: its forward pass.
-        report: where calls are counted.
-        completion_length: T, if every batch is P + T columns of prompt and completion; None finds the longest common
-            beginnings of the rows itself.
-        agree: given an answer of this process, says whether it is that of all; where passes have to be alike in all.
-        sharded: whether they have to be alike in their images, too.
-        packs: whether completions pass behind their prompts without padding; the model has to be one that can.
-    """
-
-    def __init__(
-        self,
-        base: Any,
-        plain: Callable[..., Any],
-        report: SharingReport,
-        completion_length: int | None,
-        agree: Callable[[bool], bool] | None,
-        sharded: bool = True,
-        packs: bool = False,
-    ) -> None:
-        self.base, self.plain, self.report, self.packs = base, plain, report, packs
-        self.completion_length, self.agree = completion_length, agree
-        self.alike = sharded and agree is not None
-        self.names = list(signature(plain).parameters)
-        self.agree_on_images = agree if sharded and "pixel_values" in self.names else None
-        self.paused = False  # `generate` makes its own arrangements
-        self.lock = RLock()  # the model keeps the offsets of one batch at a time
-        self.refused: dict[bool, str] = {}  # with gradients -> why the model turned out to be unsupported
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self.plain(*args, **kwargs)
-        with self.lock:
-            return self.plain(*args, **kwargs) if self.paused else self._call(*args, **kwargs)
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = drop_empty_images(dict(zip(self.names, args, strict=False)) | kwargs, self.agree_on_images)
-        if inputs.get("use_cache") or inputs.get("past_key_values") is not None:
-            return self.plain(**inputs)
-        gradients = torch.is_grad_enabled()
-        split, reason = None, self.refused.get(gradients, "")
-        if not reason:
-            try:
-                check_model(self.base, gradients)
-                check_inputs(inputs, self.base.config)
-                stop, width = inputs["input_ids"].size(1) - 1, self.completion_length
-                columns = None if width is None else (stop - width, stop)  # the last column emits nothing
-                split = find_split(inputs, self.base.config, columns, alone=self.agree is not None)
-            except UnsupportedModel as error:
-                reason = str(error)
-        if not self.all_agree(split is not None) and split is not None:
-            split, reason = None, "another process cannot share this batch"
-        if split is not None and self.agree is not None and self.agree(split.prompts == len(split.groups)):
-            split, reason = None, "no prompt occurs twice"
-        if split is not None:
-            # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches the layer's output.
-            whole = self.completion_length is None or (gradients and shards_layers(self.base))
-            modes = {"whole": whole, "alike": self.alike, "packs": self.packs}
-            try:
-                outputs = prefix_forward(self.base, self.plain, inputs, split, **modes)
-            except UnsupportedModel as error:
-                self.refused[gradients] = reason = str(error)
-            else:
-                self.report.add_shared(len(split.groups), split.prompts)
-                return outputs
-        ids = inputs.get("input_ids")
-        rows = inputs.get("inputs_embeds") if ids is None else ids
-        self.report.add_plain(len(rows) if isinstance(rows, torch.Tensor) else 0, reason)
-        return self.plain(**inputs)
-
-    def all_agree(self, mine: bool) -> bool:
-        """Whether this process, or where that matters every process, would share the batch."""
-        return mine if self.agree is None else self.agree(mine)

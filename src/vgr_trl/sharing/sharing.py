@@ -1,14 +1,17 @@
 """`share_prompts`: equal prompts computed once in forward, backward and `generate`, and where a run does so."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from inspect import signature
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin, GenerationMode
 
 from vgr_trl.pixels import IMAGE_INPUTS, clone_to, on_device
@@ -21,20 +24,23 @@ from vgr_trl.sharing.model_support import (
     is_checkpointed,
     is_compiled,
     keep_keys_unrepeated,
+    replaced,
+    shards_layers,
     why_no_pass_shares,
 )
 from vgr_trl.sharing.prefix_cache import SharingReport, UnsupportedModel, require
 from vgr_trl.sharing.prefix_forward import (
     PER_TOKEN,
     PrefixSplit,
-    SharedForward,
+    check_inputs,
     drop_empty_images,
     find_groups,
     find_split,
     first_rows,
+    prefix_forward,
 )
 from vgr_trl.sharing.probe import why_not_share
-from vgr_trl.utils import ConfigError, Feature, patched_attribute, patched_method
+from vgr_trl.utils import ConfigError, Feature
 
 
 @contextmanager
@@ -92,11 +98,10 @@ def share_prompts(
     keep_keys_unrepeated()
     base = base_of(causal)
     forward = SharedForward(base, base.forward, report, completion_length, agree, sharded, packs)
-    with ExitStack() as stack:
-        stack.enter_context(patched_method(base, "forward", forward))
-        if base is not causal and hasattr(causal, "generate"):
-            generate = SharedGeneration(causal, causal.generate, forward, report)
-            stack.enter_context(patched_method(causal, "generate", generate))
+    changes: list[tuple[Any, str, Any]] = [(base, "forward", forward)]
+    if base is not causal and hasattr(causal, "generate"):
+        changes.append((causal, "generate", SharedGeneration(causal, causal.generate, forward)))
+    with replaced(*changes):
         yield report
 
 
@@ -115,15 +120,113 @@ def ignore_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | Non
     if is_compiled(model):
         yield
         return
-    plain = base.forward
-    names = list(signature(plain).parameters)
-    agree = agree if "pixel_values" in names else None
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return plain(**drop_empty_images(dict(zip(names, args, strict=False)) | kwargs, agree))
-
-    with patched_method(base, "forward", forward):
+    agree = agree if "pixel_values" in signature(base.forward).parameters else None
+    handle = base.register_forward_pre_hook(partial(_drop_from_call, agree), with_kwargs=True)
+    try:
         yield
+    finally:
+        handle.remove()
+
+
+def _drop_from_call(
+    agree: Callable[[bool], bool] | None, module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    return args, drop_empty_images(kwargs, agree)
+
+
+class SharedForward:
+    """A base model's forward pass that computes equal prompts once, and runs plainly where that is not exact.
+
+    Args:
+        base: base model (without head) of a transformers model.
+        plain: its forward pass.
+        report: where calls are counted.
+        completion_length: T, if every batch is P + T columns of prompt and completion; None finds the longest common
+            beginnings of the rows itself.
+        agree: given an answer of this process, says whether it is that of all; where passes have to be alike in all.
+        sharded: whether they have to be alike in their images, too.
+        packs: whether completions pass behind their prompts without padding; the model has to be one that can.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        plain: Callable[..., Any],
+        report: SharingReport,
+        completion_length: int | None,
+        agree: Callable[[bool], bool] | None,
+        sharded: bool = True,
+        packs: bool = False,
+    ) -> None:
+        self.base, self.plain, self.report, self.packs = base, plain, report, packs
+        self.completion_length, self.agree = completion_length, agree
+        self.alike = sharded and agree is not None
+        self.names = list(signature(plain).parameters)
+        self.agree_on_images = agree if sharded and "pixel_values" in self.names else None
+        self.paused = False  # `generate` makes its own arrangements
+        self.lock = RLock()  # the model keeps the offsets of one batch at a time
+        self.refused: dict[str, str] = {}  # kind of call -> why the model turned out to be unsupported
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.plain(*args, **kwargs)
+        with self.lock:
+            if self.paused:
+                return self.plain(*args, **kwargs)
+            inputs = drop_empty_images(dict(zip(self.names, args, strict=False)) | kwargs, self.agree_on_images)
+            if inputs.get("use_cache") or any(inputs.get(name) is not None for name in ("past_key_values", "cache")):
+                return self.plain(**inputs)
+            gradients = torch.is_grad_enabled()
+            # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches the layer's output.
+            whole = self.completion_length is None or (gradients and shards_layers(self.base))
+            run = partial(prefix_forward, self.base, self.plain, inputs)
+            shared = partial(run, whole=whole, alike=self.alike, packs=self.packs)
+            kind = "training" if gradients else "scoring"
+            rows = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
+            return self.share(kind, rows, partial(self._split, inputs), shared, partial(self.plain, **inputs))
+
+    def _split(self, inputs: dict[str, Any]) -> PrefixSplit:
+        check_model(self.base, torch.is_grad_enabled())
+        check_inputs(inputs, self.base.config)
+        stop, width = inputs["input_ids"].size(1) - 1, self.completion_length
+        columns = None if width is None else (stop - width, stop)  # the last column emits nothing
+        return find_split(inputs, self.base.config, columns, alone=self.agree is not None)
+
+    def share(
+        self,
+        kind: str,
+        rows: Any,
+        split: Callable[[], PrefixSplit],
+        shared: Callable[[PrefixSplit], Any],
+        plain: Callable[[], Any],
+    ) -> Any:
+        """Return what `shared` makes of a split, or `plain` where that is not supported or not by all processes.
+
+        Args:
+            kind: of call; what the model turns out not to support is not tried again for calls of this kind.
+            rows: tensor with one entry per row.
+        """
+        found, reason = None, self.refused.get(kind, "")
+        try:
+            found = None if reason else split()
+        except UnsupportedModel as error:
+            reason = str(error)
+        if self.agree is not None:
+            if not self.agree(found is not None):
+                found, reason = None, reason or "another process cannot share this batch"
+            elif found is not None and self.agree(found.prompts == found.rows):
+                found, reason = None, "no prompt occurs twice"
+        if found is not None:
+            try:
+                outputs = shared(found)
+            except UnsupportedModel as error:
+                self.refused[kind] = reason = str(error)
+            else:
+                self.report.add(found.rows, found.prompts)
+                return outputs
+        count = len(rows) if isinstance(rows, torch.Tensor) else 0
+        self.report.add(count, count, [reason])
+        return plain()
 
 
 class SharedPasses:
@@ -172,7 +275,7 @@ class SharedPasses:
         with share_prompts(model, completion_length, agree=agree, sharded=refuses, packs=packs) as report:
             yield
         if counts:
-            self._report.add(report)
+            self._report.add(report.rows, report.prompts)
 
     def metrics(self) -> dict[str, float]:
         """Return what was shared since the last call."""
@@ -216,9 +319,9 @@ def shuffle_whole_groups(
     def reordered(value: Any) -> Any:
         if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
             return value
-        return (
-            value[on_device(order, value.device)] if isinstance(value, torch.Tensor) else [value[row] for row in order]
-        )
+        if isinstance(value, torch.Tensor):
+            return value[on_device(order, value.device)]
+        return [value[row] for row in order]
 
     return {key: reordered(value) for key, value in batch.items()}
 
@@ -228,67 +331,6 @@ def _one_per_group(values: Sequence[torch.Tensor], groups: Sequence[int]) -> lis
     return [kept[group] for group in groups]
 
 
-ROOM = 128  # tokens for which there is room before the next copy
-
-
-class GrowingLayer(DynamicLayer):
-    """Keys and values of some rows of a filled layer, to which tokens are added; for `generate` without beams.
-
-    Args:
-        filled: the other layer.
-        index: (N,) row -> row of the other layer.
-    """
-
-    keys: Any
-    values: Any
-
-    def __init__(self, filled: Any, index: torch.Tensor) -> None:
-        super().__init__()
-        self.dtype, self.device, self.is_initialized = filled.dtype, filled.device, True
-        filled.reorder_cache(index)
-        self._longer = [_grow_buffer(filled.keys), _grow_buffer(filled.values)]
-        self._show(filled.get_seq_length())
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        start = self.get_seq_length()
-        stop = start + key_states.size(-2)
-        if stop > self._longer[0].size(-2):
-            self._longer = [
-                _grow_buffer(self.keys, key_states.size(-2)),
-                _grow_buffer(self.values, key_states.size(-2)),
-            ]
-        for longer, new in zip(self._longer, (key_states, value_states), strict=True):
-            longer[:, :, start:stop] = new
-        self._show(stop)
-        return self.keys, self.values
-
-    def _show(self, length: int) -> None:
-        self.keys, self.values = (longer[:, :, :length] for longer in self._longer)
-
-
-def _grow_buffer(filled: torch.Tensor, at_least: int = 0) -> torch.Tensor:
-    """Return a tensor that begins with (N, H, S, D), and has more tokens."""
-    rows, heads, length, width = filled.shape
-    longer = filled.new_empty(rows, heads, length + max(at_least, ROOM), width)
-    longer[:, :, :length] = filled
-    return longer
-
-
-def grow_in_place(cache: Cache, index: torch.Tensor) -> None:
-    """Give a filled cache rows `index`, (N,), of its own, with room behind them in layers that keep all tokens."""
-    for number, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer and layer.is_initialized:
-            cache.layers[number] = GrowingLayer(layer, index)
-        else:
-            layer.reorder_cache(index)  # type: ignore[arg-type]  # a LongTensor, which no tensor is for mypy
-
-
-_GENERATE = GenerationMixin.generate
-_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-
-
 class SharedGeneration:
     """A model's `generate` that computes equal prompts once, and runs plainly where that is not exact.
 
@@ -296,98 +338,83 @@ class SharedGeneration:
         model: transformers model with a head.
         plain: its `generate`.
         forward: the shared forward pass of its base model, which is paused meanwhile.
-        report: where calls are counted.
     """
 
-    def __init__(self, model: Any, plain: Callable[..., Any], forward: SharedForward, report: SharingReport) -> None:
-        self.model, self.plain, self.forward, self.report = model, plain, forward, report
+    def __init__(self, model: Any, plain: Callable[..., Any], forward: SharedForward) -> None:
+        self.model, self.plain, self.forward = model, plain, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = drop_empty_images(kwargs, self.forward.agree_on_images)
-        split, reason = None, ""
-        with self.forward.lock, patched_attribute(self.forward, "paused", True):
+        inputs = dict(kwargs)
+        ids = [*args, *(inputs.pop(name) for name in ("inputs", "input_ids") if name in inputs)]
+        inputs["input_ids"] = ids[0] if len(ids) == 1 else None
+        plain = partial(self.plain, *args, **kwargs)
+        with self.forward.lock:
+            before, self.forward.paused = self.forward.paused, True
             try:
-                inputs, copies = self._inputs(args, kwargs)
-                split = self._split(inputs, copies)
-            except UnsupportedModel as error:
-                reason = str(error)
-            if not self.forward.all_agree(split is not None) and split is not None:
-                split, reason = None, "another process cannot share this batch"
-            if split is not None:
-                try:
-                    cache = self._prefill(inputs, split, copies)
-                except UnsupportedModel as error:
-                    reason = str(error)
-                else:
-                    self.report.add_shared(len(split.groups) * copies, split.prompts)
-                    return self._continue(inputs, copies, cache)
-            ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-            self.report.add_plain(len(ids) if isinstance(ids, torch.Tensor) else 0, reason)
-            return self.plain(*args, **kwargs)
+                split, generate = partial(self._split, inputs), partial(self._generate, inputs)
+                return self.forward.share("generation", inputs["input_ids"], split, generate, plain)
+            finally:
+                self.forward.paused = before
 
-    def _continue(self, inputs: dict[str, Any], copies: int, cache: Cache) -> Any:
-        """Generate from the prompts in the cache: the images are in it, and must not be given again."""
-        inputs = {name: value for name, value in inputs.items() if name not in IMAGE_INPUTS}
-        if copies > 1:
-            tokens = {name: inputs[name] for name in PER_TOKEN if inputs.get(name) is not None}
-            inputs |= {name: value.repeat_interleave(copies, dim=0) for name, value in tokens.items()}
-            inputs["num_return_sequences"] = 1
-        return self.plain(**inputs, past_key_values=cache)
-
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """The inputs by name, and the completions per row."""
-        plain_generate = getattr(self.plain, "__func__", None) is _GENERATE
+    def _split(self, inputs: dict[str, Any]) -> PrefixSplit:
+        """Prompts without their last tokens, which begin the completions."""
+        plain_generate = getattr(self.plain, "__func__", None) is GenerationMixin.generate
         require(plain_generate, "a generate that is not that of transformers")
         check_model(self.forward.base, gradients=False)
         require(not is_checkpointed(self.model), "generate with gradient checkpointing on")
-        inputs = dict(kwargs)
-        twice = args and ("input_ids" in inputs or "inputs" in inputs)
-        require(len(args) <= 1 and not twice, "positional arguments of generate")
-        if args or "inputs" in inputs:
-            inputs["input_ids"] = args[0] if args else inputs.pop("inputs")
         starts_anew = inputs.get("past_key_values") is None and inputs.get("inputs_embeds") is None
         require(starts_anew, "generate from a cache or from embeddings")
         for name, value in inputs.items():
             per_row = isinstance(value, torch.Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS)
-            if per_row or (name in ("assistant_model", "custom_generate") and value is not None):
-                raise UnsupportedModel(f"the input {name}")
-        return inputs, self._check_config(inputs)
-
-    def _split(self, inputs: dict[str, Any], copies: int) -> PrefixSplit:
-        """Prompts without their last tokens, which begin the completions."""
-        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-            raise UnsupportedModel("no prompt before the completions")
+            alone = name in ("assistant_model", "custom_generate") and value is not None
+            require(not (per_row or alone), f"the input {name}")
+        copies = self._check_config(inputs)
+        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+        require(isinstance(ids, torch.Tensor) and ids.ndim == 2, "no prompt before the completions")
         require(mask is not None and mask.shape == ids.shape, "generate without an attention mask")
         check_token_types(inputs, self.model.config)
-        return find_split(inputs, self.model.config, (ids.size(1) - 1, ids.size(1)), alone=copies > 1)
+        alone = copies > 1 or self.forward.agree is not None
+        split = find_split(inputs, self.model.config, (ids.size(1) - 1, ids.size(1)), alone=alone)
+        return replace(split, copies=copies)
 
     def _check_config(self, inputs: dict[str, Any]) -> int:
         """Raise `UnsupportedModel` unless `generate` samples token by token; completions per input row."""
         names = set(GenerationConfig().to_dict()) | {"generation_config"}
         given = {name: value for name, value in inputs.items() if name in names}
         config, _ = self.model._prepare_generation_config(given.pop("generation_config", None), **given)
-        require(config.get_generation_mode(None) in _MODES, "generate with beams or an assistant")
+        modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        require(config.get_generation_mode(None) in modes, "generate with beams or an assistant")
         growing = config.use_cache and config.cache_implementation is None
         require(growing, "generate without its default, growing cache")
         require(config.prefill_chunk_size is None, "prefill_chunk_size")
         require(not config.output_hidden_states, "output_hidden_states=True")
         return config.num_return_sequences or 1
 
-    def _prefill(self, inputs: dict[str, Any], split: PrefixSplit, copies: int) -> Cache:
+    def _generate(self, inputs: dict[str, Any], split: PrefixSplit) -> Any:
+        """Generate from the prompts in a cache: the images are in it, and must not be given again."""
+        cache = self._prefill(inputs, split)
+        inputs = {name: value for name, value in inputs.items() if name not in IMAGE_INPUTS}
+        if split.copies > 1:
+            tokens = {name: inputs[name] for name in PER_TOKEN if inputs.get(name) is not None}
+            inputs |= {name: value.repeat_interleave(split.copies, dim=0) for name, value in tokens.items()}
+            inputs["num_return_sequences"] = 1
+        return self.plain(**inputs, past_key_values=cache)
+
+    def _prefill(self, inputs: dict[str, Any], split: PrefixSplit) -> DynamicCache:
         """The cache of all rows to be generated, after all tokens of their prompts but the last."""
-        prompts = split.prompt_inputs(inputs)
         others = {"synced_gpus": inputs["synced_gpus"]} if "synced_gpus" in inputs else {}
         cache = DynamicCache(config=self.model.config)
         # One greedy step draws no random numbers, and prepares positions and masks as the family's own generate does.
-        # The model's own defaults are for completions.
-        step = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, return_dict_in_generate=True)
-        with torch.no_grad(), patched_attribute(self.model, "generation_config", step):
-            self.plain(**prompts, **others, past_key_values=cache, generation_config=step)
+        # Whatever it leaves out it would take from the model's own defaults, which are for completions.
+        greedy = {"do_sample": False, "num_beams": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+        step = GenerationConfig(max_new_tokens=1, num_return_sequences=1, return_dict_in_generate=True, **greedy)
+        with torch.no_grad():
+            self.plain(**split.prompt_inputs(inputs), **others, past_key_values=cache, generation_config=step)
         whole = cache.get_seq_length() == split.start
         require(whole, "the model did not keep the whole prompt in its cache")
-        index = on_device(split.groups, inputs["input_ids"].device).repeat_interleave(copies)  # (N * copies,)
-        grow_in_place(cache, index)
+        index = on_device(split.groups, inputs["input_ids"].device).repeat_interleave(split.copies)  # (N * copies,)
+        cache.reorder_cache(index)  # type: ignore[arg-type]  # a LongTensor, which no tensor is for mypy
         base = self.forward.base
         if getattr(base, "rope_deltas", None) is not None:
             base.rope_deltas = base.rope_deltas.index_select(0, index.to(base.rope_deltas.device))  # (N, 1)

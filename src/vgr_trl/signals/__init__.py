@@ -1,8 +1,8 @@
 """Per-token signals: attention to the image and to the instruction, and dependence on the image.
 
-`ratios.py`: which tokens are the image, and the formulas. `probe.py`: attention and hidden states, measured while a
-model computes. `regions.py`: boxes of an image. `perturbation.py`: images made harder to see. `scoring.py`: a batch,
-with any model. `named.py`: what rewards, rules and metrics read.
+`ratios.py`: masks of image, instruction and region tokens, and the formulas. `probe.py`: attention and hidden states,
+measured while a model computes. `plan.py`: the rows and tokens of each of its passes. `perturbation.py`: images made
+harder to see. `scoring.py`: a scoring pass over a batch. `named.py`: the signals that rewards, rules and metrics read.
 """
 
 from vgr_trl.signals.named import RolloutSignals

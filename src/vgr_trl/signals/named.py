@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from sys import intern
 from typing import Any
@@ -67,17 +67,10 @@ class RolloutSignals:
         """Return a measurement by its name among the needs of plug-ins, None if it was not made."""
         if need.startswith(LOGPS_PREFIX):
             return self.views.get(need.removeprefix(LOGPS_PREFIX))
-        return (self.views or None) if need == "views" else getattr(self, need)
-
-    @property
-    def shift(self) -> torch.Tensor | None:
-        """`jsd`, which is measured together with `perturbed_entropies`."""
-        return self.jsd
-
-    @property
-    def regions(self) -> torch.Tensor | None:
-        """Attention on what the questions are about, (L, N, T); None if it was not measured."""
-        return None if self.attention is None else self.attention.region
+        if need == "regions":
+            return None if self.attention is None else self.attention.region
+        found = getattr(self, "jsd" if need == "shift" else need)
+        return None if need == "views" and not found else found
 
 
 def build_unmeasured_signals(mask: torch.Tensor) -> RolloutSignals:
@@ -86,44 +79,45 @@ def build_unmeasured_signals(mask: torch.Tensor) -> RolloutSignals:
     return RolloutSignals(nothing, nothing, mask)
 
 
+_MASS = "signals.attention."
+
+
 def signals_to_columns(signals: RolloutSignals | None) -> dict[str, torch.Tensor]:
     """Return the tensors of `signals`, rows first: (N, T), (N, L, T) and (N,)."""
     if signals is None:
         return {}
-    parts = {
-        f"signals.{name}": value for name, value in vars(signals).items() if name not in ("attention", "views", "extra")
-    }
-    parts |= {f"{VIEWS}{name}": value for name, value in signals.views.items()}
-    parts |= {f"{EXTRA}{name}": value for name, value in signals.extra.items()}
-    if signals.attention is not None:
-        parts |= {f"signals.attention.{name}": value for name, value in vars(signals.attention).items()}
+    nested: dict[str, dict[str, Any]] = {"signals.": vars(signals), VIEWS: signals.views, EXTRA: signals.extra}
+    nested[_MASS] = {} if signals.attention is None else vars(signals.attention)
+    columns = {prefix + name: value for prefix, values in nested.items() for name, value in values.items()}
     return {
-        name: value.transpose(0, 1) if name in LAYERED else value for name, value in parts.items() if value is not None
+        name: value.transpose(0, 1) if name in LAYERED else value
+        for name, value in columns.items()
+        if isinstance(value, torch.Tensor)
     }
 
 
 def columns_to_signals(columns: dict[str, Any]) -> RolloutSignals | None:
     """Return the signals that `signals_to_columns` made columns of; None if there are none among `columns`."""
-    given = {
-        name.removeprefix("signals."): value.transpose(0, 1) if name in LAYERED else value
-        for name, value in columns.items()
-        if name.startswith("signals.")
-    }
-    if not given:
+
+    def named(prefix: str) -> dict[str, Any]:
+        names = [name for name in columns if name.startswith(prefix)]
+        return {
+            name.removeprefix(prefix): columns[name].transpose(0, 1) if name in LAYERED else columns[name]
+            for name in names
+        }
+
+    if not (found := named("signals.")):
         return None
-    mass: Any = {part.name: given.get(f"attention.{part.name}") for part in fields(AttentionMass)}
-    rest: Any = {part.name: given.get(part.name) for part in fields(RolloutSignals)}
-    rest["views"] = {name.removeprefix(VIEWS): value for name, value in columns.items() if name.startswith(VIEWS)}
-    rest["extra"] = {name.removeprefix(EXTRA): value for name, value in columns.items() if name.startswith(EXTRA)}
-    rest["attention"] = AttentionMass(**mass) if mass["mask"] is not None else None
-    return RolloutSignals(**rest)
+    parts = {name: value for name, value in found.items() if "." not in name}
+    mass = named(_MASS)
+    return RolloutSignals(
+        **parts, attention=AttentionMass(**mass) if mass else None, views=named(VIEWS), extra=named(EXTRA)
+    )
 
 
-def take_signal_rows(signals: RolloutSignals, rows: list[int]) -> RolloutSignals:
+def take_signal_rows(signals: RolloutSignals | None, rows: list[int]) -> RolloutSignals | None:
     """Return the signals of some rows, on the CPU."""
-    part = columns_to_signals({name: value[rows].cpu() for name, value in signals_to_columns(signals).items()})
-    assert part is not None
-    return part
+    return columns_to_signals({name: value[rows].cpu() for name, value in signals_to_columns(signals).items()})
 
 
 @dataclass(frozen=True)
@@ -232,7 +226,8 @@ def named_metrics(
 def image_attention(signals: RolloutSignals, options: Any) -> torch.Tensor:
     """Return the attention on all image tokens together, the mean over the late layers, in [0, 1]."""
     mass, late = _mass(signals, options)
-    return mass.vision[late].mean(0)
+    attention: torch.Tensor = mass.vision[late].mean(0)
+    return attention
 
 
 @registries.signals.register("token_vgr")
@@ -251,9 +246,7 @@ def region_share(signals: RolloutSignals, options: Any) -> torch.Tensor:
     NaN for rows that name no box.
     """
     mass, late = _mass(signals, options)
-    assert mass.region is not None
-    assert mass.num_region is not None
-    share = mass.region[late].mean(0) / mass.vision[late].mean(0)
+    share: torch.Tensor = mass.region[late].mean(0) / mass.vision[late].mean(0)
     return share.masked_fill((mass.num_region == 0).unsqueeze(1), torch.nan)
 
 
@@ -262,15 +255,14 @@ def region_share(signals: RolloutSignals, options: Any) -> torch.Tensor:
 def region_focus(signals: RolloutSignals, options: Any) -> torch.Tensor:
     """Return `region_share` over the region's share of the image's tokens: above 1, more than an average token gets."""
     mass, _ = _mass(signals, options)
-    assert mass.num_region is not None
-    return signals.extra["region_share"] / (mass.num_region / mass.num_vision).unsqueeze(1)
+    average: torch.Tensor = mass.num_region / mass.num_vision
+    return signals.extra["region_share"] / average.unsqueeze(1)
 
 
-def _mass(signals: RolloutSignals, options: Any) -> tuple[AttentionMass, list[int]]:
-    """Return the attention mass, and its late layers."""
-    assert signals.attention is not None
-    scheme = getattr(options, "attention_segments", "thirds")
-    return signals.attention, late_layers(len(signals.attention.vision), scheme)
+def _mass(signals: RolloutSignals, options: Any) -> tuple[Any, list[int]]:
+    """Return the attention mass, which a signal that needs it finds measured, and its late layers."""
+    mass: Any = signals.attention
+    return mass, late_layers(len(mass.vision), getattr(options, "attention_segments", "thirds"))
 
 
 @registries.signals.register("stability")

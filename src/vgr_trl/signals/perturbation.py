@@ -101,12 +101,10 @@ def _image(colours: np.ndarray, opacity: np.ndarray | None, like: Image.Image) -
 
 def _painted(image: Image.Image, where: np.ndarray, grey: int) -> Image.Image:
     """Return the image with an opaque grey in [0, 255] at the pixels `where`, (height, width) bool."""
-    colours, opacity = (None if values is None else values.copy() for values in _colours(image))
-    assert colours is not None
+    colours, opacity = _colours(image)
+    colours = colours.copy()
     colours[where] = grey
-    if opacity is not None:
-        opacity[where] = 255
-    return _image(colours, opacity, image)
+    return _image(colours, None if opacity is None else np.where(where, 255, opacity), image)
 
 
 def blacken_patches(image: Image.Image, *, patch_size: int = 14, black_prob: float = 0.5, seed: int) -> Image.Image:
@@ -262,17 +260,10 @@ def remove_image(image: Image.Image) -> Image.Image:
     raise DataError("remove_image leaves no image to return: score the conversation without it, see drop_images.")
 
 
+_OF_PIXELS = (blacken_patches, add_gaussian_noise, gaussian_blur, mask_image)
+_OF_PLACES = (shuffle_patches, crop_image, diffusion_noise)
 PERTURBATIONS: dict[str, Callable[..., Image.Image]] = {
-    function.__name__: function
-    for function in (
-        blacken_patches,
-        add_gaussian_noise,
-        gaussian_blur,
-        mask_image,
-        shuffle_patches,
-        crop_image,
-        diffusion_noise,
-    )
+    function.__name__: function for function in (*_OF_PIXELS, *_OF_PLACES)
 }
 for _name, _function in (PERTURBATIONS | {REMOVE_IMAGE: remove_image}).items():
     registries.perturbations.register(_name)(_function)
@@ -307,9 +298,7 @@ def perturb_images(
     takes = inspect.signature(function).parameters
     accepted = [key for key in takes if key not in ("image", "seed")]
     if unknown := [key for key in parameters if key not in accepted]:
-        raise ConfigError(
-            f"The perturbation {name} got the parameter {unknown[0]!r}: it accepts {', '.join(accepted)}."
-        )
+        raise ConfigError(f"The perturbation {name} does not take {unknown[0]!r}, but {', '.join(accepted)}.")
     perturbed = []
     for place, image in enumerate(images):
         stream = {"seed": derive_seed(seed, step, index, place)} if "seed" in takes else {}

@@ -4,7 +4,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,7 +35,8 @@ class Pass:
         emitting: queries whose attention mass is wanted, None if there are none in this pass.
         columns: which of the wanted positions they are.
         instruction: queries of instruction tokens of any row; None if they are not wanted, or not in this pass.
-        device: of the pass.
+        indices: `numbers` and `groups` on the device of the pass.
+        owners: (B,) there, a row of the batch that has the tokens of each.
         done: layers that have been measured; recomputation comes to them again.
     """
 
@@ -51,24 +51,10 @@ class Pass:
     done: set[int] = field(default_factory=set)
     _found: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)  # sets of so many keys
 
-    @cached_property
-    def indices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`numbers` and `groups` on the device of the pass."""
-        return on_device(self.numbers, self.device), on_device(self.groups, self.device)
-
-    @cached_property
-    def owners_index(self) -> torch.Tensor:
-        """`owners` there."""
-        return on_device(self.owners, self.device)
-
-    @property
-    def owners(self) -> list[int]:
-        """For each of the B rows a row of the batch that has its tokens."""
-        return [self.numbers[self.groups.index(group)] for group in range(self.shape[0])]
-
-    def index_of(self, row: int) -> int | None:
-        """Return the index among the B rows that stands for a row of the batch, None if there is none."""
-        return self.groups[self.numbers.index(row)] if row in self.numbers else None
+    def __post_init__(self) -> None:
+        self.indices = on_device(self.numbers, self.device), on_device(self.groups, self.device)
+        owners = [self.numbers[self.groups.index(group)] for group in range(self.shape[0])]
+        self.owners = on_device(owners, self.device)
 
     def sets_of_keys(
         self, sets: torch.Tensor, queries: tuple[int, ...], num_keys: int, device: torch.device
@@ -85,19 +71,14 @@ class Pass:
             ConfigError: a layer gets other rows or queries than passed into the decoder, or there are more keys than
                 positions, so that nobody knows what they are.
         """
-        if queries != self.shape:
-            raise ConfigError(
-                f"A layer attends with {queries[1]} queries in {queries[0]} rows where {self.shape[1]} positions in "
-                f"{self.shape[0]} rows pass through the model: layers that regroup their input cannot be measured."
-            )
         first = self.seen + self.shape[1] - num_keys  # a cache with a window has dropped what comes before
-        if first < 0:
+        if queries != self.shape or first < 0:
             raise ConfigError(
-                f"A layer attends to {num_keys} keys after {self.seen + self.shape[1]} positions: cross attention and "
-                "caches of fixed length cannot be measured."
+                f"A layer attends with rows and queries {queries} to {num_keys} keys, where {self.shape} pass behind "
+                f"{self.seen} positions: cross attention and caches of fixed length cannot be measured."
             )
         if (num_keys, device) not in self._found:
-            found = sets[self.owners_index.to(sets.device)][:, first : first + num_keys]
+            found = sets[self.owners.to(sets.device)][:, first : first + num_keys]
             found = torch.nn.functional.pad(found, (0, 0, 0, num_keys - found.size(1)))
             self._found[num_keys, device] = found.to(device)
         return self._found[num_keys, device]
@@ -110,18 +91,22 @@ class PassPlan:
         sets: (N, P or S, 2) bool, vision and instruction tokens.
         rows: wanted positions, as `AttentionProbe` takes them.
         measure_prompt: whether the queries of instruction tokens are wanted.
+
+    Attributes:
+        positions: wanted, increasing.
+        picks: their order in `rows`.
+        current: the pass that is under way; None: none has begun.
     """
 
     def __init__(self, sets: torch.Tensor, rows: slice | Sequence[int] | None, measure_prompt: bool) -> None:
         self.sets, self.rows, self.measure_prompt = sets, rows, measure_prompt
-        self.positions: list[int] = []  # wanted, increasing
-        self.picks: list[int] = []  # puts them in the order of `rows`
-        self.instruction: list[int] = sets[..., 1].any(0).nonzero().flatten().tolist() if measure_prompt else []
+        self.positions: list[int] = []
+        self.picks: list[int] = []
         self.current: Pass | None = None
-        self.next_row = 0
+        self._instruction = sets[..., 1].any(0).nonzero().flatten().tolist() if measure_prompt else []
         self._length: int | None = None
         self._base_seen = False
-        self._to_come = self._passed = 0  # rows that come in several passes; those of them that have come
+        self._next_row = self._to_come = self._passed = 0  # rows that come in several passes; those that have come
 
     def hook(self, stack: ExitStack, base: nn.Module, attention: nn.Module) -> None:
         """Follow the batch until `stack` is closed."""
@@ -130,27 +115,25 @@ class PassPlan:
 
     def check_complete(self) -> None:
         """Raise `ConfigError` unless the whole batch has passed."""
-        if self.next_row != len(self.sets):
-            raise ConfigError(
-                f"The probe has masks for {len(self.sets)} rows, but {self.next_row} have passed through the model: "
-                "pass the whole batch while it is active."
-            )
+        self._check_rows(self._next_row == len(self.sets), self._next_row)
+
+    def _check_rows(self, condition: bool, passed: int) -> None:
+        if not condition:
+            raise ConfigError(f"The probe has masks for {len(self.sets)} rows, but {passed} pass: pass all of them.")
 
     def _begin_batch(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before rows pass through the whole model: find out which positions are wanted."""
         self._base_seen = True
         inputs: Any = kwargs.get("input_ids", args[0] if args else None)
         inputs = kwargs["inputs_embeds"] if inputs is None else inputs
-        if _positions_seen(kwargs.get("past_key_values")):
+        if _positions_seen(_cache_of(kwargs)):
             raise ConfigError("Attention is measured of whole sequences: pass them without a cache.")
         self._plan_positions(inputs.size(1))
 
     def _plan_positions(self, length: int) -> None:
         if (columns := self.sets.size(1)) > length or self._length not in (None, length):
-            raise ConfigError(
-                f"The probe has masks for {columns} positions, and sequences of {self._length or length} and {length} "
-                "positions pass through the model: pass whole sequences of one length, without a cache."
-            )
+            lengths = f"masks for {columns} positions, and sequences of {self._length or length} and {length} pass"
+            raise ConfigError(f"The probe has {lengths}: pass whole sequences of one length, without a cache.")
         self._length = length
         rows = self.rows
         if rows is None:
@@ -160,48 +143,46 @@ class PassPlan:
         self.picks = [bisect_left(self.positions, position) for position in wanted]
 
     def _begin_pass(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before rows pass through the decoder: once for a plain batch, twice where prompts are shared."""
+        """Before rows pass through the decoder: once for a plain batch, twice or more where prompts are shared."""
         if torch._C._current_graph_task_id() != -1:  # a backward pass recomputes checkpointed layers
             return
         hidden = args[0] if args else kwargs["hidden_states"]
         count, length, _ = hidden.shape
         if not self._base_seen:  # a head that calls the decoder inside of its base model: the batch passes as it is
             self._plan_positions(length)
-        cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+        cache = _cache_of(kwargs)
         seen = _positions_seen(cache)
-        groups: list[int] | None = getattr(cache, "groups", None)
-        some: list[int] | None = getattr(cache, "rows", None)
+        groups: list[int] | None = getattr(cache, "groups", None)  # of a prefix that is written
+        some: list[int] | None = getattr(cache, "rows", None)  # of one that is read
         self._to_come = len(groups) if groups is not None else self._to_come if some is not None else count
-        start, stop = self.next_row, self.next_row + self._to_come
-        if stop > len(self.sets):
-            raise ConfigError(
-                f"The probe has masks for {len(self.sets)} rows, but {stop} pass through the model: give masks of the "
-                "whole batch."
-            )
+        start, stop = self._next_row, self._next_row + self._to_come
+        self._check_rows(stop <= len(self.sets), stop)
         columns = slice(bisect_left(self.positions, seen), bisect_left(self.positions, seen + length))
-        numbers = list(range(start, stop)) if some is None else [start + row for row in some]
         self.current = Pass(
-            numbers=numbers,
+            numbers=list(range(start, stop)) if some is None else [start + row for row in some],
             groups=list(range(count)) if groups is None else groups,
             shape=(count, length),
             seen=seen,
             emitting=_queries(self.positions[columns], seen, hidden.device),
             columns=columns,
-            instruction=_queries([one for one in self.instruction if seen <= one < seen + length], seen, hidden.device),
+            instruction=_queries([at for at in self._instruction if 0 <= at - seen < length], seen, hidden.device),
             device=hidden.device,
         )
-        if groups is not None:  # the same rows are still to come, behind their prompts
-            return
-        self._passed += count
-        if self._passed == self._to_come:
-            self.next_row, self._passed = stop, 0
+        if groups is None:  # else the same rows are still to come, behind their prompts
+            self._passed += count
+            if self._passed == self._to_come:
+                self._next_row, self._passed = stop, 0
 
 
 def _queries(positions: list[int], seen: int, device: torch.device) -> Queries | None:
     if not positions:
         return None
-    index = on_device(positions, device) - seen
-    return Queries(index, positions[0] - seen, positions[-1] + 1 - seen)
+    return Queries(on_device(positions, device) - seen, positions[0] - seen, positions[-1] + 1 - seen)
+
+
+def _cache_of(kwargs: dict[str, Any]) -> Any:
+    """Return the cache of a call, whose name differs between models and releases of transformers."""
+    return next((kwargs[name] for name in ("past_key_values", "cache", "layer_past") if name in kwargs), None)
 
 
 def _positions_seen(cache: Cache | None) -> int:

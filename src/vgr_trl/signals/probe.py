@@ -1,44 +1,43 @@
-"""Attention mass on the image and the instruction, measured while a model computes.
+"""Attention on the image and the instruction, and similarity to the image, measured while a model computes.
 
 The mass on a set of keys is the attention output for a value vector that is 1 on the set and 0 elsewhere. While an
 `AttentionProbe` is active, every attention call of the language model runs as always, and then once more for the
-queries of interest, with indicator columns as values. No (H, T, S) matrix is made, unless the model itself makes one
-(eager attention).
+queries of interest, with indicator columns as values. No (H, T, S) matrix is made, except by eager attention.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import normalize
 from transformers.generation import GenerationMode
 
 from vgr_trl.pixels import on_device
 from vgr_trl.sharing.model_support import (
     attention_modules,
     causal_model,
-    has_active_dropout,
     indexed_modules,
     is_compiled,
+    replaced,
     why_adapter_reads_whole_rows,
     wrap_attention,
 )
-from vgr_trl.signals.plan import PassPlan, Queries
+from vgr_trl.signals.plan import Pass, PassPlan, Queries
 from vgr_trl.signals.ratios import AttentionMass, ModalityMasks, build_modality_masks
-from vgr_trl.utils import ConfigError, patched_attribute
+from vgr_trl.utils import ConfigError
 
 SUPPORTED = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
 
-def find_decoder(model: nn.Module) -> nn.Module:
+def find_decoder(model: nn.Module) -> Any:
     """Return the language model of a transformers model, also a wrapped one (DDP, DeepSpeed, PEFT)."""
     inside: Any = causal_model(model)
     decoder = inside.get_decoder() if hasattr(inside, "get_decoder") else None
-    found: nn.Module = inside if decoder is None else decoder
-    return found
+    return inside if decoder is None else decoder
 
 
 def count_attention_layers(model: nn.Module) -> int:
@@ -59,11 +58,8 @@ def why_not_measurable(model: nn.Module) -> str | None:
     if used not in SUPPORTED:
         return f"the attention implementation is {used!r}; load the model with one of {', '.join(SUPPORTED)}."
     can_change: Any = getattr(decoder, "_can_set_attn_implementation", None)
-    if used != "eager" and can_change is not None and not can_change():
-        return (
-            f"{type(decoder).__name__} does not use the attention registry of transformers; load it with "
-            "attn_implementation='eager', where it returns its weights."
-        )
+    if can_change is not None and not can_change():
+        return f"{type(decoder).__name__} does not use the attention registry of transformers; use another model."
     if not count_attention_layers(model):
         return f"{type(decoder).__name__} has no attention layers with a layer_idx."
     return None
@@ -112,11 +108,11 @@ class AttentionProbe:
         self.plan = PassPlan(self.sets, rows, measure_prompt)
         self.keep_rows, self.packed = tuple(keep_rows), packed
         self._base: Any = causal_model(model).base_model
-        self._decoder: Any = find_decoder(model)
-        self._attention = attention_modules(self._decoder)
+        decoder = find_decoder(model)
+        self._attention = attention_modules(decoder)
         numbers = sorted({module.layer_idx for module in self._attention})
         self._kept_layers = set(numbers if keep_layers is None else map(numbers.__getitem__, keep_layers))
-        self._modules = set(indexed_modules(self._decoder))
+        self._modules = set(indexed_modules(decoder))
         self._masses: dict[int, torch.Tensor] = {}  # layer -> (N, T, 2)
         self._prompts: dict[int, torch.Tensor] = {}  # layer -> (N, 2), sums over instruction queries
         self._maps: dict[tuple[int, int], torch.Tensor] = {}  # (row, layer) -> (T, V)
@@ -124,8 +120,8 @@ class AttentionProbe:
 
     def __enter__(self) -> "AttentionProbe":
         self.plan.hook(self._stack, self._base, self._attention[0])
-        for module in self._attention:
-            self._stack.callback(module.register_forward_hook(self._read_weights).remove)
+        # A hook on the last layer makes shared prompts run it, too.
+        self._stack.callback(self._attention[-1].register_forward_hook(lambda *call: None).remove)
         self._stack.enter_context(wrap_attention(self._wrap))
         return self
 
@@ -167,11 +163,6 @@ class AttentionProbe:
 
     def _stack_layers(self, values: dict[int, torch.Tensor]) -> torch.Tensor:
         self.plan.check_complete()
-        if not values:
-            raise ConfigError(
-                f"{type(self._decoder).__name__} neither uses the attention registry of transformers nor returns its "
-                "weights: load the model with attn_implementation='eager'."
-            )
         return torch.stack([values[layer].to(self.sets.device) for layer in sorted(values)])
 
     def _to_mass(self, sides: torch.Tensor, mask: torch.Tensor) -> AttentionMass:
@@ -180,79 +171,47 @@ class AttentionProbe:
         return AttentionMass(sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1], mask.to(sides.device), *region)
 
     def _wrap(self, attention: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a registered attention function that measures its calls."""
+        """Return an attention function that measures its calls."""
 
         def measured(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
             outputs = attention(module, query, key, value, *args, **kwargs)
-            if self._is_due(module):
-                options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
-                if outputs[1] is None or options.get("dropout"):
-                    call = AttentionCall(attention, module, query, key, options, self.packed)
-                    self._measure(module, call.shape, call.mass_on_keys)
-                else:
-                    self._measure(module, _matrix_shape(outputs[1]), partial(mass_of_matrix, outputs[1]))
+            self._measure(module, AttentionCall(attention, module, query, key, options, self.packed))
             return outputs
 
         return measured
 
-    def _read_weights(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        """Measure a layer that calls no function of the registry, by the matrix that it returns."""
-        weights = outputs[1] if isinstance(outputs, tuple) and len(outputs) > 1 else None
-        if isinstance(weights, torch.Tensor) and weights.ndim == 4 and self._is_due(module):
-            if has_active_dropout(module):
-                raise ConfigError(
-                    f"{type(module).__name__} has dropout in the attention that it returns: switch it off to measure."
-                )
-            self._measure(module, _matrix_shape(weights), partial(mass_of_matrix, weights))
-
-    def _is_due(self, module: Any) -> bool:
-        """Whether the attention of a module is still to be measured in the current pass."""
-        current = self.plan.current
-        return current is not None and module in self._modules and module.layer_idx not in current.done
-
     @torch.no_grad()
-    def _measure(
-        self, module: Any, shape: tuple[int, int, int, torch.device], mass_on_keys: Callable[..., torch.Tensor]
-    ) -> None:
-        layer, current = module.layer_idx, self.plan.current
-        assert current is not None
+    def _measure(self, module: Any, call: "AttentionCall") -> None:
+        current = self.plan.current
+        if current is None or module not in self._modules or module.layer_idx in current.done:
+            return
+        layer = module.layer_idx
         current.done.add(layer)
-        *queries, num_keys, device = shape
+        *queries, num_keys, device = call.shape
         sets = current.sets_of_keys(self.sets, tuple(queries), num_keys, device)  # (B, K, 2)
         numbers, groups = (index.to(device) for index in current.indices)
         if layer not in self._masses:
             self._masses[layer] = torch.zeros(len(self.sets), len(self.plan.positions), sets.size(-1), device=device)
             self._prompts[layer] = torch.zeros(len(self.sets), sets.size(-1), device=device)
         if current.emitting is not None:
-            self._masses[layer][numbers, current.columns] = mass_on_keys(sets, current.emitting)[groups]
-            for row in self.keep_rows if layer in self._kept_layers else ():
-                if (index := current.index_of(row)) is not None:
-                    keys = sets[index, :, 0].nonzero().flatten()  # (V',)
-                    each = torch.nn.functional.one_hot(keys, num_keys).T.unsqueeze(0)  # (1, K, V')
-                    attention = mass_on_keys(each, current.emitting, slice(index, index + 1))[0]  # (T', V')
-                    vision = int(self.sets[row, :, 0].sum())
-                    if (row, layer) not in self._maps:
-                        self._maps[row, layer] = torch.zeros(len(self.plan.positions), vision, device=device)
-                    # Keys that a cache with a window has dropped are the first ones, and get no attention.
-                    self._maps[row, layer][current.columns, vision - len(keys) :] = attention
+            self._masses[layer][numbers, current.columns] = call.mass_on_keys(sets, current.emitting)[groups]
+            for row in set(self.keep_rows) & set(current.numbers) if layer in self._kept_layers else ():
+                index = current.groups[current.numbers.index(row)]
+                keys = sets[index, :, 0].nonzero().flatten()  # (V',)
+                each = torch.nn.functional.one_hot(keys, num_keys).T.unsqueeze(0)  # (1, K, V')
+                vision = int(self.sets[row, :, 0].sum())
+                if (row, layer) not in self._maps:
+                    self._maps[row, layer] = torch.zeros(len(self.plan.positions), vision, device=device)
+                attention = call.mass_on_keys(each, current.emitting, slice(index, index + 1))[0]  # (T', V')
+                # Keys that a cache with a window has dropped are the first ones, and get no attention.
+                self._maps[row, layer][current.columns, vision - len(keys) :] = attention
         if current.instruction is not None:
-            mass = mass_on_keys(sets, current.instruction)  # (B, P', 2)
+            mass = call.mass_on_keys(sets, current.instruction)  # (B, P', 2)
             positions = current.instruction.index.to(self.sets.device) + current.seen
-            own = self.sets[current.owners_index.to(self.sets.device)][:, positions, 1].to(device)  # (B, P')
+            own = self.sets[current.owners.to(self.sets.device)][:, positions, 1].to(device)  # (B, P')
             sums = (mass * own.unsqueeze(-1)).sum(1)[groups]
-            before = self._prompts[layer][numbers] if current.seen else 0
-            self._prompts[layer][numbers] = before + sums
-
-
-def mass_of_matrix(
-    weights: torch.Tensor, sets: torch.Tensor, queries: Queries, rows: slice = slice(None)
-) -> torch.Tensor:
-    """Return what `AttentionCall.mass_on_keys` does, from the attention matrix (B, H, Q, K) that a model made."""
-    return weights[rows][:, :, queries.index].mean(1, dtype=torch.float32) @ sets.float()
-
-
-def _matrix_shape(weights: torch.Tensor) -> tuple[int, int, int, torch.device]:
-    return weights.size(0), weights.size(2), weights.size(3), weights.device
+            self._prompts[layer][numbers] = sums + (self._prompts[layer][numbers] if current.seen else 0)
 
 
 @dataclass(frozen=True)
@@ -341,6 +300,126 @@ class AttentionCall:
         return bool(causal) and self.query.size(2) > 1 and (mask is None or mask.ndim == 2)
 
 
+def cosine_similarity(emitting: torch.Tensor, image: torch.Tensor, over: str) -> torch.Tensor:
+    """Return how similar each of T hidden states is to those of an image, (T,) float32 in [-1, 1].
+
+    Args:
+        emitting: (T, D), of the positions that emit tokens.
+        image: (V, D), of the image tokens; V = 0: all is undefined, NaN.
+        over: `max` or `mean` of the V cosines, or `centre`: the cosine to the mean of the V states.
+    """
+    if not len(image):
+        return torch.full((len(emitting),), torch.nan, device=emitting.device)
+    states, others = normalize(emitting.float(), dim=-1), image.float()
+    if over == "centre":
+        return states @ normalize(others.mean(0), dim=0)
+    others = normalize(others, dim=-1)
+    return (states @ others.T).amax(1) if over == "max" else states @ others.mean(0)
+
+
+class SimilarityProbe:
+    """Measures, while it is active, `cosine_similarity` of the positions that emit completions.
+
+        with SimilarityProbe(model, vision) as probe:
+            model(**inputs)
+        probe.similarity
+
+    The batch may pass in several calls of consecutive rows, and with its prompts shared; then the states of an image
+    are those of the pass over the prompts.
+
+    Args:
+        model: transformers model, also wrapped.
+        vision: (N, P) bool, image tokens of the prompts.
+        layer: which hidden states, in [-L - 1, L].
+        over: as `cosine_similarity` takes it.
+
+    Raises:
+        ConfigError: the model has no such hidden states.
+    """
+
+    def __init__(self, model: nn.Module, vision: torch.Tensor, layer: int = -1, over: str = "max") -> None:
+        self.vision, self.over = vision, over
+        self._plan = PassPlan(vision.unsqueeze(-1), None, measure_prompt=False)
+        self._base: Any = causal_model(model).base_model
+        self._decoder = find_decoder(model)
+        self._attention = attention_modules(self._decoder)[0]
+        layers = decoder_layers(self._decoder)
+        self._number = hidden_state_number(layer, len(layers))
+        self._read = self._decoder if self._number == len(layers) else layers[max(self._number - 1, 0)]
+        self._images: dict[int, torch.Tensor] = {}  # row -> (V, D), of the rows that pass or are still to come
+        self._found: list[tuple[Pass, torch.Tensor]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "SimilarityProbe":
+        self._plan.hook(self._stack, self._base, self._attention)
+        self._stack.callback(self._read.register_forward_hook(self._measure, with_kwargs=True).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @property
+    def similarity(self) -> torch.Tensor:
+        """(N, T) float32; NaN for rows without an image.
+
+        Raises:
+            ConfigError: fewer rows have passed through the model than `vision` has.
+        """
+        self._plan.check_complete()
+        result = torch.full((len(self.vision), len(self._plan.positions)), torch.nan, device=self.vision.device)
+        for current, values in self._found:
+            result[current.numbers, current.columns] = values.to(result.device)
+        return result
+
+    @torch.no_grad()
+    def _measure(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        current = self._plan.current
+        if current is None or self._number in current.done:
+            return
+        current.done.add(self._number)
+        if self._number == 0:
+            states = args[0] if args else kwargs["hidden_states"]  # (B, Q, D)
+        else:
+            states = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+        if states.shape[:2] != current.shape:
+            shapes = f"{tuple(states.shape)} instead of {current.shape}"
+            raise ConfigError(f"The hidden states have the shape {shapes}: give another hidden_similarity_layer.")
+        if not current.seen:
+            own = self.vision[current.owners.to(self.vision.device)].to(states.device)  # (B, P)
+            width = min(own.size(1), states.size(1))
+            images = [row[:width][seen[:width]] for row, seen in zip(states, own, strict=True)]
+            self._images = {row: images[group] for row, group in zip(current.numbers, current.groups, strict=True)}
+        if current.emitting is not None:
+            emitting = states[:, current.emitting.index]  # (B, T', D)
+            rows = zip(current.numbers, current.groups, strict=True)
+            values = [cosine_similarity(emitting[group], self._images[row], self.over) for row, group in rows]
+            self._found.append((current, torch.stack(values)))
+
+
+def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
+    """Return the layers of a language model.
+
+    Raises:
+        ConfigError: it keeps them otherwise than in a list.
+    """
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and attention_modules(module):
+            return module
+    raise ConfigError(f"{type(decoder).__name__} has no list of layers: hidden states cannot be compared.")
+
+
+def hidden_state_number(layer: int, layers: int) -> int:
+    """Return a number in [0, L] for one in [-L - 1, L].
+
+    Raises:
+        ConfigError: it is outside of that.
+    """
+    if not -layers - 1 <= layer <= layers:
+        accepted = f"a number in [{-layers - 1}, {layers}], 0 for the embeddings"
+        raise ConfigError(f"hidden_similarity_layer is {layer}, the model has {layers} layers: give {accepted}.")
+    return layer % (layers + 1)
+
+
 class GenerationProbe:
     """Measures, while it is active, the attention of the tokens that `model.generate` makes.
 
@@ -368,8 +447,9 @@ class GenerationProbe:
         self._stack = ExitStack()
 
     def __enter__(self) -> "GenerationProbe":
-        generate = wraps(self.causal.generate)(partial(self._generate, self.causal.generate))
-        self._stack.enter_context(patched_attribute(self.causal, "generate", generate))
+        generate, config = partial(self._generate, self.causal.generate), find_decoder(self.causal).config
+        eager = config, "_attn_implementation_internal", "eager"
+        self._stack.enter_context(replaced((self.causal, "generate", generate), eager))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -383,30 +463,21 @@ class GenerationProbe:
             ConfigError: nothing has been generated.
         """
         if self._mass is None:
-            raise ConfigError(
-                "Nothing has been generated while the probe was active: call model.generate in its block."
-            )
+            raise ConfigError("Nothing was generated while the probe was active: call generate in its block.")
         return self._mass
 
     def _generate(self, generate: Any, *args: Any, **kwargs: Any) -> Any:
         ids: Any = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))  # (N, P)
         mask = kwargs.get("attention_mask")
         masks = build_modality_masks(ids, torch.ones_like(ids) if mask is None else mask, **self._ids)
-        options = dict(kwargs)
-        config, _ = self.causal._prepare_generation_config(options.pop("generation_config", None), **options)
+        options = {"generation_config": None, **kwargs}
+        config, _ = self.causal._prepare_generation_config(**options)
         mode = config.get_generation_mode(kwargs.get("assistant_model"))
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            raise ConfigError(
-                f"Attention cannot be measured during {mode.value}: generate greedily or by sampling, or measure it by "
-                "scoring."
-            )
-        decoder: Any = find_decoder(self.causal)
-        with patched_attribute(decoder.config, "_attn_implementation_internal", "eager"):
-            outputs = generate(*args, **kwargs | {"output_attentions": True, "return_dict_in_generate": True})
+            raise ConfigError(f"Attention cannot be measured during {mode.value}: generate greedily or by sampling.")
+        outputs = generate(*args, **kwargs | {"output_attentions": True, "return_dict_in_generate": True})
         if not outputs.attentions or not outputs.attentions[0]:
-            raise ConfigError(
-                f"{type(self.causal).__name__} returned no attention while it generated: measure it by scoring."
-            )
+            raise ConfigError(f"{type(self.causal).__name__} returned no attention weights: measure it by scoring.")
         sets = torch.stack([masks.vision, masks.instruction], dim=-1)  # (prompts, P, 2)
         sets = sets.repeat_interleave(len(outputs.sequences) // len(ids), dim=0)  # (N, P, 2)
         self._mass = mass_of_steps(outputs.attentions, sets)

@@ -6,7 +6,7 @@ from hidden states, a few positions at a time.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,12 +19,14 @@ from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
     has_sharded_parameters,
+    replace_hidden_states,
+    replaced,
     why_adapter_reads_whole_rows,
 )
 from vgr_trl.sharing.prefix_forward import is_image_token
 from vgr_trl.sharing.sharing import share_prompts, whole_groups
 from vgr_trl.signals.named import RolloutSignals
-from vgr_trl.signals.probe import AttentionProbe, find_decoder
+from vgr_trl.signals.probe import AttentionProbe, SimilarityProbe, find_decoder
 from vgr_trl.signals.ratios import (
     AttentionMass,
     build_modality_masks,
@@ -32,8 +34,7 @@ from vgr_trl.signals.ratios import (
     join_masses,
     vision_token_ids,
 )
-from vgr_trl.signals.similarity import SimilarityProbe
-from vgr_trl.utils import ConfigError, DataError, patched_attribute
+from vgr_trl.utils import ConfigError, DataError
 
 LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32; a GPU wants larger products
 
@@ -79,13 +80,11 @@ class Head:
             return _HiddenStates(hidden.unsqueeze(0))
 
         base, decoder = self.causal.base_model, find_decoder(self.causal)  # OPT's head calls the decoder of its base
-        with patched_attribute(base, "forward", forward), patched_attribute(decoder, "forward", forward):
+        with replaced((base, "forward", forward), (decoder, "forward", forward)):
             logits: torch.Tensor = self.causal(input_ids=ids, use_cache=False, return_dict=True).logits[0]
         if calls != 1:
-            raise ConfigError(
-                f"{type(self.causal).__name__} called its base model {calls} times where one call was expected: its "
-                "head cannot be used alone, score with its own forward pass."
-            )
+            calls_base = f"{type(self.causal).__name__} called its base model {calls} times instead of once"
+            raise ConfigError(f"{calls_base}: its head cannot be used alone, score with its own forward pass.")
         return logits
 
     def score(
@@ -104,7 +103,7 @@ class Head:
         """
 
         def measure(states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-            logps = torch.log_softmax(self._scaled(states, temperature), dim=-1)  # (C, vocabulary)
+            logps = torch.log_softmax(self.logits(states).float() / temperature, dim=-1)  # (C, vocabulary)
             return torch.stack([logps.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), _entropies(logps)])
 
         return self._measure_by_position(measure, mask, hidden, tokens)
@@ -125,7 +124,7 @@ class Head:
         """
 
         def measure(states: torch.Tensor, other_states: torch.Tensor) -> torch.Tensor:
-            logits, other = (self._scaled(each, temperature) for each in (states, other_states))
+            logits, other = (self.logits(each).float() / temperature for each in (states, other_states))
             return torch.stack([jensen_shannon(logits, other), _entropies(torch.log_softmax(other, dim=-1))])
 
         return self._measure_by_position(measure, mask, hidden, others, passes=2)
@@ -139,16 +138,12 @@ class Head:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The two numbers of each position of the mask, some at a time, 0 elsewhere."""
         device = of_tokens[0].device
-        count = self.positions_at_a_time(device, passes)
         found = torch.zeros(2, *mask.shape, device=device)
         if mask.any():
+            count = self.positions_at_a_time(device, passes)
             parts = zip(*(values[mask].split(count) for values in of_tokens), strict=True)
             found[:, mask] = torch.cat([measure(*part) for part in parts], dim=1)
         return found[0], found[1]
-
-    def _scaled(self, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
-        logits = self.logits(hidden).float()
-        return logits if temperature == 1 else logits / temperature
 
 
 def _entropies(logps: torch.Tensor) -> torch.Tensor:
@@ -164,14 +159,12 @@ def read_hidden_states(model: nn.Module, completion_length: int) -> Iterator[lis
     """Yield a list that gets the hidden states (N, T, D) of the emitting positions of every pass in this block."""
     states: list[torch.Tensor] = []
 
-    def read(module: nn.Module, args: Any, outputs: Any) -> None:
-        states.append(outputs.last_hidden_state[:, -completion_length - 1 : -1])
+    def read(hidden: torch.Tensor) -> torch.Tensor:
+        states.append(hidden[:, -completion_length - 1 : -1])
+        return hidden
 
-    handle = base_of(causal_model(model)).register_forward_hook(read)
-    try:
+    with replace_hidden_states(base_of(causal_model(model)), read):
         yield states
-    finally:
-        handle.remove()
 
 
 @dataclass(frozen=True)
@@ -274,8 +267,7 @@ def score(
         ConfigError: the attention of the model cannot be measured.
     """
     count, length = len(batch["input_ids"]), batch["logits_to_keep"]
-    step = rows_per_pass or count
-    parts = []
+    step, parts = rows_per_pass or count, []
     for start in range(0, count, step):
         rows = range(start, min(start + step, count))
         inputs = take_scoring_rows(batch, rows)
@@ -295,17 +287,17 @@ def score(
         if compute is None:
             head, tokens = Head(causal_model(model)), inputs["input_ids"][:, -length:]
             logps, entropies = head.score(states[0], tokens, mask, temperature)
+        found: dict[str, Any] = {"logps": logps, "mask": mask, "entropies": entropies if want.entropies else None}
+        if probe is not None:
+            found["attention"] = replace(probe.mass, mask=mask)
+            found["prompt_attention"] = probe.prompt_mass if probe.plan.measure_prompt else None
+            found["maps"] = {rows[row]: kept for row, kept in probe.kept.items()}
         parts.append(
             Scores(
-                logps,
-                mask,
-                entropies if want.entropies else None,
-                states[0] if want.hidden else None,
-                want.values(states[0]) if want.values else None,
-                None if probe is None else replace(probe.mass, mask=mask),
-                probe.prompt_mass if probe is not None and probe.plan.measure_prompt else None,
-                None if probe is None else {rows[row]: kept for row, kept in probe.kept.items()},
-                None if similar is None else similar.similarity,
+                **found,
+                hidden=states[0] if want.hidden else None,
+                values=want.values(states[0]) if want.values else None,
+                similarity=None if similar is None else similar.similarity,
             )
         )
     return parts[0] if len(parts) == 1 else _join(parts)
@@ -317,36 +309,33 @@ def _build_probes(
     """Return the probes of a pass over these rows of the batch."""
     if plan is None:
         return None, None
-    prompt = inputs["input_ids"].size(1) - inputs["logits_to_keep"]
+    prompt = slice(inputs["input_ids"].size(1) - inputs["logits_to_keep"])
     masks = build_modality_masks(
-        inputs["input_ids"][:, :prompt],
-        inputs["attention_mask"][:, :prompt],
+        inputs["input_ids"][:, prompt],
+        inputs["attention_mask"][:, prompt],
         vision_token_ids=plan.vision_token_ids,
         special_token_ids=plan.special_token_ids,
     )
-    masks.region = None if plan.region is None else plan.region[rows.start : rows.stop].to(masks.vision) & masks.vision
     similar = None if plan.similarity is None else SimilarityProbe(model, masks.vision, *plan.similarity)
     if not plan.mass:
         return None, similar
+    if plan.region is not None:
+        masks.region = plan.region[rows.start : rows.stop].to(masks.vision) & masks.vision
     keep = [row - rows.start for row in plan.keep_rows if row in rows]
-    emitting = slice(prompt - 1, inputs["input_ids"].size(1) - 1)
-    probe = AttentionProbe(model, masks, emitting, keep, plan.measure_prompt, plan.keep_layers)
-    return probe, similar
+    return AttentionProbe(model, masks, None, keep, plan.measure_prompt, plan.keep_layers), similar
 
 
 def _join(parts: Sequence[Scores]) -> Scores:
     """Return the scores of all rows of the parts, in which the same was wanted."""
     found: dict[str, Any] = {}
-    for each in fields(Scores):
-        values = [getattr(part, each.name) for part in parts]
-        if values[0] is None:
-            continue
-        if isinstance(values[0], AttentionMass):
-            found[each.name] = join_masses(values)
-        elif isinstance(values[0], dict):
-            found[each.name] = {row: kept for value in values for row, kept in value.items()}
-        else:
-            found[each.name] = torch.cat(values)
+    for name, first in vars(parts[0]).items():
+        values = [getattr(part, name) for part in parts]
+        if isinstance(first, AttentionMass):
+            found[name] = join_masses(values)
+        elif isinstance(first, torch.Tensor):
+            found[name] = torch.cat(values)
+        elif first is not None:
+            found[name] = {row: kept for value in values for row, kept in value.items()}
     return Scores(**found)
 
 
@@ -444,7 +433,10 @@ class RolloutScorer:
             ConfigError: attention is wanted and cannot be measured, or `share_prompts` is `on` and prompts cannot be
                 shared.
         """
-        _check_padding(prompt_mask, completion_mask)
+        if not bool(prompt_mask[:, -1].all()):
+            raise DataError("A prompt ends with padding: pad prompts on the left, so that completions follow them.")
+        if bool((completion_mask[:, 1:] > completion_mask[:, :-1]).any()):
+            raise DataError("completion_mask has a 0 in front of a 1: give 1 for every token of a completion.")
         count, length = completion_ids.shape
         device = self.causal.get_input_embeddings().weight.device
         given = {name: value.to(device) for name, value in image_inputs.items() if value is not None}
@@ -477,13 +469,9 @@ class RolloutScorer:
             return None
         vision = self.vision_token_ids if self.vision_token_ids is not None else vision_token_ids(self.causal)
         if not vision or (attention and self.special_token_ids is None):
-            raise ConfigError(
-                "Attention is measured with special_token_ids and vision_token_ids, similarity with vision_token_ids: "
-                "give lists of ids, or attention=False and similarity=False."
-            )
-        region = None if regions is None else regions.bool()
+            raise ConfigError("Give vision_token_ids, for attention special_token_ids too, or attention=False.")
         similar = (self.similarity_layer, self.similarity_over) if similarity else None
-        return AttentionPlan(vision, self.special_token_ids or (), mass=attention, region=region, similarity=similar)
+        return AttentionPlan(vision, self.special_token_ids or (), mass=attention, region=regions, similarity=similar)
 
     @contextmanager
     def _shared(self, length: int) -> Iterator[None]:
@@ -495,16 +483,6 @@ class RolloutScorer:
         reasons = report.plain.keys() - {"no prompt occurs twice"}
         if self.share_prompts == "on" and reasons:
             raise ConfigError(f"share_prompts is on, but prompts could not be shared: {min(reasons)}; use auto or off.")
-
-
-def _check_padding(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> None:
-    if not bool(prompt_mask[:, -1].all()):
-        raise DataError("A prompt ends with padding: pad prompts on the left, so that completions follow them.")
-    if bool((completion_mask[:, 1:] > completion_mask[:, :-1]).any()):
-        raise DataError(
-            "completion_mask has a 0 in front of a 1, a token that no other would see: give 1 for every token of the "
-            "completion, and leave tokens out of what is returned."
-        )
 
 
 @contextmanager

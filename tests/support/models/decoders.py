@@ -13,22 +13,15 @@ SPEECH = {**IDS, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 
 SPEECH |= {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "max_target_positions": 512}
 
 
-def _falcon(alibi: bool, implementation: str = "eager") -> Any:
-    return hf.FalconForCausalLM(hf.FalconConfig(**FALCON, alibi=alibi, attn_implementation=implementation))
-
-
 DECODERS = {
     family.name: family
     for family in [
         Family("gpt2", lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT))),
-        Family("gptj", lambda: hf.GPTJForCausalLM(hf.GPTJConfig(**GPT, rotary_dim=8))),
-        Family("falcon", lambda: _falcon(alibi=False)),
-        Family("falcon with alibi", lambda: _falcon(alibi=True)),
+        Family("falcon", lambda: hf.FalconForCausalLM(hf.FalconConfig(**FALCON))),
         Family("opt", text_model("OPT", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)),
         Family("bart", lambda: hf.BartForCausalLM(hf.BartConfig(**SPEECH, tie_word_embeddings=False))),
     ]
 }
-FALCON_SDPA = Family("falcon with sdpa", lambda: _falcon(False, "sdpa"))
 
 
 def case(family: Family) -> tuple[Any, Batch]:
