@@ -3,7 +3,7 @@
 No list of families, or of keys of their configs, stays complete. What is left of lists is what short rows do not show.
 """
 
-import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import cycle, islice
@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from vgr_trl.sharing.model_support import base_of, cache_name, causal_model, check_model, check_rope, why_no_pass_shares
 from vgr_trl.sharing.prefix_cache import PromptsStored, ReadPrefix, UnsupportedModel, WrittenPrefix, require
 from vgr_trl.sharing.prefix_forward import PrefixSplit, positions_behind
-from vgr_trl.utils import error_text
+from vgr_trl.utils import error_text, patched_attribute
 
 _PADDING, _PROMPT, _COMPLETION = 8, 5, 3  # columns of the rows
 _LAYERS = 4  # that run, or more if the first of some kind stands behind them
@@ -70,8 +70,8 @@ Run = Callable[..., torch.Tensor]  # inputs of a base model -> hidden states beh
 def _difference(base: Any, cause: str, attempt: Callable[..., Any]) -> str | None:
     """Return a sentence on what a cause changes beyond rounding; None: nothing."""
     try:
-        with _first_layers(base) as (twin, run):
-            found, expected = attempt(twin, run, _rows(base))
+        with _first_layers(base) as run:
+            found, expected = attempt(base, run, _rows(base))
     except Exception as error:  # of a model that reads no text without an image, say, and trains nevertheless
         return f"its pass over two short rows fails: {error_text(error)}"
     precise = _IN_FLOAT32 if expected.device.type == "cpu" else _ON_ACCELERATOR
@@ -107,23 +107,11 @@ def _rows(base: Any) -> dict[str, torch.Tensor]:
     return {name: nn.functional.pad(one, (_PADDING, 0), value=value) for name, (one, value) in inputs.items()}
 
 
-def _twin(base: Any) -> Any:
-    """Copy a base model without its hooks, say of a measurement, in evaluation mode; tensors are not copied."""
-    shared = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
-    hooks = (value for module in base.modules() for name, value in vars(module).items() if name.endswith("_hooks"))
-    twin = copy.deepcopy(base, shared | {id(of_module): type(of_module)() for of_module in hooks}).eval()
-    for config in (twin.config, twin.config.get_text_config(decoder=True)):
-        if config._attn_implementation not in ("eager", "sdpa"):  # others want a GPU, or 16 bits
-            config._attn_implementation_internal = "eager"
-    return twin
-
-
 @contextmanager
-def _first_layers(base: Any) -> Iterator[tuple[Any, Run]]:
-    """Yield a twin of a base model, and what runs its first layers without gradients and random numbers."""
-    twin = _twin(base)
-    config = twin.config.get_text_config(decoder=True)
-    decoder = twin.get_decoder() if hasattr(twin, "get_decoder") else twin
+def _first_layers(base: Any) -> Iterator[Run]:
+    """Run the first layers of a base model, without dropout, gradients and random numbers, and leave it as it was."""
+    config = base.config.get_text_config(decoder=True)
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
     layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     kinds = list(getattr(config, "layer_types", None) or [""])
     count = max(_LAYERS, *(1 + kinds.index(kind) for kind in kinds))
@@ -135,17 +123,25 @@ def _first_layers(base: Any) -> Iterator[tuple[Any, Run]]:
 
     def run(**inputs: Any) -> torch.Tensor:
         with suppress(PromptsStored):
-            keep(twin, (), twin.forward(**inputs, use_cache=False, return_dict=True))
+            keep(base, (), base.forward(**inputs, use_cache=False, return_dict=True))
         return states.pop()
 
-    if layers:
-        layers[:count][-1].register_forward_hook(keep)
-    unused = {parameter for layer in layers[count:] for parameter in layer.parameters()}
     with ExitStack() as stack:
-        if parts := [each for each in twin.parameters() if hasattr(each, "ds_id") and each not in unused]:  # of ZeRO-3
+        for module in base.modules():  # hooks of others, say of a measurement, do not see it
+            for name, value in (("training", False), ("_forward_pre_hooks", {}), ("_forward_hooks", OrderedDict())):
+                stack.enter_context(patched_attribute(module, name, value))
+        if layers:
+            layers[:count][-1].register_forward_hook(keep)
+        if config._attn_implementation not in ("eager", "sdpa"):  # others want a GPU, or 16 bits
+            for part in (base.config, config):
+                stack.enter_context(patched_attribute(part, "_attn_implementation_internal", "eager"))
+        unused = {parameter for layer in layers[count:] for parameter in layer.parameters()}
+        if parts := [each for each in base.parameters() if hasattr(each, "ds_id") and each not in unused]:  # of ZeRO-3
             from deepspeed import zero
 
             stack.enter_context(zero.GatheredParameters(parts))
+        if hasattr(base, "rope_deltas"):
+            stack.enter_context(patched_attribute(base, "rope_deltas", None))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast(twin.get_input_embeddings().weight.device.type, enabled=False))
-        yield twin, run
+        stack.enter_context(torch.autocast(base.get_input_embeddings().weight.device.type, enabled=False))
+        yield run
