@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The questions of the experiments from the public sets: A-OKVQA, ArxivQA and MMMU-Pro from the hub, merged to one set of
-# multiple choice. What is finished is not made again. MMMU-Pro is a benchmark: do not report results on it afterwards.
+# multiple choice. An earlier result is replaced. MMMU-Pro is a benchmark: do not report results on it afterwards.
 #
 #   experiments/data.sh [FOLDER [FLAG …]]    FOLDER gets aokvqa, arxivqa, mmmu_pro and the merged ddm (default data);
 #                                            flags of `vgr-trl data convert`, such as --subset_size 200, hold for each set

@@ -38,13 +38,13 @@ def test_a_set_is_converted_and_reported(tmp_path, capsys):
     assert convert(tmp_path, "--data_files", file, tmp_path / "b.parquet") == 0
     printed = capsys.readouterr().out
     assert "train: 12 rows" in printed
-    assert "12  100.0%  B" in printed
+    assert "12  100.0%  ████████████████████  B" in printed
     assert f"1 left out are listed in {tmp_path / 'out' / 'skipped.jsonl'}" in printed
     assert (tmp_path / "out" / "report.txt").read_text(encoding="utf-8") in printed
-    assert [(row["file"], row["row"]) for row in skipped_in(tmp_path / "out")] == [(f"{file} {tmp_path}/b.parquet", 12)]
+    assert [(row["file"], row["row"]) for row in skipped_in(tmp_path / "out")] == [(f"{file},{tmp_path}/b.parquet", 12)]
     rows, skipped = prepare_rows(load_split("train", dataset_path=str(tmp_path / "out")))
     assert (len(rows), skipped) == (12, [])
-    assert convert(tmp_path, "--data_files", file, tmp_path / "b.parquet") == 0  # there is nothing left to do
+    assert convert(tmp_path, "--data_files", file, tmp_path / "b.parquet") == 0  # which replaces the first result
     assert ids(tmp_path / "out") == [f"q{number}" for number in range(12)]
 
 
@@ -57,6 +57,20 @@ def test_a_split_gets_a_name_that_is_found_again(tmp_path, capsys):
     assert "The split is 'mine': say what it becomes by --output_split train" in (capsys.readouterr().err)
     assert convert(tmp_path, *other, "--output_split", "test", out="mine") == 0
     assert ids(tmp_path / "mine", "test") == ["q0", "q1", "q2"]
+
+
+def test_splits_of_a_folder_are_written_one_by_one(tmp_path):
+    """What each command reports is added; a split that is written again is replaced, the other stays."""
+    for name in ("train", "dev"):
+        rows = [{"prompt": f"{name} {n}?", "answer": "x" if n else None, "id": f"{name}{n}"} for n in range(4)]
+        jsonl(tmp_path / "in" / f"{name}.jsonl", rows)
+    both = {"train": ["train1", "train2", "train3"], "validation": ["dev1", "dev2", "dev3"]}
+    for split in ("train", "dev", "dev"):
+        assert convert(tmp_path, "--dataset_path", tmp_path / "in", "--split", split, source="jsonl") == 0
+    assert {split: ids(tmp_path / "out", split) for split in both} == both
+    report = (tmp_path / "out" / "report.txt").read_text(encoding="utf-8")
+    assert report.index("train: 3 rows") < report.index("validation: 3 rows")
+    assert len(skipped_in(tmp_path / "out")) == 3
 
 
 def test_a_copy_of_a_hub_set_is_read_in_its_usual_configuration(tmp_path):
@@ -81,7 +95,7 @@ def test_merge_splits(tmp_path, capsys):
     assert printed.index("train: 18 rows") < printed.index("test: 2 rows")
     page = (tmp_path / "page.html").read_text("utf-8")
     assert page.index("train: 18 rows") < page.index("What is it") < page.index("What they are")  # questions come first
-    assert "20  100.0%  it has the same image and question as an earlier row" in printed
+    assert "20  100.0%  ████████████████████  it has the same image and question as an earlier row" in printed
     assert run("merge", f"{tmp_path / 'out'}:test", "--output_dir", tmp_path / "again", "--test_share", 0) == 0
     assert sorted(ids(tmp_path / "again")) == sorted(ids(tmp_path / "out", "test"))
 
@@ -117,9 +131,10 @@ def test_what_the_accuracy_reward_reads_of_completions_is_shown(tmp_path, capsys
     assert lines[4] == "1 of 4 are right; statement 1, line 1, no answer 1, left out 1."
 
 
-def test_several_accepted_answers_stay_in_a_converted_set(tmp_path):
+def test_several_accepted_answers_stay_in_a_converted_set(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     rows = [{"question": "What?", "answers": ["cup", "mug"], "image": picture((9, 0, 0))}]
     file = parquet(tmp_path / "rows.parquet", rows)
-    assert convert(tmp_path, "--data_files", file, source="jsonl") == 0
+    assert run("convert", "jsonl", "--data_files", file, "--output_dir", "out", "--workers", 0) == 0
     (row,) = rows_in(tmp_path / "out", "train")
     assert accuracy_reward(["A mug.", "A cup.", "A jug."], [row["solution"]] * 3) == [1.0, 1.0, 0.0]

@@ -23,7 +23,7 @@ ORIENTATION = 0x0112
 
 
 def stored(value, limits=LIMITS) -> Image.Image:
-    return Image.open(io.BytesIO(encode_image(value, HERE, limits).data))
+    return Image.open(io.BytesIO(encode_image(value, HERE, limits)[0]))
 
 
 def pixels(image: Image.Image) -> list:
@@ -82,19 +82,19 @@ def test_images_are_turned_as_exif_says(orientation, kind):
 def test_files_that_need_no_change_keep_their_bytes_and_others_lose_nothing():
     image = Image.effect_noise((40, 30), 80).convert("RGB")
     for kind in ("JPEG", "PNG", "WEBP"):
-        result = encode_image({"bytes": encoded(image, kind), "path": None}, HERE, LIMITS)
-        assert result.data == encoded(image, kind)
-        assert (result.width, result.height) == (40, 30)
+        data, shown = encode_image({"bytes": encoded(image, kind), "path": None}, HERE, LIMITS)
+        assert data == encoded(image, kind)
+        assert shown.size == (40, 30)
     for kind in ("BMP", "TIFF", "PPM"):
-        result = encode_image({"bytes": encoded(image, kind)}, HERE, LIMITS)
-        assert result.data.startswith(b"\x89PNG")
-        assert Image.open(io.BytesIO(result.data)).tobytes() == image.tobytes()
+        data, _ = encode_image({"bytes": encoded(image, kind)}, HERE, LIMITS)
+        assert data.startswith(b"\x89PNG")
+        assert Image.open(io.BytesIO(data)).tobytes() == image.tobytes()
     assert stored({"bytes": encoded(image.convert("L"), "JPEG")}).mode == "RGB"
 
 
 def test_images_with_too_many_pixels_are_left_out_before_they_are_decoded(monkeypatch):
     data = {"bytes": encoded(Image.new("RGB", (40, 40)))}
-    assert encode_image(data, HERE, ImageLimits(max_image_pixels=1600)).width == 40
+    assert encode_image(data, HERE, ImageLimits(max_image_pixels=1600))[1].width == 40
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
     with pytest.raises(DataError, match="image has size 40x40: it needs 1 to 1599 pixels"):
         encode_image(data, HERE, ImageLimits(max_image_pixels=1599))

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from vgr_trl.cli.data import main as data
-from vgr_trl.data.inspect import InspectOptions, inspect_rows
+from vgr_trl.data.inspect import Looks, inspect_rows
 from vgr_trl.data.load import load_path
 from vgr_trl.data.rows import RowOptions
 
@@ -38,14 +38,13 @@ def main(arguments) -> int:
 @pytest.mark.parametrize("streaming", [False, True])
 def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, streaming):
     split, loads = load_path("rows.jsonl", streaming=streaming)
-    found, heard = inspect_rows(loads[split](), InspectOptions(RowOptions(root=folder)), split=split)
-    assert (split, found.rows, found.usable, found.unreadable) == ("train", 8, 4, 2)
-    assert [(row.row, row.id) for row in heard] == [(2, "q2"), (3, "q3"), (4, "q4"), (6, "q6")]
-    by_rows = {tuple(row.row for row in found.examples[kind]): n for kind, n in found.counts["reasons"].items()}
-    assert by_rows == {(2,): 1, (3, 4): 2, (6,): 1}  # zebra and giraffe are one kind of mistake
-    assert (found.counts["choices"], found.counts["letters"]) == ({"2": 3, "open": 1}, {"B": 3})
-    assert found.counts["answers"] == {"B) forty-two": 1}
-    assert (found.counts["images"], found.counts["sources"]) == ({"1": 4}, {"made": 4})
+    found = inspect_rows(loads[split](), Looks(RowOptions(root=folder)), split)
+    assert [(row.row, row.id) for row in found.skipped] == [(2, "q2"), (3, "q3"), (4, "q4"), (6, "q6")]
+    lines = [" ".join(line.replace("█", "").split()) for line in found.text.splitlines()]
+    assert lines[0] == "train: 8 rows, 4 of them cannot be used; 2 for an answer that cannot be read."
+    reasons = lines[lines.index("left out") + 1 :]
+    assert [line.split()[0] for line in reasons[:3]] == ["2", "1", "1"]  # zebra and giraffe are one kind of mistake
+    assert [line.split(":")[0] for line in reasons[3:7]] == [f"row {n} (id 'q{n}')" for n in (2, 3, 4, 6)]
     answers = {one["row"]: one["answer"] for one in found.sample}
     assert answers == {0: "B. y", 1: "B. y", 5: "B) forty-two", 7: "B. y"}
 
@@ -85,10 +84,10 @@ def test_images_in_two_splits_are_named_and_lengths_are_compared_with_three_limi
     for split, names in (("train", "aab"), ("test", "a")):
         rows = [{"problem": f"which {n}?", "solution": "x", "image": f"{name}.png"} for n, name in enumerate(names)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main([".", "--tiny", "--samples", "1", "--max_prompt_length", "2000", "--page", "p.html"]) == 0
+    assert main([".", "--tiny", "--samples", "1", "--max_prompt_length", "20", "--page", "p.html"]) == 0
     printed, page = capsys.readouterr().out, (tmp_path / "p.html").read_text(encoding="utf-8")
     for text in (printed, page):
         assert "2 rows of train show an image that test has too." in text
-        for limit, rows in ((1000, 0), (2000, 0), (4000, 0)):
-            assert f"max_prompt_length={limit} leaves {rows} rows out (0.0%)" in text
+        for limit in (10, 20, 40):
+            assert f"max_prompt_length={limit} leaves 3 rows out (100.0%)" in text
         assert "images by tokens" in text

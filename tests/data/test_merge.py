@@ -1,17 +1,14 @@
 from collections import Counter
 
 import pytest
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from PIL import Image
 from support.made_sets import encoded, jsonl, picture, rows_in, skipped_in, written
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.data import merge as merge_module
-from vgr_trl.data.convert import Output, Rules
-from vgr_trl.data.load import load_path
-from vgr_trl.data.merge import Row, drop_duplicates, interleaved, merge, sharing_images, split
-from vgr_trl.data.public_sets import CONVERTERS
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.data.convert import DIGESTS
+from vgr_trl.data.merge import merge, split_by_image
+from vgr_trl.utils import DataError
 
 CHOICES = ["red", "blue", "green"]
 
@@ -33,14 +30,12 @@ def two_sets(tmp_path) -> list[str]:
     return [made_set(tmp_path / "a", first, rows_per_file=20), made_set(tmp_path / "b", second, columns=("images",))]
 
 
-def merged(tmp_path, paths, *, name="out", identity="same", **options):
-    rules = [Rules(CONVERTERS["jsonl"], path, root=tmp_path) for path in paths]
-    sets = [(load_path(path)[1]["train"](), rule) for path, rule in zip(paths, rules, strict=True)]
-    return merge(sets, Output(tmp_path / name, {"sets": identity}), workers=0, **options)
+def merged(tmp_path, paths, *flags) -> int:
+    return main(["data", "merge", *paths, "--output_dir", str(tmp_path / "out"), "--workers", "0", *flags])
 
 
 def test_two_sets_become_one_that_datasets_reads(tmp_path):
-    merged(tmp_path, two_sets(tmp_path))
+    assert merged(tmp_path, two_sets(tmp_path)) == 0
     loaded = load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
     assert {name: len(rows) for name, rows in loaded.items()} == {"train": 36, "test": 4}
     train, test = ({i.getpixel((0, 0)) for row in rows for i in row["images"]} for rows in loaded.values())
@@ -60,8 +55,8 @@ def test_the_same_image_in_another_format_is_the_same(tmp_path):
     first = made_set(tmp_path / "a", rows)
     rows = [question("b0", None, images=[webp]), question("b1", (1, 1, 1), problem=" which  COLOUR?", solution="B")]
     second = made_set(tmp_path / "b", [*rows, question("b2", (2, 2, 2), problem="How many?")])
-    merged(tmp_path, [first, second], test_share=0)
-    assert [row["id"] for row in rows_in(tmp_path / "out")] == ["a0", "b2", "a2"]
+    assert merged(tmp_path, [first, second], "--test_share", "0") == 0
+    assert sorted(row["id"] for row in rows_in(tmp_path / "out")) == ["a0", "a2", "b2"]
     other = "another row with the same image and question has another answer"
     assert skipped_in(tmp_path / "out") == [
         {"file": first, "row": 1, "reason": other},
@@ -70,19 +65,15 @@ def test_the_same_image_in_another_format_is_the_same(tmp_path):
     ]
 
 
-def test_a_merge_that_is_killed_is_made_again_and_a_finished_one_is_not(tmp_path, monkeypatch):
+def test_a_merge_again_replaces_both_splits_and_gives_the_same(tmp_path):
     sources = two_sets(tmp_path)
-    merged(tmp_path, sources, name="plain", shuffles_choices=True)
-    merged(tmp_path, sources, shuffles_choices=True)
-    for test in (tmp_path / "out").glob("*test*"):
-        test.unlink()  # as if the command had been killed before this side was finished
-    merged(tmp_path, sources, shuffles_choices=True)
-    for name in ("train", "test"):
-        assert rows_in(tmp_path / "out", name) == rows_in(tmp_path / "plain", name)
-    monkeypatch.setattr(merge_module, "convert_rows", lambda *_: pytest.fail("looked at the rows again"))
-    merged(tmp_path, sources, shuffles_choices=True)
-    with pytest.raises(ConfigError, match="holds a conversion with other sets"):
-        merged(tmp_path, sources, identity="another")
+    assert merged(tmp_path, sources, "--shuffle_choices") == 0
+    first = {name: rows_in(tmp_path / "out", name) for name in ("train", "test")}
+    assert merged(tmp_path, sources, "--shuffle_choices") == 0
+    assert {name: rows_in(tmp_path / "out", name) for name in ("train", "test")} == first
+    assert merged(tmp_path, sources, "--test_share", "0") == 0
+    assert (len(rows_in(tmp_path / "out")), rows_in(tmp_path / "out", "test")) == (40, [])  # none is in both
+    assert merged(tmp_path, ["out"], "--output_dir", "out/in") == 1
 
 
 def test_regions_are_carried_on_in_the_form_of_converted_sets(tmp_path):
@@ -101,7 +92,7 @@ def test_regions_are_carried_on_in_the_form_of_converted_sets(tmp_path):
         ),
         made_set(tmp_path / "d", [question("d0", (8, 8, 8))]),
     ]
-    merged(tmp_path, sources, test_share=0)
+    assert merged(tmp_path, sources, "--test_share", "0") == 0
     found = {row["id"]: row["regions"] for row in rows_in(tmp_path / "out")}
     expected = {"pixels": [[0.25, 0.5, 0.5, 0.25]], "corners": [[0.25, 0.5, 0.5, 0.5]], "c0": [[0.5, 0, 0.25, 1]]}
     assert found == expected | {"d0": []}
@@ -115,11 +106,20 @@ def test_both_splits_have_the_same_columns_and_letters_stay_balanced(tmp_path):
         question("b", (9, 9, 9), regions=[[0.5, 0, 0.25, 1]]),
         question("c", None, images=[picture((8, 8, n)) for n in (1, 2)]),
     ]
-    merged(tmp_path, [made_set(tmp_path / "a", rows, columns=("images", "regions"))], shuffles_choices=True)
+    merged(tmp_path, [made_set(tmp_path / "a", rows, columns=("images", "regions"))], "--shuffle_choices")
     loaded = load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
     assert loaded["train"].column_names == loaded["test"].column_names
     assert {*loaded["train"].column_names} >= {"images", "regions"}
     assert Counter(row["solution"] for row in loaded["train"]) == dict.fromkeys("ABC", 18)
+
+
+def test_a_list_of_images_stays_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("red", "green"):
+        Image.new("RGB", (12, 8), name).save(f"{name}.png")
+    jsonl(tmp_path / "mine.jsonl", [{"prompt": "?", "answer": "x", "image": ["red.png", "green.png"]}])
+    assert main(["data", "merge", "mine.jsonl", "--output_dir", "out", "--test_share", "0", "--workers", "0"]) == 0
+    assert [len(row["images"]) for row in rows_in(tmp_path / "out")] == [2]
 
 
 def test_a_set_that_cannot_be_read_is_named(tmp_path, capsys):
@@ -128,56 +128,53 @@ def test_a_set_that_cannot_be_read_is_named(tmp_path, capsys):
     assert "torn.parquet cannot be read" in capsys.readouterr().err
 
 
-def test_what_cannot_be_merged(tmp_path):
+def test_what_cannot_be_merged(tmp_path, capsys):
     source = made_set(tmp_path / "a", [question("a0", (1, 1, 1))])
-    with pytest.raises(ConfigError, match="test_share is 1: give a number from 0"):
-        merged(tmp_path, [source], test_share=1)
-    with pytest.raises(DataError, match="The 1 rows cannot be split"):
-        merged(tmp_path, [source])
+    for flags, words in (
+        (["--test_share", "1"], "test_share is 1.0: give a number"),
+        ([], "The 1 rows cannot be split"),
+    ):
+        assert merged(tmp_path, [source], *flags) == 1
+        assert words in capsys.readouterr().err
 
 
-def row(position, images="a", problem="p", answer="x", choices=(), source=0) -> Row:
-    return Row(source, position, tuple(images), problem, answer, frozenset(choices))
-
-
-def places(rows):
-    return [(found.source, found.position) for found in rows]
+def converted(**changed):
+    fields = {"problem": "p", "solution": "x", "choices": None, DIGESTS: ["a"], "__reason__": None}
+    return fields | changed
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "contradict"),
+    ("one", "other", "kept"),
     [
-        (("x", ()), ("y", ()), True),
-        (("x", "xyz"), ("y", "wxy"), True),
-        (("x", "xy"), ("z", "zw"), False),  # neither offers the other's answer: both can be right
-        (("x", "xy"), ("y", ()), False),  # the open answer says y where x was offered beside it: not comparable
+        (("x", None), ("y", None), 0),
+        (("x", None), (" X ", None), 1),
+        (("A", "xyz"), ("B", "xyw"), 0),
+        (("A", "xy"), ("A", "zw"), 1),  # neither offers the other's answer: both can be right
+        (("A", "xy"), ("y", None), 1),  # the open answer says y where x was offered beside it: not comparable
     ],
 )
-def test_rows_that_contradict_each_other_are_both_left_out(one, other, contradict):
-    rows = [row(number, answer=answer, choices=choices) for number, (answer, choices) in enumerate((one, other))]
-    kept, reasons = drop_duplicates(rows)
-    assert (len(kept), len(reasons)) == ((0, 2) if contradict else (1, 1))
+def test_rows_that_contradict_each_other_are_both_left_out(one, other, kept):
+    rows = [converted(solution=right, choices=choices and list(choices)) for right, choices in (one, other)]
+    table, sides = merge(Dataset.from_list([*rows, converted(__reason__="bad")]), 0, seed=0)
+    assert sides == {"train": [0] * kept, "test": []}
+    assert [bool(reason) for reason in table["__reason__"]] == [not kept, True, True]
+    assert table["__reason__"][2] == "bad"
 
 
 def test_the_share_is_met_exactly_where_no_image_is_shared():
-    rows = [row(number, [str(number)]) for number in range(200)]
-    train, test = split(rows, 0.1, seed=0)
-    assert (len(train), len(test)) == (180, 20)
-    assert split(rows, 0.1, seed=0) == (train, test)
-    assert set(split(rows[::-1], 0.1, seed=0)[1]) == set(test)
-    assert set(split(rows, 0.1, seed=1)[1]) != set(test)
-    assert split(rows, 0, seed=0) == (rows, [])
-    assert [len(side) for side in split(rows[:2], 0.75, seed=0)] == [1, 1]  # one and a half rows round to all
+    images = [[str(number)] for number in range(200)]
+    train, test = split_by_image(images, 0.1, seed=0)
+    assert (len(train), len(test), {*train} | {*test}) == (180, 20, {*range(200)})
+    assert split_by_image(images, 0.1, seed=0) == (train, test)
+    assert {199 - row for row in split_by_image(images[::-1], 0.1, seed=0)[1]} == {*test}
+    assert split_by_image(images, 0.1, seed=1)[1] != test
+    assert split_by_image(images, 0, seed=0) == ([*range(200)], [])
+    assert [len(side) for side in split_by_image(images[:2], 0.75, seed=0)] == [1, 1]  # one and a half round to all
 
 
 def test_rows_are_linked_over_others():
-    rows = [row(0, "ab"), row(1, "c"), row(2, "bd"), row(3, "d"), row(4, "ce")]
-    assert [places(group) for group in sharing_images(rows)] == [[(0, 0), (0, 2), (0, 3)], [(0, 1), (0, 4)]]
+    for seed in range(5):
+        train, test = split_by_image(["ab", "c", "bd", "d", "ce"], 0.4, seed)
+        assert (train, test) == ([0, 2, 3], [1, 4])
     with pytest.raises(DataError, match="The 2 rows cannot be split: all are linked by images they share"):
-        split(rows[2:4], 0.5, seed=0)
-
-
-def test_sources_are_spread_evenly():
-    rows = [row(n) for n in range(4)] + [row(n, source=1) for n in range(2)]
-    # Places (n + 1/2) / count: 1/8, 3/8, 5/8, 7/8 and 1/4, 3/4.
-    assert places(interleaved(rows)) == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]
+        split_by_image(["bd", "d"], 0.5, seed=0)

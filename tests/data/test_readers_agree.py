@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from support.made_sets import corners, encoded, loaded, parquet, picture, skipped_in
 
-from vgr_trl.cli.data import convert_parser, convert_run, inspect_parser, inspect_run
+from vgr_trl.cli.data import convert_run, inspect_run, make_parser
 from vgr_trl.rewards import resolve_solution
 
 RED, BLUE = (200, 30, 40), (10, 20, 250)
@@ -91,8 +91,8 @@ def stream(file: Path) -> Read:
 
 def inspect(file: Path) -> Read:
     listed = file.with_name("inspected.jsonl")
-    flags = [str(file), "--tiny", "--samples", "0", "--skipped", str(listed)]
-    found = inspect_run(inspect_parser().parse_args(flags))
+    flags = ["inspect", str(file), "--tiny", "--samples", "0", "--skipped", str(listed)]
+    found = inspect_run(make_parser().parse_args(flags))
     left_out = [json.loads(line) for line in listed.read_text(encoding="utf-8").splitlines()]
     return _placed([None] * found.usable, {row["row"]: row["reason"] for row in left_out})
 
@@ -100,8 +100,8 @@ def inspect(file: Path) -> Read:
 def convert(file: Path) -> Read:
     """Convert, and read what was written as `train` does."""
     out = file.with_name("converted")
-    flags = ["jsonl", "--data_files", str(file), "--output_dir", str(out), "--workers", "0"]
-    convert_run(convert_parser().parse_args(flags))
+    flags = ["convert", "jsonl", "--data_files", str(file), "--output_dir", str(out), "--workers", "0"]
+    convert_run(make_parser().parse_args(flags))
     rows, left_out = train(out / "train-00000.parquet")
     assert not left_out
     return _placed(list(rows.values()), {row["row"]: row["reason"] for row in skipped_in(out)})

@@ -10,7 +10,7 @@ from PIL import Image
 from support.made_sets import corners, jsonl, loaded, picture
 
 from vgr_trl.cli.arguments import DataArguments, load_rows
-from vgr_trl.cli.data import inspect_parser, inspect_run
+from vgr_trl.cli.data import inspect_run, make_parser
 from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import special_tokens
 from vgr_trl.data.rows import RowOptions, ready_row
@@ -120,7 +120,7 @@ def test_columns_that_are_not_understood_are_shown_with_the_flag(tmp_path, row, 
     for read in (
         lambda: loaded(data_files=path),
         lambda: loaded(data_files=path, dataset_streaming=True),
-        lambda: inspect_run(inspect_parser().parse_args([path])),
+        lambda: inspect_run(make_parser().parse_args(["inspect", path])),
     ):
         with pytest.raises(DataError, match=re.escape(words)):
             read()

@@ -24,7 +24,7 @@ from support.trainers import OPTIONS, letters_reward
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import COMMANDS, main
 from vgr_trl.cli.arguments import parse
-from vgr_trl.data.merge import merge
+from vgr_trl.data.convert import convert_rows
 from vgr_trl.demo.demo import Questions, draw_questions, run_demo
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,9 @@ def folder(tmp_path, shelf, monkeypatch) -> Path:
     patches = {
         "demo.demo.run_demo": lambda options, output: run_demo(replace(options, **small), output, few) is not None,
         "demo.write_folder.draw": lambda seed: few,
-        "cli.data.merge": lambda sets, output, **more: merge(sets, output, **{**more, "workers": 0}),
+        "cli.data.convert_rows": lambda rows, rules, columns, folder, workers: convert_rows(
+            rows, rules, columns, folder, 0
+        ),
     }
     patches |= {f"demo.{name}": lambda *given: None for name in NOT_DONE}
     for name in SMALLER:

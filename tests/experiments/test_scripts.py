@@ -15,7 +15,7 @@ from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments, parse
-from vgr_trl.cli.data import convert_parser, merge_parser
+from vgr_trl.cli.data import make_parser
 from vgr_trl.demo.write_folder import write_folder
 from vgr_trl.rewards.loading import replace_by_hard_negative
 
@@ -134,11 +134,11 @@ def test_data_are_converted_and_merged_in_one_command(tmp_path):
     stub(tmp_path, "vgr-trl", f'echo "$*" >> {tmp_path}/commands')
     assert run("data.sh", tmp_path, "sets", "--subset_size", "9", folder_of_scripts=EXPERIMENTS.parent).returncode == 0
     commands = [line.split() for line in (tmp_path / "commands").read_text().splitlines()]
-    converted = [convert_parser().parse_args(words[2:]) for words in commands[:-1]]
+    converted = [make_parser().parse_args(words[1:]) for words in commands[:-1]]
     assert all(words[:2] == ["data", "convert"] for words in commands[:-1])
     assert [flags.source for flags in converted] == ["aokvqa", "arxivqa", "mmmu_pro"]
     assert {flags.subset_size for flags in converted} == {9}
-    merged = merge_parser().parse_args(commands[-1][2:])
+    merged = make_parser().parse_args(commands[-1][1:])
     assert (commands[-1][:2], merged.output_dir) == (["data", "merge"], Path("sets/ddm"))
     assert merged.sets == [str(flags.output_dir) for flags in converted]
 

@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow
@@ -12,10 +13,11 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from vgr_trl.cli.arguments import DataArguments, load_rows
-from vgr_trl.data.convert import SKIPPED, Output, Rules, convert_rows, finished, working_folder, write_split
+from vgr_trl.data.convert import SCHEMA, SKIPPED, Rules, convert_rows, prepare_folder, write_rows
 from vgr_trl.data.images import images_of
 from vgr_trl.data.load import load_split
 from vgr_trl.data.public_sets import CONVERTERS
+from vgr_trl.data.read_row import undecoded
 from vgr_trl.demo.tiny_model import build_processor
 
 IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
@@ -55,29 +57,26 @@ def jsonl(path: Path, rows: list[Any]) -> Path:
 
 def converted(name: str, rows: Any, folder: Path, **rules: Any) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
     """The rows that a converter makes of published ones, and why it leaves others out, by place."""
-    folder.mkdir(parents=True, exist_ok=True)
     rows = rows if isinstance(rows, Dataset) else load_split("train", data_files={"train": [rows]})
-    made = list(convert_rows(rows, Rules(CONVERTERS[name], "train.parquet", **rules), folder, workers=0))
+    columns = [column for column in SCHEMA if column != "image"]
+    with TemporaryDirectory() as working:
+        made = convert_rows(rows, Rules(CONVERTERS[name], "train.parquet", **rules), columns, Path(working), workers=0)
+        made = list(undecoded(made))
     usable = [row for row in made if row["__reason__"] is None]
     return usable, [(row["__row__"], row["__reason__"]) for row in made if row["__reason__"] is not None]
 
 
 def written(
-    rows: list[dict[str, Any]],
-    folder: Path,
-    split: str = "train",
-    columns: tuple[str, ...] = ("image",),
-    **options: Any,
-) -> None:
-    """Convert rows of the user's own in this process."""
-    identity = options.pop("identity", {"set": "the same"})
-    output = Output(folder, identity, **options)
-    if not finished(split, output):
-        with working_folder(output) as working:
-            rules = Rules(CONVERTERS["jsonl"], "made")
-            features = features_of(rows)
-            table = Dataset.from_list([{name: row.get(name) for name in features} for row in rows], features=features)
-            write_split(convert_rows(table, rules, working, workers=0), split, output, columns)
+    rows: list[dict[str, Any]], folder: Path, columns: tuple[str, ...] = ("image",), rows_per_file: int = 2000
+) -> str:
+    """Convert rows of the user's own in this process, and return the report."""
+    features = features_of(rows)
+    table = Dataset.from_list([{name: row.get(name) for name in features} for row in rows], features=features)
+    names = [name for name in SCHEMA if name in columns or name in ("id", "source", "problem", "solution", "choices")]
+    with prepare_folder(folder, []) as working:
+        made = convert_rows(table, Rules(CONVERTERS["jsonl"], "made"), names, working, workers=0)
+        usable = [place for place, reason in enumerate(made["__reason__"]) if reason is None]
+        return write_rows(made, {"train": usable}, names, Path(working), rows_per_file)
 
 
 def features_of(rows: list[dict[str, Any]]) -> Features:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,34 +19,21 @@ from vgr_trl.data.read_row import KEYS, UNREADABLE, is_vision_only, list_of, tex
 from vgr_trl.utils import DataError
 
 HUB_NAME = "HuggingFaceM4/A-OKVQA"
-ARXIVQA_HUB_NAME = "openbmb/VisRAG-Ret-Test-ArxivQA"
-
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Converter:
-    """Conversion of a data set.
+    """Conversion of a data set; `hub_name`, `config` and `split` are read where none is named."""
 
-    Attributes:
-        rows: returns the rows that a published row becomes, mostly one, with columns that `read_row` knows.
-        several_images: whether a question may have any number of images, so that rows get `images`, not `image`.
-        regions: whether it says in boxes what a question is about.
-        id_column: that of the ids; rows without one get their place as id.
-        hub_name: read where no source is named; None: a source must be named.
-        config: configuration of the hub data set that is read where none is named.
-        split: read where none is named.
-        join: makes one table of the configurations that it names, for a set of several.
-    """
-
-    rows: Callable[[Row], Iterable[Row]]
-    several_images: bool = False
-    regions: bool = False
-    id_column: str = "id"
+    rows: Callable[[Row], Iterable[Row]]  # published row → the rows that it becomes, with columns that `read_row` knows
+    several_images: bool = False  # whether a question may have any number of images: `images`, not `image`
+    regions: bool = False  # whether it says in boxes what a question is about
+    id_column: str = "id"  # rows without an id get their number
     hub_name: str | None = None
     config: str | None = None
     split: str = "train"
-    join: Callable[[Callable[[str], Dataset]], Dataset] | None = None
+    join: Callable[[Callable[[str], Dataset]], Dataset] | None = None  # makes one table of several configurations
 
 
 def _multiple_choice(row: Row, source: str) -> list[Row]:
@@ -61,33 +48,23 @@ def _multiple_choice(row: Row, source: str) -> list[Row]:
 def join_arxivqa(load: Callable[[str], Dataset]) -> Dataset:
     """Return the questions of ArxivQA as VisRAG publishes it, in the order of their figures.
 
-    Three tables: `corpus` (`corpus-id`, `image`), `queries` (`query-id`, `query`, `options`, `answer`) and `qrels`
-    (`query-id`, `corpus-id`, and `score`), which says which figure a question is about. A query without exactly one
-    figure gets the reason in the column `UNREADABLE`.
+    The tables are `corpus` (`corpus-id`, `image`), `queries` (`query-id`, `query`, `options`, `answer`) and `qrels`
+    (`query-id`, `corpus-id`, `score`), which says which figure a question is about.
     """
     corpus, queries, qrels = load("corpus"), load("queries"), load("qrels")
-    figures: dict[str, set[str]] = defaultdict(set)
+    place = {str(name): number for number, name in enumerate(corpus["corpus-id"])}
+    figures = defaultdict[str, set[int | None]](set)
     for row in qrels:
         if row.get("score") != 0:
-            figures[str(row["query-id"])].add(str(row["corpus-id"]))
-    place: dict[str, int] = {}
-    for number, name in enumerate(corpus["corpus-id"]):
-        place.setdefault(str(name), number)
-    found, reasons = list[int](), list[str | None]()
+            figures[str(row["query-id"])].add(place.get(str(row["corpus-id"])))
     names = [str(name) for name in queries["query-id"]]
     times = Counter(names)
-    for query in names:
-        of = figures[query]
-        figure = place.get(next(iter(of), ""))
-        if len(of) != 1 or times[query] != 1:
-            reasons.append(f"its query-id {query[:80]!a} occurs {times[query]} times, with {len(of)} figures in qrels")
-        else:
-            reasons.append(None if figure is not None else f"its figure {next(iter(of))[:80]!a} is not in the corpus")
-        found.append(figure or 0)
-    order = sorted(range(len(queries)), key=lambda query: (reasons[query] is not None, found[query]))
-    asked = queries.add_column(UNREADABLE, reasons).select(order).flatten_indices()
-    shown = corpus.select_columns(["image"]).select([found[query] for query in order])
-    return concatenate_datasets([asked, shown], axis=1)
+    found = [next(iter(figures[name])) if len(figures[name]) == times[name] == 1 else None for name in names]
+    reason = "its query-id occurs twice, or it has not exactly one figure in qrels and corpus"
+    queries = queries.add_column(UNREADABLE, [reason if number is None else None for number in found])
+    order = sorted(range(len(found)), key=lambda query: (found[query] is None, found[query]))
+    shown = corpus.select_columns(["image"]).select([found[query] or 0 for query in order])
+    return concatenate_datasets([queries.select(order), shown], axis=1)
 
 
 def _easy_vqa(row: Row) -> Iterator[Row]:
@@ -106,16 +83,10 @@ def _nlvr(row: Row) -> list[Row]:
         boxes = [item["box"] for item in json.loads(row["objects"])]
     except (ValueError, TypeError, KeyError):
         boxes = []  # there are none in the training split
-    statement = {
-        "id": row.get("identifier"),
-        "source": "NLVR",
-        "question": f"Is this statement about the image true or false? {text_of(row, 'sentence').strip()}",
-        "choices": ["true", "false"],
-        "answer": str(row.get("label")).lower(),
-        "image": row.get("image"),
-        "regions": boxes,
-    }
-    return [statement]
+    question = f"Is this statement about the image true or false? {text_of(row, 'sentence').strip()}"
+    about = {"id": row.get("identifier"), "source": "NLVR", "image": row.get("image"), "regions": boxes}
+    answer = str(row.get("label")).lower()
+    return [{**about, "question": question, "choices": ["true", "false"], "answer": answer}]
 
 
 def _keep_row(row: Row) -> list[Row]:
@@ -128,7 +99,7 @@ _arxivqa = partial(_multiple_choice, source="ArxivQA")
 _mmmu_pro = partial(_multiple_choice, source="MMMU-Pro")
 CONVERTERS = {
     "aokvqa": Converter(_aokvqa, hub_name=HUB_NAME, id_column="question_id"),
-    "arxivqa": Converter(_arxivqa, hub_name=ARXIVQA_HUB_NAME, id_column="query-id", join=join_arxivqa),
+    "arxivqa": Converter(_arxivqa, hub_name="openbmb/VisRAG-Ret-Test-ArxivQA", id_column="query-id", join=join_arxivqa),
     "mmmu_pro": Converter(_mmmu_pro, several_images=True, hub_name=MMMU_PRO[0], config=MMMU_PRO[1], split="test"),
     "jsonl": Converter(_keep_row, several_images=True),
     "easy_vqa": Converter(_easy_vqa),
@@ -139,14 +110,9 @@ for _name, _converter in CONVERTERS.items():
 
 
 def load_converter(spec: str) -> Converter:
-    """Return how the data set that `spec` names is converted.
+    """Return one of `CONVERTERS`, or that of a function from a published row to rows: its name, dotted path or file.
 
-    Args:
-        spec: one of `CONVERTERS`, or the name, dotted path or file of a function from a published row to rows; what
-            it has as `converter`, a dict, are arguments of its `Converter`.
-
-    Raises:
-        ConfigError: nothing has this name, or it is no function.
+    What the function has as `converter`, a dict, are arguments of its `Converter`.
     """
     if spec in CONVERTERS:
         return CONVERTERS[spec]
@@ -154,11 +120,11 @@ def load_converter(spec: str) -> Converter:
     return Converter(rows, **getattr(rows, "converter", {}))
 
 
-def read_ids(path: Path) -> set[str]:
+def read_ids(path: Path) -> frozenset[str]:
     """Return the ids in a file: one per line, or a JSON list."""
     text = path.read_text(encoding="utf-8-sig").strip()
     found = json.loads(text) if text.startswith("[") else text.splitlines()
-    return {str(value).strip() for value in found} - {""}
+    return frozenset(str(value).strip() for value in found) - {""}
 
 
 # Words that mean other options by their place or letter. Such options stay where they are, and so does a question that
@@ -172,31 +138,27 @@ _LETTERS = re.compile(
 _OPTION_LETTER = re.compile(r"\b(?:options?|choices?|answers?)\s+\(?[A-J]\b")
 
 
-def shuffle_choices(rows: Dataset, seed: int) -> Dataset:
+def shuffle_choices(rows: Dataset, sides: Iterable[Sequence[int]], seed: int) -> Dataset:
     """Return converted rows with their options in another order, where that does not change what they mean.
 
-    Among the questions with n options, every n in a row have each letter once as the right one.
+    Of the questions with n options in a side (numbers of rows), every n have each letter once as the right one.
     """
-    random = Random(f"choices {seed}")
-    places: dict[int, list[int]] = defaultdict(list)  # of right options still to be used, by the number of options
-    solutions, options = list(rows["solution"]), list(rows["choices"])
-    for row, problem in enumerate(rows["problem"]):
-        if problem is None or not options[row] or stays_in_order(problem, options[row]):
-            continue
-        others = list(options[row])
-        right = others.pop(LETTERS.index(solutions[row]))
-        random.shuffle(others)
-        waiting = places[len(options[row])]
-        if not waiting:
-            waiting.extend(range(len(options[row])))
-            random.shuffle(waiting)
-        place = waiting.pop()
-        options[row], solutions[row] = [*others[:place], right, *others[place:]], LETTERS[place]
-    columns = {"choices": options, "solution": solutions}
-    features, names = rows.features, rows.column_names
-    for name, values in columns.items():
-        rows = rows.remove_columns(name).add_column(name, values, feature=features[name])
-    return rows.select_columns(names)
+    solutions, options, problems = list(rows["solution"]), list(rows["choices"]), list(rows["problem"])
+    for side in sides:
+        random, places = Random(f"choices {seed}"), defaultdict[int, list[int]](list)  # of right options, still to use
+        for row in side:
+            if options[row] and not stays_in_order(problems[row], options[row]):
+                others, waiting = list(options[row]), places[len(options[row])]
+                right = others.pop(LETTERS.index(solutions[row]))
+                random.shuffle(others)
+                if not waiting:
+                    waiting.extend(range(len(options[row])))
+                    random.shuffle(waiting)
+                place = waiting.pop()
+                options[row], solutions[row] = [*others[:place], right, *others[place:]], LETTERS[place]
+    for name, values in {"choices": options, "solution": solutions}.items():
+        rows = rows.remove_columns(name).add_column(name, values, feature=rows.features[name])
+    return rows
 
 
 def stays_in_order(problem: str, choices: Iterable[str]) -> bool:
