@@ -36,7 +36,7 @@ def generated():
     inputs = dict(processor(text=prompts, images=images, return_tensors="pt", padding=True))
     with torch.no_grad():
         out = model.generate(
-            **inputs, max_new_tokens=6, do_sample=True, temperature=5.0, num_return_sequences=2,
+            **inputs, max_new_tokens=6, do_sample=True, temperature=5.0, num_return_sequences=3,
             output_attentions=True, return_dict_in_generate=True, suppress_tokens=of_images(processor),
         )  # fmt: skip
     return model, processor, inputs, out
@@ -44,7 +44,7 @@ def generated():
 
 def test_matrices_give_what_a_probe_gives(generated):
     model, processor, inputs, out = generated
-    prompt, twice = inputs["input_ids"].size(1), [0, 0, 1, 1]
+    prompt, rows = inputs["input_ids"].size(1), [0, 0, 0, 1, 1, 1]
     weights, info = build_token_vgr_weights_for_batch(
         out.attentions, inputs["input_ids"], out.sequences, processor, inputs["image_grid_thw"], last_k_layers=2
     )
@@ -53,23 +53,23 @@ def test_matrices_give_what_a_probe_gives(generated):
     lengths = [row.tolist().index(eos) + 1 if eos in row else len(row) for row in completions]
     mask = torch.arange(completions.size(1)) < torch.tensor(lengths).unsqueeze(1)
     scorer = RolloutScorer(model, special_token_ids=special_token_ids(processor))
-    patches = inputs["pixel_values"].view(2, -1, inputs["pixel_values"].size(1))[twice].flatten(0, 1)
+    patches = inputs["pixel_values"].view(2, -1, inputs["pixel_values"].size(1))[rows].flatten(0, 1)
     signals = scorer.score(
-        inputs["input_ids"][twice], inputs["attention_mask"][twice], completions, mask.long(), num_generations=2,
-        pixel_values=patches, image_grid_thw=inputs["image_grid_thw"][twice],
-        **{name: inputs[name][twice] for name in inputs if name == "mm_token_type_ids"},
+        inputs["input_ids"][rows], inputs["attention_mask"][rows], completions, mask.long(), num_generations=3,
+        pixel_values=patches, image_grid_thw=inputs["image_grid_thw"][rows],
+        **{name: inputs[name][rows] for name in inputs if name == "mm_token_type_ids"},
     )  # fmt: skip
     measured, other = token_vgr_weights(signals.attention, last_k_layers=2)
     assert info["layers"] == other["layers"] == [2, 3]
     assert torch.allclose(weights[mask], measured[mask], atol=1e-4)
     assert torch.allclose(info["vgr"], other["vgr"], rtol=1e-4)
-    assert torch.allclose((weights * mask).sum(1) / mask.sum(1), torch.ones(4), atol=1e-5)
+    assert torch.allclose((weights * mask).sum(1) / mask.sum(1), torch.ones(6), atol=1e-5)
     assert float(weights[mask].std()) > 1e-3
     assert not torch.allclose(weights[mask], token_vgr_weights(signals.attention, last_k_layers=1)[0][mask])
     first = build_token_vgr_weights_for_batch(
         out.attentions[:1], inputs["input_ids"], out.sequences[:, : prompt + 1], processor
     )
-    assert first[0].tolist() == [[1.0]] * 4, "of one token"
+    assert first[0].tolist() == [[1.0]] * 6, "of one token"
 
 
 def test_lists_and_tensors_are_padded_or_cut_with_a_warning():

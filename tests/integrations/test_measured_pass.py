@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parents[1] / "with_verl" / "parts"))
 from tiny_rollout import rollout, tiny_model
 
 from vgr_trl.integrations.verl.credit import SignalOptions
-from vgr_trl.integrations.verl.signals import MeasuredPass, normalised_black, packed_layout, padded_layout, perturb_row
+from vgr_trl.integrations.verl.signals import build_layout, measure_pass, normalised_black, perturb_row
 from vgr_trl.signals.ratios import special_token_ids
 
 
@@ -28,22 +28,20 @@ def test_packed_and_padded_agree(tiny, monkeypatch):
     images = {name: torch.cat([row[name] for row in pixels]) for name in ("pixel_values", "image_grid_thw")}
     ids, present = tensors["input_ids"], tensors["attention_mask"].bool()
     prompt = present & (torch.arange(ids.size(1)) < tensors["prompts"].size(1))
-    padded = MeasuredPass(model, padded_layout(ids, present, prompt), options, special)
     queries, attend = [], functional.scaled_dot_product_attention
     monkeypatch.setattr(
         functional, attend.__name__, lambda query, *a, **k: queries.append(query.size(2)) or attend(query, *a, **k)
     )
-    with torch.no_grad(), padded.active():
+    layout = build_layout(ids, present, prompt, packed=False)
+    with torch.no_grad(), measure_pass(model, layout, options, special) as padded:
         model(
             input_ids=ids, attention_mask=present.long(), position_ids=tensors["position_ids"].transpose(0, 1), **images
         )
 
     assert tensors["responses"].size(1) in queries, "measured again for the tokens that emit responses, and no others"
-    tokens, positions = ids[present], tensors["position_ids"].transpose(0, 1)[:, present]  # (total,), (4, total)
-    layout = packed_layout(tokens, present.sum(1).tolist(), prompt.sum(1).tolist(), pad=3)
-    packed = MeasuredPass(model, layout, options, special)
-    end = torch.arange(3).expand(4, -1)
-    with torch.no_grad(), packed.active():
+    positions, end = tensors["position_ids"].transpose(0, 1)[:, present], torch.arange(3).expand(4, -1)  # (4, total)
+    layout = build_layout(ids, present, prompt, packed=True, pad=3)
+    with torch.no_grad(), measure_pass(model, layout, options, special) as packed:
         model(
             input_ids=layout.input_ids, position_ids=torch.cat([positions, end], 1)[:, None], use_cache=False, **images
         )
@@ -51,9 +49,9 @@ def test_packed_and_padded_agree(tiny, monkeypatch):
     assert emitting.sum() == tensors["response_mask"].sum()
     for name in ("vgr_vision", "vgr_instruction", "vgr_token"):
         along = torch.full(ids.shape, torch.nan)
-        along[present] = packed.columns[name][0, :-3]
-        assert torch.allclose(along[emitting], padded.columns[name][emitting], atol=1e-6), name
-    assert padded.columns["vgr_vision"][emitting].std() > 1e-3
+        along[present] = packed[name][0, :-3]
+        assert torch.allclose(along[emitting], padded[name][emitting], atol=1e-6), name
+    assert padded["vgr_vision"][emitting].std() > 1e-3
 
 
 def test_perturbed_pixels_depend_on_the_image_the_step_and_the_seed(tiny):

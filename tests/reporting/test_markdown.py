@@ -2,7 +2,7 @@
 
 import io
 import json
-from types import SimpleNamespace
+import math
 
 import pytest
 from hypothesis import given
@@ -11,6 +11,7 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 from support.made_records import completion, record
 
+from vgr_trl.config import ReportOptions
 from vgr_trl.reporting.markdown import MarkdownLogs, Summary, format_duration, load_sections, print_record, token_shades
 from vgr_trl.utils import printable
 
@@ -19,7 +20,7 @@ METRICS = {
     "late": {"vgr": 2.0, "aei_vision": 5 / 6, "aei_instruction": None, "mdi_balance": 0.0, "attention_vision": 0.4,
              "attention_instruction": 0.2},
 }  # fmt: skip
-SUMMARY = Summary(8, {"accuracy_reward": (0.25, 0.46291), "total": (0.5, None)}, 0.25, METRICS)
+SUMMARY = Summary(8, {"accuracy_reward": (0.25, 0.46291), "total": (0.5, math.nan)}, 0.25, METRICS)
 # Pieces that mean something to Markdown, HTML, terminals and editors, beside any character at all.
 PIECES = st.sampled_from(
     ["```", "`", "~~~", "# ", "\n", "\r", "\r\n", "\n\n", "- ", "> ", "| ", "---", "    ", "\t", "<script>", "<!--",
@@ -31,11 +32,6 @@ ANY = st.lists(PIECES | st.text(max_size=3), max_size=12).map("".join)
 
 def structure(markdown):
     return [(token.type, token.tag) for token in PARSER.parse(markdown)]
-
-
-def cells(markdown):
-    tokens = PARSER.parse(markdown)
-    return [tokens[i + 1].content for i, token in enumerate(tokens) if token.type in ("td_open", "th_open")]
 
 
 def blocks(markdown, language):
@@ -50,7 +46,9 @@ def test_a_section_on_rollouts_has_numbers_texts_and_rewards():
     section = load_sections().rollouts(record(3, "train", shown, completion(correct=False, replaced=True)), SUMMARY)
     assert section.startswith("## Training, step 3\n")
     assert "8 completions, success rate 0.25, 2 shown." in section
-    assert cells(section) == [
+    tokens = PARSER.parse(section)
+    cells = [tokens[i + 1].content for i, token in enumerate(tokens) if token.type in ("td_open", "th_open")]
+    assert cells == [
         "reward", "mean", "standard deviation", "accuracy\\_reward", "0.25", "0.4629", "total", "0.5", "–",
         "segment", "VGR", "AEI image", "AEI instruction", "late", "2", "0.8333", "–",
     ]  # fmt: skip
@@ -78,22 +76,14 @@ def test_no_text_changes_the_structure_of_a_section(text, name, length):
     assert structure(written(text, name)) == structure(written("t", "n"))
 
 
-def logs(tmp_path, **paths):
-    options = dict.fromkeys(
-        ("rollout_log_path", "eval_log_path", "attention_diag_log_path", "token_weights_log_path"), None
-    )
-    options["token_weights"] = "rollout_log_path" in paths
-    lengths = {"prompt_preview_length": None, "completion_preview_length": None, "rollout_log_max_megabytes": 0.002}
-    options |= {"output_dir": str(tmp_path), "markdown_logs": False, **lengths, **paths}
-    return MarkdownLogs(SimpleNamespace(**options), "20260101", attention=False)
-
-
 def test_a_file_that_is_full_says_so_once_and_stays(tmp_path):
     """Also for a run that continues, which begins with the file as it is."""
     path, text = tmp_path / "rollouts.md", completion(text="x" * 400)
+    options = ReportOptions(rollout_log_path=str(path), markdown_logs=False, rollout_log_max_megabytes=0.002)
+    options.token_weights = True
     for _ in range(2):
         for step in range(10):
-            logs(tmp_path, rollout_log_path=path).add(record(step, "train", text), SUMMARY)
+            MarkdownLogs(options, "20260101", attention=False).add(record(step, "train", text), SUMMARY)
     section = len(load_sections().rollouts(record(0, "train", text), SUMMARY).encode())
     assert 2000 <= path.stat().st_size < 2000 + section + 200
     written = path.read_text()
@@ -118,12 +108,6 @@ def test_text_that_does_not_show_is_written_as_its_numbers(text, shown):
     assert printable(text) == shown
 
 
-def printed(shown):
-    console = Console(file=io.StringIO(), force_terminal=False, width=80, legacy_windows=False)
-    print_record(record(7, "train", shown), console)
-    return console.file.getvalue()
-
-
 def test_heavier_tokens_are_brighter_and_without_weights_those_with_a_small_vgr():
     # Each fifth of the ranks has a shade, from grey to yellow.
     weighed = completion(tokens=list("abcde"), weights=[0.3, 2.0, 0.2, 0.5, 1.0])
@@ -134,8 +118,9 @@ def test_heavier_tokens_are_brighter_and_without_weights_those_with_a_small_vgr(
 
 @given(ANY)
 def test_no_text_brings_its_own_control_characters_to_the_terminal(text):
-    shown = printed(completion(prompt=text, tokens=[text], rewards={text: 1.0}))
-    assert not set(shown) & set("\x1b\r\x00\x07\x08\x0b\x0c\x9b\u202e")
+    console = Console(file=io.StringIO(), force_terminal=False, width=80, legacy_windows=False)
+    print_record(record(7, "train", completion(prompt=text, tokens=[text], rewards={text: 1.0})), console)
+    assert not set(console.file.getvalue()) & set("\x1b\r\x00\x07\x08\x0b\x0c\x9b\u202e")
 
 
 def test_times_in_one_unit_or_two():

@@ -15,25 +15,21 @@ CARD = (
 )
 
 
-def options(**changed: Any) -> DAPOConfig:
-    return DAPOConfig("out", use_cpu=True, bf16=False, **changed)
-
-
 @pytest.mark.parametrize(
-    ("changed", "rewards", "arxiv", "tag"),
+    ("changed", "rewards", "arxiv", "tags"),
     [
-        ({"token_weights": True}, [], "2508.10552", "vision-gain-ratio"),
-        ({"use_entropy_penalty": True}, [], "2510.09285", "vppo"),
-        ({"perception_loss_weight": 0.01}, [], "2507.06448", "papo"),
-        ({"advantage_estimator": "rloo"}, [], "2402.14740", None),
+        ({"token_weights": True}, ["mdi_reward"], "2508.10552", ["vision-gain-ratio"]),
+        ({"use_entropy_penalty": True}, [], "2510.09285", ["vppo"]),
+        ({"perception_loss_weight": 0.01}, [], "2507.06448", ["papo"]),
+        ({"advantage_estimator": "rloo"}, [], "2402.14740", []),
     ],
 )
 def test_each_method_is_cited_once_and_tagged(
-    changed: dict[str, Any], rewards: list[str], arxiv: str, tag: str | None
+    changed: dict[str, Any], rewards: list[str], arxiv: str, tags: list[str]
 ) -> None:
-    cited = add_method_section(CARD, options(**changed), rewards)
-    assert re.findall(r"eprint *= \{(.*)\}", cited) == [arxiv]
-    assert method_tags(options(**changed), rewards) == ["dapo", "vgr_trl", *([tag] if tag else [])]
+    args = DAPOConfig("out", use_cpu=True, bf16=False, **changed)
+    assert re.findall(r"eprint *= \{(.*)\}", add_method_section(CARD, args, rewards)) == [arxiv]
+    assert method_tags(args, rewards) == ["dapo", "vgr_trl", *tags]
 
 
 def test_the_trainer_writes_the_card(tmp_path: Path, text_trainer: Any) -> None:

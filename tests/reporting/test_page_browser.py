@@ -76,8 +76,8 @@ def opened(browser: Browser, pages: dict[str, Path]) -> Iterator[Open]:
 
 
 def control(page: Page, name: str) -> Locator:
-    """The input or the choice with this label in front."""
-    return page.locator("label", has_text=re.compile(f"^ *{name}\\b")).locator("select, input")
+    """The choice with this label in front."""
+    return page.locator("label", has_text=re.compile(f"^ *{name}\\b")).locator("select")
 
 
 def tokens(page: Page) -> Locator:
@@ -97,11 +97,6 @@ def test_fits_the_screen(opened: Open, width: int, scheme: str) -> None:
     for tab in TABS:
         page.get_by_role("tab", name=tab).click()
         assert page.evaluate("document.documentElement.scrollWidth") == width
-
-
-def chart(page: Page, name: str) -> Locator:
-    """The first chart of the metric of this name."""
-    return page.locator("figure", has=page.locator("code", has_text=re.compile(f"^{re.escape(name)}$"))).first
 
 
 def test_the_first_screen_says_how_each_run_went(opened: Open) -> None:
@@ -187,10 +182,10 @@ def test_curves_over_time_and_as_a_table(opened: Open) -> None:
     page = opened("two")
     control(page, "Over").select_option("seconds")  # 30 from one step to the next
     page.locator("label", has_text="Logarithmic").click()
-    plot = chart(page, "reward").locator(".plot")
-    plot.focus()
+    chart = page.locator("figure", has=page.locator("code", has_text=re.compile("^reward$"))).first
+    chart.locator(".plot").focus()
     page.keyboard.press("End")
-    expect(chart(page, "reward").locator(".readout")).to_contain_text("150 seconds")
+    expect(chart.locator(".readout")).to_contain_text("150 seconds")
     with page.expect_download() as started:
         page.get_by_role("button", name="Download CSV").click()
     rows = list(csv.DictReader(started.value.path().read_text("utf-8").splitlines()))

@@ -77,5 +77,5 @@ def test_a_batch_in_numbers():
     assert summary.segments == {"late": {"vgr": 2.0}}
     assert summary.credit == {"token_weight_mean": 1.0, "combined_token_fraction": 0.5}
     nothing = summarise_rollout(torch.full((1, 1), math.nan), ["accuracy_reward"], torch.tensor([1.0]), {})
-    assert (nothing.success_rate, nothing.rewards["accuracy_reward"]) == (None, (None, None))
+    assert all(map(math.isnan, (nothing.success_rate, *nothing.rewards["accuracy_reward"])))
     assert summarise_rollout(rewards[:, 1:], ["other"], torch.tensor([1.0]), {}).success_rate is None

@@ -31,34 +31,32 @@ def test_a_record_comes_back_as_it_was():
     assert decode_record(line) == written
 
 
-def writer(folder, max_bytes=10**7, resumed=False, **description):
-    return RecordWriter(folder, {"name": "a run", **description}, max_bytes, resumed)
+def writer(folder, max_bytes=10**7, resumed=False):
+    return RecordWriter(folder, {"name": "a run", "rewards": ["accuracy"]}, max_bytes, resumed)
 
 
-def pictured(step, name, size=0):
-    return record(step, "train", completion(images=[RecordedImage(f"images/{name}", 8, 8)], text="x" * size))
+def image(number):
+    return f"images/{number:040x}.webp"
 
 
-def image_name(number):
-    return f"{number:040x}.webp"
+def pictured(step, size=0):
+    return record(step, "train", completion(images=[RecordedImage(image(step), 8, 8)], text="x" * size))
 
 
 def test_what_is_written_is_read_in_the_order_of_steps(tmp_path):
-    written = writer(tmp_path, rewards=["accuracy"])
-    written.add(pictured(1, image_name(1)), {f"images/{image_name(1)}": b"picture"})
+    written = writer(tmp_path)
+    written.add(pictured(1), {image(1): b"picture"})
     written.add(record(0), {})
     written.add(record(1, "eval"), {})
     written.log(LogEntry(1, "train", 2.0, {"loss": 0.5}))
     for place in (tmp_path, str(tmp_path), tmp_path / "rollouts"):
         run = read_run(place)
-        assert list(run.records()) == [record(0), record(1, "eval"), pictured(1, image_name(1))]
+        assert list(run.records()) == [record(0), record(1, "eval"), pictured(1)]
         assert [item.step for item in run.records("train")] == [0, 1]
         assert list(read_logs(run.folder / "logs.jsonl")) == [LogEntry(1, "train", 2.0, {"loss": 0.5})]
         assert (run.name, run.rewards, run.description["version"]) == ("a run", ["accuracy"], 1)
-    assert (run.folder / "images" / image_name(1)).read_bytes() == b"picture"
-    assert sorted(path.name for path in run.folder.iterdir()) == [
-        "images", "logs.jsonl", "records-000001.jsonl", "run.json"
-    ]  # fmt: skip
+    assert (run.folder / image(1)).read_bytes() == b"picture"
+    assert {path.name for path in run.folder.iterdir()} == {"images", "logs.jsonl", "records-000001.jsonl", "run.json"}
 
 
 def test_a_continued_run_appends_behind_what_a_kill_has_left(tmp_path):
@@ -85,15 +83,14 @@ def test_beyond_the_bound_the_oldest_records_but_the_first_go_with_their_thumbna
     for step in range(40):
         if step % 2:  # what an earlier process has left counts
             written = writer(tmp_path, 16_000, resumed=step > 0)
-        thumbnails = {f"images/{image_name(number)}": b"x" * 100 for number in (step, 0)}
-        written.add(pictured(step, image_name(step), size=600), thumbnails)
+        written.add(pictured(step, size=600), {image(number): b"x" * 100 for number in (step, 0)})
     folder = tmp_path / "rollouts"
     size = sum(path.stat().st_size for path in [*folder.glob("records-*"), *(folder / "images").iterdir()])
     assert 12_000 < size <= 16_000
     steps = [step for step, _ in read_run(tmp_path).steps()]
     assert steps[0] == 0
     assert steps[1:] == list(range(steps[1], 40))
-    assert {path.name for path in (folder / "images").iterdir()} == {image_name(step) for step in steps}
+    assert {f"images/{path.name}" for path in (folder / "images").iterdir()} == set(map(image, steps))
 
 
 @pytest.fixture

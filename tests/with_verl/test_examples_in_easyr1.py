@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import verl
-from actor_on_cpu import hooks_importable
+from actor_on_cpu import hooks
 from example_scripts import EXAMPLES, overrides
 from omegaconf import OmegaConf
+from verl.trainer.config import PPOConfig
 
 from vgr_trl.integrations.verl.inside_easyr1 import main
 
@@ -18,13 +19,10 @@ needs_stock = pytest.mark.skipif(not STOCK.exists(), reason="needs EasyR1 instal
 def read(given):
     """As EasyR1's `main` reads its command line, and ours reads the rest."""
     theirs, own = main.split_arguments(given)
-    with hooks_importable() as hooks:
-        from verl.trainer.config import PPOConfig
-
-        cli = OmegaConf.from_dotlist(theirs)
-        file = OmegaConf.load(STOCK.parent / cli.pop("config"))
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PPOConfig()), file, cli))
-        return config, hooks.read_options(own, config.algorithm.adv_estimator)
+    cli = OmegaConf.from_dotlist(theirs)
+    file = OmegaConf.load(STOCK.parent / cli.pop("config"))
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PPOConfig()), file, cli))
+    return config, hooks.read_options(own, config.algorithm.adv_estimator)
 
 
 @needs_stock

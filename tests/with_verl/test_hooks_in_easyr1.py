@@ -4,16 +4,10 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from actor_on_cpu import hooks_importable, trainer
+from actor_on_cpu import hooks, trainer
 from verl.protocol import DataProto
 
 from vgr_trl.utils import ConfigError
-
-
-@pytest.fixture(scope="module")
-def hooks():
-    with hooks_importable() as hooks:
-        yield hooks
 
 
 def batch():
@@ -26,30 +20,29 @@ def batch():
     return DataProto.from_single_dict({**tensors, "uid": np.array(list("aabb"), dtype=object)})
 
 
-def test_weights_of_a_reward_on_the_mask(hooks):
+def test_weights_of_a_reward_on_the_mask():
     from verl.trainer import ray_trainer
 
-    made = trainer(hooks, preset="vgr_token_weights", apply_to="mask", collect_attentions=True)
+    made = trainer(preset="vgr_token_weights", apply_to="mask", collect_attentions=True)
     weights = [[1.0, 1.0, 4.0], [3.0, 1.0], [1.0, 1.0, 1.0], [2.0]]
-    assert made.without_weights({"overall": [1.0], "token_weights": weights}) == {"overall": [1.0]}
-    assert made.without_weights({"pg_loss": [2.0]}) == {"pg_loss": [2.0]}  # of another call
-    data = made.advantages(ray_trainer.compute_advantage, batch(), 1.0, 1.0)
+    assert made.take_token_weights({"overall": [1.0], "token_weights": weights}) == {"overall": [1.0]}
+    assert made.take_token_weights({"pg_loss": [2.0]}) == {"pg_loss": [2.0]}  # of another call
+    data = made.compute_advantages(ray_trainer.compute_advantage, batch(), "grpo")
     weighted = [[0.5, 0.5, 2.0], [1.5, 0.5, 0.0], [1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
     assert torch.allclose(data.batch["response_mask"], torch.tensor(weighted))
 
 
-def test_weights_of_rows_that_were_filtered(hooks):
-
-    made = trainer(hooks, preset="vgr_token_weights")
+def test_weights_of_rows_that_were_filtered():
+    made = trainer(preset="vgr_token_weights")
     made.config.algorithm.online_filtering = True
-    assert made.without_weights({"overall": [1.0], "token_weights": [[1.0]] * 8}) == {"overall": [1.0]}
+    assert made.take_token_weights({"overall": [1.0], "token_weights": [[1.0]] * 8}) == {"overall": [1.0]}
     with pytest.raises(ConfigError, match="online_filtering drops and reorders rows"):
         hooks.read_options({"preset": "vgr_token_weights", "collect_attentions": True}, "grpo", filters=True)
     with pytest.raises(ConfigError, match="reads entropies, which EasyR1's actor does not compute"):
         hooks.read_options({"enable_entropy_filtering": True}, "grpo")
 
 
-def test_the_runner_travels_to_another_process(hooks):
+def test_the_runner_travels_to_another_process():
     from vgr_trl.integrations.verl.inside_easyr1.main import make_runner
 
     runner = make_runner({"preset": "vgr_vppo"}).__ray_metadata__.modified_class

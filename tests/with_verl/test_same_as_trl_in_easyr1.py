@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from actor_on_cpu import actor, data_of, hooks_importable, replace_flash_attn, trainer
+from actor_on_cpu import actor, data_of, replace_flash_attn, trainer
 from same_as_trl import WANTED, check
 from support.launching import launch
 from tiny_rollout import CLIP, GROUP, LEARNING_RATE, SCORES, rollout, tiny_model
+from verl.trainer import core_algos, ray_trainer
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +30,6 @@ def group(tmp_path):
 
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_advantages_and_gradients(expected, group, padding_free, monkeypatch):
-    from verl.trainer import core_algos
-
     replace_flash_attn(monkeypatch)
     with_epsilon_of_trl = partial(core_algos.compute_grpo_outcome_advantage, eps=1e-4)  # instead of 1e-6
     monkeypatch.setitem(core_algos.ADV_ESTIMATOR_MAP, "grpo_of_trl", with_epsilon_of_trl)
@@ -53,11 +52,8 @@ def test_advantages_and_gradients(expected, group, padding_free, monkeypatch):
     tensors["token_level_rewards"][range(len(mask)), mask.sum(1) - 1] = torch.tensor(SCORES)
     data = data_of(tensors | dict(theirs.columns), pixels, processor, options)
     data.non_tensor_batch["uid"] = np.array([f"prompt{row // GROUP}" for row in range(len(mask))], dtype=object)
-    with hooks_importable() as hooks:
-        from verl.trainer import ray_trainer
-
-        steps = trainer(hooks, preset="vgr_vppo", estimator="grpo_of_trl", **WANTED)
-        data = steps.advantages(ray_trainer.compute_advantage, data, 1.0, 1.0)
+    steps = trainer(preset="vgr_vppo", estimator="grpo_of_trl", **WANTED)
+    data = steps.compute_advantages(ray_trainer.compute_advantage, data, "grpo")
     theirs.update_policy(data)
     found = {name: data.batch[name] for name in ("advantages", "old_log_probs")}
     check(found | {"gradients": made}, expected, mask)

@@ -20,8 +20,9 @@ def expected(tmp_path_factory):
     return torch.load(folder / "trl.pt")
 
 
+@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_advantages_and_gradients(expected, layout, tmp_path):
-    launch(PARTS / "verl_step.py", tmp_path, layout, json.dumps(OPTIONS), processes=1)
+def test_advantages_and_gradients(expected, layout, processes, tmp_path):
+    launch(PARTS / "verl_step.py", tmp_path, layout, json.dumps(OPTIONS), processes=processes)
     tensors, _ = rollout(*tiny_model(), prompts=len(SCORES) // GROUP)
     check(torch.load(tmp_path / "steps.pt"), expected, tensors["response_mask"])

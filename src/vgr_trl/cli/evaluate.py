@@ -84,7 +84,7 @@ def evaluate_models(data: DataArguments, options: EvaluationArguments) -> dict[s
 
 def _report_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the prompt text and base64 image thumbnails of a row, for `vgr-trl report`."""
-    pictures, thumbnails, _ = read_row_images(row, [])
+    pictures, thumbnails = read_row_images(row, [])
     encoded = {file: base64.b64encode(thumbnail).decode() for file, thumbnail in thumbnails.items()}
     parts = [part for turn in row["prompt"] if turn["role"] != "system" for part in to_parts(turn["content"])]
     images = [

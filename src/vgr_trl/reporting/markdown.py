@@ -51,14 +51,14 @@ class Summary:
 
     Attributes:
         completions: number over all processes.
-        rewards: name (`total`: weighted sum) -> mean and standard deviation (n - 1), None if undefined.
+        rewards: name (`total`: weighted sum) -> mean and standard deviation (n - 1), NaN if undefined.
         success_rate: share of completions with accuracy 1; None without an accuracy reward.
         segments: attention by segment of layers; empty if not measured.
         credit: metrics of token weights and filters; empty if all are off.
     """
 
     completions: int
-    rewards: dict[str, tuple[float | None, float | None]]
+    rewards: dict[str, tuple[float, float]]
     success_rate: float | None = None
     segments: Segments = field(default_factory=dict)
     credit: dict[str, float | None] = field(default_factory=dict)
@@ -75,18 +75,19 @@ class MarkdownLogs:
 
     def __init__(self, options: Any, started: str, attention: bool) -> None:
         self.options = options
-        self.paths: dict[str, Path | str | None] = {}
-        for title, option, default in (
-            ("Rollouts", "rollout_log_path", "rollout_results"),
-            ("Evaluations", "eval_log_path", "eval_results"),
-            ("Attention", "attention_diag_log_path", "attention_diagnostics" if attention else None),
-            ("Token weights", "token_weights_log_path", None),
-        ):
-            self.paths[title] = getattr(options, option)
-            if self.paths[title] is None and options.markdown_logs and default:
-                self.paths[title] = Path(options.output_dir, LOG_FOLDER, f"{default}_{started}.md")
-        if options.token_weights and options.rollout_log_path and options.token_weights_log_path is None:
-            self.paths["Token weights"] = Path(options.rollout_log_path).with_name("token_weights.md")
+
+        def default(name: str) -> Path | None:
+            return Path(options.output_dir, LOG_FOLDER, f"{name}_{started}.md") if options.markdown_logs else None
+
+        weights = options.token_weights_log_path
+        if weights is None and options.token_weights and options.rollout_log_path:
+            weights = Path(options.rollout_log_path).with_name("token_weights.md")
+        self.paths = {
+            "Rollouts": options.rollout_log_path or default("rollout_results"),
+            "Evaluations": options.eval_log_path or default("eval_results"),
+            "Attention": options.attention_diag_log_path or (default("attention_diagnostics") if attention else None),
+            "Token weights": weights,
+        }
 
     def add(self, record: Record, summary: Summary) -> None:
         """Append a section to each enabled file."""
@@ -164,18 +165,19 @@ def print_record(record: Record, console: Console | None = None, prompt_length: 
         console: None: standard output.
         prompt_length: characters of a prompt to print; None: all.
     """
-    console = Console() if console is None else console
     marks = {True: ("right", "bold cyan"), False: ("wrong", "bold magenta"), None: ("", "")}
     for item in record.completions:
-        body = Text()
-        body.append(f"{printable(preview(item.prompt.strip(), prompt_length))}\n", style="dim")
-        for token, shade in zip(item.tokens, token_shades(item), strict=True):
-            body.append(printable(token), style=shade)
+        tokens = zip(map(printable, item.tokens), token_shades(item), strict=True)
         rewards = ", ".join(f"{printable(name)} {format_number(value)}" for name, value in item.rewards.items())
-        mark, style = marks[item.correct]
-        body.append(f"\n{mark} ", style=style)
-        body.append(f"{rewards}, advantage {format_number(item.advantage)}")
-        console.print(Panel(body, title=f"step {record.step}, prompt {item.group}", title_align="left"))
+        body = Text.assemble(
+            (f"{printable(preview(item.prompt.strip(), prompt_length))}\n", "dim"),
+            *tokens,
+            "\n",
+            marks[item.correct],
+            f" {rewards}, advantage {format_number(item.advantage)}",
+        )
+        panel = Panel(body, title=f"step {record.step}, prompt {item.group}", title_align="left")
+        (console or Console()).print(panel)
 
 
 def token_shades(completion: Completion) -> list[str]:
@@ -233,8 +235,7 @@ def progress_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list
                 parts.append(f"{heading} {' → '.join(f'{end:.3f}' for end in ends)}")
         if parts:
             which = f"on {evaluated}" if prefix else f"in the first and last {few} of {len(logs)} logs"
-            steps = " to ".join(str(entry["step"]) for entry in logs[:: max(1, len(logs) - 1)])
-            lines.append(f"{title:<12}{', '.join(parts)} {which}, step {steps}")
+            lines.append(f"{title:<12}{', '.join(parts)} {which}")
     accuracy = [entry[name] for entry in history for _, name, _ in _STEP_QUANTITIES[1:3] if name in entry]
     if accuracy and max(accuracy) < 0.01:
         lines.append(

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
+from typing import NamedTuple
 
 from trl import GRPOConfig
 
@@ -14,8 +15,7 @@ from vgr_trl.options import options_in_effect
 from vgr_trl.rollout import ConstructedTrainer
 
 
-@dataclass(frozen=True)
-class Paper:
+class Paper(NamedTuple):
     """A paper on arXiv, and its BibTeX entry."""
 
     title: str
@@ -28,35 +28,21 @@ class Paper:
         return f"[{self.title}](https://huggingface.co/papers/{self.arxiv})"
 
 
-def _read_papers() -> dict[str, Paper]:
-    papers = {}
-    text = Path(__file__).with_name("papers.bib").read_text(encoding="utf-8")
-    for entry in re.finditer(r"@misc\{(\w+),\n(.*?)\n\}", text, re.DOTALL):
-        values = dict(re.findall(r"^ +(\w+) += \{(.*)\},$", entry[2], re.MULTILINE))
-        papers[entry[1]] = Paper(values["title"].strip("{}"), values["eprint"], entry[0])
-    return papers
-
-
-PAPERS = _read_papers()
+_ENTRY = re.compile(r"@misc\{(\w+),\n +title += \{\{(.*?)\}\},\n.*?eprint += \{(.*?)\}.*?\n\}", re.DOTALL)
+_BIBLIOGRAPHY = Path(__file__).with_name("papers.bib").read_text(encoding="utf-8")
+PAPERS = {entry[1]: Paper(entry[2], entry[3], entry[0]) for entry in _ENTRY.finditer(_BIBLIOGRAPHY)}
 DAPO, MDI, VPPO, PAPO = "yu2025dapo", "wu2025language", "huang2025spotlight", "wang2025perception"
-ESTIMATOR_PAPERS = {
-    "rloo": "ahmadian2024back", "remax": "li2023remax", "reinforce_plus_plus": "hu2025reinforce",
-    "gae": "schulman2015high", "grpo_passk": "tang2025optimizing",
-}  # fmt: skip
-OPTION_PAPERS = {  # option -> paper of the method that it turns on
+METHOD_PAPERS = {  # option, advantage estimator or reward -> paper of the method
     "token_weights": MDI, "enable_perception_filtering": VPPO, "enable_trajectory_reweighting": VPPO,
     "use_entropy_penalty": VPPO, "perception_loss_weight": PAPO, "der_loss_weight1": PAPO, "der_loss_weight2": PAPO,
     "noisy_generations": "liu2025noisyrollout", "enable_entropy_filtering": "wang2025beyond", "dynamic_sampling": DAPO,
-    "online_filtering": "cui2025process",
-}  # fmt: skip
-REWARD_PAPERS = {
+    "online_filtering": "cui2025process", "rloo": "ahmadian2024back", "remax": "li2023remax",
+    "reinforce_plus_plus": "hu2025reinforce", "gae": "schulman2015high", "grpo_passk": "tang2025optimizing",
     "vgr_reward": MDI, "vgr_hard_negative_reward": MDI, "mdi_reward": MDI, "blind_accuracy_reward": "li2025self",
 }  # fmt: skip
 PAPER_TAGS = {MDI: "vision-gain-ratio", VPPO: "vppo", PAPO: "papo"}
 TAGS = ("dapo", "vgr_trl")
-TRL_PAPER = {  # in the form that TRL expects
-    "title": PAPERS[DAPO].title, "id": PAPERS[DAPO].arxiv, "citation": PAPERS[DAPO].bibtex,
-}  # fmt: skip
+TRL_PAPER = dict(zip(("title", "id", "citation"), PAPERS[DAPO], strict=True))  # in the form that TRL expects
 # Groups of options that do not change the method.
 _OTHER_GROUPS = (ReportOptions, EvaluateOptions, EfficiencyOptions, GRPOConfig)
 METHOD_OPTIONS = {each.name for group in DAPOConfig.__bases__ if group not in _OTHER_GROUPS for each in fields(group)}
@@ -76,38 +62,27 @@ def method_tags(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
 def extend_card(trainer: ConstructedTrainer, name: str | None, data: str | None) -> None:
     """Add origin, rewards, options in effect and papers to cite to the card that TRL has written.
 
+    TRL's example of use is removed, because it has no image.
+
     Args:
         name: of the model; None: name of its folder.
         data: name of the training data; None: unknown.
     """
     file = Path(str(trainer.args.output_dir), "README.md")
-    card = replace_origin(file.read_text(encoding="utf-8"), trainer, name, data)
+    base = getattr(trainer.model.config, "_name_or_path", None)
+    sources = [f" {word} {inline_code(source)}" for word, source in (("from", base), ("on", data)) if source]
+    card = file.read_text(encoding="utf-8")
+    for pattern, text in (
+        (r"^# Model Card for .*$", f"# Model Card for {name or file.resolve().parent.name}"),
+        (r"^This model is a fine-tuned version of .*$", f"This model was trained{''.join(sources)}."),
+        (r"^## Quick start$(?s:.*?)(?=^## )", ""),
+    ):
+        card = re.sub(pattern, text.replace("\\", r"\\"), card, count=1, flags=re.MULTILINE)
     file.write_text(add_method_section(card, trainer.args, user_rewards(trainer)), encoding="utf-8")
 
 
-def replace_origin(card: str, trainer: ConstructedTrainer, name: str | None, data: str | None) -> str:
-    """Set title and origin, also for local folders, and remove TRL's example, which has no image."""
-    base = getattr(trainer.model.config, "_name_or_path", None)
-    title = f"# Model Card for {name or Path(str(trainer.args.output_dir)).resolve().name}"
-    sources = [f" {word} {inline_code(source)}" for word, source in (("from", base), ("on", data)) if source]
-    origin = f"This model was trained{''.join(sources)}."
-    card = re.sub(r"^# Model Card for .*$", lambda _: title, card, count=1, flags=re.MULTILINE)
-    card = re.sub(r"^This model is a fine-tuned version of .*$", lambda _: origin, card, count=1, flags=re.MULTILINE)
-    return re.sub(r"^## Quick start$.*?(?=^## )", "", card, count=1, flags=re.MULTILINE | re.DOTALL)
-
-
 def add_method_section(card: str, options: DAPOConfig, rewards: Sequence[str]) -> str:
-    """Insert the method section before the framework versions, and append citations."""
-    start, heading, rest = card.partition("### Framework versions")
-    card = f"{start.rstrip()}\n\n{method_section(options, rewards)}\n{heading}{rest}".rstrip() + "\n"
-    entries = [PAPERS[key].bibtex for key in find_papers(options, rewards) if key != DAPO]  # TRL's part cites DAPO
-    if entries:
-        card += "\nCite the papers behind the training signal as:\n\n```bibtex\n" + "\n\n".join(entries) + "\n```\n"
-    return card
-
-
-def method_section(options: DAPOConfig, rewards: Sequence[str]) -> str:
-    """Return the rewards with their weights and the options of the method, as Markdown.
+    """Insert rewards, weights and options of the method before the framework versions, and append citations.
 
     Args:
         rewards: names of the reward functions, in the order of their weights.
@@ -128,23 +103,28 @@ def method_section(options: DAPOConfig, rewards: Sequence[str]) -> str:
     if found := options_in_effect(options, METHOD_OPTIONS):
         lines += ["| option | what it does | paper |", "|---|---|---|"]
         for name, what in found.items():
-            key = _paper_key(options, name)
+            key = METHOD_PAPERS.get(_method(options, name))
             cells = _format_option(options, name), _escape_cell(what), PAPERS[key].link if key else ""
             lines.append(f"| {' | '.join(cells)} |")
     else:
         lines.append("No option of `vgr_trl` changed the method.")
-    return "\n".join([*lines, ""])
+    start, heading, rest = card.partition("### Framework versions")
+    card = "\n".join([start.rstrip(), "", *lines, "", f"{heading}{rest}".rstrip(), ""])
+    entries = [PAPERS[key].bibtex for key in find_papers(options, rewards) if key != DAPO]  # TRL's part cites DAPO
+    if entries:
+        card += "\nCite the papers behind the training signal as:\n\n```bibtex\n" + "\n\n".join(entries) + "\n```\n"
+    return card
 
 
 def find_papers(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
     """Return the distinct `papers.bib` keys of the options and rewards in effect."""
-    keys = [_paper_key(options, name) for name in options_in_effect(options, METHOD_OPTIONS)]
-    return list(dict.fromkeys(key for key in (*keys, *map(REWARD_PAPERS.get, rewards)) if key is not None))
+    methods = [_method(options, name) for name in options_in_effect(options, METHOD_OPTIONS)]
+    return list(dict.fromkeys(METHOD_PAPERS[name] for name in (*methods, *rewards) if name in METHOD_PAPERS))
 
 
-def _paper_key(options: DAPOConfig, name: str) -> str | None:
-    is_estimator = name == "advantage_estimator"
-    return ESTIMATOR_PAPERS.get(options.advantage_estimator) if is_estimator else OPTION_PAPERS.get(name)
+def _method(options: DAPOConfig, name: str) -> str:
+    """Return the key in `METHOD_PAPERS` of an option that is on."""
+    return options.advantage_estimator if name == "advantage_estimator" else name
 
 
 def _format_option(options: DAPOConfig, name: str) -> str:

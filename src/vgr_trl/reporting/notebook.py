@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, Template
 
+from vgr_trl.reporting.markdown import format_number
 from vgr_trl.reporting.records import Completion, Numbers, read_thumbnail, records_folder
 from vgr_trl.utils import ConfigError, printable
 
@@ -81,19 +82,19 @@ def show_completion(
     quantity, values = QUANTITIES[color_by], getattr(completion, color_by) or [None] * count
     positions = colour_positions(values, quantity.is_ratio)
     tokens = [
-        (_show_text(text), _format_number(value), None if place is None else position_colour(place))
+        (_show_text(text), format_number(value), None if place is None else position_colour(place))
         for text, value, place in zip(completion.tokens, values, positions, strict=True)
     ]
     known = [value for value in values if value is not None]
     html = _load_template().render(
         prompt=_show_text(completion.prompt),
         solution=None if completion.solution is None else _show_text(completion.solution),
-        reward=_format_number(completion.reward),
-        rewards=", ".join(f"{_show_text(name)} {_format_number(value)}" for name, value in completion.rewards.items()),
+        reward=format_number(completion.reward),
+        rewards=", ".join(f"{_show_text(name)} {format_number(value)}" for name, value in completion.rewards.items()),
         right={None: None, True: "right", False: "wrong"}[completion.correct],
         quantity=quantity,
         tokens=tokens,
-        range=f"{_format_number(min(known))} to {_format_number(max(known))}" if known else None,
+        range=f"{format_number(min(known))} to {format_number(max(known))}" if known else None,
         colours=",".join(map(position_colour, (-1.0, 0.0, 1.0))),
         images=_build_images(completion, records_folder(Path(run_folder)), token),
         of="all tokens" if token is None else f"token {token % count}",
@@ -152,7 +153,3 @@ def _build_images(completion: Completion, folder: Path, token: int | None) -> li
 def _show_text(text: str) -> str:
     """Return `text` with line ends marked and invisible or reordering characters escaped."""
     return printable(text).replace("\n", "↵\n")
-
-
-def _format_number(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.4g}"

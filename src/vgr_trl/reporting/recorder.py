@@ -25,6 +25,7 @@ from accelerate.utils import gather_object
 from PIL import Image
 from transformers import TrainerCallback
 from transformers.utils import logging
+from trl.trainer.utils import nanstd
 
 from vgr_trl.boxes import boxes_of
 from vgr_trl.config import LOG_OPTIONS
@@ -40,12 +41,13 @@ from vgr_trl.reporting.records import (
     Record,
     RecordedImage,
     RecordWriter,
+    question_id,
     refuse_unwritable,
 )
 from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.signals.named import QUANTITIES, RolloutSignals, reward_columns, take_signal_rows
 from vgr_trl.signals.ratios import boxes_in_pixels, late_layers, measure_segments, token_vision_gain_ratio
-from vgr_trl.utils import ConfigError, DataError, error_text
+from vgr_trl.utils import DataError, error_text
 
 logger = logging.get_logger(__name__)
 
@@ -70,7 +72,7 @@ class RolloutRecorder:
     """Record a few completions of rollouts. Every process gathers its rows; the main process writes.
 
     Raises:
-        ConfigError: a file or folder cannot be written, or a log is requested whose values are not measured.
+        ConfigError: a file or folder cannot be written.
     """
 
     def __init__(self, trainer: ConstructedTrainer) -> None:
@@ -80,21 +82,9 @@ class RolloutRecorder:
         self._changed = list(changed_options(self.args))
         has_attention = "attention" in trainer.measurement.needed
         self.logs = MarkdownLogs(self.args, time.strftime("%Y%m%d_%H%M%S"), has_attention)
-        self._last: dict[str, int | None] = {"train": None, "eval": None}  # step of the last record
+        self._last: dict[str, int] = {}  # mode -> step of the last record
         self._writer: RecordWriter | None = None
-        self._warned: set[type] = set()
-        if not self.is_on:
-            return
-        for option, is_measured, cure in (
-            ("attention_diag_log_path", has_attention, "compute_attention_metrics"),
-            ("token_weights_log_path", self.args.token_weights, "token_weights"),
-        ):
-            if getattr(self.args, option) is not None and not is_measured:
-                raise ConfigError(
-                    f"{option} is {getattr(self.args, option)}, but its values are not measured: turn on {cure}, or "
-                    f"remove {option}."
-                )
-        if trainer.accelerator.is_main_process:
+        if self.is_on and trainer.accelerator.is_main_process:
             refuse_unwritable(self.output_dir / FOLDER, "output_dir", is_folder=True)
             for option in LOG_OPTIONS:
                 if (path := getattr(self.args, option)) is not None:
@@ -110,67 +100,65 @@ class RolloutRecorder:
             return None
         trainer, mode, step = self.trainer, self.trainer.mode, self.trainer.state.global_step
         # Record the first batch of each evaluation; in training, the first rollout of every N steps.
-        last, every = self._last[mode], self.args.rollout_log_steps if mode == "train" else 1
+        last, every = self._last.get(mode), self.args.rollout_log_steps if mode == "train" else 1
         if last is not None and step // every == last // every:
             return None
         self._last[mode] = step
         first, total = trainer.accelerator.process_index * rows, rows * trainer.accelerator.num_processes
-        chosen = choose_rows(self.args.rollout_log_samples, trainer.completions_per_prompt, total)
+        # Two completions of a prompt can be compared; another prompt is more useful than a third completion.
+        size = trainer.completions_per_prompt
+        in_pairs = sorted(range(total), key=lambda row: (row % size // 2, row))
+        chosen = sorted(in_pairs[: self.args.rollout_log_samples])
         return tuple(row - first for row in chosen if first <= row < first + rows)
 
     def snapshot(self, rollout: Rollout) -> list[RecordedRow]:
         """Return the recorded rows of a rollout with rewards, before group selection and credit assignment."""
-        trainer, batch, chosen = self.trainer, rollout.batch, list(rollout.recorded or ())
-        size = trainer.completions_per_prompt
+        trainer, batch, tokenizer = self.trainer, rollout.batch, self.trainer._tokenizer
         first = trainer.accelerator.process_index * len(rollout.rows)
         merge_size = getattr(getattr(trainer.processing_class, "image_processor", None), "merge_size", None)
-        tokenizer = trainer._tokenizer
+        maps = {} if rollout.scores is None else rollout.scores.maps or {}
+        weights = trainer.reward_weights.cpu()
 
         def decode(ids: list[int]) -> str:
             return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
         recorded = []
-        for row in chosen:
+        for row in rollout.recorded or ():
             data, place = rollout.rows[row], first + row
             ids, mask = batch["completion_ids"][row].tolist(), batch["completion_mask"][row].tolist()
             ids = strip_padding(ids, mask, tokenizer.pad_token_id)
             signals = take_signal_rows(rollout.signals, [row])
             num_vision = None if signals is None or signals.attention is None else int(signals.attention.num_vision)
             grids = find_image_grids(batch, row, merge_size, num_vision)
-            images, thumbnails, digest = read_row_images(data, grids)
+            images, thumbnails = read_row_images(data, grids)
             perturbed_images = rollout.perturbed_images[row] if rollout.perturbed_images is not None else []
             for image, perturbed in zip(images, perturbed_images, strict=False):
                 image.perturbed, content = make_thumbnail(perturbed)
                 thumbnails[image.perturbed] = content
             prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
             prompt = prompt_text(prompt_ids, trainer.measurement.vision_token_ids, decode)
+            rewards = rollout.rewards[place].cpu()
             completion = Completion(
-                question=question_id(prompt, digest),
-                group=place // size,
+                question=question_id(prompt, [image.file for image in images]),
+                group=place // trainer.completions_per_prompt,
                 prompt=prompt,
                 text=str(tokenizer.decode(ids, skip_special_tokens=True)),
                 tokens=split_tokens(ids, decode),
                 solution=None if data.get("solution") is None else str(data["solution"]),
+                rewards=dict(zip(trainer.reward_func_names, rewards.tolist(), strict=True)),
+                reward=(rewards * weights).nansum().item(),
                 advantage=batch["advantages"][row].item(),
                 images=images,
                 **({} if signals is None else completion_measurements(signals, len(ids), self.args)),
             )
+            accuracy = find_accuracy(completion.rewards)
+            completion.correct = None if accuracy is None or isnan(accuracy) else accuracy == 1
             if rollout.changes is not None and images:
                 completion.changes = rollout.changes[row, : len(ids)].tolist()
-            maps = {} if rollout.scores is None else rollout.scores.maps or {}
             if row in maps:
                 completion.attention = quantise_attention(maps[row].mean(0)[: len(ids)], grids)
-            self._add_rewards(completion, rollout.rewards[place].tolist())
             recorded.append(RecordedRow(place, completion, thumbnails))
         return recorded
-
-    def _add_rewards(self, completion: Completion, values: list[float]) -> None:
-        names, weights = self.trainer.reward_func_names, self.trainer.reward_weights.tolist()
-        completion.rewards = dict(zip(names, values, strict=True))
-        weighted = (value * weight for value, weight in zip(values, weights, strict=True))
-        completion.reward = sum(value for value in weighted if not isnan(value))
-        accuracy = completion.rewards.get(accuracy_reward_name(names) or "")
-        completion.correct = None if accuracy is None or isnan(accuracy) else accuracy == 1
 
     def add_credit(
         self, recorded: list[RecordedRow], selected: Rollout, before: torch.Tensor, after: torch.Tensor
@@ -198,11 +186,9 @@ class RolloutRecorder:
         trainer = self.trainer
         if rollout.recorded is None:
             return
-        if trainer.accelerator.num_processes > 1:
-            recorded = gather_object(recorded)
+        recorded = sorted(gather_object(recorded), key=lambda item: item.place)
         if not trainer.accelerator.is_main_process:
             return
-        recorded = sorted(recorded, key=lambda item: item.place)
         record = Record(trainer.state.global_step, trainer.mode, time.time(), [item.completion for item in recorded])
         with self._log_failures():
             self._open_writer(record.step).add(record, dict(chain(*(item.thumbnails.items() for item in recorded))))
@@ -215,10 +201,10 @@ class RolloutRecorder:
     def log(self, logs: dict[str, Any], mode: str) -> None:
         """Record a log of the trainer."""
         if self.is_on and self.trainer.accelerator.is_main_process:
+            step = self.trainer.state.global_step
             values = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
-            entry = LogEntry(self.trainer.state.global_step, mode, time.time(), {**values})
             with self._log_failures():
-                self._open_writer(entry.step).log(entry)
+                self._open_writer(step).log(LogEntry(step, mode, time.time(), {**values}))
 
     @contextmanager
     def _log_failures(self) -> Iterator[None]:
@@ -226,10 +212,8 @@ class RolloutRecorder:
         try:
             yield
         except Exception as error:
-            if type(error) not in self._warned:
-                self._warned.add(type(error))
-                reason = error_text(error).rstrip(".")
-                logger.warning(f"Rollouts cannot be recorded ({reason}); training continues without these records.")
+            reason = error_text(error).rstrip(".")
+            logger.warning_once(f"Rollouts cannot be recorded ({reason}); training continues without these records.")
 
     def _open_writer(self, step: int) -> RecordWriter:
         """Return the writer, opened at the first record: a run that begins after step 0 is a resumed one."""
@@ -247,41 +231,26 @@ class RolloutRecorder:
         return self._writer
 
 
-def choose_rows(samples: int, num_generations: int, total: int) -> list[int]:
-    """Choose the rows of a rollout batch to record: the first two of each prompt, prompt by prompt.
-
-    Two completions of a prompt can be compared; another prompt is more useful than a third completion.
-
-    Args:
-        total: number of rows of all processes.
-    """
-    in_pairs = sorted(range(total), key=lambda row: (row % num_generations // 2, row))
-    return sorted(in_pairs[:samples])
-
-
 def read_row_images(
     row: Mapping[str, Any], grids: Sequence[Grid | None]
-) -> tuple[list[RecordedImage], dict[str, bytes], bytes]:
-    """Return the images of a row, thumbnails by name, and a digest; an unreadable image has size 0."""
+) -> tuple[list[RecordedImage], dict[str, bytes]]:
+    """Return the images of a row, and thumbnails by name; an unreadable image has size 0."""
     recorded: list[RecordedImage] = []
     thumbnails: dict[str, bytes] = {}
-    digest = sha1(usedforsecurity=False)
     for value, grid in zip(images_of(row), chain(grids, repeat(None)), strict=False):
         try:
             image = open_image(value)
         except DataError:  # the model can still read it, for example from a URL
             recorded.append(RecordedImage(None, 0, 0, grid))
             continue
-        digest.update(f"{image.mode} {image.size} ".encode() + image.tobytes())
         name, content = make_thumbnail(image)
         thumbnails[name] = content
         recorded.append(RecordedImage(name, *image.size, grid))
     if len(recorded) == 1:
         size = recorded[0].width, recorded[0].height
         with suppress(DataError):  # the column has no boxes
-            if boxes := boxes_of(row, size):
-                recorded[0].regions = boxes_in_pixels(boxes, size) or None
-    return recorded, thumbnails, digest.digest()
+            recorded[0].regions = boxes_in_pixels(boxes_of(row, size), size) or None
+    return recorded, thumbnails
 
 
 def make_thumbnail(image: Image.Image) -> tuple[str, bytes]:
@@ -342,11 +311,6 @@ def strip_padding(ids: Sequence[int], mask: Sequence[int], pad_token_id: int) ->
     return list(ids[:length])
 
 
-def question_id(prompt: str, images: bytes) -> str:
-    """Return an ID of a prompt and its images: 16 hexadecimal digits."""
-    return sha1(prompt.encode("utf-8", "replace") + b"\0" + images, usedforsecurity=False).hexdigest()[:16]
-
-
 def split_tokens(ids: Sequence[int], decode: Decode) -> list[str]:
     """Return the text of each token; concatenated, they are the text of all tokens.
 
@@ -398,9 +362,9 @@ def completion_measurements(signals: RolloutSignals, length: int, options: Any) 
     return found
 
 
-def accuracy_reward_name(names: Sequence[str]) -> str | None:
-    """Return the name of the accuracy reward, or None."""
-    return next((name for name in names if name.startswith("accuracy")), None)
+def find_accuracy(values: Mapping[str, Any]) -> Any:
+    """Return the value of the accuracy reward, given values by the name of the reward; None without one."""
+    return next((value for name, value in values.items() if name.startswith("accuracy")), None)
 
 
 def summarise_rollout(
@@ -413,14 +377,10 @@ def summarise_rollout(
         weights: (number of functions,).
         metrics: of the batch, by logged name.
     """
-    summary = Summary(len(rewards), {})
-    total = (rewards * weights).nansum(dim=1, keepdim=True)  # (N, 1)
-    for name, column in zip([*names, "total"], torch.cat([rewards, total], dim=1).double().T, strict=True):
-        values = column[~column.isnan()]
-        mean = values.mean().item() if len(values) else None
-        summary.rewards[name] = mean, values.std().item() if len(values) > 1 else None
-        if name == accuracy_reward_name(names) and len(values):
-            summary.success_rate = (values == 1).double().mean().item()
+    columns = {**dict(zip(names, rewards.double().T, strict=True)), "total": (rewards * weights).double().nansum(dim=1)}
+    summary = Summary(len(rewards), {name: (v.nanmean().item(), nanstd(v).item()) for name, v in columns.items()})
+    if (accuracy := find_accuracy(columns)) is not None:
+        summary.success_rate = (accuracy[~accuracy.isnan()] == 1).double().mean().item()
     for name, value in metrics.items():
         if found := _SEGMENT_METRIC.fullmatch(name):
             summary.segments.setdefault(found[1], {})[found[2]] = value

@@ -6,7 +6,6 @@ the last line. NaN and infinity are written as null.
 """
 
 import base64
-import io
 import json
 import math
 import re
@@ -14,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha1
 from itertools import count
 from pathlib import Path
 from sys import intern
@@ -223,14 +223,11 @@ class RecordWriter:
             self._file = self._new_file()
         append_atomic(self._file, line)
         self._size += len(line)
-        for oldest in sorted(self.folder.glob(RECORD_FILES))[1:-1]:
-            if self._size <= self.max_bytes:
-                return
-            oldest.unlink()
-            lines = b"".join(file.read_bytes() for file in self.folder.glob(RECORD_FILES))
-            named = {name.decode() for name in _THUMBNAIL_PATTERN.findall(lines)}
+        while self._size > self.max_bytes and len(files := sorted(self.folder.glob(RECORD_FILES))) > 2:
+            files.pop(1).unlink()
+            named = {name for file in files for name in _THUMBNAIL_PATTERN.findall(file.read_bytes())}
             for image in (self.folder / "images").iterdir():
-                if image.name not in named:
+                if image.name.encode() not in named:
                     image.unlink()
             self._size = self._count_bytes()
 
@@ -306,11 +303,8 @@ def read_run(path: str | Path) -> Run:
         DataError: there are no records, or a later release wrote them.
     """
     folder = records_folder(Path(path))
-    if not has_records(folder):
-        raise DataError(
-            f"{path} has no records: give the output_dir of a run of DAPOTrainer (TRL's trainers write none) with "
-            "rollout_log_steps above 0."
-        )
+    if not (folder / LOGS_FILE).is_file() and not any(folder.glob(RECORD_FILES)):
+        raise DataError(f"{path} has no records: give the output_dir of a DAPOTrainer with rollout_log_steps above 0.")
     return Run(folder)
 
 
@@ -319,20 +313,16 @@ def records_folder(path: Path) -> Path:
     return path if path.name == FOLDER else path / FOLDER
 
 
-def has_records(folder: Path) -> bool:
-    """Whether a folder has records or logs."""
-    return (folder / LOGS_FILE).is_file() or any(folder.glob(RECORD_FILES))
-
-
 def read_logs(path: Path) -> Iterator[LogEntry]:
     """Yield the logs of the trainer in order; unreadable lines are skipped with a warning.
 
     Raises:
         DataError: a later release wrote an entry.
     """
-    lines = path.open("rb") if path.is_file() else io.BytesIO()
-    with lines:
-        for line in filter(bytes.strip, lines):
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in filter(bytes.strip, file):
             try:
                 content = json.loads(line)
                 values = {intern(name): value for name, value in content["values"].items()}
@@ -359,6 +349,11 @@ def is_webp(content: bytes) -> bool:
     return content[:4] == b"RIFF" and content[8:12] == b"WEBP"
 
 
+def question_id(prompt: str, images: Sequence[str | None]) -> str:
+    """Return an ID of a prompt and the thumbnails of its images: 16 hexadecimal digits."""
+    return sha1(f"{prompt} {images}".encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:16]
+
+
 def refuse_unwritable(path: Path, option: str, is_folder: bool = False) -> None:
     """Raise `ConfigError` if the file (or folder) `path`, the value of `option`, cannot be written."""
     if not is_writable(path / "file" if is_folder else path):
@@ -367,10 +362,7 @@ def refuse_unwritable(path: Path, option: str, is_folder: bool = False) -> None:
 
 def _check_version(version: int, path: Path) -> None:
     if version > VERSION:
-        raise DataError(
-            f"{path} has version {version}, but this release of vgr_trl reads versions up to {VERSION}: install a "
-            "later one."
-        )
+        raise DataError(f"{path} has version {version}, but this vgr_trl reads up to {VERSION}: install a later one.")
 
 
 def _warn_unreadable(path: Path) -> None:

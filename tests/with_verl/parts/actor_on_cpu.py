@@ -3,7 +3,6 @@
 import importlib.abc
 import importlib.machinery
 import sys
-from contextlib import contextmanager
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -37,18 +36,11 @@ sys.meta_path.append(Mocked())  # vLLM and what comes with it: nothing of them i
 
 from vgr_trl.integrations.verl.credit import SignalOptions
 from vgr_trl.integrations.verl.inside_easyr1 import actor as hooks
-from vgr_trl.integrations.verl.inside_easyr1.actor import SignalActor, register
+from vgr_trl.integrations.verl.inside_easyr1.actor import SignalActor
 from vgr_trl.integrations.verl.signals import build_actor_context
 
 
-@contextmanager
-def hooks_importable():
-    """Yield our hooks in EasyR1's trainer."""
-    register()
-    yield hooks
-
-
-def trainer(hooks, estimator="grpo", **given):
+def trainer(estimator="grpo", **given):
     """`SignalTrainer` without EasyR1's start, which needs Ray."""
     made = object.__new__(hooks.SignalTrainer)
     made.preset, made.options = hooks.read_options(given, estimator)

@@ -2,8 +2,9 @@
 
 Usage: verl_step.py FOLDER {padded,packed} OPTIONS
 
-verl's steps are its own: old log-probabilities, advantages, loss. A store in memory stands for TransferQueue, this
-process for its workers. Gradient descent stands for its optimizers, which all have state.
+verl's steps are its own: old log-probabilities, advantages, loss. A store in memory stands for TransferQueue, each
+process for its workers, of which it has a share of the rows. Gradient descent stands for its optimizers, which all have
+state.
 """
 
 import json
@@ -32,8 +33,12 @@ def run(folder: Path, packed: bool, options: dict) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     close_group_at_exit()
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    share = slice(rank * len(SCORES) // world, (rank + 1) * len(SCORES) // world)
     model, processor = tiny_model()
-    model.save_pretrained(folder / "model")
+    if rank == 0:
+        model.save_pretrained(folder / "model")
+    distributed.barrier()
     engine = engine_on_cpu.build(folder / "model", packed)
     tensors, pixels = rollout(model, processor, len(SCORES) // GROUP)
     lengths = tensors["response_mask"].sum(1).tolist()
@@ -46,14 +51,16 @@ def run(folder: Path, packed: bool, options: dict) -> None:
 
     def compute_log_prob(batch):
         with engine.eval_mode():
-            output = engine.infer_batch(engine_on_cpu.batch(tensors, pixels, packed, **batch.extra_info))
-        store.update(output["model_output"])
+            output = engine.infer_batch(engine_on_cpu.batch(tensors, pixels, packed, share, **batch.extra_info))
+        parts = [{}] * world
+        distributed.all_gather_object(parts, {name: value.unbind() for name, value in output["model_output"].items()})
+        store.update({name: nested([row for part in parts for row in part[name]]) for name in parts[0]})
         return batch
 
     def update_actor(batch):
         own = {name: store[name].to_padded_tensor(0) for name in ("advantages", "old_log_probs")}
         given = {name: value for name, value in batch.extra_info.items() if name != "dataloader_kwargs"}
-        data = engine_on_cpu.batch(tensors | own, pixels, packed, **given)
+        data = engine_on_cpu.batch(tensors | own, pixels, packed, share, **given)
         with engine.train_mode():
             for _ in range(batch.extra_info["epochs"]):
                 engine.optimizer_zero_grad()
@@ -75,7 +82,8 @@ def run(folder: Path, packed: bool, options: dict) -> None:
     for step in (steps._compute_old_log_prob, steps._compute_advantage, steps._update_actor):
         batch = step(batch, metrics)
     found = {name: store[name].to_padded_tensor(0) for name in ("advantages", "old_log_probs")}
-    torch.save(found | {"gradients": made}, folder / "steps.pt")
+    if rank == 0:
+        torch.save(found | {"gradients": made}, folder / "steps.pt")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
+from statistics import fmean
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from vgr_trl.config import (
@@ -22,10 +24,10 @@ from vgr_trl.config import (
     check_conflicts,
     used_by,
 )
-from vgr_trl.credit import active_rules, attention_weights, given_weights, shape_advantages
+from vgr_trl.credit import active_rules, given_weights, shape_advantages, token_weights
 from vgr_trl.loss import entropy_penalty, perception_loss, surprisal
 from vgr_trl.metrics import Totals, add_weights
-from vgr_trl.options import FACTS, changed_options, check_options, option, unused_options
+from vgr_trl.options import FACTS, check_options, option, unused_options
 from vgr_trl.rewards.attention import compute_hard_negative_rewards, mdi_reward, vgr_reward
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass, vision_gain_ratio
@@ -60,15 +62,13 @@ class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
     vgr_reward_weight: float = option(0.0, "Weight of the VGR reward.")
     hard_negative_reward_weight: float = option(0.0, "Weight of the VGR reward among right answers.")
     mdi_reward_weight: float = option(0.0, "Weight of the MDI reward.")
-    mdi_balance_ratio: float = option(2.0, "VGR (or its inverse) at which the MDI balance is 0; above 1.", gt=1,
-        needs="mdi_reward_weight")
     right_from: float = option(0.5, "Minimum reward of a right answer, for the hard negative reward.",
         needs="hard_negative_reward_weight")
     seed: int = option(42, "Seed of the perturbed images.", ge=0, needs=used_by())
     # fmt: on
 
     @classmethod
-    def read(cls, given: Mapping[str, Any] | None) -> "SignalOptions":
+    def read(cls, given: Mapping[str, Any] | None, defaults: Mapping[str, Any] | None = None) -> "SignalOptions":
         """Read options from a mapping, by name or alias.
 
         Raises:
@@ -76,34 +76,27 @@ class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
         """
         known = {each.name for each in fields(cls)} - _UNSUPPORTED_OPTIONS
         values: dict[str, Any] = {}
-        for key, value in dict(given or {}).items():
+        for key, value in (given or {}).items():
             name = OPTION_ALIASES.get(key, key)
             if name not in known:
                 accepted = ", ".join(sorted(known | set(OPTION_ALIASES)))
                 raise ConfigError(f"The option {key} is unknown or unsupported here: give {accepted}.")
             if name in values:
                 raise ConfigError(f"The option {name} is given twice, as {key} too: give it once.")
-            if isinstance(value, str) and name == "token_weights_clip":
-                value = parse_yaml(f"[{value.strip('()[] ')}]")  # (0.5,2.0) from a command line
-            values[name] = list(value) if name == "token_weights_clip" else value
-        options = cls(**values)
-        options.check()
-        return options
-
-    def check(self) -> None:
-        """Raise `ConfigError` for values out of range and options without effect."""
-        check_options(self)
-        self.check_plugins()
-        check_conflicts(self, PERTURBATION_CONFLICTS)
-        for need, readers in self.readers().items():
+            if name == "token_weights_clip":  # (0.5,2.0) from a command line
+                value = parse_yaml(f"[{value.strip('()[] ')}]") if isinstance(value, str) else list(value)
+            values[name] = value
+        options = cls(**{**(defaults or {}), **values})
+        check_options(options)
+        options.check_plugins()
+        check_conflicts(options, PERTURBATION_CONFLICTS)
+        for need, readers in options.readers().items():
             if need not in _AVAILABLE_SIGNALS:
-                raise ConfigError(
-                    f"{readers[0]} reads {need}, which is not measured here: use one that reads only "
-                    f"{', '.join(_AVAILABLE_SIGNALS)}."
-                )
-        absent = FACTS.keys() - ({"attention"} if self.measures_attention else set())
-        for name, why in unused_options(self, absent).items():
+                raise ConfigError(f"{readers[0]} reads {need}, which is not measured here: use another one.")
+        absent = FACTS.keys() - ({"attention"} if options.measures_attention else set())
+        for name, why in unused_options(options, absent).items():
             raise ConfigError(f"{name} is given, but {why}: remove it, or turn on the feature that uses it.")
+        return options
 
     @property
     def rewards_attention(self) -> bool:
@@ -115,10 +108,6 @@ class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
         """Whether attention is measured in the pass for old log-probabilities."""
         weighs = self.token_weights and not self.collect_attentions
         return weighs or self.rewards_attention or "attention" in self.readers()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults, as input of `read`."""
-        return {name: value for name, value in changed_options(self).items() if name not in _UNSUPPORTED_OPTIONS}
 
 
 ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
@@ -140,21 +129,14 @@ def resolve_options(adv_estimator: str, given: Mapping[str, Any] | None, loss_mo
     Raises:
         ConfigError: an option is unknown, out of range, or has no effect.
     """
-    stated = {OPTION_ALIASES.get(key, key) for key in given or ()}
-    named = {name: value for name, value in ESTIMATORS.get(adv_estimator, {}).items() if name not in stated}
-    options = SignalOptions.read(named | dict(given or {}))
-    shapes = options.shapes_advantages or options.rewards_attention
-    if shapes and adv_estimator not in ESTIMATORS:
-        raise ConfigError(
-            f"Options of this library change advantages, but adv_estimator is {adv_estimator!r}, which does not read "
-            f"them: give one of {', '.join(ESTIMATORS)}, and {adv_estimator!r} as the option estimator."
-        )
+    options = SignalOptions.read(given, ESTIMATORS.get(adv_estimator))
+    if adv_estimator not in ESTIMATORS and (options.shapes_advantages or options.rewards_attention):
+        names = ", ".join(ESTIMATORS)
+        raise ConfigError(f"adv_estimator is {adv_estimator!r}, which does not read the options given: use {names}.")
     terms = options.use_entropy_penalty or options.uses_perception_loss or options.der_loss_weight1 > 0
-    if loss_mode is not None and terms and loss_mode not in LOSSES:
-        raise ConfigError(
-            f"Options of this library add terms to the loss, but loss_mode is {loss_mode!r}, which does not read them: "
-            f"give one of {', '.join(LOSSES)}."
-        )
+    if terms and loss_mode not in (*LOSSES, None):
+        names = ", ".join(LOSSES)
+        raise ConfigError(f"loss_mode is {loss_mode!r}, which does not read the options given: use {names}.")
     if loss_mode == "vgr_papo" and not options.uses_perception_loss:
         raise ConfigError("loss_mode is vgr_papo, but perception_loss_weight is 0: give it a weight, such as 0.01.")
     return options
@@ -183,34 +165,19 @@ class SignalContext:
     metrics: dict[str, float] = field(default_factory=dict)
     response_mask: torch.Tensor | None = None
 
-    def attention(self, mask: torch.Tensor, late: bool = False) -> AttentionMass | None:
-        """Return attention per token as a mass of one layer; None if not measured.
-
-        Args:
-            mask: (N, T) bool.
-            late: use the late layers, as rewards do; else those of token weights.
-        """
-        vision, instruction = self.columns.get("vgr_vision"), self.columns.get("vgr_instruction")
-        if "vgr_token" in self.columns and not late:  # a ratio: the attention on the image is set to 1
-            instruction = self.columns["vgr_token"]
-            vision = torch.ones_like(instruction)
-        if vision is None or instruction is None:
-            return None
-        one = torch.ones(len(mask), dtype=torch.long)
-        return AttentionMass(vision.float()[None], instruction.float()[None], one, one, mask)
-
     def signals(self, mask: torch.Tensor) -> RolloutSignals:
         """Return the measurements as signals for credit rules; NaN if not measured.
 
         Args:
             mask: (N, T) bool.
         """
-        unknown = torch.full(mask.shape, torch.nan)
-        logps, entropies = (self.columns.get(name, unknown).float() for name in ("old_log_probs", "entropies"))
-        dependency = self.columns.get("vgr_dependency")
-        return RolloutSignals(
-            logps, entropies, mask, self.attention(mask), None if dependency is None else dependency.float()
-        )
+        found = {name: column.float() for name, column in self.columns.items()}
+        unknown, attention = torch.full(mask.shape, torch.nan), None
+        if "vgr_vision" in found:  # means per token of the late layers, as the mass of one layer
+            one = torch.ones(len(mask), dtype=torch.long)
+            attention = AttentionMass(found["vgr_vision"][None], found["vgr_instruction"][None], one, one, mask)
+        logps, entropies = (found.get(name, unknown) for name in ("old_log_probs", "entropies"))
+        return RolloutSignals(logps, entropies, mask, attention, found.get("vgr_dependency"))
 
 
 _CONTEXT: ContextVar[SignalContext | None] = ContextVar("signal_context", default=None)
@@ -256,10 +223,9 @@ def add_signal_rewards(
     Raises:
         ConfigError: attention was not measured.
     """
-    options = context.options
+    options, mass = context.options, context.signals(response_mask.bool()).attention
     if not options.rewards_attention:
         return token_level_rewards
-    mass = context.attention(response_mask.bool(), late=True)
     if mass is None:
         raise ConfigError("An attention reward has a weight, but the batch has no measured attention.")
     vgr, right = vision_gain_ratio(mass).tolist(), (token_level_rewards.sum(1) >= options.right_from).float().tolist()
@@ -275,17 +241,16 @@ def add_signal_rewards(
     ):  # fmt: skip
         if not weight:
             continue
-        values = {
-            row: value
-            for group in groups.values()
-            for row, value in zip(group, reward([vgr[r] for r in group], [right[r] for r in group]), strict=True)
-        }
-        defined = {row: value for row, value in values.items() if value is not None}
-        for row, value in defined.items():
-            rewards[row, last[row]] += weight * value
-        if defined:
-            context.metrics[f"rewards/{name}/mean"] = sum(defined.values()) / len(defined)
-            context.metrics[f"rewards/{name}/not_applicable"] = len(values) - len(defined)
+        applied = []
+        for rows in groups.values():
+            values = reward([vgr[row] for row in rows], [right[row] for row in rows])
+            for row, value in zip(rows, values, strict=True):
+                if value is not None:
+                    rewards[row, last[row]] += weight * value
+                    applied.append(value)
+        if applied:
+            context.metrics[f"rewards/{name}/mean"] = fmean(applied)
+            context.metrics[f"rewards/{name}/not_applicable"] = sum(map(len, groups.values())) - len(applied)
     return rewards
 
 
@@ -300,9 +265,18 @@ def make_estimator(name: str, find_base: Callable[[str], Estimator]) -> Estimato
     """
 
     def estimator(
-        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **more: Any
+        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Any], **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return advantages and returns, (N, T) each, with signals applied."""
+        """Return advantages and returns, (N, T) each: rewards with signals, the base, then credit rules.
+
+        Args:
+            token_level_rewards: (N, T).
+            response_mask: (N, T).
+            index: (N,), equal for completions of one prompt.
+
+        Raises:
+            ConfigError: no signals are set, or a rule or reward needs one that was not measured.
+        """
         context = get_signal_context(f"The advantage estimator {name}")
         base = find_base(context.options.estimator)
         taken = inspect.signature(base).parameters
@@ -310,40 +284,13 @@ def make_estimator(name: str, find_base: Callable[[str], Estimator]) -> Estimato
             more["norm_adv_by_std_in_grpo"] = more["config"].get("norm_adv_by_std_in_grpo", True)
         if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
             more = {key: value for key, value in more.items() if key in taken}
-        return estimate_advantages(
-            base, context, token_level_rewards=token_level_rewards, response_mask=response_mask, index=index, **more
-        )
+        rewards = add_signal_rewards(token_level_rewards, response_mask, index, context)
+        advantages, returns = base(token_level_rewards=rewards, response_mask=response_mask, index=index, **more)
+        prompts = torch.from_numpy(np.unique(index, return_inverse=True)[1])  # (N,)
+        varied = torch.isin(prompts, prompts[((advantages * response_mask) != 0).any(1)])  # advantages are not all 0
+        return shape_credit(advantages, response_mask, context, varied, prompts), returns
 
     return estimator
-
-
-def estimate_advantages(
-    base: Estimator,
-    context: SignalContext,
-    *,
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: Sequence[Any],
-    **more: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages per token and returns: of `base`, on rewards with signals, with credit rules applied.
-
-    Args:
-        context: signals of the batch; metrics are added to it.
-        token_level_rewards: (N, T).
-        response_mask: (N, T).
-        index: (N,), equal for completions of one prompt.
-
-    Raises:
-        ConfigError: a rule or reward needs a signal that was not measured.
-    """
-    rewards = add_signal_rewards(token_level_rewards, response_mask, index, context)
-    advantages, returns = base(token_level_rewards=rewards, response_mask=response_mask, index=index, **more)
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(index))}
-    prompts = torch.tensor([numbers[key] for key in index])  # (N,)
-    nonzero = ((advantages * response_mask) != 0).any(1)
-    varied = torch.isin(prompts, prompts[nonzero])  # prompts whose advantages are not all 0
-    return shape_credit(advantages, response_mask, context, varied, prompts), returns
 
 
 def shape_credit(
@@ -367,9 +314,7 @@ def shape_credit(
     options, mask = context.options, response_mask.bool()
     credit = advantages.float() * mask
     others = replace(options, token_weights=False, credit_rules=options.plugin_rules)
-    if rules := active_rules(others):
-        if any("entropies" in needs for needs in rules.values()) and "entropies" not in context.columns:
-            raise ConfigError("A rule reads entropies, which this trainer does not compute: turn it off.")
+    if active_rules(others):
         credit, metrics = shape_advantages(credit, context.signals(mask), others, shaped=shaped, groups=prompts)
         context.metrics |= {f"vgr/{name}": value for name, value in metrics.items()}
     if options.token_weights:
@@ -387,16 +332,19 @@ def shape_credit(
 
 def _compute_token_weights(context: SignalContext, mask: torch.Tensor) -> torch.Tensor:
     """Return weights (N, T) of mean 1 per completion: from the rollout, else from measured attention, else 1."""
-    if (weights := context.token_weights) is not None:
-        return given_weights(weights, mask, torch.ones(mask.shape, device=mask.device))
-    if (mass := context.attention(mask)) is not None:  # already restricted to the chosen layers
-        return attention_weights(mass, mask, replace(context.options, token_weights_last_k_layers=None))
-    warnings.warn(
-        "enable_token_weights is on, but the batch has neither token_weights nor measured attention: all weights are 1 "
-        "(logged once).",
-        stacklevel=3,
-    )
-    return torch.ones(mask.shape)
+    options, ones = context.options, torch.ones(mask.shape, device=mask.device)
+    if context.token_weights is not None:
+        return given_weights(context.token_weights, mask, ones)
+    if "vgr_token" in context.columns:
+        return token_weights(
+            context.columns["vgr_token"].float(),
+            mask,
+            clip=options.token_weights_clip,
+            smooth_sigma=options.token_weights_smooth_sigma,
+            topk_ratio=options.token_weights_topk_ratio,
+        )
+    warnings.warn("The batch has neither token_weights nor measured attention: all weights are 1.", stacklevel=3)
+    return ones
 
 
 Loss = tuple[torch.Tensor, dict[str, Any]]
@@ -420,9 +368,8 @@ def add_loss_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Ten
         rollout_is_weights: torch.Tensor | None = None,
     ) -> Loss:
         context = get_signal_context(f"The policy loss {name}")
-        how = {"loss_agg_mode": loss_agg_mode, "config": config, "rollout_is_weights": rollout_is_weights}
         value, metrics = base(
-            old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask, **how
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
         )
         for term, per_token in compute_loss_terms(context, log_prob, response_mask).items():
             share = aggregate(
@@ -441,17 +388,13 @@ def compute_loss_terms(context: SignalContext, logps: torch.Tensor, mask: torch.
     Args:
         logps: (N, T) with gradients.
         mask: (N, T).
-
-    Raises:
-        ConfigError: the perception loss is on, but there are no log-probabilities on perturbed images.
     """
     options, mask = context.options, mask.bool()
     terms = {}
     if options.use_entropy_penalty:
         terms["entropy_penalty"] = entropy_penalty(logps, mask, options.entropy_penalty_coef)
     if options.uses_perception_loss:
-        if context.perturbed_logps is None:
-            raise ConfigError("The perception loss needs perturbed images, but the micro-batch has none: add images.")
+        assert context.perturbed_logps is not None  # set by the actor
         terms["perception_loss"] = perception_loss(
             logps,
             context.perturbed_logps,

@@ -49,10 +49,7 @@ def compute_score(
     total = accuracy_weight * score["accuracy"] + format_weight * score["format"]
     if length_weight:
         if max_completion_len is None or soft_punish_cache is None or "response_length" not in info:
-            raise RewardError(
-                "The length reward needs max_completion_len and soft_punish_cache, in tokens, and response_length in "
-                f"extra_info, which has {sorted(info)}: give all."
-            )
+            raise RewardError("Length needs max_completion_len, soft_punish_cache, and response_length in extra_info.")
         punishment = get_soft_overlong_punishment(max_completion_len, soft_punish_cache)
         score["length"] = punishment([range(int(info["response_length"]))])[0]
         total += length_weight * score["length"]

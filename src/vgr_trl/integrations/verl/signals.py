@@ -3,19 +3,20 @@
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from vgr_trl.credit import token_weights
 from vgr_trl.integrations.verl.credit import SignalOptions
+from vgr_trl.options import changed_options
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.probe import AttentionProbe, mass_of_steps
 from vgr_trl.signals.ratios import (
     AttentionMass,
-    ModalityMasks,
     build_modality_masks,
     last_layers,
     late_layers,
@@ -76,13 +77,10 @@ def build_token_vgr_weights_for_batch(
         expected = int(torch.as_tensor(image_grid_thw).prod(-1).sum()) // merged
         found = int(torch.isin(input_ids, torch.tensor(vision, device=input_ids.device)).sum())
         if found != expected:
-            raise DataError(
-                f"The prompts have {found} image tokens, but image_grid_thw implies {expected}: give the grid of the "
-                "images of these prompts, once per row."
-            )
-    present = (input_ids != tokenizer.pad_token_id).cumsum(1) > 0  # (N, P), left padding
+            raise DataError(f"The prompts have {found} image tokens, but image_grid_thw implies {expected}.")
+    special = special_token_ids(processor)  # among them the padding token
     masks = build_modality_masks(
-        input_ids, present, vision_token_ids=vision, special_token_ids=special_token_ids(processor)
+        input_ids, torch.ones_like(input_ids), vision_token_ids=vision, special_token_ids=special
     )
     sets = torch.stack([masks.vision, masks.instruction], dim=-1)  # (N, P, 2)
     mass = mass_of_steps(outputs_attentions[:length], sets.repeat_interleave(count // len(input_ids), dim=0))
@@ -132,14 +130,13 @@ def token_vgr_weights(
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the N sequences of a micro-batch in a forward pass.
+    """Layout of the N sequences of a micro-batch in a forward pass: one per row, or all of them in one row.
 
     Attributes:
-        input_ids: (N, S), or packed (1, tokens of all rows).
+        input_ids: (N, S), or packed (1, tokens of all sequences).
         present: same shape, bool, False for padding.
         prompt: same shape, bool, True for prompt tokens.
         rows: same shape, int64, index of the sequence of each token.
-        count: N.
         packed: whether the sequences are concatenated in one row.
     """
 
@@ -147,102 +144,74 @@ class Layout:
     present: torch.Tensor
     prompt: torch.Tensor
     rows: torch.Tensor
-    count: int
     packed: bool
 
 
-def packed_layout(tokens: torch.Tensor, lengths: Sequence[int], prompt_lengths: Sequence[int], pad: int = 0) -> Layout:
-    """Return the layout of concatenated sequences.
+def build_layout(
+    input_ids: torch.Tensor, present: torch.Tensor, prompt: torch.Tensor, packed: bool, pad: int = 0
+) -> Layout:
+    """Return the layout of a pass over sequences of which each has a row in the arguments, (N, S) each.
 
     Args:
-        tokens: (tokens of all sequences,).
-        lengths: of the N sequences.
-        prompt_lengths: of their prompts.
-        pad: number of padding tokens to append.
+        input_ids: tokens.
+        present: False for padding.
+        prompt: True for prompt tokens.
+        packed: whether the pass concatenates the sequences without their padding.
+        pad: number of padding tokens that it then appends.
     """
-    sizes = torch.tensor([*lengths, pad])
-    rows = torch.repeat_interleave(torch.arange(len(sizes)), sizes)  # (tokens + pad,)
-    starts = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])[:-1]
-    prompts = torch.tensor([*prompt_lengths, 0])
-    prompt = torch.arange(len(rows)) - starts[rows] < prompts[rows]
-    ids = torch.nn.functional.pad(tokens, (0, pad))
-    device = tokens.device
-    present = (rows < len(lengths)).to(device)
-    rows = rows.clamp(max=len(lengths) - 1).to(device)
-    return Layout(ids[None], present[None], (prompt.to(device) & present)[None], rows[None], len(lengths), True)
-
-
-def padded_layout(input_ids: torch.Tensor, present: torch.Tensor, prompt: torch.Tensor) -> Layout:
-    """Return the layout of one sequence per row; all arguments (N, S)."""
+    present, prompt = present.bool(), prompt.bool() & present.bool()
     rows = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1).expand_as(input_ids)
-    return Layout(input_ids, present.bool(), prompt.bool() & present.bool(), rows, len(input_ids), False)
+    if packed:
+        parts = (input_ids, prompt, rows, present)
+        input_ids, prompt, rows, present = (functional.pad(part[present], (0, pad))[None] for part in parts)
+    return Layout(input_ids, present, prompt, rows, packed)
 
 
-@dataclass
-class MeasuredPass:
-    """Measure the attention of one forward pass of a micro-batch.
+@contextmanager
+def measure_pass(
+    model: Any, layout: Layout, options: SignalOptions, special_token_ids: Sequence[int]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Measure the attention of the forward pass in this block.
 
-    Attributes:
+    Yields columns of the shape of the layout, filled at the end of the block: attention per vision token (`vgr_vision`)
+    and per instruction token (`vgr_instruction`) of the own prompt in the late layers, and with token weights their
+    ratio in the layers of these (`vgr_token`). A value belongs to the token that its position predicts, the next one.
+
+    Args:
         model: model of the actor, may be wrapped by FSDP.
         special_token_ids: tokens of no modality.
-        columns: name -> (N, S), set after the pass.
+
+    Raises:
+        ConfigError: the image tokens are unknown.
     """
+    causal, columns = causal_model(model), dict[str, torch.Tensor]()
+    vision = tuple(options.vision_token_ids or ()) or vision_token_ids(causal)
+    if not vision:
+        raise ConfigError(f"{type(causal).__name__} has no image token in its configuration: give vision_token_ids.")
+    masks = build_modality_masks(
+        layout.input_ids, layout.prompt, vision_token_ids=vision, special_token_ids=special_token_ids
+    )
+    places = (layout.present & ~layout.prompt).any(0).nonzero().flatten().tolist() or [1]  # of responses
+    emitting = slice(max(places[0] - 1, 0), max(places[-1], 1))
+    with AttentionProbe(model, masks, emitting, packed=layout.packed) as probe:
+        yield columns
+    margins = emitting.start, layout.input_ids.size(1) - emitting.stop
 
-    model: Any
-    layout: Layout
-    options: SignalOptions
-    special_token_ids: Sequence[int]
-    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    def per_token(side: str) -> torch.Tensor:
+        mask, rows = getattr(masks, side), layout.rows
+        counts = torch.zeros(int(rows.max()) + 1, device=mask.device)
+        of_token = counts.index_add(0, rows.flatten(), mask.flatten().float())[rows[:, emitting]]
+        mass = getattr(probe.mass, side) / of_token.masked_fill(of_token == 0, torch.nan)  # (L, rows, emitting)
+        return functional.pad(mass, margins, value=torch.nan)
 
-    @contextmanager
-    def active(self) -> Iterator["MeasuredPass"]:
-        """Measure the forward pass in this block.
-
-        Raises:
-            ConfigError: the image tokens are unknown.
-        """
-        layout, causal = self.layout, causal_model(self.model)
-        vision = tuple(self.options.vision_token_ids or ()) or vision_token_ids(causal)
-        if not vision:
-            raise ConfigError(
-                f"{type(causal).__name__} has no image token in its configuration: give vision_token_ids."
-            )
-        masks = build_modality_masks(
-            layout.input_ids, layout.prompt, vision_token_ids=vision, special_token_ids=self.special_token_ids
-        )
-        places = (layout.present & ~layout.prompt).any(0).nonzero().flatten().tolist() or [1]  # of responses
-        emitting = slice(max(places[0] - 1, 0), max(places[-1], 1))
-        probe = AttentionProbe(self.model, masks, emitting, packed=layout.packed)
-        with probe:
-            yield self
-        self.columns = self._build_columns(probe.mass, masks, emitting)
-
-    def _build_columns(self, mass: AttentionMass, masks: ModalityMasks, emitting: slice) -> dict[str, torch.Tensor]:
-        """Return attention per vision and per instruction token of the own prompt, and their ratio, per token.
-
-        Values at a position belong to the token that it predicts, the next one.
-        """
-        layout, last_k = self.layout, self.options.token_weights_last_k_layers
-        sides = {}
-        for name in ("vision", "instruction"):
-            mask = getattr(masks, name)
-            counts = torch.zeros(layout.count, device=mask.device)
-            counts = counts.index_add(0, layout.rows.flatten(), mask.flatten().float())  # (N,)
-            of_token = counts[layout.rows[:, emitting]]
-            sides[name] = getattr(mass, name) / of_token.masked_fill(of_token == 0, torch.nan)  # (L, rows, emitting)
-        late = late_layers(len(mass.vision), self.options.attention_segments)
-        columns = {f"vgr_{name}": side[late].mean(0) for name, side in sides.items()}
-        if self.options.token_weights and last_k is not None:
-            chosen = last_layers(len(mass.vision), last_k, "thirds", LAST_LAYERS_OPTION)
-            columns["vgr_token"] = sides["instruction"][chosen].mean(0) / sides["vision"][chosen].mean(0)
-        margins = (emitting.start, layout.input_ids.size(1) - emitting.stop)
-        return {name: torch.nn.functional.pad(each, margins, value=torch.nan) for name, each in columns.items()}
-
-
-def split_pixel_inputs(micro_batch: Any, count: int) -> list[dict[str, Any]]:
-    """Return the pixel inputs of each row of a micro-batch; empty for rows without images."""
-    rows = micro_batch.get("multi_modal_inputs", None)
-    return [dict(getattr(row, "data", row) or {}) for row in ([None] * count if rows is None else rows)]
+    sides = {side: per_token(side) for side in ("vision", "instruction")}
+    count = len(probe.mass.vision)
+    late = late_layers(count, options.attention_segments)
+    columns |= {f"vgr_{side}": each[late].mean(0) for side, each in sides.items()}
+    if options.token_weights:
+        last_k, scheme = options.token_weights_last_k_layers, options.attention_segments
+        layers = last_layers(count, last_k, scheme, LAST_LAYERS_OPTION)
+        columns["vgr_token"] = sides["instruction"][layers].mean(0) / sides["vision"][layers].mean(0)
 
 
 def perturb_row(
@@ -276,17 +245,19 @@ def perturb_row(
     return {**inputs, "pixel_values": torch.where(dark, colours, pixels)}
 
 
-def perturb_rows(micro_batch: Any, count: int, context: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the pixel inputs of each row, perturbed according to the context of the actor."""
-    options = SignalOptions.read(context["options"])
-    rows = split_pixel_inputs(micro_batch, count)
-    return [perturb_row(row, options, context["step"], context["black"]) for row in rows]
+def perturb_rows(micro_batch: Any, context: Mapping[str, Any]) -> tuple[list[dict[str, Any]], torch.Tensor]:
+    """Return the pixel inputs of each row, perturbed as the context says; and which rows have none, (N,) bool."""
+    options, ids = SignalOptions.read(context["options"]), micro_batch["input_ids"]
+    given = micro_batch.get("multi_modal_inputs", None)
+    rows = [dict(getattr(row, "data", row) or {}) for row in ([None] * ids.size(0) if given is None else given)]
+    perturbed = [perturb_row(row, options, context["step"], context["black"]) for row in rows]
+    return perturbed, torch.tensor([row.get("pixel_values") is None for row in rows], device=ids.device)
 
 
 def build_actor_context(options: SignalOptions, step: int, processor: Any) -> dict[str, Any]:
     """Return the context that the actor gets with a batch: options, and constants of the processor."""
     return {
-        "options": options.to_dict(),
+        "options": changed_options(options),
         "step": step,
         "special_token_ids": list(special_token_ids(processor)),
         "black": normalised_black(processor),

@@ -1,6 +1,8 @@
 """EasyR1 (b44b311) with signals: the actor measures them with log-probabilities, the trainer uses them."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from verl.trainer.core_algos import average_loss
 from verl.workers import fsdp_workers
 from verl.workers.actor import dp_actor
 
-from vgr_trl.credit import stack_weights
+from vgr_trl.credit import active_rules, stack_weights
 from vgr_trl.integrations.verl.credit import (
     COLUMNS,
     ESTIMATORS,
@@ -31,12 +33,10 @@ from vgr_trl.integrations.verl.credit import (
 )
 from vgr_trl.integrations.verl.signals import (
     Layout,
-    MeasuredPass,
     build_actor_context,
-    packed_layout,
-    padded_layout,
+    build_layout,
+    measure_pass,
     perturb_rows,
-    split_pixel_inputs,
 )
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.utils import ConfigError, patched_attribute
@@ -64,45 +64,37 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         context = data.meta_info.get(CONTEXT_KEY)
         if context is None or self.actor_optimizer is None:  # the reference model has no optimizer
             return super().compute_log_prob(data)
-        self._context, self._names = context, ()
-        try:
-            stacked = super().compute_log_prob(data)  # (N, T), or with columns (N, T, C)
-        finally:
-            self._context = None
-        if not self._names:
-            return stacked
-        logps, *columns = stacked.unbind(-1)
+        with patched_attribute(self, "_context", context):
+            logps, *columns = super().compute_log_prob(data).unbind(-1)
         self.columns = dict(zip(self._names, columns, strict=True))
         return logps
 
     def _forward_micro_batch(self, micro_batch: dict[str, Any], temperature: float) -> torch.Tensor:
+        """Return log-probabilities (N, T); if measured without gradients also columns, (N, T, 1 + C)."""
         plain, context = super()._forward_micro_batch, self._context
         if context is None:
             return plain(micro_batch, temperature)
         options = SignalOptions.read(context["options"])
 
-        def perturbed_logps() -> torch.Tensor:
-            rows = perturb_rows(micro_batch, len(micro_batch["input_ids"]), context)
-            return plain({**micro_batch, "multi_modal_inputs": rows}, temperature)
+        def perturbed() -> tuple[torch.Tensor, torch.Tensor]:
+            rows, blind = perturb_rows(micro_batch, context)
+            return plain({**micro_batch, "multi_modal_inputs": rows}, temperature), blind
 
         if torch.is_grad_enabled():
             logps = plain(micro_batch, temperature)
-            self._perturbed_logps = perturbed_logps() if options.uses_perception_loss else None
+            if options.uses_perception_loss:
+                self._perturbed_logps, _ = perturbed()
             return logps
         columns: dict[str, torch.Tensor] = {}
-        if options.measures_attention:
-            layout = self._build_layout(micro_batch)
-            measured = MeasuredPass(self.actor_module, layout, options, context["special_token_ids"])
-            with measured.active():
-                logps = plain(micro_batch, temperature)
-            columns = {name: self._select_responses(column, micro_batch) for name, column in measured.columns.items()}
-        else:
+        with ExitStack() as stack:
+            if options.measures_attention:
+                layout, special = self._build_layout(micro_batch), context["special_token_ids"]
+                columns = stack.enter_context(measure_pass(self.actor_module, layout, options, special))
             logps = plain(micro_batch, temperature)
+        columns = {name: self._select_responses(column, micro_batch) for name, column in columns.items()}
         if options.needs_dependency:
-            dependency = visual_dependency(logps, perturbed_logps())
-            images = split_pixel_inputs(micro_batch, len(dependency))
-            blind = torch.tensor(["pixel_values" not in row for row in images], device=dependency.device)
-            columns["vgr_dependency"] = dependency.masked_fill(blind.unsqueeze(1), torch.nan)
+            others, blind = perturbed()
+            columns["vgr_dependency"] = visual_dependency(logps, others).masked_fill(blind.unsqueeze(1), torch.nan)
         self._names = tuple(columns)
         return torch.stack([logps.float(), *(column.to(logps.device) for column in columns.values())], dim=-1)
 
@@ -125,24 +117,16 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
                 value, metrics[name] = value + share, share.detach().item()
             return value, metrics
 
-        self._context = context
-        try:
-            with patched_attribute(dp_actor, "compute_policy_loss", loss):
-                return super().update_policy(data)
-        finally:
-            self._context = self._perturbed_logps = None
+        patched_loss = patched_attribute(dp_actor, "compute_policy_loss", loss)
+        with patched_attribute(self, "_context", context), patched_loss:
+            return super().update_policy(data)
 
     def _build_layout(self, micro_batch: dict[str, Any]) -> Layout:
-        ids, present = micro_batch["input_ids"], micro_batch["attention_mask"].bool()
-        length = micro_batch["responses"].size(-1)
-        prompt = present & (torch.arange(ids.size(1), device=ids.device) < ids.size(1) - length)
-        if not self.config.padding_free:
-            return padded_layout(ids, present, prompt)
-        if self.config.ulysses_size > 1:
-            raise ConfigError(
-                "Attention cannot be measured if sequences are split across processes: set worker.actor.ulysses_size=1."
-            )
-        return packed_layout(ids[present], present.sum(1).tolist(), prompt.sum(1).tolist())
+        ids, present, packed = micro_batch["input_ids"], micro_batch["attention_mask"], self.config.padding_free
+        if packed and self.config.ulysses_size > 1:
+            raise ConfigError("Attention cannot be measured in split sequences: set worker.actor.ulysses_size=1.")
+        in_prompt = torch.arange(ids.size(1), device=ids.device) < ids.size(1) - micro_batch["responses"].size(-1)
+        return build_layout(ids, present, in_prompt.expand_as(ids), packed)
 
     def _select_responses(self, column: torch.Tensor, micro_batch: dict[str, Any]) -> torch.Tensor:
         """Return the values at the positions that predict the response tokens, (N, T)."""
@@ -186,14 +170,15 @@ def read_options(given: Mapping[str, Any], estimator: str, filters: bool = False
     """
     preset = given.get(PRESET_OPTION, "vgr")
     options = resolve_options(preset, {name: value for name, value in given.items() if name != PRESET_OPTION})
-    if options.enable_entropy_filtering:
-        raise ConfigError("enable_entropy_filtering reads entropies, which EasyR1's actor does not compute.")
+    for rule, needs in active_rules(options).items():
+        if "entropies" in needs:
+            raise ConfigError(f"{rule} reads entropies, which EasyR1's actor does not compute: turn it off.")
     if estimator == "gae" and options.rewards_attention:
         raise ConfigError("Attention rewards compare completions of a prompt: use another adv_estimator than gae.")
     if options.collect_attentions and filters:
         raise ConfigError(
-            "algorithm.online_filtering drops and reorders rows after their rewards, so token_weights can no longer be "
-            "assigned to rows: turn it off, or remove collect_attentions so that the actor measures attention."
+            "algorithm.online_filtering drops and reorders rows, so collect_attentions cannot assign their "
+            "token_weights: turn one of them off."
         )
     options.estimator = estimator
     return preset, options
@@ -218,23 +203,16 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super()._balance_batch(batch, metrics, *args, **kwargs)
-        processor = self.processor if self.processor is not None else self.tokenizer
-        batch.meta_info[CONTEXT_KEY] = build_actor_context(self.options, int(self.global_step), processor)
+        context = build_actor_context(self.options, int(self.global_step), self.processor or self.tokenizer)
+        batch.meta_info[CONTEXT_KEY] = context
         self._metrics = metrics
 
     def fit(self) -> None:
         """Train."""
-        plain_reduce, plain_advantage = ray_trainer.reduce_metrics, ray_trainer.compute_advantage
-
-        def reduce_metrics(metrics: Mapping[str, Any]) -> Any:
-            return plain_reduce(self.take_token_weights(metrics))
-
-        def compute_advantage(data: Any, adv_estimator: Any, gamma: float = 1.0, lam: float = 1.0) -> Any:
-            return self.compute_advantages(plain_advantage, data, gamma, lam)
-
+        reduce, advantage = ray_trainer.reduce_metrics, ray_trainer.compute_advantage
         with (
-            patched_attribute(ray_trainer, "reduce_metrics", reduce_metrics),
-            patched_attribute(ray_trainer, "compute_advantage", compute_advantage),
+            patched_attribute(ray_trainer, "reduce_metrics", lambda metrics: reduce(self.take_token_weights(metrics))),
+            patched_attribute(ray_trainer, "compute_advantage", partial(self.compute_advantages, advantage)),
         ):
             super().fit()
 
@@ -246,8 +224,14 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
             self._weights = self._weights if weights is None else weights
         return others
 
-    def compute_advantages(self, plain: Any, data: Any, gamma: float, lam: float) -> Any:
-        """Return the batch with advantages, and with `apply_to` mask also a weighted response mask."""
+    def compute_advantages(
+        self, plain: Any, data: Any, adv_estimator: Any, gamma: float = 1.0, lam: float = 1.0
+    ) -> Any:
+        """Return the batch with advantages, and with `apply_to` mask also a weighted response mask.
+
+        Args:
+            plain: EasyR1's `compute_advantage`, whose other arguments follow.
+        """
         mask = data.batch["response_mask"]
         weights, self._weights = self._weights, None
         weights = stack_weights(weights, mask) if weights is not None and self.options.token_weights else None
@@ -260,8 +244,5 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
         return data
 
 
-def register() -> None:
-    """Register estimators that are not registered yet."""
-    for name in ESTIMATORS:
-        if name not in core_algos.ADV_ESTIMATOR_MAP:
-            core_algos.register_adv_estimator(name)(make_estimator(name, core_algos.ADV_ESTIMATOR_MAP.__getitem__))
+for name in ESTIMATORS:
+    core_algos.register_adv_estimator(name)(make_estimator(name, core_algos.ADV_ESTIMATOR_MAP.__getitem__))

@@ -30,11 +30,10 @@ def make_runner(options: dict[str, Any]) -> Any:
 
     class SignalRunner(plain):  # type: ignore[misc, valid-type]
         def run(self, config: Any) -> None:
-            from vgr_trl.integrations.verl.inside_easyr1.actor import SignalTrainer, SignalWorker, register  # first
+            from vgr_trl.integrations.verl.inside_easyr1.actor import SignalTrainer, SignalWorker  # first
 
             from verl.trainer import main  # isort: skip
 
-            register()
             trainer = type("SignalTrainer", (SignalTrainer,), {"signal_options": options})
             with patched_attribute(main, "FSDPWorker", SignalWorker), patched_attribute(main, "RayPPOTrainer", trainer):
                 super().run(config)

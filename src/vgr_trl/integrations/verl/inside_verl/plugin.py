@@ -7,7 +7,7 @@ requests this in the batch; a batch without a request is processed as in verl.
 
 import importlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verl.models.transformers import monkey_patch
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, register_trainer
+from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.base import EngineRegistry
@@ -41,12 +41,10 @@ from vgr_trl.integrations.verl.credit import (
 )
 from vgr_trl.integrations.verl.signals import (
     Layout,
-    MeasuredPass,
     build_actor_context,
-    packed_layout,
-    padded_layout,
+    build_layout,
+    measure_pass,
     perturb_rows,
-    split_pixel_inputs,
 )
 from vgr_trl.sharing.model_support import attention_modules
 from vgr_trl.signals.probe import find_decoder
@@ -112,27 +110,23 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     def _measured_step(
         self, micro_batch: Any, loss_function: Any, options: SignalOptions, context: dict[str, Any]
     ) -> Any:
-        if options.measures_attention:
-            measured = MeasuredPass(self.module, self._build_layout(micro_batch), options, context["special_token_ids"])
-            with route_through_registry(self.module), measured.active():
-                loss, output = super().forward_step(micro_batch, loss_function, True)
-            offsets, present = micro_batch["input_ids"].offsets(), measured.layout.present
-            output["model_output"] |= {
-                name: torch.nested.nested_tensor_from_jagged(column[present].float(), offsets)
-                for name, column in measured.columns.items()
-            }
-        else:
+        offsets, columns = micro_batch["input_ids"].offsets(), dict[str, torch.Tensor]()
+        with ExitStack() as stack:
+            if options.measures_attention:
+                layout, special = self._build_layout(micro_batch), context["special_token_ids"]
+                stack.enter_context(route_through_registry(self.module))
+                columns = stack.enter_context(measure_pass(self.module, layout, options, special))
             loss, output = super().forward_step(micro_batch, loss_function, True)
+        found = output["model_output"]
+        for name, column in columns.items():
+            found[name] = torch.nested.nested_tensor_from_jagged(column[layout.present].float(), offsets)
         if options.needs_dependency:
-            _, other = super().forward_step(self._perturb(micro_batch, context), loss_function, True)
-            plain = output["model_output"]["log_probs"]
-            offsets = plain.offsets()
-            dependency = visual_dependency(plain.values()[None], other["model_output"]["log_probs"].values()[None])[0]
-            images = split_pixel_inputs(micro_batch, len(offsets) - 1)
-            blind = torch.tensor([row.get("pixel_values") is None for row in images], device=dependency.device)
-            output["model_output"]["vgr_dependency"] = torch.nested.nested_tensor_from_jagged(
-                dependency.masked_fill(blind.repeat_interleave(offsets.diff()), torch.nan), offsets
-            )
+            perturbed, blind = self._perturb(micro_batch, context)
+            _, other = super().forward_step(perturbed, loss_function, True)
+            logps, others = (each["log_probs"].values()[None] for each in (found, other["model_output"]))
+            dependency = visual_dependency(logps, others)[0]
+            dependency = dependency.masked_fill(blind.repeat_interleave(offsets.diff()), torch.nan)
+            found["vgr_dependency"] = torch.nested.nested_tensor_from_jagged(dependency, offsets)
         return loss, output
 
     def _training_step(
@@ -146,49 +140,33 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                 kept["logps"] = no_padding_2_padding(model_output["log_probs"], data)
                 return kept["logps"].sum() * 0, {}
 
-            super().forward_step(self._perturb(micro_batch, context), keep, False)
+            super().forward_step(self._perturb(micro_batch, context)[0], keep, False)
             logps = kept["logps"]
         with set_signal_context(SignalContext(options, perturbed_logps=logps)):
             return super().forward_step(micro_batch, loss_function, False)
 
     def _build_layout(self, micro_batch: Any) -> Layout:
         if self.use_ulysses_sp:
-            raise ConfigError(
-                "Attention cannot be measured if sequences are split across processes: set "
-                "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1."
-            )
-        ids = micro_batch["input_ids"]
-        lengths = ids.offsets().diff()
-        prompts = micro_batch["prompts"]
+            raise ConfigError("Attention cannot be measured in split sequences: set ulysses_sequence_parallel_size=1.")
+        ids, prompts = micro_batch["input_ids"], micro_batch["prompts"]
         prompt_lengths = (
             prompts.offsets().diff()
             if prompts.is_nested
             else micro_batch["attention_mask"][:, : prompts.shape[1]].sum(dim=1)
         )
-        if tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True):
-            tokens = ids.values()
-            pad = self._get_packed_pad_size(len(tokens))
-            return packed_layout(tokens, lengths.tolist(), prompt_lengths.tolist(), pad)
         padded = torch.nested.to_padded_tensor(ids, padding=0)
         columns = torch.arange(padded.size(1), device=padded.device)
-        return padded_layout(padded, columns < lengths.unsqueeze(1), columns < prompt_lengths.unsqueeze(1))
+        present, prompt = (columns < lengths.unsqueeze(1) for lengths in (ids.offsets().diff(), prompt_lengths))
+        packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
+        pad = self._get_packed_pad_size(len(ids.values())) if packed else 0
+        return build_layout(padded, present, prompt, packed, pad)
 
-    def _perturb(self, micro_batch: Any, context: dict[str, Any]) -> Any:
-        rows = perturb_rows(micro_batch, len(micro_batch["input_ids"].offsets()) - 1, context)
+    def _perturb(self, micro_batch: Any, context: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+        """Return the micro-batch with perturbed images, and which rows have none, (N,) bool."""
+        rows, blind = perturb_rows(micro_batch, context)
         perturbed = micro_batch.clone(recurse=False)
         tu.assign_non_tensor_stack(perturbed, "multi_modal_inputs", rows)
-        return perturbed
-
-
-def register() -> None:
-    """Register estimators and losses that are not registered yet."""
-    for name in ESTIMATORS:
-        if name not in core_algos.ADV_ESTIMATOR_REGISTRY:
-            core_algos.register_adv_est(name)(make_estimator(name, core_algos.get_adv_estimator_fn))
-    for name in LOSSES:
-        if name not in core_algos.POLICY_LOSS_REGISTRY:
-            vanilla = core_algos.get_policy_loss_fn("vanilla")
-            core_algos.register_policy_loss(name)(add_loss_terms(vanilla, core_algos.agg_loss, name))
+        return perturbed, blind
 
 
 WEIGHTS_KEY = "token_weights"  # in the output of a reward
@@ -205,10 +183,7 @@ def read_options(config: Any) -> SignalOptions:
     loss_mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     options = resolve_options(config.algorithm.adv_estimator, given, loss_mode)
     if options.apply_to == "mask":
-        raise ConfigError(
-            "apply_to is mask, but the loss of verl casts response_mask to bool, which would drop the weights: use "
-            "advantages."
-        )
+        raise ConfigError("apply_to is mask, but verl casts response_mask to bool, losing the weights: use advantages.")
     correction = config.algorithm.get("rollout_correction")
     measures = options.measures_attention or options.needs_dependency
     if measures and correction is not None and correction.get("bypass_mode", False):
@@ -242,11 +217,11 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if any(not key.endswith("_0") for key in batch.keys):  # PROMPT_SESSION_OUTPUT
-            raise ConfigError(
-                "An agent loop returned several outputs of one session, which the estimators of this library would "
-                "treat as several completions: return one output per session."
-            )
-        columns = self._read_columns(batch)
+            raise ConfigError("An agent loop returned several outputs of one session: return one per session.")
+        data = _read_fields(batch, [*COLUMNS, "entropy", "old_log_probs", "response_mask"])
+        columns = {name: column.to_padded_tensor(0) for name, column in data.items()}
+        if "entropy" in columns:
+            columns["entropies"] = columns.pop("entropy")
         weights = self._read_token_weights(batch, columns.pop("response_mask"))
         with set_signal_context(SignalContext(self.signal_options, columns, weights)) as context:
             after = super()._compute_advantage(batch, metrics)
@@ -268,8 +243,7 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def _actor_context(self) -> dict[str, Any]:
         """Return the context that the engine gets with a batch."""
-        processor = self.processor if self.processor is not None else self.tokenizer
-        return build_actor_context(self.signal_options, int(self.global_steps), processor)
+        return build_actor_context(self.signal_options, int(self.global_steps), self.processor or self.tokenizer)
 
     def _cut_to_responses(self, batch: Any) -> None:
         """Cut the columns, which the engine returns for whole sequences, to the responses."""
@@ -279,19 +253,12 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
             fields = TensorDict(found, batch_size=len(batch))
             tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
-    def _read_columns(self, batch: Any) -> dict[str, torch.Tensor]:
-        data = _read_fields(batch, [*COLUMNS, "entropy", "old_log_probs", "response_mask"])
-        found = {name: value.to_padded_tensor(0) for name, value in data.items() if name != "response_mask"}
-        if "entropy" in found:
-            found["entropies"] = found.pop("entropy")
-        return {**found, "response_mask": data["response_mask"].to_padded_tensor(0)}
-
     def _read_token_weights(self, batch: Any, response_mask: torch.Tensor) -> torch.Tensor | None:
         """Return the `token_weights` that the reward returned besides the score; None if no row has them."""
         if not self.signal_options.token_weights:
             return None
         data = _read_fields(batch, ["extra_fields"])
-        fields: Sequence[Any] = list(data["extra_fields"]) if "extra_fields" in data else []
+        fields = list(data["extra_fields"]) if "extra_fields" in data else []
         infos = [(getattr(each, "data", each) or {}).get("reward_extra_info") or {} for each in fields]
         rows = [info.get(WEIGHTS_KEY) for info in infos]
         return None if all(row is None for row in rows) else stack_weights(rows, response_mask)
@@ -309,9 +276,12 @@ TRAINER_MODE, ENGINE_VENDOR, TESTED_VERSION = "vgr_sync", "vgr", "0.9.1"
 
 if version("verl") != TESTED_VERSION:
     warnings.warn(f"verl {version('verl')} is installed; vgr_trl is tested with verl {TESTED_VERSION}.", stacklevel=2)
-register()
-if TRAINER_MODE not in TRAINER_REGISTRY:
-    register_trainer(TRAINER_MODE)(SignalTrainer)
-    EngineRegistry.register(
-        model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"], vendor=ENGINE_VENDOR
-    )(SignalEngine)
+for name in ESTIMATORS:
+    core_algos.register_adv_est(name)(make_estimator(name, core_algos.get_adv_estimator_fn))
+vanilla = core_algos.get_policy_loss_fn("vanilla")
+for name in LOSSES:
+    core_algos.register_policy_loss(name)(add_loss_terms(vanilla, core_algos.agg_loss, name))
+register_trainer(TRAINER_MODE)(SignalTrainer)
+EngineRegistry.register(
+    model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"], vendor=ENGINE_VENDOR
+)(SignalEngine)
