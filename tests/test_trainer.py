@@ -10,7 +10,7 @@ from PIL import Image
 from support.models.compare import scored, with_head
 from support.models.families import build as build_model
 from support.models.families import make_batch
-from support.trainers import STOCK, letters_reward, logged
+from support.trainers import STOCK, letters_reward, logged, weights
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from vgr_trl import DAPOConfig, DAPOTrainer
@@ -111,24 +111,13 @@ def test_long_prompts_are_left_out_and_counted(build, text_rows, monkeypatch):
     warnings = []
     monkeypatch.setattr("vgr_trl.data.rows.logger.warning", warnings.append)
     long = [{"role": "user", "content": "what colour is the shape ? " * 3}]
-    rows = Dataset.from_list([*text_rows, {"prompt": long, "solution": "red"}])
+    rows = Dataset.from_list([{"prompt": long, "solution": "red"}, *text_rows])
     trainer = build(rows=rows, max_prompt_length=15, eval_rows=rows)
-    assert len(trainer.train_dataset) == len(text_rows)
-    assert len(trainer.eval_dataset) == len(text_rows)
-    lengths = [len(trainer._tokenize_prompts([row["prompt"]])[0][0]) for row in rows]
-    assert max(lengths[:-1]) <= 15 < lengths[-1]
-    assert warnings == [
-        f"max_prompt_length=15: left out 1 of 13 rows of the {name} data (the longest prompt has {lengths[-1]} tokens)."
-        for name in ("train", "eval")
-    ]
-
-
-def test_a_stream_leaves_long_prompts_out_as_it_is_read(build, text_rows):
-    long = [{"role": "user", "content": "what colour is the shape ? " * 3}]
-    rows = Dataset.from_list([{"prompt": long, "solution": "red"}, *text_rows]).to_iterable_dataset()
-    trainer = build(rows=rows, max_prompt_length=15, shuffle_dataset=False)
-    trainer.train()
-    assert logged(trainer, "data/prompts_too_long")[-1] >= 1
+    assert [len(trainer.train_dataset), len(trainer.eval_dataset)] == [len(text_rows)] * 2
+    assert warnings[0].startswith("max_prompt_length=15: left out 1 of 13 rows of the train data (the longest prompt")
+    stream = build(rows=rows.to_iterable_dataset(), max_prompt_length=15, shuffle_dataset=False)
+    stream.train()
+    assert logged(stream, "data/prompts_too_long")[-1] >= 1
 
 
 def test_a_checkpoint_of_another_model_is_refused(vision, tmp_path, text_model):
@@ -148,18 +137,24 @@ def nan_now_and_then(completions, **kwargs):
     return [math.nan, None, *(1.0 * (i % 3) for i in range(2, len(completions)))]
 
 
+def undefined(completions, **kwargs):
+    return [math.nan] * len(completions)
+
+
 def test_undefined_rewards_are_counted_and_nan_is_warned_of_once(build, monkeypatch):
     warnings = []
     monkeypatch.setattr("vgr_trl.trainer.logger.warning", warnings.append)
     trainer = build(rewards=[letters_reward, nan_now_and_then])
     trainer.train()
     (warning,) = warnings
-    assert warning.startswith(
-        "The reward nan_now_and_then returned NaN for 1 completions: they count as not applicable"
-    )
+    assert warning.startswith("The reward nan_now_and_then returned NaN for 1 completions: they count as not applicab")
     assert logged(trainer, "rewards/nan_now_and_then/not_applicable") == [0.25, 0.25]
     assert logged(trainer, "rewards/letters_reward/not_applicable") == [0.0, 0.0]
-    assert trainer.reward_funcs == [letters_reward, nan_now_and_then]
+    trainer = build(rewards=[undefined])
+    before = weights(trainer)
+    trainer.train()
+    assert logged(trainer, "rewards/undefined/not_applicable") == [1, 1]
+    assert torch.equal(weights(trainer), before)
 
 
 def test_images_for_a_text_only_model_are_refused(build, text_rows):

@@ -6,6 +6,7 @@ group have a reward, the advantages are 0.
 """
 
 import torch
+from torch import Tensor
 
 from vgr_trl import config
 from vgr_trl.metrics import Gather
@@ -16,12 +17,12 @@ ESTIMATORS = tuple(name for name in config.ESTIMATORS if name != "gae")  # which
 
 
 def estimate_advantages(
-    rewards: torch.Tensor,
+    rewards: Tensor,
     num_generations: int,
     estimator: str = "grpo",
-    baseline: torch.Tensor | None = None,
-    trained: torch.Tensor | None = None,
-) -> torch.Tensor:
+    baseline: Tensor | None = None,
+    trained: Tensor | None = None,
+) -> Tensor:
     """Return the advantage of each completion.
 
     With mean and standard deviation (n - 1) over the group, A[i] is
@@ -55,7 +56,7 @@ def estimate_advantages(
     groups = rewards.double().view(-1, num_generations)  # (num_groups, G)
     centred, count = _centred(groups), _count(groups)
     if estimator == "grpo":
-        advantages = centred / (_std(groups if trained is None else trained.double().view(1, -1)) + 1e-4)
+        advantages = centred / (row_std(groups if trained is None else trained.double().view(1, -1)) + 1e-4)
     elif estimator == "rloo":
         # The mean of the others differs from the reward by n / (n - 1) times what the mean of all does.
         advantages = torch.where(count > 1, centred * count / (count - 1), torch.nan)
@@ -65,36 +66,33 @@ def estimate_advantages(
         advantages = groups - baseline.unsqueeze(1)
     elif estimator == "reinforce_plus_plus":
         batch = groups if trained is None else trained.double().view(-1, num_generations)
-        advantages = centred / (_std(_centred(batch).view(1, -1)) + 1e-8)
+        advantages = centred / (row_std(_centred(batch).view(1, -1)) + 1e-8)
     elif num_generations < 2:
         advantages = torch.zeros_like(groups)
     else:
         best, which = groups.nan_to_num(nan=-torch.inf).topk(2, dim=1)  # (num_groups, 2)
-        lead = (best[:, :1] - best[:, 1:]) / (_std(groups) + 1e-6)  # 0 where two are equally good
+        lead = (best[:, :1] - best[:, 1:]) / (row_std(groups) + 1e-6)  # 0 where two are equally good
         advantages = torch.zeros_like(groups).scatter(1, which[:, :1], lead)
     return torch.nan_to_num(advantages, nan=0.0).view(-1).to(rewards.dtype)
 
 
-def _count(rewards: torch.Tensor) -> torch.Tensor:
-    """Values per row that are not NaN, (rows, 1)."""
+def _count(rewards: Tensor) -> Tensor:
     return (~rewards.isnan()).sum(dim=1, keepdim=True)
 
 
-def _centred(rewards: torch.Tensor) -> torch.Tensor:
+def _centred(rewards: Tensor) -> Tensor:
     return rewards - rewards.nanmean(dim=1, keepdim=True)
 
 
-def _std(rewards: torch.Tensor) -> torch.Tensor:
-    """Standard deviation (n - 1) along the rows, (rows, 1); NaN for fewer than two values."""
+def row_std(rewards: Tensor) -> Tensor:
+    """Return the standard deviation (n - 1) of each row, (rows, 1), NaN left out; NaN for fewer than two values."""
     count = _count(rewards)
     variance = (_centred(rewards) ** 2).nanmean(dim=1, keepdim=True) * (count / (count - 1))
     return torch.where(count > 1, variance.sqrt(), torch.nan)
 
 
 @torch.no_grad()
-def gae(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0, lam: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return advantages and returns of every token (Schulman et al., 2016, https://arxiv.org/abs/1506.02438).
 
     A[t] = δ[t] + γ λ A[t'] with δ[t] = r[t] + γ V[t'] − V[t], where t' is the next valid token and V = A = 0 behind the
@@ -128,7 +126,7 @@ def gae(
     return advantages, (advantages + values).masked_fill(~mask, 0)
 
 
-def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, penalties: torch.Tensor | None = None) -> torch.Tensor:
+def token_rewards(rewards: Tensor, mask: Tensor, penalties: Tensor | None = None) -> Tensor:
     """Return the reward of every token: that of the completion at its last valid token, and a penalty at each.
 
     Args:
@@ -147,9 +145,7 @@ def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, penalties: torch.Te
     return torch.where(last, found + rewards.float().unsqueeze(1), found)
 
 
-def value_loss(
-    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, cliprange: float
-) -> torch.Tensor:
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cliprange: float) -> Tensor:
     """Return the loss of the values for every token: half the larger of two squared errors.
 
     One is that of V, the other that of V held within `cliprange` of the value of the rollout
@@ -175,7 +171,7 @@ def value_loss(
     return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
 
 
-def whiten(values: torch.Tensor, mask: torch.Tensor, gather: Gather | None = None) -> torch.Tensor:
+def whiten(values: Tensor, mask: Tensor, gather: Gather | None = None) -> Tensor:
     """Return (x − mean) / √(variance + 1e-8) over the valid tokens of all processes, as verl whitens advantages.
 
     Args:
@@ -189,7 +185,7 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, gather: Gather | None = Non
     mask = mask.bool()
     values = values.double().masked_fill(~mask, 0)
 
-    def total(local: torch.Tensor) -> torch.Tensor:
+    def total(local: Tensor) -> Tensor:
         return local if gather is None else gather(local.view(1)).sum()
 
     count = total(mask.sum())

@@ -6,38 +6,28 @@ of micro-batches says so. Neither is in its checkpoints: a continued run would t
 and would generate again in the middle of a batch. `ResumableTrainer` saves and restores both.
 """
 
-import hashlib
 import json
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import send_to_device
 from datasets import Dataset, IterableDataset
 from torch import distributed, nn
 from torch.utils.data import Sampler
 from transformers import TrainerState
-from transformers import trainer as trainer_module
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils import logging
 
-from vgr_trl.utils import (
-    ConfigError,
-    VGRError,
-    error_text,
-    naming_full_disk,
-    naming_silent_process,
-    patched_attribute,
-    write_atomic,
-)
+from vgr_trl.patches.transformers import load_weights, rotate_at_end, whole_model
+from vgr_trl.utils import ConfigError, VGRError, error_text, naming_full_disk, naming_silent_process, write_atomic
 
 if TYPE_CHECKING:
     from vgr_trl.rollout import ConstructedTrainer
@@ -87,12 +77,12 @@ def checksum(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a checkpoint, None if it has none that can be read."""
+    """Return files and checksums of a checkpoint's manifest, None if it has none that can be read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         parts = {"files": manifest["files"], "checksums": manifest.get("checksums", {})}  # older ones have no checksums
-        return {"num_processes": int(manifest["num_processes"])} | {name: dict(part) for name, part in parts.items()}
-    except (OSError, ValueError, OverflowError, TypeError, KeyError):
+        return {name: dict(part) for name, part in parts.items()}
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
@@ -109,19 +99,16 @@ def complete_checkpoint(folder: Path, accelerator: Accelerator, writes: bool) ->
     Raises:
         DiskFullError: naming the file that was being written.
     """
-    rotate, postponed = trainer_module.rotate_checkpoints, []
     with naming_full_disk(folder, "free space there, then continue with resume_from_checkpoint latest"):
         if writes:
             for path in (folder / MANIFEST, *folder.glob(SHARE.format("*", "*", "*"))):
                 path.unlink(missing_ok=True)
         accelerator.wait_for_everyone()
-        with patched_attribute(trainer_module, "rotate_checkpoints", lambda **options: postponed.append(options)):
+        with rotate_at_end():
             yield
-        accelerator.wait_for_everyone()
-        if writes:
-            write_manifest(folder, accelerator.num_processes)
-    for options in postponed:
-        rotate(**options)
+            accelerator.wait_for_everyone()
+            if writes:
+                write_manifest(folder, accelerator.num_processes)
 
 
 SHARE = "{}_{}_of_{}.pt"  # what a process keeps beside weights and optimizer, by kind, process and number of processes
@@ -149,36 +136,51 @@ def load_shares(folder: Path, kind: str, only: int | None = None) -> list[dict[s
     Raises:
         ConfigError: some are missing or unreadable.
     """
-    if (missing := missing_shares(folder, kind)) is not None:
-        raise ConfigError(
-            f"The checkpoint {folder} has {missing}: bring those of all processes there, or give an earlier checkpoint."
-        )
-    paths = shares_of(folder, kind)
-    if only is not None:
-        paths = paths[only : only + 1]
+    paths = sorted(folder.glob(SHARE.format(kind, "*", "*")), key=lambda path: int(path.stem.split("_")[1]))
     try:
-        return [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+        if any(path.name != SHARE.format(kind, index, len(paths)) for index, path in enumerate(paths)):
+            raise FileNotFoundError("some are missing")
+        read = paths if only is None else paths[only : only + 1]
+        return [torch.load(path, map_location="cpu", weights_only=True) for path in read]
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         raise ConfigError(
-            f"A file {SHARE.format(kind, '*', '*')} in {folder} cannot be read ({type(error).__name__}): give an "
-            "earlier checkpoint."
+            f"The {len(paths)} files {SHARE.format(kind, '*', '*')} in {folder} cannot be read "
+            f"({type(error).__name__}): bring those of all processes there, or give an earlier checkpoint."
         ) from error
 
 
-def missing_shares(folder: Path, kind: str) -> str | None:
-    """Return what is missing of the shares in a checkpoint folder, None if they are complete or none was written."""
-    paths = shares_of(folder, kind)
-    counts = {int(path.stem.split("_")[-1]) for path in paths}
-    return None if not paths or counts == {len(paths)} else f"{len(paths)} of {max(counts)} files of the kind {kind}"
+class SavedState:
+    """State of a run beside weights and optimizer, which each process saves and any number of processes takes up.
 
+    Attributes:
+        kind: file prefix, for example "replay".
+    """
 
-def shares_of(folder: Path, kind: str) -> list[Path]:
-    """Return the shares in a checkpoint folder, in the order of their processes."""
-    return sorted(folder.glob(SHARE.format(kind, "*", "*")), key=lambda path: int(path.stem.split("_")[1]))
+    kind: str
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors, numbers, texts, lists and dictionaries."""
+        raise NotImplementedError
+
+    def load_states(self, states: list[dict[str, Any]]) -> None:
+        """Continue from what all processes have saved together."""
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> None:
+        """Write the share of this process into a checkpoint, complete or not at all."""
+        processes = PartialState()
+        save_share(self.state_dict(), folder, processes.process_index, processes.num_processes, self.kind)
+
+    def load(self, folder: Path) -> None:
+        """Continue from a checkpoint; start anew, with a warning, if it was saved without this state."""
+        if states := load_shares(folder, self.kind):
+            self.load_states(states)
+        elif PartialState().is_main_process:
+            logger.warning(f"{folder} was saved without the state of {self.kind}, which starts anew.")
 
 
 TRACES = ("trainer_state.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
-SHARDED = ("latest", "optimizer_0", "optimizer.bin")  # where DeepSpeed and FSDP (sharded, whole) have the optimizer
+OPTIMIZERS = ("optimizer.pt", "latest", "optimizer_0", "optimizer.bin")  # of DeepSpeed and FSDP (sharded, whole) too
 
 
 def resume_mode(value: str | bool | None) -> str | None:
@@ -205,7 +207,7 @@ def resolve_checkpoint(resume: str | None, output_dir: Path) -> str | None:
     answer: list[str | VGRError | None] = [None]
     if not shared or distributed.get_rank() == 0:
         try:
-            answer = [_latest(output_dir) if resume == "latest" else _named(resume)]
+            answer = [_find(resume, output_dir)]
         except VGRError as error:
             answer = [error]
     if shared:  # what one process sees holds for all, so that they do not decide differently
@@ -215,7 +217,14 @@ def resolve_checkpoint(resume: str | None, output_dir: Path) -> str | None:
     return answer[0]
 
 
-def _latest(output_dir: Path) -> str | None:
+def _find(resume: str, output_dir: Path) -> str | None:
+    if resume != "latest":
+        if wrong := why_incomplete(Path(resume)):
+            raise ConfigError(
+                f"resume_from_checkpoint is {resume}, which is not complete ({wrong}): give another checkpoint, or "
+                "latest."
+            )
+        return resume
     for checkpoint in reversed(checkpoints_of(output_dir)):
         wrong = why_incomplete(checkpoint)
         if wrong is None:
@@ -228,17 +237,6 @@ def _latest(output_dir: Path) -> str | None:
         )
     logger.warning(f"resume_from_checkpoint latest finds no complete checkpoint in {output_dir}: a new run starts.")
     return None
-
-
-def _named(resume: str) -> str:
-    if not Path(resume).is_dir():
-        raise ConfigError(f"resume_from_checkpoint is {resume}, which is no folder: give a checkpoint, or latest.")
-    if wrong := why_incomplete(Path(resume)):
-        raise ConfigError(
-            f"resume_from_checkpoint is {resume}, which is not complete ({wrong}): give an earlier checkpoint, or "
-            "latest."
-        )
-    return resume
 
 
 def checkpoints_of(output_dir: Path) -> list[Path]:
@@ -256,6 +254,8 @@ def how_to_go_on(output_dir: Path) -> str:
 
 def why_incomplete(checkpoint: Path) -> str | None:
     """Return why a run cannot be continued from `checkpoint`, None if it can."""
+    if not checkpoint.is_dir():
+        return "it is no folder"
     manifest = read_manifest(checkpoint)
     if manifest is None:
         return (
@@ -263,44 +263,31 @@ def why_incomplete(checkpoint: Path) -> str | None:
             "vgr_trl.checkpoints.write_manifest"
         )
     for name, size in manifest["files"].items():
-        if not (checkpoint / name).is_file():
+        path = checkpoint / name
+        if not path.is_file():
             return f"{name} is missing"
-        if (checkpoint / name).stat().st_size != size:
-            return f"{name} has {(checkpoint / name).stat().st_size} bytes instead of {size}"
-        if (written := manifest["checksums"].get(name)) is not None and checksum(checkpoint / name) != written:
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if (written := manifest["checksums"].get(name)) is not None and checksum(path) != written:
             return f"{name} is damaged, its checksum differs from the saved one"
-    processes = manifest["num_processes"]
-    needed = ["trainer_state.json"]
-    if not any((checkpoint / name).exists() for name in SHARDED):
-        needed += ["optimizer.pt", "scheduler.pt"]
-    states = (f"rng_state_{i}.pth" for i in range(processes)) if processes > 1 else ["rng_state.pth"]
-    for name in chain(needed, states):  # one by one: a damaged manifest may name any number of processes
-        if name not in manifest["files"]:
-            return f"no {name} was saved"
-    kinds = sorted({path.name.split("_")[0] for path in checkpoint.glob(SHARE.format("*", "*", "*"))})
-    missing = (missing_shares(checkpoint, kind) for kind in kinds)
-    return next((f"only {what}" for what in missing if what is not None), None)
+    if not any((checkpoint / name).exists() for name in OPTIMIZERS):  # as with save_only_model
+        return "no optimizer was saved"
+    return None
 
 
-def global_step(checkpoint: str | Path | None) -> int | None:
-    """Return the step that a checkpoint was saved at, None if there is none, or its state cannot be read."""
-    try:
-        text = (Path(checkpoint or "") / "trainer_state.json").read_text(encoding="utf-8")
-        return int(json.loads(text)["global_step"]) if checkpoint else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+def is_finished(checkpoint: str | None, max_steps: int) -> bool:
+    """Whether there is a checkpoint that has all `max_steps` steps behind it."""
+    if checkpoint is None:
+        return False
+    state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
+    return bool(state["global_step"] >= max_steps > 0)
 
 
 def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
-    """Refuse to continue from a checkpoint that has all `max_steps` steps behind it: training would go one too far.
-
-    Raises:
-        ConfigError: naming both steps.
-    """
-    step = global_step(checkpoint)
-    if step is not None and step >= max_steps > 0:
+    """Raise `ConfigError` for a checkpoint that has all steps behind it: training would go one too far."""
+    if is_finished(checkpoint, max_steps):
         raise ConfigError(
-            f"The run is finished: {checkpoint}, which has its model, was saved at step {step} of {max_steps}; raise "
+            f"The run is finished: {checkpoint}, which has its model, was saved after all {max_steps} steps; raise "
             "max_steps or num_train_epochs to train on."
         )
 
@@ -314,19 +301,15 @@ def lock_folder(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     Raises:
         ConfigError: another run holds the lock; on all processes.
     """
-    lock, is_free = None, True
-    if accelerator.is_main_process and fcntl is not None:
-        lock = os.open(folder, os.O_RDONLY)
-        is_free = _is_locked(lock)
+    lock = os.open(folder, os.O_RDONLY) if accelerator.is_main_process and fcntl is not None else None
     try:
-        answers = torch.tensor([is_free], device=accelerator.device)
-        if not accelerator.gather(answers).all():
+        is_free = torch.tensor([lock is None or _is_locked(lock)], device=accelerator.device)
+        if not accelerator.gather(is_free).all():
             raise ConfigError(f"Another run is training in {folder}: wait until it ends, or give another output_dir.")
         yield
     finally:
         if lock is not None:
-            if is_free:
-                fcntl.flock(lock, fcntl.LOCK_UN)  # worker processes have inherited it
+            fcntl.flock(lock, fcntl.LOCK_UN)  # worker processes have inherited it
             os.close(lock)
 
 
@@ -352,13 +335,11 @@ class ResumableTrainer(ConstructedTrainer):
     Attributes:
         resumed: what is saved and loaded beside weights, optimizer and the place in the data: objects with
             `save(folder)` and `load(folder)`, which every process calls.
-        replay: the replay buffer, if there is one.
         termination: the callback that takes SIGTERM.
         train_sampler: TRL's `RepeatSampler`, whose order a continued run takes up.
     """
 
     resumed: Sequence[Any] = ()
-    replay: Any = None
     termination: Any
     train_sampler: Any = None
 
@@ -391,7 +372,7 @@ class ResumableTrainer(ConstructedTrainer):
             super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Add to the parent's: what else is resumed."""
+        """Save the random state, the further state of a run and its place in the data."""
         super()._save_rng_state(output_dir)
         for part in self.resumed:
             part.save(Path(output_dir))
@@ -419,18 +400,16 @@ class ResumableTrainer(ConstructedTrainer):
             load_place(self, Path(checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Replace the parent's where it would keep the weights of the start."""
+        """Load the weights of a checkpoint; the parent would keep those of the start in whole models."""
         if not self._loads_weights(resume_from_checkpoint, self.model if model is None else model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        """Replace the parent's for the same models, and for the same reason."""
+        """Load the best weights; the parent would keep the last ones in whole models."""
         if not self._loads_weights(str(self.state.best_model_checkpoint), self.model):
             super()._load_best_model()
 
     def _loads_weights(self, checkpoint: str, model: nn.Module) -> bool:
-        from vgr_trl.patches.transformers import load_weights, whole_model  # which need TRL
-
         if (target := whole_model(self, model)) is not None:
             load_weights(target, checkpoint)
         return target is not None
@@ -453,9 +432,8 @@ def lacks_final_model_only(
         trainer: constructed; with ZeRO or FSDP the answer is no, as only a training loads their checkpoints.
         written_last: the file that a run ends with.
     """
-    step = global_step(checkpoint)
     sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-    return step is not None and step >= max_steps > 0 and not sharded and not written_last.exists()
+    return is_finished(checkpoint, max_steps) and not sharded and not written_last.exists()
 
 
 def load_trained(trainer: ResumableTrainer, checkpoint: str) -> None:
@@ -472,17 +450,13 @@ def load_trained(trainer: ResumableTrainer, checkpoint: str) -> None:
 # Data position: sampler order and rollout buffer
 
 GENERATION = "generation"
-ORDER = "order.json"
-COMPARED, MOST_COMPARED = ("id", "prompt", "choices", "solution"), 256  # columns and rows that tell data from others
 
 
 def save_place(trainer: ResumableTrainer, folder: Path) -> None:
-    """Write what the order depends on, and within a generation batch the completions still to be trained on."""
+    """Write, within a generation batch, the completions still to be trained on."""
     from trl.trainer.utils import unsplit_pixel_values_by_grid
 
     every, accelerator = _generates_every(trainer), trainer.accelerator
-    if trainer.args.should_save:
-        (folder / ORDER).write_text(json.dumps(_order_of(trainer)), encoding="utf-8")
     if trainer._step % every:
         state = {
             "micro_batch": trainer._step % every,
@@ -499,15 +473,6 @@ def load_place(trainer: ResumableTrainer, folder: Path) -> None:
         ConfigError: the run is finished, or its order cannot be taken up.
     """
     refuse_finished(str(folder), trainer.state.max_steps)
-    if trainer.accelerator.is_main_process and (folder / ORDER).exists():  # checkpoints of TRL have none
-        there, here = json.loads((folder / ORDER).read_text(encoding="utf-8")), _order_of(trainer)
-        changed = [name for name in here if there.get(name) != here[name]]
-        differs = [f"{name} ({there.get(name)} there, {here[name]} here)" for name in changed]
-        if differs:
-            logger.warning(
-                f"The run that saved {folder} differs from this one in {', '.join(differs)}: in this epoch some "
-                "prompts may come twice, and others not at all."
-            )
     epochs, batches = _behind(trainer, folder)
     if trainer.shuffle_dataset and trainer.train_sampler is not None:
         for _ in range(epochs):
@@ -515,18 +480,6 @@ def load_place(trainer: ResumableTrainer, folder: Path) -> None:
     trainer._step = batches
     if not trainer.args.ignore_data_skip:
         _continue_generation(trainer, folder, batches % _generates_every(trainer))
-
-
-def _order_of(trainer: ConstructedTrainer) -> dict[str, Any]:
-    """Return the facts that decide the order of the prompts: options, the length of the data, texts of some rows."""
-    found: dict[str, Any] = {"seed": trainer.args.seed, "shuffle_dataset": trainer.shuffle_dataset}
-    if isinstance(dataset := trainer.train_dataset, Dataset):
-        rows = dataset.with_format(None).select(range(0, len(dataset), -(-len(dataset) // MOST_COMPARED)))
-        texts = rows.select_columns([name for name in COMPARED if name in dataset.column_names]).to_list()
-        as_json = json.dumps(texts, default=lambda value: type(value).__name__)
-        checksum = hashlib.sha256(as_json.encode()).hexdigest()[:12]
-        found |= {"number of prompts": len(dataset), "checksum of prompts": checksum}
-    return found
 
 
 def _generates_every(trainer: ConstructedTrainer) -> int:
@@ -553,21 +506,18 @@ def _behind(trainer: ConstructedTrainer, folder: Path) -> tuple[int, int]:
 def _continue_generation(trainer: ConstructedTrainer, folder: Path, micro_batch: int) -> None:
     """Take up the generation batch of a checkpoint that was saved after so many micro-batches of it."""
     processes, every = trainer.accelerator.num_processes, _generates_every(trainer)
-    window = trainer.args.gradient_accumulation_steps
-    cure = f"give a checkpoint whose step is a multiple of {every // window if every % window == 0 else every}"
-    saved = len(shares_of(folder, GENERATION))
-    if saved == 0 and micro_batch == 0:
+    saved = len([*folder.glob(SHARE.format(GENERATION, "*", "*"))])
+    if saved == micro_batch == 0:
         return
-    if saved != processes:
+    share = load_shares(folder, GENERATION, only=trainer.accelerator.process_index)[0] if saved == processes else {}
+    place = share.get("micro_batch", micro_batch), share.get("of", every)
+    if not share or place != (micro_batch, every):
+        window = trainer.args.gradient_accumulation_steps
         raise ConfigError(
-            f"{folder} was saved after {micro_batch} of the {every} micro-batches of a generation batch and holds the "
-            f"completions of {saved} processes, but {processes} would continue it: {cure}, or start as many."
-        )
-    (share,) = load_shares(folder, GENERATION, only=trainer.accelerator.process_index)
-    if (share["micro_batch"], share["of"]) != (micro_batch, every):
-        raise ConfigError(
-            f"{folder} was saved after {share['micro_batch']} of {share['of']} micro-batches of a generation batch, "
-            f"which are {micro_batch} of {every} with these options: continue with the steps_per_generation, "
-            "num_iterations, batch size and gradient_accumulation_steps that it was saved with."
+            f"{folder} was saved after {place[0]} of {place[1]} micro-batches of a generation batch and has the "
+            f"completions of {saved} processes; with these options they are {micro_batch} of {every}, in {processes} "
+            "processes. Continue with the number of processes, steps_per_generation, num_iterations, batch size and "
+            "gradient_accumulation_steps that it was saved with, or from a checkpoint whose step is a multiple of "
+            f"{every // window if every % window == 0 else every}."
         )
     trainer._buffered_inputs = send_to_device(share["inputs"], trainer.accelerator.device)

@@ -8,24 +8,25 @@ import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from vgr_trl import registries
 from vgr_trl.config import RULES, CreditOptions
-from vgr_trl.metrics import Gather, Totals, add_filter, add_weights
+from vgr_trl.metrics import Gather, Totals, add_weights
 from vgr_trl.options import check_options, check_value, option
 from vgr_trl.registries import declares, is_measurement, needed_signals, short_name
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass, last_layers, late_layers, token_vision_gain_ratio
 from vgr_trl.utils import ConfigError, DataError
 
-Metrics = Mapping[str, float | torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
-Credit = tuple[torch.Tensor, Metrics]  # weights (N, T), or bool: tokens that are kept
+Metrics = Mapping[str, float | Tensor | tuple[Tensor, Tensor]]
+Credit = tuple[Tensor, Metrics]  # weights (N, T), or bool: tokens that are kept
 
 OF_REWARD = "token_weights_of_reward"  # among the signals: (N, T), NaN for completions without any
 # Option that switches a rule of this library on -> the measurement that it reads.
@@ -41,8 +42,7 @@ for _name in RULES:  # so that messages about a misspelt rule list them
 
 def builtin_rules(options: CreditOptions) -> dict[str, str]:
     """Return the options of this library's rules that are on -> the measurement that each rule reads."""
-    named = {switch for name in options.credit_rules or () for switch in RULES.get(name, ())}
-    return {switch: need for switch, need in _READS.items() if getattr(options, switch) or switch in named}
+    return {switch: need for switch, need in _READS.items() if getattr(options, switch)}
 
 
 def active_rules(options: CreditOptions) -> dict[str, tuple[str, ...]]:
@@ -58,15 +58,15 @@ def active_rules(options: CreditOptions) -> dict[str, tuple[str, ...]]:
 
 @torch.no_grad()
 def shape_advantages(
-    advantages: torch.Tensor,
+    advantages: Tensor,
     signals: RolloutSignals,
     options: CreditOptions,
     *,
-    shaped: torch.Tensor | None = None,
-    groups: torch.Tensor | None = None,
+    shaped: Tensor | None = None,
+    groups: Tensor | None = None,
     gather: Gather | None = None,
-    completion_ids: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, float]]:
+    completion_ids: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
     """Return an advantage for every token, A[i] · scale_i · weight[i, t] · keep[i, t], and metrics over all processes.
 
     - scale: `trajectory_scale` of the visual dependency.
@@ -74,8 +74,6 @@ def shape_advantages(
       `dependency_weights`, clipped to `token_weights_clip`; times the weights of every plug-in of `credit_rules`.
     - keep: the tokens of largest visual dependency, of largest entropy, those that a plug-in keeps, or of either;
       others and padding get 0. A completion without any defined dependency is not filtered by it.
-
-    What is off is left out, so without any rule every token gets the advantage of its completion.
 
     Args:
         advantages: (N,), or (N, T) if tokens have their own.
@@ -89,40 +87,38 @@ def shape_advantages(
         completion_ids: (N, T) tokens of the completions, for plug-ins that read them.
 
     Returns:
-        (N, T) float32, and the metrics of the rules that are on. A metric of nothing is NaN: for instance, the mean
-        dependency of rejected tokens if none is rejected.
+        (N, T) float32, and the metrics of the rules that are on, NaN for a mean of nothing.
 
     Raises:
         ConfigError: a rule needs a signal that was not measured, or an option is out of range.
         DataError: a plug-in returns something else than weights.
     """
+    options = copy(options)
+    options.check_plugins()  # switches rules of `credit_rules` on
     check_value("perception_weighting", options.perception_weighting, Literal["filter", "soft"])
     for rule, need in ((rule, need) for rule, needs in active_rules(options).items() for need in needs):
         if (signals.measured(need) if is_measurement(need) else signals.extra.get(short_name(need))) is None:
             raise ConfigError(f"{rule} is on, but the signals have no {need}: measure it, or switch {rule} off.")
-    mask, on = signals.mask.bool(), builtin_rules(options)  # (N, T)
+    mask, dependency = signals.mask.bool(), signals.measured("dependency")  # (N, T)
     credit = per_token(advantages).float().expand(mask.shape).clone()  # (N, T)
     totals, kept = Totals(), []  # tokens that each filter keeps, (N, T) bool
-    if signals.attention is not None and "token_weights" in on:
-        weights = given_weights(signals.extra.get(OF_REWARD), mask, attention_weights(signals.attention, mask, options))
+    if options.token_weights:
+        measured = attention_weights(signals.measured("attention"), mask, options)
+        weights = given_weights(signals.extra.get(OF_REWARD), mask, measured)
         if options.token_weights_positive_only:
             weights = weights.masked_fill(per_token(advantages) < 0, 1)
         add_weights(totals, "token_weight", weights, mask)
         credit *= weights
-    if signals.dependency is not None and "enable_perception_filtering" in on:
-        if _is_soft(options):
-            weights = dependency_weights(signals.dependency, mask, clip=options.token_weights_clip)
-            add_weights(totals, "perception_weight", weights, mask)
-            credit *= weights
-        else:
-            defined = mask & ~signals.dependency.isnan()
-            keep = top_fraction_mask(signals.dependency, mask, options.top_p_perception_tokens)
-            kept.append(keep | (mask & ~defined.any(dim=1, keepdim=True)))
-            add_filter(totals, "perception", "low_var_kl", signals.dependency, kept[-1], mask, defined)
-    if "enable_entropy_filtering" in on:
-        kept.append(top_fraction_mask(signals.entropies, mask, options.top_p_entropy_tokens))
-        defined = mask & ~signals.entropies.isnan()
-        add_filter(totals, "entropy", "entropy", signals.entropies, kept[-1], mask, defined)
+    if options.enable_perception_filtering and options.perception_weighting == "soft":
+        weights = dependency_weights(dependency, mask, clip=options.token_weights_clip)
+        add_weights(totals, "perception_weight", weights, mask)
+        credit *= weights
+    elif options.enable_perception_filtering:
+        kept.append(
+            _keep_largest(dependency, mask, options.top_p_perception_tokens, totals, "perception", "low_var_kl")
+        )
+    if options.enable_entropy_filtering:
+        kept.append(_keep_largest(signals.entropies, mask, options.top_p_entropy_tokens, totals, "entropy", "entropy"))
     context = {"shaped": shaped, "groups": groups, "gather": gather, "completion_ids": completion_ids}
     for spec in options.plugin_rules:
         weights = _plugin_weights(spec, (advantages, signals, mask), options, context, totals)
@@ -130,8 +126,14 @@ def shape_advantages(
             kept.append(weights)
         else:
             credit *= weights
-    if signals.dependency is not None and "enable_trajectory_reweighting" in on:
-        credit *= _scale_completions(signals.dependency, mask, options, shaped, gather, totals).unsqueeze(1)
+    if options.enable_trajectory_reweighting:
+        means = mean_dependency(dependency, mask)  # (N,)
+        compared = means if shaped is None else means.masked_fill(~shaped.bool(), torch.nan)
+        scale, largest = _scale(means, compared, options.trajectory_scaling_min, gather)
+        totals.add_mean("sensitivity_score_mean", means, ~compared.isnan())
+        totals.add_mean("scaling_factor_mean", scale, ~compared.isnan())
+        totals.add_known("dynamic_scaling_max", largest)
+        credit *= scale.unsqueeze(1)
     if kept:
         union = torch.stack(kept).any(dim=0)
         totals.add_mean("combined_token_fraction", union, mask)
@@ -139,34 +141,45 @@ def shape_advantages(
     return credit, totals.metrics(gather)
 
 
-def _is_soft(options: CreditOptions) -> bool:
-    named = options.credit_rules or ()
-    return "perception_weights" in named or (
-        options.perception_weighting == "soft" and "perception_filter" not in named
-    )
+def _keep_largest(
+    scores: Tensor, mask: Tensor, fraction: float, totals: Totals, filter_name: str, score_name: str
+) -> Tensor:
+    """Return the tokens (N, T) of largest scores, all of a completion without any score; add metrics to `totals`.
+
+    These are the fraction of tokens that are kept, mean scores of them and the others, and the mean over completions of
+    the smallest score that is kept.
+    """
+    defined = mask & ~scores.isnan()
+    kept = top_fraction_mask(scores, mask, fraction) | (mask & ~defined.any(dim=1, keepdim=True))
+    chosen = kept & defined
+    totals.add_mean(f"{filter_name}_token_fraction", kept, mask)
+    totals.add_mean(f"{score_name}_mean_selected", scores, chosen)
+    totals.add_mean(f"{score_name}_mean_rejected", scores, ~kept & defined)
+    ceiling = scores.new_full((len(scores), 1), torch.inf)  # so that a completion of 0 tokens has a minimum too
+    smallest = torch.cat([scores.masked_fill(~chosen, torch.inf), ceiling], dim=1).amin(dim=1)  # (N,)
+    totals.add_mean(f"{score_name}_threshold", smallest, chosen.any(dim=1))
+    return kept
 
 
-def per_token(advantages: torch.Tensor) -> torch.Tensor:
+def per_token(advantages: Tensor) -> Tensor:
     """Return advantages (N,) as (N, 1); those of a critic are (N, T) already."""
     return advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
 
 
 def _plugin_weights(
     spec: str,
-    given: tuple[torch.Tensor, RolloutSignals, torch.Tensor],
+    given: tuple[Tensor, RolloutSignals, Tensor],
     options: CreditOptions,
     context: Mapping[str, Any],
     totals: Totals,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the weights (N, T) of a plug-in, or bool: tokens that it keeps; add its metrics to `totals`."""
     function, name, mask = registries.credit_rules.load(spec), short_name(spec), given[-1]
     rule, taken = f"the credit rule {spec}", inspect.signature(function).parameters
-    context = {key: value for key, value in context.items() if key in taken}
-    tensors = deepcopy((given, {key: value for key, value in context.items() if isinstance(value, torch.Tensor)}))
-    # Copies, which the rule may change in place.
-    result = function(*tensors[0], options.plugin_values(function, spec), **context | tensors[1])
+    named = {key: value if key == "gather" else deepcopy(value) for key, value in context.items() if key in taken}
+    result = function(*deepcopy(given), options.plugin_values(function, spec), **named)  # may change what it is given
     weights, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not isinstance(weights, torch.Tensor) or weights.shape != mask.shape or not isinstance(metrics, Mapping):
+    if not isinstance(weights, Tensor) or weights.shape != mask.shape or not isinstance(metrics, Mapping):
         found = getattr(weights, "shape", type(weights).__name__)
         raise DataError(
             f"{rule} returned {found}, metrics {metrics!r}: return weights, a tensor {tuple(mask.shape)}, and a dict."
@@ -174,7 +187,7 @@ def _plugin_weights(
     for key, value in metrics.items():
         if isinstance(value, tuple):
             totals.add_mean(f"credit/{name}/{key}", *value)
-        elif isinstance(value, torch.Tensor) and value.shape in (mask.shape, mask.shape[:1]):
+        elif isinstance(value, Tensor) and value.shape in (mask.shape, mask.shape[:1]):
             valid = mask if value.ndim == 2 else mask.any(1)
             totals.add_mean(f"credit/{name}/{key}", value, valid & ~value.isnan())
         else:
@@ -188,25 +201,7 @@ def _plugin_weights(
     return weights.masked_fill(~mask, 1)
 
 
-def _scale_completions(
-    dependency: torch.Tensor,
-    mask: torch.Tensor,
-    options: CreditOptions,
-    shaped: torch.Tensor | None,
-    gather: Gather | None,
-    totals: Totals,
-) -> torch.Tensor:
-    """Return the trajectory scale (N,) among the completions `shaped` of all processes; add its metrics to `totals`."""
-    means = mean_dependency(dependency, mask)  # (N,)
-    compared = means if shaped is None else means.masked_fill(~shaped.bool(), torch.nan)
-    scale, largest = _scale(means, options.trajectory_scaling_min, _statistics(compared, gather))
-    totals.add_mean("sensitivity_score_mean", means, ~compared.isnan())
-    totals.add_mean("scaling_factor_mean", scale, ~compared.isnan())
-    totals.add_known("dynamic_scaling_max", largest)
-    return scale
-
-
-def top_fraction_mask(scores: torch.Tensor, mask: torch.Tensor, fraction: float) -> torch.Tensor:
+def top_fraction_mask(scores: Tensor, mask: Tensor, fraction: float) -> Tensor:
     """Return the mask of the ⌈fraction · length⌉ valid tokens with the largest scores of each completion.
 
     Among equal scores the earlier token is taken. An undefined score (NaN) comes after all others. `fraction` is read
@@ -228,9 +223,8 @@ def top_fraction_mask(scores: torch.Tensor, mask: torch.Tensor, fraction: float)
     order = scores.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     order = order.argsort(dim=1, descending=True, stable=True)  # (N, T), token indices, best first
     valid = mask.gather(1, order)
-    # In whole numbers: floating point would make 8 of 0.07 · 100.
-    exact = Fraction(repr(float(fraction))).limit_denominator(10**9)
-    counts = -(-mask.sum(1, keepdim=True) * exact.numerator // exact.denominator)  # (N, 1)
+    # Less than a token is taken off, since floating point makes more than 7 of 0.07 · 100.
+    counts = (mask.sum(1, keepdim=True).double() * fraction - 1e-9).ceil()  # (N, 1)
     if fraction > 0:
         counts = counts.clamp(min=1)
     return torch.zeros_like(mask).scatter(1, order, valid & (valid.cumsum(1) <= counts))
@@ -240,13 +234,13 @@ _LARGEST_LOG = 60.0  # e^60 times any number of tokens is finite in float32
 
 
 def token_weights(
-    token_vgr: torch.Tensor,
-    mask: torch.Tensor,
+    token_vgr: Tensor,
+    mask: Tensor,
     *,
     clip: Sequence[float] | None = (0.2, 3.0),
     smooth_sigma: float = 0.0,
     topk_ratio: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return a weight for every token: the more it looked at the image (small VGR), the larger; mean 1 per completion.
 
     With s_t = -ln VGR_t (infinite ones replaced by the completion's finite extreme on that side), the weights are
@@ -291,7 +285,7 @@ def token_weights(
     return normalise_to_mean_one(raw, defined)
 
 
-def stack_weights(values: Any, response_mask: torch.Tensor) -> torch.Tensor:
+def stack_weights(values: Any, response_mask: Tensor) -> Tensor:
     """Return `token_weights` of a reward or rollout as a tensor of the responses' shape, padded with 1 or cut.
 
     Args:
@@ -309,9 +303,8 @@ def stack_weights(values: Any, response_mask: torch.Tensor) -> torch.Tensor:
         raise DataError(f"token_weights cannot be read ({error}): give numbers, one for each token.") from error
     if len(rows) != count:
         raise DataError(f"token_weights has {len(rows)} rows for {count} responses: give one for each.")
-    weights, valid = torch.ones(count, length), response_mask.bool().cpu()
-    for filled, row in zip(weights, rows, strict=True):
-        filled[: len(row)] = row[:length]
+    padded = pad_sequence([*rows, torch.ones(length)], batch_first=True, padding_value=1.0)  # (N + 1, T or more)
+    weights, valid = padded[:-1, :length], response_mask.bool().cpu()
     if any(len(row) > length or len(row) < int(mask.sum()) for row, mask in zip(rows, valid, strict=True)):
         warnings.warn(
             f"token_weights were padded with 1 or cut to the {length} tokens of the responses (logged once).",
@@ -322,7 +315,7 @@ def stack_weights(values: Any, response_mask: torch.Tensor) -> torch.Tensor:
     return weights.to(response_mask.device)
 
 
-def given_weights(weights: torch.Tensor | None, mask: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+def given_weights(weights: Tensor | None, mask: Tensor, measured: Tensor) -> Tensor:
     """Return (N, T) weights of a reward divided by their mean over each completion, or those measured.
 
     Args:
@@ -337,7 +330,7 @@ def given_weights(weights: torch.Tensor | None, mask: torch.Tensor, measured: to
     return torch.where(defined, normalise_to_mean_one(filled, defined & (masked_mean(filled, defined) > 0)), measured)
 
 
-def attention_weights(attention: AttentionMass, mask: torch.Tensor, options: CreditOptions) -> torch.Tensor:
+def attention_weights(attention: AttentionMass, mask: Tensor, options: CreditOptions) -> Tensor:
     """Return the token weights (N, T) that `shape_advantages` gives, whatever the advantages are."""
     scheme = getattr(options, "attention_segments", "thirds")
     count, last = len(attention.vision), options.token_weights_last_k_layers
@@ -351,9 +344,7 @@ def attention_weights(attention: AttentionMass, mask: torch.Tensor, options: Cre
     )
 
 
-def dependency_weights(
-    dependency: torch.Tensor, mask: torch.Tensor, *, clip: Sequence[float] | None = (0.2, 3.0)
-) -> torch.Tensor:
+def dependency_weights(dependency: Tensor, mask: Tensor, *, clip: Sequence[float] | None = (0.2, 3.0)) -> Tensor:
     """Return a weight for every token from its visual dependency: a soft form of the perception filter.
 
     w_t = clip(s_t / mean s) / mean clip(s / mean s), with the visual dependency s and means over the completion's
@@ -380,7 +371,7 @@ def dependency_weights(
     return normalise_to_mean_one(raw if clip is None else raw.clamp(*clip), defined)
 
 
-def _smooth(values: torch.Tensor, defined: torch.Tensor, sigma: float) -> torch.Tensor:
+def _smooth(values: Tensor, defined: Tensor, sigma: float) -> Tensor:
     """Return a Gaussian average of (N, T) values along T, over the defined tokens within reach."""
     reach = min(math.ceil(3 * sigma), values.size(1) - 1)
     offsets = torch.arange(-reach, reach + 1, device=values.device, dtype=values.dtype)
@@ -395,12 +386,10 @@ def _check_clip(clip: Sequence[float] | None) -> None:
         raise ConfigError(f"clip is {clip!r}: give None or two numbers with 0 <= low <= high and high above 0.")
 
 
-Statistics = tuple[float, float, float]  # minimum, maximum, mean
-
 _SMALLEST_SPREAD = 1e-6
 
 
-def trajectory_scale(dependency: torch.Tensor, mask: torch.Tensor, minimum: float = 0.8) -> torch.Tensor:
+def trajectory_scale(dependency: Tensor, mask: Tensor, minimum: float = 0.8) -> Tensor:
     """Return the scale of each completion's advantage: the more it depends on the image, the larger; mean 1.
 
     With z the mean visual dependency of a completion and u = (z - min) / (max - min), the scale is a + u (b - a), where
@@ -419,42 +408,39 @@ def trajectory_scale(dependency: torch.Tensor, mask: torch.Tensor, minimum: floa
         ConfigError: `minimum` is out of range.
     """
     means = mean_dependency(dependency, mask)
-    return _scale(means, minimum, _statistics(means))[0]
+    return _scale(means, means, minimum)[0]
 
 
-def mean_dependency(dependency: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def mean_dependency(dependency: Tensor, mask: Tensor) -> Tensor:
     """Return the mean visual dependency of each completion over its valid tokens, (N,); NaN where none is defined."""
     defined = mask.bool() & ~dependency.isnan()
     means = masked_mean(dependency.float().masked_fill(~defined, 0), defined).squeeze(1)
     return means.masked_fill(~defined.any(dim=1), torch.nan)
 
 
-def _statistics(means: torch.Tensor, gather: Gather | None = None) -> Statistics:
-    """Return minimum, maximum and mean of the defined values (N,) of all processes; NaN if there are none."""
-    gathered = (means if gather is None else gather(means)).detach().cpu().double()
-    present = gathered[~gathered.isnan()]
-    if not len(present):
-        return (math.nan,) * 3
-    return present.min().item(), present.max().item(), present.mean().item()
+def _scale(means: Tensor, compared: Tensor, minimum: float, gather: Gather | None = None) -> tuple[Tensor, float]:
+    """Return the scale of each completion (N,) from its mean dependency (N,), and the largest scale.
 
-
-def _scale(means: torch.Tensor, minimum: float, statistics: Statistics) -> tuple[torch.Tensor, float]:
-    """Return the scale of each completion (N,) from its mean dependency (N,), and the largest scale."""
+    Args:
+        compared: (N,), the means that minimum, maximum and mean over all processes are taken of; NaN for others.
+    """
     check_value("minimum", minimum, float, ge=0, le=1)
-    low, high, mean = statistics
-    if not high - low > _SMALLEST_SPREAD:  # NaN too
+    every = (compared if gather is None else gather(compared)).detach().cpu().double()
+    every = every[~every.isnan()]
+    if not len(every) or every.max() - every.min() <= _SMALLEST_SPREAD:
         return torch.ones_like(means), 1.0
+    low, high, mean = every.min().item(), every.max().item(), every.mean().item()
     largest = minimum + (1 - minimum) * (high - low) / (mean - low)
     position = ((means - low) / (high - low)).clamp(0, 1)  # (N,)
     return (minimum + position * (largest - minimum)).nan_to_num(nan=1.0), largest
 
 
-def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Return the mean of each row of (N, T) values over `mask`, (N, 1); 0 where `mask` is empty."""
     return (values * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
-def normalise_to_mean_one(weights: torch.Tensor, defined: torch.Tensor) -> torch.Tensor:
+def normalise_to_mean_one(weights: Tensor, defined: Tensor) -> Tensor:
     """Return positive (N, T) weights divided by their mean over `defined`, and 1 for all other tokens."""
     mean = masked_mean(weights, defined)
     return torch.where(defined, weights / mean.masked_fill(mean <= 0, 1), 1.0)
@@ -463,7 +449,7 @@ def normalise_to_mean_one(weights: torch.Tensor, defined: torch.Tensor) -> torch
 _SMALLEST_RANGE = 1e-8  # is added to ranges that something is divided by
 
 
-def min_max(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def min_max(values: Tensor, where: Tensor) -> Tensor:
     """Return each row of (N, T) values scaled to [0, 1] over `where`, 0 elsewhere; all are 0 if they are equal."""
     low = values.masked_fill(~where, torch.inf).amin(1, keepdim=True)
     high = values.masked_fill(~where, -torch.inf).amax(1, keepdim=True)
@@ -492,16 +478,13 @@ class AnchorOptions(_Checked):
 
 @registries.credit_rules.register("anchor_tokens")
 @declares(needs=("attention",), options=AnchorOptions)
-def anchor_tokens(
-    advantages: torch.Tensor, signals: RolloutSignals, mask: torch.Tensor, options: AnchorOptions
-) -> Credit:
+def anchor_tokens(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: AnchorOptions) -> Credit:
     """Keep the tokens of most attention on the image, the mean over heads and late layers; all without an image.
 
     AT-RL (https://huggingface.co/papers/2602.11455) finds that some 15 % of the tokens carry the connection to the
     image. It also clusters them by their attention and weighs the clusters, which is not done here.
     """
-    mass = signals.attention
-    assert mass is not None
+    mass = signals.measured("attention")
     attention = mass.vision[late_layers(len(mass.vision))].mean(0)  # (N, T)
     text_only = (mass.num_vision == 0).to(mask.device).unsqueeze(1)
     kept = top_fraction_mask(attention, mask, options.top_p_anchor_tokens) | (mask & text_only)
@@ -520,7 +503,7 @@ class PGPOOptions(_Checked):
 
 @registries.credit_rules.register("pgpo")
 @declares(needs=("dependency",), options=PGPOOptions)
-def pgpo(advantages: torch.Tensor, signals: RolloutSignals, mask: torch.Tensor, options: PGPOOptions) -> Credit:
+def pgpo(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: PGPOOptions) -> Credit:
     """Return weights with mean 1 in each completion: I / tau below the threshold, 1 + beta (I - tau) / (1 - tau) above.
 
     I, a token's importance, is ln(1 + dependency) scaled to [0, 1] within its completion. Weights are 1 where no
@@ -530,9 +513,9 @@ def pgpo(advantages: torch.Tensor, signals: RolloutSignals, mask: torch.Tensor, 
     Args:
         signals: with `dependency` (N, T), for PGPO under the perturbation `remove_image`.
     """
-    assert signals.dependency is not None
-    defined = mask & ~signals.dependency.isnan()
-    importance = min_max(signals.dependency.float().log1p(), defined)  # (N, T)
+    dependency = signals.measured("dependency")
+    defined = mask & ~dependency.isnan()
+    importance = min_max(dependency.float().log1p(), defined)  # (N, T)
     threshold = options.pgpo_threshold
     above = 1 + options.pgpo_boost * (importance - threshold) / (1 - threshold)
     weights = torch.where(importance < threshold, importance / threshold, above).masked_fill(~defined, 0)
@@ -551,12 +534,7 @@ class VEPOOptions(_Checked):
 @registries.credit_rules.register("vepo")
 @declares(needs=("entropies", "shift"), options=VEPOOptions)
 def vepo(
-    advantages: torch.Tensor,
-    signals: RolloutSignals,
-    mask: torch.Tensor,
-    options: VEPOOptions,
-    *,
-    gather: Gather | None = None,
+    advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: VEPOOptions, *, gather: Gather | None = None
 ) -> Credit:
     """Return weights: 0, or for the tokens of largest score the number of tokens over the number of those.
 
@@ -568,13 +546,10 @@ def vepo(
     Args:
         signals: with `entropies`, `jsd` and `perturbed_entropies` (N, T).
     """
-    assert signals.jsd is not None
-    assert signals.perturbed_entropies is not None
-    seen = mask & ~signals.jsd.isnan()
-    change = (signals.perturbed_entropies - signals.entropies).abs()
-    divergence, changed, entropy = (
-        min_max(values.float(), seen) for values in (signals.jsd, change, signals.entropies)
-    )
+    jsd, perturbed = signals.measured("jsd"), signals.measured("perturbed_entropies")
+    seen = mask & ~jsd.isnan()
+    changes = jsd, (perturbed - signals.entropies).abs(), signals.entropies
+    divergence, changed, entropy = (min_max(values.float(), seen) for values in changes)
     scores = (1 - (1 - divergence) ** options.vepo_alpha * (1 - changed) ** (1 - options.vepo_alpha)) * entropy
     kept = top_fraction_mask(scores, seen, options.top_p_vepo_tokens) | (mask & ~seen.any(1, keepdim=True))
     counts = torch.stack([mask.sum(), kept.sum()]).float()
@@ -605,12 +580,12 @@ class VGPOOptions(_Checked):
 @registries.credit_rules.register("vgpo")
 @declares(needs=("similarity",), options=VGPOOptions)
 def vgpo(
-    advantages: torch.Tensor,
+    advantages: Tensor,
     signals: RolloutSignals,
-    mask: torch.Tensor,
+    mask: Tensor,
     options: VGPOOptions,
     *,
-    groups: torch.Tensor | None = None,
+    groups: Tensor | None = None,
     gather: Gather | None = None,
 ) -> Credit:
     """Return the weight of each token in its completion, times that of its completion among those of the prompt.
@@ -625,9 +600,9 @@ def vgpo(
         signals: with `similarity` (N, T); weights are 1 where a completion has none.
         groups: (N,) which prompt each completion belongs to, over all processes; None: all belong to one.
     """
-    assert signals.similarity is not None
-    seen = mask & ~signals.similarity.isnan()
-    scores = (signals.similarity.float() + 1) / 2
+    similarity = signals.measured("similarity")
+    seen = mask & ~similarity.isnan()
+    scores = (similarity.float() + 1) / 2
     place, length = seen.cumsum(1) - 1, seen.sum(1, keepdim=True)  # (N, T), (N, 1): of tokens that have a similarity
     late = seen & (place >= (length * options.vgpo_gate_start).floor())
     count = (late.sum(1, keepdim=True) * options.vgpo_gate_share).floor().clamp(min=1).long()  # (N, 1)
@@ -641,7 +616,7 @@ def vgpo(
     return tokens * completions.unsqueeze(1), {"completion_weight": completions}
 
 
-def _prompt_weights(sums: torch.Tensor, groups: torch.Tensor, gather: Gather | None) -> torch.Tensor:
+def _prompt_weights(sums: Tensor, groups: Tensor, gather: Gather | None) -> Tensor:
     """Return each completion's weight (N,) by its sum among those of its prompt, 1 where it has none."""
     groups = groups.to(sums.device)
     every, prompts = (sums, groups) if gather is None else (gather(sums), gather(groups))

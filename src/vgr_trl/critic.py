@@ -1,84 +1,29 @@
 """A critic beside the policy: values of tokens, the advantages made of them, and how they are learned."""
 
-from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import broadcast
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging
 from trl.trainer.utils import FusedCausalLMOutput
 
 from vgr_trl.advantages import gae, token_rewards, value_loss, whiten
 from vgr_trl.config import LEARNING_RATES
-from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.loss import average_as_loss
 from vgr_trl.metrics import Totals
-from vgr_trl.patches.trl import average_as_loss
-from vgr_trl.rollout import ConstructedTrainer, Rollout, TrainingPass, weighted_sums
+from vgr_trl.rollout import ConstructedTrainer, Rollout, TrainingPass
 from vgr_trl.rows import scoring_inputs, valid_tokens
+from vgr_trl.sampling.zero_variance import sum_task_rewards
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.signals.scoring import Want
 from vgr_trl.utils import ConfigError
 
 logger = logging.get_logger(__name__)
 FILE = "critic.pt"  # in a checkpoint
-
-
-class Learner:
-    """Trains a module that each process has whole: gradients are averaged over processes, then clipped."""
-
-    def __init__(self, module: nn.Module, args: DAPOConfig, accelerator: Accelerator) -> None:
-        self.args, self.accelerator = args, accelerator
-        self.named = {name: value for name, value in module.named_parameters() if value.requires_grad}
-        self.highest = args.critic_learning_rate or LEARNING_RATES[args.critic]
-        self.optimizer = torch.optim.AdamW(
-            list(self.named.values()),
-            lr=self.highest,
-            betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_epsilon,
-            weight_decay=args.weight_decay,
-        )
-        self.steps = 0
-        if accelerator.num_processes > 1:
-            for value in self.named.values():  # an adapter is drawn by each process
-                value.data.copy_(broadcast(value.data))
-
-    def step(self) -> dict[str, float]:
-        """Update the module by the gradients that have been gathered, unless they are not finite; return metrics."""
-        args, accelerator = self.args, self.accelerator
-        for value in self.named.values():
-            gradient = torch.zeros_like(value) if value.grad is None else value.grad
-            value.grad = accelerator.reduce(gradient, reduction="mean")
-        limit = args.max_grad_norm or float("inf")
-        norm = nn.utils.clip_grad_norm_(self.named.values(), limit)
-        rate = self.highest * min(1.0, (self.steps + 1) / (args.critic_warmup_steps + 1))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        if norm.isfinite():
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
-        return {"critic/grad_norm": norm.item(), "critic/learning_rate": rate}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is trained, and how far."""
-        return {
-            "parameters": {name: value.detach() for name, value in self.named.items()},
-            "optimizer": self.optimizer.state_dict(),
-            "steps": self.steps,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state, of a critic that trains the same parameters."""
-        with torch.no_grad():
-            for name, value in self.named.items():
-                value.copy_(state["parameters"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.steps = state["steps"]
 
 
 class ValueHead(nn.Module):
@@ -90,10 +35,10 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """(N, T) float32, for hidden states (N, T, D)."""
         with torch.autocast(hidden.device.type, enabled=False):
-            values: torch.Tensor = self.linear(hidden.float())  # (N, T, 1)
+            values: Tensor = self.linear(hidden.float())  # (N, T, 1)
             return values.squeeze(-1)
 
 
@@ -111,16 +56,17 @@ class ValueModel(nn.Module):
         self.module = deepcopy(base_of(causal_model(policy)))  # where `causal_model` looks for it
         self.head = head
 
-    def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, fused_lm_head: bool, **inputs: Any
-    ) -> FusedCausalLMOutput:
+    def forward(self, input_ids: Tensor, labels: Tensor, fused_lm_head: bool, **inputs: Any) -> FusedCausalLMOutput:
         """Return values (N, S - 1) of the tokens that each position emits where TRL expects log-probabilities."""
         outputs = self.module(input_ids=input_ids, **inputs, use_cache=False, return_dict=True)
         return FusedCausalLMOutput(log_probs=self.head(outputs.last_hidden_state[:, :-1]))
 
 
 class Critic:
-    """Learns the values of tokens beside the policy of a trainer, which is not wrapped yet."""
+    """Learns the values of tokens beside the policy of a trainer, which is not wrapped yet.
+
+    Each process has its module whole: gradients are averaged over processes, then clipped.
+    """
 
     def __init__(self, trainer: ConstructedTrainer) -> None:
         self.trainer, policy, args, accelerator = trainer, trainer.model, trainer.args, trainer.accelerator
@@ -133,8 +79,19 @@ class Critic:
             if args.gradient_checkpointing:
                 model.module.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
             self.module = model.to(accelerator.device)
-        self.learner = Learner(self.module, args, accelerator)
-        self.totals = Totals()  # of the micro-batches since the last optimizer step
+        self.named = {name: value for name, value in self.module.named_parameters() if value.requires_grad}
+        self.learning_rate = args.critic_learning_rate or LEARNING_RATES[args.critic]  # after the warm-up
+        self.optimizer = torch.optim.AdamW(
+            list(self.named.values()),
+            lr=self.learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            weight_decay=args.weight_decay,
+        )
+        self.steps, self.totals = 0, Totals()  # of the micro-batches since the last optimizer step
+        if accelerator.num_processes > 1:
+            for value in self.named.values():  # an adapter is drawn by each process
+                value.data.copy_(broadcast(value.data))
 
     def value_tokens(self, rollout: Rollout) -> None:
         """Put values, returns and advantages of the tokens (N, T) into the batch of a rollout.
@@ -147,8 +104,7 @@ class Critic:
         if values is None:
             self.module.eval()
             values = trainer.score(scoring_inputs(batch), Want(), self.module, stage="values").logps
-        without_kl = rollout.rewards[:, :-1] if args.penalises_kl else rollout.rewards
-        sums = weighted_sums(without_kl, trainer.reward_weights[: without_kl.size(1)])  # (N of all,)
+        sums = sum_task_rewards(trainer, rollout.rewards)  # (N of all,)
         first = trainer.accelerator.process_index * len(mask)
         rewards = token_rewards(sums[first : first + len(mask)], mask, rollout.kl_penalty)
         advantages, returns = gae(rewards.nan_to_num(), values, mask, args.gamma, args.lam)
@@ -161,17 +117,15 @@ class Critic:
         """Give a rollout advantages (N, T), whitened over what is trained on in all processes; return metrics."""
         batch = dict(rollout.batch)
         advantages = batch.pop("token_advantages")
-        mask = (
-            valid_tokens(batch).bool() & rollout.with_gradient.to(advantages.device).unsqueeze(1) & ~advantages.isnan()
-        )
-        gather = self.trainer.accelerator.gather
+        trained = rollout.with_gradient.to(advantages.device).unsqueeze(1)  # (N, 1)
+        mask = valid_tokens(batch).bool() & trained & ~advantages.isnan()
         metrics = self._explained(batch["values"], batch["returns"], mask)
-        batch["advantages"] = whiten(advantages, mask, gather)
+        batch["advantages"] = whiten(advantages, mask, self.trainer.accelerator.gather)
         batch["returns"] = batch["returns"].masked_fill(~mask, torch.nan)
         rollout.batch = batch
         return metrics
 
-    def _explained(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    def _explained(self, values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
         errors = returns - values
         totals = Totals()
         for name, tensor in (("returns", returns), ("errors", errors)):
@@ -189,29 +143,37 @@ class Critic:
     def learn(self, passed: TrainingPass) -> dict[str, float]:
         """Take in the value loss of a micro-batch, step at the end of an optimizer step, and return its metrics."""
         inputs, trainer, args = passed.inputs, self.trainer, self.trainer.args
-        mask = valid_tokens(inputs).bool() & ~inputs["returns"].isnan()
-        values = passed.values
-        if self.head is None:
+        mask, values = valid_tokens(inputs).bool() & ~inputs["returns"].isnan(), passed.values
+        if values is None:
             self.module.train()
             values = trainer._get_per_token_logps_and_entropies(self.module, **scoring_inputs(inputs))[0]
-        assert values is not None
         values = nn.functional.pad(values, (0, mask.size(1) - values.size(1)))  # columns that the pass left out
         per_token = value_loss(values, inputs["values"], inputs["returns"], mask, args.cliprange_value)  # (N, T)
-        average_as_loss(
-            per_token,
-            mask,
-            inputs,
-            args,
-            accumulation_steps=trainer.current_gradient_accumulation_steps,
-            num_processes=trainer.accelerator.num_processes,
-        ).backward()
+        steps, processes = trainer.current_gradient_accumulation_steps, trainer.accelerator.num_processes
+        average_as_loss(per_token, mask, inputs, args, steps, processes).backward()
         self.totals.add_mean("critic/value_loss", per_token.detach(), mask)
         moved = (values.detach() - inputs["values"]).abs() > args.cliprange_value
         self.totals.add_mean("critic/clipped", moved.float(), mask)
         if not trainer.accelerator.sync_gradients:
             return {}
         metrics, self.totals = self.totals.metrics(trainer.accelerator.gather), Totals()
-        return metrics | self.learner.step()
+        return metrics | self._step()
+
+    def _step(self) -> dict[str, float]:
+        """Update the module by the gradients that have been gathered, unless they are not finite; return metrics."""
+        args = self.trainer.args
+        for value in self.named.values():
+            gradient = torch.zeros_like(value) if value.grad is None else value.grad
+            value.grad = self.trainer.accelerator.reduce(gradient, reduction="mean")
+        norm = nn.utils.clip_grad_norm_(self.named.values(), args.max_grad_norm or float("inf"))
+        rate = self.learning_rate * min(1.0, (self.steps + 1) / (args.critic_warmup_steps + 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if norm.isfinite():
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return {"critic/grad_norm": norm.item(), "critic/learning_rate": rate}
 
     def holds_policy(self) -> bool:
         """Whether the policy is not trained yet."""
@@ -220,7 +182,9 @@ class Critic:
     def save(self, folder: Path) -> None:
         """Write the critic and its optimizer into a checkpoint."""
         if self.trainer.accelerator.is_main_process:
-            torch.save(self.learner.state_dict(), folder / FILE)
+            parameters = {name: value.detach() for name, value in self.named.items()}
+            state = {"parameters": parameters, "optimizer": self.optimizer.state_dict(), "steps": self.steps}
+            torch.save(state, folder / FILE)
 
     def load(self, folder: Path) -> None:
         """Continue with the critic of a checkpoint, which any number of processes may have written.
@@ -233,7 +197,11 @@ class Critic:
             return
         try:
             state = torch.load(folder / FILE, map_location="cpu", weights_only=True)
-            self.learner.load_state_dict(state)
+            with torch.no_grad():
+                for name, value in self.named.items():
+                    value.copy_(state["parameters"][name])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.steps = state["steps"]
         except (OSError, RuntimeError, EOFError, UnpicklingError, KeyError, ValueError) as error:
             raise ConfigError(
                 f"The critic in {folder} cannot be continued ({type(error).__name__}: {error}): give the options of "

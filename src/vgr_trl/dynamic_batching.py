@@ -13,7 +13,7 @@ from vgr_trl.efficiency.loss_mask import (
     take_rows,
     tokens_of,
 )
-from vgr_trl.patches.trl import PER_WINDOW
+from vgr_trl.loss import PER_WINDOW
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import OLD_LOGPS, valid_tokens
 from vgr_trl.sharing.prefix_forward import find_groups

@@ -1,17 +1,17 @@
 """Wrappers around generation: noisy views, blind answers, vLLM errors."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from vgr_trl.data.prompts import format_question, texts_of
-from vgr_trl.patches.vllm import readable_logprobs
+from vgr_trl.patches.trl import override_sampling
+from vgr_trl.patches.vllm import answers_of_server
 from vgr_trl.pixels import image_tensors, joined
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rollout import ConstructedTrainer, Noise, Rollout, weighted_sums
@@ -19,7 +19,7 @@ from vgr_trl.rows import OLD_LOGPS, Prompts, pixels_of_rows, scoring_inputs
 from vgr_trl.signals.perturbation import perturb_images, perturbed_prompts
 from vgr_trl.signals.probe import GenerationProbe
 from vgr_trl.signals.scoring import Want
-from vgr_trl.utils import DataError, VLLMServerError, patched_attribute
+from vgr_trl.utils import DataError
 
 
 def generate(
@@ -55,80 +55,23 @@ def generate(
     with (
         trainer.clock.stage("generation", model.training),
         trainer.passes.around(model, counts=model.training),
-        use_eval_sampling(trainer),
-        explain_server_errors(trainer),
+        override_sampling(trainer, eval_sampling(trainer)),
+        answers_of_server(trainer) if trainer.use_vllm and trainer.args.vllm_mode == "server" else nullcontext(),
     ):
         measures = "attention" in measurement.needed and trainer.args.attention_source == "generate"
         if rollout is None or rollout.blind or not (first_turn and measures):
             return plain(ids, images, prompts.fields, num_generations)
-        tokens = {
-            "vision_token_ids": measurement.vision_token_ids,
-            "special_token_ids": measurement.special_token_ids,
-        }
+        tokens = {"vision_token_ids": measurement.vision_token_ids, "special_token_ids": measurement.special_token_ids}
         with GenerationProbe(model, **tokens) as probe:
             generated = plain(ids, images, prompts.fields, num_generations)
         rollout.generated_mass = probe.mass
         return generated
 
 
-@contextmanager
-def use_eval_sampling(trainer: ConstructedTrainer) -> Iterator[None]:
-    """Sample completions with the options of the current mode, training or evaluation, in this block."""
-    args = trainer.args
-    given = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
-    wanted = {name: value for name, value in given.items() if value is not None}
-    if trainer.model.training or not wanted:
-        yield
-        return
-    with ExitStack() as stack:
-        if trainer.use_vllm:
-            for name, value in wanted.items():
-                stack.enter_context(patched_attribute(trainer.vllm_generation, name, value))
-        else:
-            stack.enter_context(sampled(trainer, wanted))
-        yield
-
-
-@contextmanager
-def sampled(trainer: ConstructedTrainer, wanted: Mapping[str, float]) -> Iterator[None]:
-    """Override sampling options of transformers in this block; a temperature of 0 is greedy."""
-    config = GenerationConfig(**_changed(trainer.generation_config.to_diff_dict(), wanted))
-    options = _changed(trainer.generation_kwargs, wanted)
-    with (
-        patched_attribute(trainer, "generation_config", config),
-        patched_attribute(trainer, "generation_kwargs", options),
-    ):
-        yield
-
-
-def _changed(options: dict[str, Any], wanted: Mapping[str, float]) -> dict[str, Any]:
-    if wanted.get("temperature") == 0:
-        kept = ("temperature", "top_p", "top_k", "min_p", "do_sample")
-        return {**{name: value for name, value in options.items() if name not in kept}, "do_sample": False}
-    return {**options, **wanted}
-
-
-@contextmanager
-def explain_server_errors(trainer: ConstructedTrainer) -> Iterator[None]:
-    """Read the answers of a vLLM server in this block, and explain the error if it cannot be reached.
-
-    TRL's client has then asked it again for about a minute.
-
-    Raises:
-        VLLMServerError: in the process that asks it.
-    """
-    if not trainer.use_vllm or trainer.args.vllm_mode != "server":
-        yield
-        return
-    try:
-        with readable_logprobs():
-            yield
-    except OSError as error:  # as are all errors of requests
-        raise VLLMServerError(
-            f"The vLLM server at {trainer.vllm_generation.vllm_client.base_url} did not answer in step "
-            f"{trainer.state.global_step + 1} ({' '.join(str(error).split())[:200]}): start it again, then continue "
-            "with --resume_from_checkpoint."
-        ) from error
+def eval_sampling(trainer: ConstructedTrainer) -> dict[str, float]:
+    """Return the sampling options of the current mode that differ from those of training: none in training."""
+    given = {"temperature": trainer.args.eval_temperature, "top_p": trainer.args.eval_top_p}
+    return {name: value for name, value in given.items() if value is not None and not trainer.model.training}
 
 
 def blind_answers(
@@ -207,13 +150,8 @@ def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prom
     trainer._log_completion_extra("noisy", noisy)
     if not any(noisy) or prompts.images is None:  # another process may have images
         return prompts
-    perturb = partial(
-        perturb_images,
-        name=args.noisy_perturbation,
-        parameters=args.noisy_parameters(strength),
-        seed=args.seed,
-        step=step,
-    )
+    parameters = args.noisy_parameters(strength)
+    perturb = partial(perturb_images, name=args.noisy_perturbation, parameters=parameters, seed=args.seed, step=step)
     numbers = [(first + row) // size for row in range(len(rollout.rows))]
     perturbed, own = perturbed_prompts(rollout.messages, numbers, perturb)
     seen = [
@@ -245,10 +183,8 @@ def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     if noise is None:
         return
     if noise.generations and args.noisy_importance == "perturbed":
-        rollout.batch = {
-            **rollout.batch,
-            OLD_LOGPS: trainer.score(scoring_inputs(_batch_with_noisy_images(rollout, noise)), Want()).logps,
-        }
+        inputs = scoring_inputs(_batch_with_noisy_images(rollout, noise))
+        rollout.batch = rollout.batch | {OLD_LOGPS: trainer.score(inputs, Want()).logps}
     rollout.metrics |= {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
     if noise.generations:
         rewards = weighted_sums(rollout.rewards, trainer.reward_weights).nan_to_num()  # (N of all,)

@@ -1,22 +1,19 @@
-"""Loss terms beside TRL's: KL divergences of all kinds, perception loss, entropy penalty; and signs of a collapse.
+"""Loss terms beside TRL's: KL divergences of all kinds, perception loss, entropy penalty.
 
 Terms are per token, (N, T), and 0 on invalid tokens: the caller sums and divides them as it does its policy loss.
 `KLControl` and `auxiliary_loss` are those of a run of `DAPOTrainer`; nothing here needs TRL to be imported.
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from accelerate import Accelerator
 from peft.utils import AuxiliaryTrainingWrapper
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.utils import logging
 
-from vgr_trl.checkpoints import load_shares, save_share
+from vgr_trl.checkpoints import SavedState
 from vgr_trl.config import KLKind
 from vgr_trl.metrics import Totals
 from vgr_trl.pixels import joined
@@ -24,13 +21,11 @@ from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.scoring import Head
-from vgr_trl.utils import ConfigError, DataError, patched_attribute
+from vgr_trl.utils import ConfigError, DataError
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
     from vgr_trl.rollout import ConstructedTrainer, Rollout, TrainingPass
-
-logger = logging.get_logger(__name__)
 
 KINDS = get_args(KLKind)
 _LARGEST = 10.0  # of `low_var_kl`
@@ -38,7 +33,7 @@ _LARGEST_DIFFERENCE = 20.0
 _ROUNDING = 1e-6  # below it the sign of a difference is that of float32 rounding
 
 
-def kl_penalty(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str = "low_var_kl") -> torch.Tensor:
+def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: str = "low_var_kl") -> Tensor:
     """Return an estimate of KL(policy ‖ reference) for every token, as EasyR1 and verl define its kinds.
 
     With d = log π − log π_ref of the sampled token: `kl` is d (k1), `abs` |d| with gradient 0 where |d| < 1e-6,
@@ -100,7 +95,7 @@ class AdaptiveKLController:
         self.coefficient *= 1 + error * num_samples / self.horizon
 
 
-def perception_divergence(logps: torch.Tensor, perturbed_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def perception_divergence(logps: Tensor, perturbed_logps: Tensor, mask: Tensor) -> Tensor:
     """Return the KL divergence of the policy that sees the image from itself with the perturbed one, token by token.
 
     It is the `visual_dependency` with gradients, which are 0 where that is clamped (at 10, or at a difference of 20).
@@ -117,7 +112,7 @@ def perception_divergence(logps: torch.Tensor, perturbed_logps: torch.Tensor, ma
     return visual_dependency(logps.masked_fill(~mask, 0), perturbed_logps.masked_fill(~mask, 0))
 
 
-def surprisal(logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def surprisal(logps: Tensor, mask: Tensor) -> Tensor:
     """Return -log p of every valid token, 0 elsewhere: for tokens that the policy has sampled, a guess of its entropy.
 
     Args:
@@ -128,14 +123,14 @@ def surprisal(logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def perception_loss(
-    logps: torch.Tensor,
-    perturbed_logps: torch.Tensor,
-    mask: torch.Tensor,
+    logps: Tensor,
+    perturbed_logps: Tensor,
+    mask: Tensor,
     *,
     coefficient: float = 0.01,
     entropy_coefficient: float = 0.0,
     perturbed_entropy_coefficient: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the implicit perception loss and double entropy loss of PAPO (https://huggingface.co/papers/2507.06448).
 
     -gamma · KL(original, perturbed) - eta_1 · log p_original - eta_2 · log p_perturbed: minimising it makes the
@@ -162,7 +157,7 @@ def perception_loss(
     )
 
 
-def entropy_penalty(logps: torch.Tensor, mask: torch.Tensor, coefficient: float = 0.06) -> torch.Tensor:
+def entropy_penalty(logps: Tensor, mask: Tensor, coefficient: float = 0.06) -> Tensor:
     """Return the entropy penalty of VPPO per token, coefficient · -log p (https://huggingface.co/papers/2510.09285).
 
     Args:
@@ -196,7 +191,7 @@ class FullKL:
         self._policy, self._reference = causal, causal if reference is None else causal_model(reference)
         self._temperature = temperature
 
-    def between(self, hidden: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def between(self, hidden: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
         """Return the divergence at every position (N, T), 0 where `mask` is False; with gradients of the policy.
 
         Args:
@@ -214,9 +209,7 @@ class FullKL:
         ]
         return found.masked_scatter(mask, torch.cat(parts)) if len(mine) else found
 
-    def _kl_of_positions(
-        self, policy: Head, reference: Head, hidden: torch.Tensor, reference_hidden: torch.Tensor
-    ) -> torch.Tensor:
+    def _kl_of_positions(self, policy: Head, reference: Head, hidden: Tensor, reference_hidden: Tensor) -> Tensor:
         logits = policy.logits(hidden).float() / self._temperature
         with torch.no_grad():
             theirs = reference.logits(reference_hidden.to(hidden.dtype)).float() / self._temperature
@@ -233,17 +226,14 @@ def kl_penalty_reward(
 PENALTY = kl_penalty_reward.__name__
 
 
-def enable_reference_model(owner: Any, args: "DAPOConfig") -> AbstractContextManager[None]:
-    """Set beta to 1 in this block if a KL needs the reference, so that TRL builds and scores it."""
-    return patched_attribute(owner, "beta", 1.0) if args.kl_coef > 0 else nullcontext()
-
-
-class KLControl:
+class KLControl(SavedState):
     """KL penalty of a run, in its rewards or its loss, with a fixed or adaptive coefficient.
 
     Attributes:
         penalises, in_loss: which of the two it does, if any.
     """
+
+    kind = "kl"
 
     def __init__(self, args: "DAPOConfig", accelerator: Accelerator, full: FullKL | None) -> None:
         self.args, self.accelerator, self.full = args, accelerator, full
@@ -251,107 +241,118 @@ class KLControl:
         self.is_adaptive = args.kl_coef > 0 and args.kl_type == "adaptive"
         horizon = args.kl_horizon if self.is_adaptive else math.inf
         self.controller = AdaptiveKLController(args.kl_coef, args.kl_target, horizon)
-        self._sum, self._completions, self._largest = 0.0, 0, -math.inf  # since the last update
+        self._totals, self._completions = Totals(), 0  # since the last update
 
-    def penalise(self, rollout: "Rollout") -> tuple[dict[str, list[Any]], dict[str, float]]:
-        """Return the column that `kl_penalty_reward` reads, and metrics; both empty where there is no penalty.
+    @torch.no_grad()
+    def penalise(self, rollout: "Rollout") -> dict[str, list[float]]:
+        """Return the column that `kl_penalty_reward` reads; empty where there is no penalty.
 
         Args:
             rollout: scored by the policy and its reference; keeps the penalty of each token.
         """
-        if not self.penalises or rollout.reference is None or rollout.scores is None:
-            return {}, {}
         policy, reference = rollout.scores, rollout.reference
-        mask = policy.mask
-        if self.full is None:
-            kl = self._kl(policy.logps.float(), reference.logps, mask)  # (N, T)
-        else:
-            assert policy.hidden is not None
-            assert reference.hidden is not None
-            with torch.no_grad():
-                kl = self.full.between(policy.hidden, reference.hidden, mask)
+        if not self.penalises or policy is None or reference is None:
+            return {}
+        kl = self._kl(policy, reference.logps if self.full is None else reference.hidden, policy.mask)  # (N, T)
+        self._count(kl, policy.mask)
         rollout.kl_penalty = -self.controller.coefficient * kl
-        return {"kl_penalty": rollout.kl_penalty.sum(dim=1).tolist()}, self._measured(kl, mask)
+        return {"kl_penalty": rollout.kl_penalty.sum(dim=1).tolist()}
 
-    def drop_unscored_penalties(self, rewards: torch.Tensor) -> torch.Tensor:
+    def drop_unscored_penalties(self, rewards: Tensor) -> Tensor:
         """Return rewards (N of all, F) in which a completion that no other reward applies to has no penalty either.
 
         Args:
             rewards: the last column is that of the penalty, where there is one.
         """
-        if not self.penalises:
-            return rewards
-        unscored = rewards[:, :-1].isnan().all(dim=1)
-        penalties = rewards[:, -1].masked_fill(unscored, torch.nan)
-        return torch.cat([rewards[:, :-1], penalties.unsqueeze(1)], dim=1)
+        if self.penalises:
+            rewards = rewards.clone()
+            rewards[rewards[:, :-1].isnan().all(dim=1), -1] = torch.nan
+        return rewards
 
     def keep_reference(self, rollout: "Rollout") -> None:
         """Put the reference's hidden states into the batch of a scored rollout, if a loss over all words needs them."""
         if self.in_loss and rollout.reference is not None and rollout.reference.hidden is not None:
             rollout.batch["reference_hidden"] = rollout.reference.hidden.transpose(1, 2).contiguous()  # (N, D, T)
 
-    def term(self, passed: "TrainingPass", mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    def term(self, passed: "TrainingPass", mask: Tensor) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics."""
-        mask, coefficient = mask.bool(), self.controller.coefficient
-        if self.full is None:
-            kl = self._kl(passed.logps, passed.inputs["ref_per_token_logps"], mask)
-        else:
-            assert passed.hidden is not None
-            kl = self.full.between(passed.hidden, passed.inputs["reference_hidden"].transpose(1, 2), mask)
-        metrics = self._measured(kl.detach(), mask)
-        if self.accelerator.sync_gradients:
-            metrics |= self.update()
-        return coefficient * kl, metrics
+        mask, coefficient, inputs = mask.bool(), self.controller.coefficient, passed.inputs
+        theirs = inputs["ref_per_token_logps"] if self.full is None else inputs["reference_hidden"].transpose(1, 2)
+        kl = self._kl(passed, theirs, mask)
+        self._count(kl.detach(), mask)
+        return coefficient * kl, self.update() if self.accelerator.sync_gradients else {}
 
-    def _kl(self, logps: torch.Tensor, reference_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return kl_penalty(logps.masked_fill(~mask, 0), reference_logps.masked_fill(~mask, 0), self.args.kl_penalty)
+    def _kl(self, policy: Any, theirs: Any, mask: Tensor) -> Tensor:
+        """Return the KL of every token (N, T), 0 outside `mask`, of what a pass of the policy gave.
 
-    def _measured(self, kl: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-        totals, accelerator = Totals(), self.accelerator
-        totals.add_mean("kl/mean", kl, mask)
-        totals.add_largest("kl/max", kl, mask)
-        means = kl.sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # (N,)
-        totals.add_mean("kl/completion", means, mask.any(dim=1))
-        metrics = totals.metrics(accelerator.gather)
-        largest, mean = metrics.pop("kl/max"), metrics["kl/completion"]
-        if not math.isnan(mean):
-            rows = len(kl) * accelerator.num_processes
-            self._sum += mean * rows
-            self._completions += rows
-            self._largest = max(self._largest, largest)
-        return metrics
+        Args:
+            theirs: log-probabilities of the reference, for the full KL its hidden states.
+        """
+        if self.full is not None:
+            return self.full.between(policy.hidden, theirs, mask)
+        return kl_penalty(policy.logps.masked_fill(~mask, 0), theirs.masked_fill(~mask, 0), self.args.kl_penalty)
+
+    def _count(self, kl: Tensor, mask: Tensor) -> None:
+        self._totals.add_mean("kl/mean", kl, mask)
+        self._totals.add_largest("kl/max", kl, mask)
+        self._totals.add_mean("kl/completion", kl.sum(dim=1) / mask.sum(dim=1).clamp(min=1), mask.any(dim=1))
+        self._completions += len(kl) * self.accelerator.num_processes
 
     def update(self) -> dict[str, float]:
-        """Update the coefficient by the completions since the last update; return metrics."""
-        metrics = {"kl/coefficient": self.controller.coefficient}
-        if self._completions:
-            self.controller.update(self._sum / self._completions, self._completions)
-            metrics["kl/max"] = self._largest
-        self._sum, self._completions, self._largest = 0.0, 0, -math.inf
+        """Update the coefficient by the completions since the last update; return metrics of them."""
+        metrics = {"kl/coefficient": self.controller.coefficient} | self._totals.metrics(self.accelerator.gather)
+        mean = metrics.get("kl/completion", math.nan)
+        if not math.isnan(mean):
+            self.controller.update(mean, self._completions)
+        self._totals, self._completions = Totals(), 0
         return metrics
 
-    def save(self, folder: Path) -> None:
-        """Write an adaptive coefficient into a checkpoint."""
-        if self.is_adaptive:
-            index, count = self.accelerator.process_index, self.accelerator.num_processes
-            save_share({"coefficient": self.controller.coefficient}, folder, index, count, "kl")
+    def state_dict(self) -> dict[str, Any]:
+        """Return the coefficient, which an adaptive control saves."""
+        return {"coefficient": self.controller.coefficient}
 
-    def load(self, folder: Path) -> None:
-        """Continue with the coefficient of a checkpoint, which any number of processes may have written."""
-        if not self.is_adaptive:
-            return
-        if shares := load_shares(folder, "kl"):
-            self.controller.coefficient = shares[0]["coefficient"]
-        elif self.accelerator.is_main_process:
-            logger.warning(f"{folder} was saved without an adaptive KL coefficient, which starts at kl_coef.")
+    def load_states(self, states: list[dict[str, Any]]) -> None:
+        """Continue with the coefficient of a checkpoint."""
+        self.controller.coefficient = states[0]["coefficient"]
 
 
-def auxiliary_loss(
-    trainer: "ConstructedTrainer", passed: "TrainingPass"
-) -> tuple[torch.Tensor | float, dict[str, float]]:
+_PER_COMPLETION = ("grpo", "sapo")
+PER_WINDOW = ("dapo", "cispo", "vespo")  # losses that are divided by the tokens of the optimizer step
+
+
+def average_as_loss(
+    per_token: Tensor, mask: Tensor, inputs: dict[str, Any], args: "DAPOConfig", steps: int, num_processes: int
+) -> Tensor:
+    """Return the average of a term such that it has the scale of the loss it is added to, as TRL 1.16 divides.
+
+    TRL computes its normaliser within `_compute_loss` and gives it nobody; tests/training/test_loss_terms.py compares.
+
+    Args:
+        per_token: (N, T) values of the term.
+        mask: (N, T) tokens that count in the loss.
+        inputs: the micro-batch, with `num_items_in_batch`, the valid tokens of the rollout over all processes.
+        steps: micro-batches of the current optimizer step.
+    """
+    sums, counts = (per_token * mask).sum(-1), mask.sum(-1)  # (N,)
+    if args.loss_type in PER_WINDOW:
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / num_processes
+        of_window: Tensor = tokens * steps / args.steps_per_generation
+        return sums.sum() / of_window
+    if args.loss_type in _PER_COMPLETION:
+        average = (sums / counts.clamp(min=1.0)).mean()
+    elif args.loss_type == "bnpo":
+        average = sums.sum() / counts.sum().clamp(min=1.0)
+    elif args.loss_type == "dr_grpo":
+        average = sums.sum() / (per_token.size(0) * int(args.max_completion_length or 1))
+    else:  # luspo
+        average = sums.mean()
+    return average / steps
+
+
+def auxiliary_loss(trainer: "ConstructedTrainer", passed: "TrainingPass") -> tuple[Tensor | float, dict[str, float]]:
     """Return the terms of a micro-batch that are no advantages, averaged as TRL averages its own loss, and metrics."""
     args, accelerator, totals = trainer.args, trainer.accelerator, Totals()
-    mask, terms, metrics = valid_tokens(passed.inputs), list[torch.Tensor](), dict[str, float]()  # terms (N, T) each
+    mask, terms, metrics = valid_tokens(passed.inputs), list[Tensor](), dict[str, float]()  # terms (N, T) each
     if args.use_entropy_penalty:
         terms.append(entropy_penalty(passed.logps, mask, args.entropy_penalty_coef))
         totals.add_mean("entropy_penalty", terms[0].detach(), mask.bool())
@@ -362,22 +363,13 @@ def auxiliary_loss(
         terms.append(term)
     if not terms:
         return 0.0, metrics
-    from vgr_trl.patches.trl import average_as_loss  # imports TRL, without which the formulas above are used too
-
-    average = average_as_loss(
-        torch.stack(terms).sum(dim=0),
-        mask,
-        passed.inputs,
-        args,
-        accumulation_steps=trainer.current_gradient_accumulation_steps,
-        num_processes=accelerator.num_processes,
-    )
+    steps = trainer.current_gradient_accumulation_steps
+    total = torch.stack(terms).sum(dim=0)  # (N, T)
+    average = average_as_loss(total, mask, passed.inputs, args, steps, accelerator.num_processes)
     return average, metrics | totals.metrics(accelerator.gather)
 
 
-def _perception_term(
-    trainer: "ConstructedTrainer", passed: "TrainingPass", mask: torch.Tensor, totals: Totals
-) -> torch.Tensor:
+def _perception_term(trainer: "ConstructedTrainer", passed: "TrainingPass", mask: Tensor, totals: Totals) -> Tensor:
     """The perception loss of every token (N, T), the one term that takes a further pass, through perturbed images."""
     args, inputs, logps = trainer.args, passed.inputs, passed.logps
     perturbed_logps = logps
@@ -397,32 +389,3 @@ def _perception_term(
         entropy_coefficient=args.der_loss_weight1,
         perturbed_entropy_coefficient=args.der_loss_weight2,
     )
-
-
-# Where PAPO (https://huggingface.co/papers/2507.06448) saw the perception loss won by breaking the policy.
-_COLLAPSES = 0.04
-_COLLAPSES_WITHOUT_ENTROPY_TERMS = 0.02  # 7B models did, 3B models did not
-
-
-def coefficient_warning(
-    coefficient: float, entropy_coefficient: float = 0.0, perturbed_entropy_coefficient: float = 0.0
-) -> str | None:
-    """Return one sentence if the perception loss has a coefficient at which the paper saw collapse, else None.
-
-    Args:
-        coefficient: weight of the perception loss (gamma), at least 0.
-        entropy_coefficient: weight of the entropy of the original tokens (eta_1), at least 0.
-        perturbed_entropy_coefficient: weight of the entropy given the perturbed image (eta_2), at least 0.
-    """
-    if coefficient >= _COLLAPSES:
-        return (
-            f"The coefficient of the perception loss is {coefficient}, and runs collapsed at {_COLLAPSES}: use "
-            f"{_COLLAPSES_WITHOUT_ENTROPY_TERMS} or less."
-        )
-    if coefficient >= _COLLAPSES_WITHOUT_ENTROPY_TERMS and min(entropy_coefficient, perturbed_entropy_coefficient) <= 0:
-        return (
-            f"The coefficient of the perception loss is {coefficient} without both entropy terms, and 7B models "
-            f"collapsed so at {_COLLAPSES_WITHOUT_ENTROPY_TERMS}: lower it, or set both entropy coefficients to about "
-            "0.03."
-        )
-    return None

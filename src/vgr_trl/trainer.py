@@ -23,8 +23,8 @@ from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.dynamic_batching import loss_in_parts
 from vgr_trl.efficiency.vision_cache import images_processed_once
 from vgr_trl.forward_passes import ForwardPasses, refuse_nan, rows_per_pass
-from vgr_trl.generation import blind_answers, generate, record_noise, sampled
-from vgr_trl.loss import FullKL, KLControl, auxiliary_loss, enable_reference_model
+from vgr_trl.generation import blind_answers, generate, record_noise
+from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
 from vgr_trl.measure import (
     completion_inputs,
     data_has_images,
@@ -35,14 +35,16 @@ from vgr_trl.measure import (
     signals_as_columns,
     wanted_scores,
 )
-from vgr_trl.metrics import OptimizerClock, StageClock
+from vgr_trl.metrics import OptimizerClock, StageClock, StepMetrics
 from vgr_trl.patches.trl import (
+    enable_reference_model,
     enlarge_tables,
     flatten_conversations,
     images_logged_by_all,
     keep_pixel_rows_whole,
     keep_training_table,
     make_completions_causal,
+    override_sampling,
     remove_oldest_tables,
     unlogged,
 )
@@ -63,13 +65,11 @@ from vgr_trl.rollout import (
 from vgr_trl.rows import Prompts, split_perturbed_pixels, valid_tokens
 from vgr_trl.sampling.dynamic_sampling import FurtherPrompts
 from vgr_trl.sampling.replay import Replay
-from vgr_trl.sampling.selection import select_groups
-from vgr_trl.sampling.zero_variance import ZeroVarianceStreak
+from vgr_trl.sampling.zero_variance import ZeroVarianceStreak, select_groups
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
-from vgr_trl.step_metrics import StepMetrics
 from vgr_trl.training_pass import shuffle_rows, training_pass
 from vgr_trl.utils import RewardError, check_release, initialise_loader, patched_attribute
 from vgr_trl.validate.data import check_data, prepare_trainer
@@ -172,7 +172,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         full = FullKL(self.model, self.ref_model, self.temperature) if args.needs_full_kl else None
         self.kl = KLControl(args, self.accelerator, full)
         self.critic = Critic(self) if args.uses_critic else None
-        parts = (self.replay, self.further_prompts, self.kl, self.critic, self.zero_variance_streak)
+        parts = (self.replay, self.further_prompts, self.kl if self.kl.is_adaptive else None, self.critic)
         self.resumed = [part for part in parts if part is not None]
 
     def _add_callbacks(self) -> None:
@@ -303,9 +303,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         measured, metrics = signals_as_columns(self, rollout)
         if "vgr" in measured:
             self._show_columns({name: measured[name] for name in SINGLE_COLUMNS})
-        penalties, of_kl = self.kl.penalise(rollout)
-        self._log_metrics(metrics | of_kl)
-        return {**columns, **measured, **penalties}
+        self._log_metrics(metrics)
+        return {**columns, **measured, **self.kl.penalise(rollout)}
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Score perturbed views, select groups and apply token credit when training; record the rollout."""
@@ -499,7 +498,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     def greedy_rewards(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor:
         """Return the rewards of a greedy completion of each row, (N of all, F); nothing of it is logged."""
-        with unlogged(self), sampled(self, {"temperature": 0}), self.new_rollout(rows, greedy=True):
+        with unlogged(self), override_sampling(self, {"temperature": 0}), self.new_rollout(rows, greedy=True):
             _, completion_ids, _, completions, *_ = self._generate(messages)
             rewards: torch.Tensor = self._calculate_rewards(rows, messages, completions, completion_ids)
             return rewards

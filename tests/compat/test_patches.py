@@ -14,7 +14,7 @@ from vgr_trl.patches.trl import (
     images_logged_by_all,
     keep_newest,
     keep_training_table,
-    merge_rounds,
+    merge_round_metrics,
     remove_oldest_tables,
     suppress_image_tokens,
 )
@@ -71,8 +71,13 @@ def test_rounds_become_one_entry():
         "sampling/importance_sampling_ratio/max": [9.0, 0.5, 1.5, 1.0],
         "num_tokens": [70.0],
     }
-    before = {name: 1 if name == "num_tokens" else 2 for name in metrics}
-    merge_rounds(metrics, before, [8, 4, 2])
+    logged = {name: values if name == "num_tokens" else values[:2] for name, values in metrics.items()}
+    trainer = SimpleNamespace(_metrics={"train": logged}, _logs={}, accelerator=SimpleNamespace(num_processes=1))
+    with merge_round_metrics(trainer, 8) as rounds:
+        rounds += [4, 2]
+        for name in metrics.keys() - {"num_tokens"}:
+            logged[name] += metrics[name][2:]
+    metrics = logged
     assert metrics.pop("rewards/of_none/mean") == pytest.approx([9.0, NAN], nan_ok=True)
     assert metrics == {
         "reward": [9.0, pytest.approx(22 / 14)],

@@ -1,18 +1,16 @@
-"""Token-level credit: filters, weights and scales by hand, the rules composed, published rules, two processes."""
+"""Token-level credit: filters, weights and scales by hand, the rules composed, published rules."""
 
-import dataclasses
 import math
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.launching import join_group, results_of
 
 from vgr_trl.credit import (
     OF_REWARD,
     AnchorOptions,
     CreditOptions,
     PGPOOptions,
+    VEPOOptions,
     VGPOOptions,
     anchor_tokens,
     pgpo,
@@ -20,6 +18,7 @@ from vgr_trl.credit import (
     token_weights,
     top_fraction_mask,
     trajectory_scale,
+    vepo,
     vgpo,
 )
 from vgr_trl.signals.named import RolloutSignals
@@ -118,7 +117,7 @@ def test_layers_of_the_token_weights():
     measured = signals([[1, 1, 1]], vgr=[[1.0, 1.0, 1.0]])
     measured.attention.instruction[2] = 0.1 * torch.tensor([[1.0, 2.0, 4.0]])
     of_all = [21 / 2.25, 21 / 3, 21 / 4.5]  # mean VGR over three layers 1, 4/3, 2, and weights go with its inverse
-    for last, expected in ((None, [12, 6, 3]), (1, [12, 6, 3]), (3, of_all)):
+    for last, expected in ((None, [12, 6, 3]), (3, of_all)):
         credit, _ = shaped([7.0], measured, token_weights=True, token_weights_last_k_layers=last)
         assert credit[0].tolist() == pytest.approx(expected)
 
@@ -154,10 +153,21 @@ def test_the_number_of_gathers_depends_on_the_options_alone(options):
 
 def test_tokens_may_have_advantages_of_their_own():
     """The two of highest entropy keep theirs."""
-    measured = signals([[1, 1, 1, 0]])
-    measured.entropies = torch.tensor([[0.1, 0.3, 0.2, 9.0]])
+    measured = signals([[1, 1, 1, 0]], entropies=[[0.1, 0.3, 0.2, 9.0]])
     credit, _ = shaped([[1.0, -2.0, 3.0, 0.0]], measured, enable_entropy_filtering=True, top_p_entropy_tokens=0.5)
     assert credit.tolist() == [[0, -2, 3, 0]]
+
+
+def test_the_trajectory_scale_compares_the_shaped_completions_of_all_processes():
+    """z = 1 and 3 here, 5 not compared; 2 elsewhere: u = 0, 1, mean 1/2, so 0.8 and 1.2; 5 gets the largest."""
+    measured = signals([[1]] * 3, dependency=[[1.0], [3.0], [5.0]])
+    credit, metrics = shape_advantages(
+        torch.ones(3), measured, CreditOptions(enable_trajectory_reweighting=True),
+        shaped=torch.tensor([True, True, False]),
+        gather=lambda local: torch.cat([local, torch.tensor([2.0])]) if len(local) == 3 else local,
+    )  # fmt: skip
+    assert credit.flatten().tolist() == pytest.approx([0.8, 1.2, 1.2])
+    assert metrics["dynamic_scaling_max"] == pytest.approx(1.2)
 
 
 def test_equal_scores_keep_the_earlier_token_and_undefined_ones_come_last():
@@ -284,6 +294,22 @@ def test_pgpo_by_hand():
     assert torch.allclose(weights, expected, atol=1e-5)
 
 
+def test_vepo_by_hand():
+    """Scaled divergences 0, 1/2, 1, changes of entropy 1, 1/2, 0 and entropies 0, 1/2, 1, with alpha 1/2.
+
+    Scores (1 - √((1 - j)(1 - g))) · h are 0, 1/4, 1; of three tokens two are kept. All tokens of the
+    completion without an image are kept, and 5 tokens over 4 are 1.25.
+    """
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    entropies = torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 1.0]])
+    jsd = torch.tensor([[0.0, 0.2, 0.4], [NAN, NAN, NAN]])
+    perturbed = entropies + torch.tensor([[2.0, -1.0, 0.0], [NAN, NAN, NAN]])
+    measured = RolloutSignals(torch.zeros(2, 3), entropies, mask, jsd=jsd, perturbed_entropies=perturbed)
+    weights, metrics = vepo(torch.ones(2), measured, mask, VEPOOptions(top_p_vepo_tokens=0.4, vepo_alpha=0.5))
+    assert weights.tolist() == [[0, 1.25, 1.25], [1.25, 1.25, 0]]
+    assert metrics["score"][0].tolist() == pytest.approx([0, 0.25, 1], abs=1e-6)
+
+
 def test_anchor_tokens_by_hand():
     """Of three layers the last is late. Half of the tokens, those of largest attention there; all without an image."""
     vision = torch.zeros(3, 2, 4)
@@ -294,68 +320,3 @@ def test_anchor_tokens_by_hand():
     signals = RolloutSignals(torch.zeros(2, 4), torch.zeros(2, 4), mask, mass)
     kept, _ = anchor_tokens(torch.ones(2), signals, mask, AnchorOptions(top_p_anchor_tokens=0.5))
     assert kept.tolist() == [[False, True, False, True], [True, True, False, False]]
-
-
-OPTIONS = CreditOptions(
-    token_weights=True, enable_perception_filtering=True, enable_entropy_filtering=True,
-    enable_trajectory_reweighting=True,
-)  # fmt: skip
-WEIGHTINGS = {"filter": None, "soft": None, "vgpo": ["vgpo"], "vepo": ["vepo"]}
-PROMPTS = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])  # of which the second has completions on both of two processes
-
-
-def shaped_part(rank, world, gather):
-    """Advantages and metrics of one of `world` parts of a batch, by the weighting of tokens."""
-    generator, rows, tokens = torch.Generator().manual_seed(7), 8, 12
-    lengths = torch.tensor([12, 1, 0, 7, 3, 12, 5, 9]).unsqueeze(1)
-    draws = [torch.rand(rows, tokens, generator=generator) for _ in range(4)]
-    advantages = torch.randn(rows, generator=generator)
-    live = torch.tensor([True, True, True, True, False, True, True, False])
-    vision = torch.full((3, rows, tokens), 0.2)
-    ones = torch.ones(rows, dtype=torch.long)
-    mask = torch.arange(tokens) < lengths
-    here = slice(rank * rows // world, (rank + 1) * rows // world)
-    attention = AttentionMass(vision[:, here], (vision * (0.3 + draws[0]))[:, here], ones[here], ones[here], mask[here])
-    signals = RolloutSignals(
-        -draws[1][here], draws[2][here], mask[here], attention, dependency=5 * draws[3][here] ** 4,
-        similarity=2 * draws[0][here] - 1, jsd=draws[0][here] / 2, perturbed_entropies=draws[3][here],
-    )  # fmt: skip
-    results = {}
-    for weighting, rules in WEIGHTINGS.items():
-        chosen = dataclasses.replace(OPTIONS, perception_weighting="soft" if weighting == "soft" else "filter")
-        chosen.credit_rules = rules
-        values, metrics = shape_advantages(
-            advantages[here], signals, chosen, shaped=live[here], groups=PROMPTS[here], gather=gather
-        )
-        results[weighting] = {"advantages": values.tolist(), "metrics": metrics}
-    return results
-
-
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor)
-    return torch.cat(parts)
-
-
-def shaped_in_group():
-    """The part of this process."""
-    join_group()
-    return shaped_part(dist.get_rank(), dist.get_world_size(), gathered)
-
-
-@pytest.fixture(scope="module")
-def results():
-    """Of one process, then of each of two."""
-    alone = shaped_part(0, 1, lambda tensor: tensor)
-    return [alone, *results_of(shaped_in_group, processes=2)]
-
-
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_two_processes_shape_what_one_does(results, weighting):
-    alone, first, second = (result[weighting] for result in results)
-    together = torch.tensor(first["advantages"] + second["advantages"])
-    assert torch.allclose(together, torch.tensor(alone["advantages"]), atol=1e-6)
-    assert first["metrics"] == second["metrics"]
-    assert first["metrics"] == pytest.approx(alone["metrics"], abs=1e-6)
-    assert alone["metrics"]["dynamic_scaling_max"] > 1.01
-    assert alone["metrics"]["scaling_factor_mean"] == pytest.approx(1, abs=1e-6)

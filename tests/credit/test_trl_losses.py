@@ -1,4 +1,4 @@
-"""Advantages (N, T) in TRL's own loss: numbers recorded from the published code, and every loss type at token level."""
+"""Advantages (N, T) in TRL's own loss: numbers recorded from the published code."""
 
 import json
 from pathlib import Path
@@ -76,39 +76,6 @@ def test_dual_clip_of_the_published_code_is_trls_delta(trainer, index, setting):
     loss.backward()
     assert loss.item() == pytest.approx(policy["loss"], abs=1e-5)
     assert (logps.grad - torch.tensor(policy["gradient"])).abs().max() <= 1e-6
-
-
-LENGTHS = (5, 2, 1)
-# What one token of completion i is divided by; 8 valid tokens in 3 completions, max_completion_length 16.
-NORMALISERS = {
-    "dapo": (8, 8, 8),
-    "bnpo": (8, 8, 8),
-    "cispo": (8, 8, 8),
-    "vespo": (8, 8, 8),
-    "grpo": (15, 6, 3),
-    "sapo": (15, 6, 3),
-    "dr_grpo": (48, 48, 48),
-    "luspo": (3, 3, 3),
-}
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "level"),
-    [*((loss_type, "token") for loss_type in NORMALISERS), ("cispo", "sequence"), ("vespo", "sequence")],
-)
-def test_every_loss_type_takes_the_advantage_of_each_token(trainer, loss_type, level):
-    """At ratio 1 every token's gradient is its advantage over the loss type's normaliser.
-
-    At sequence level that holds for cispo and vespo, whose gradient goes through the log-probability of the token; the
-    ratio losses give all tokens of a completion the same there, and are refused.
-    """
-    advantages = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
-    mask = torch.arange(5) < torch.tensor(LENGTHS).unsqueeze(1)
-    logps = torch.full((3, 5), -1.0, requires_grad=True)
-    stock = trainer(loss_type=loss_type, epsilon_high=5.0, max_completion_length=16, importance_sampling_level=level)
-    loss_of(stock, advantages, logps, mask).backward()
-    expected = -advantages * mask / torch.tensor(NORMALISERS[loss_type]).unsqueeze(1)
-    assert torch.allclose(logps.grad, expected, atol=1e-7)
 
 
 def test_grpo_is_what_trl_computes(text_trainer):

@@ -14,7 +14,15 @@ CASES = {
     "windows across batches": (
         {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 3}, 3, (3, 4),
     ),
-    "replay": ({"per_device_train_batch_size": 8, "num_iterations": 2, "replay_buffer_size": 4}, 4, (6,)),
+    "replay": (
+        {"per_device_train_batch_size": 8, "num_iterations": 2, "replay_buffer_size": 4, "dynamic_sampling": "resample",
+         "dynamic_sampling_max_rounds": 1}, 4, (6,),
+    ),
+    "critic and adaptive KL": (
+        {"per_device_train_batch_size": 8, "advantage_estimator": "gae", "critic_learning_rate": 1e-2,
+         "critic_warmup_steps": 1, "kl_coef": 0.5, "kl_penalty": "kl", "use_kl_loss": False, "kl_type": "adaptive",
+         "kl_target": 1.0, "kl_horizon": 100}, 4, (3,),
+    ),
 }  # fmt: skip
 
 
@@ -35,10 +43,12 @@ def train(data, name: str, folder: Path, checkpoint: str | None = None) -> dict[
     }  # fmt: skip
     trainer = vision_trainer(data[0], coarse_reward, config(folder, **options), rows)
     trainer.train(resume_from_checkpoint=checkpoint)
+    learned = [] if trainer.critic is None else [*trainer.critic.named.values()]
     return {
         "prompts": seen,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "weights": [parameter.double().sum().item() for parameter in trainer.model.parameters()],
+        "weights": [value.double().sum().item() for value in [*trainer.model.parameters(), *learned]],
+        "coefficient": trainer.kl.controller.coefficient,
     }
 
 
@@ -70,3 +80,4 @@ def test_a_continued_run_is_the_undisturbed_one(case, step, results):
     assert rest["prompts"] == whole["prompts"][begun:]
     assert rest["losses"] == pytest.approx(whole["losses"], abs=1e-7)
     assert rest["weights"] == pytest.approx(whole["weights"], abs=1e-5)
+    assert rest["coefficient"] == whole["coefficient"]

@@ -12,7 +12,14 @@ from support.launching import results_of
 from support.trainers import BIG_STEPS, config, moves, prompts, train_file, vision_trainer
 
 from vgr_trl.registries import declares
-from vgr_trl.rewards import accuracy_reward, load_reward, mdi_reward, vgr_hard_negative_reward, vgr_reward
+from vgr_trl.rewards import (
+    accuracy_reward,
+    load_reward,
+    mdi_reward,
+    needs_whole_groups,
+    vgr_hard_negative_reward,
+    vgr_reward,
+)
 
 DIFFERENT = (
     "perf/", "timing/", "step_time", "sharing/", "skipped/rows", "vision/", "replay/megabytes", "grad_norm", "loss",
@@ -42,6 +49,22 @@ def likeness_reward(completions, similarity, **kwargs):
     return similarity
 
 
+@needs_whole_groups("solution")
+def rank_reward(completions, solution, num_generations, log_extra, **kwargs):
+    """Rank of each completion within its group, by its text."""
+    texts = [completion[0]["content"] for completion in completions]
+    firsts = range(0, len(texts), num_generations)
+    assert all(len({*solution[first : first + num_generations]}) == 1 for first in firsts), "whole groups"
+    log_extra("text_seen", texts)
+    groups = [texts[first : first + num_generations] for first in firsts]
+    return [sorted(group).index(text) / num_generations for group in groups for text in group]
+
+
+SCORED = """
+def ranks(reward_inputs):  # of the batch of all processes
+    texts = [row["response"] for row in reward_inputs]
+    return [{"overall": sorted(texts).index(text), "rows": len(texts)} for text in texts]
+"""
 CASES = {
     "signals": {
         "reward_funcs": [accuracy_reward, vgr_reward, vgr_hard_negative_reward, mdi_reward],
@@ -65,6 +88,7 @@ CASES = {
         "reward_funcs": [sparse_reward], "kl_coef": 0.5, "use_kl_loss": False, "kl_type": "adaptive",
         "kl_target": 1e-3, "kl_horizon": 50, "dynamic_sampling": "resample",
     },
+    "ranks": {"reward_funcs": [rank_reward, "ranks"], "early_reward_weights": [0.5, 1], "warmup_steps": 1},
     "critic": {
         "reward_funcs": [partial_reward], "advantage_estimator": "gae", "lam": 0.9, "critic_learning_rate": 1e-2,
         "kl_coef": 0.5, "use_kl_loss": False, "token_weights": True,
@@ -90,7 +114,11 @@ CASES = {
 
 def run(name, model_folder, question_file, output, rows_per_process):
     options = {"gradient_accumulation_steps": 2, "max_steps": 3} | BIG_STEPS | CASES[name]
-    rewards = options.pop("reward_funcs")
+    (output / "scored.py").parent.mkdir(exist_ok=True)
+    (output / "scored.py").write_text(SCORED)
+    rewards = [
+        load_reward(f"{output}/scored.py:ranks") if each == "ranks" else each for each in options.pop("reward_funcs")
+    ]
     if name == "critic":  # micro-batches of four rows: two in one process, or one in each of two
         options["gradient_accumulation_steps"], rows_per_process = rows_per_process // 2, 4
     options = config(output / name.replace(" ", "_"), per_device_train_batch_size=rows_per_process, **options)
@@ -109,6 +137,7 @@ def run(name, model_folder, question_file, output, rows_per_process):
         "history": [entry for entry in trainer.state.log_history if "reward" in entry],
         "rewards": {key: list(values) for key, values in trainer._logs["rewards"].items()},
         "advantages": list(trainer._logs["advantages"]),
+        "completion": [completion[0]["content"] for completion in trainer._logs["completion"]],
         "images": list(map(len, trainer._logs["images"])),
         "extra": {key: list(values) for key, values in trainer._logs["extra"].items()},
     }
@@ -137,7 +166,8 @@ def test_one_process_and_two_train_the_same(name, outcomes):
         assert values == pytest.approx(two[name]["rewards"][reward], abs=1e-4, nan_ok=True), reward
     assert one[name]["advantages"] == pytest.approx(two[name]["advantages"], abs=1e-3)
     assert one[name]["images"] == two[name]["images"]
-    assert one[name]["extra"].get("blind_answers") == two[name]["extra"].get("blind_answers")
+    for extra in ("blind_answers", "text_seen"):
+        assert one[name]["extra"].get(extra) == two[name]["extra"].get(extra)
     for first, second in zip(one[name]["history"], two[name]["history"], strict=True):
         assert first.keys() == second.keys()
         for metric, value in first.items():
@@ -158,6 +188,10 @@ def test_the_stages_did_something(outcomes):
     replayed = one["replay and resample"]["history"]
     for name in ("replay/replaced_fraction", "dynamic_sampling/generated_groups"):
         assert max(entry[name] for entry in replayed) > 0
+    ranks = one["ranks"]
+    assert ranks["extra"]["text_seen"] == ranks["completion"], "each process got back its own slice, in order"
+    assert all(entry["reward/rows"] == len(ranks["completion"]) for entry in ranks["history"])
+    assert [entry["reward_weights/rank_reward"] for entry in ranks["history"]] == [0.5, 1.0, 1.0]
     penalised = one["kl among the rewards"]["history"]
     assert len({entry["kl/coefficient"] for entry in penalised}) == 3
     assert penalised[-1]["kl/mean"] > 0

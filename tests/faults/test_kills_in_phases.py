@@ -1,7 +1,6 @@
-"""SIGKILL in generation, scoring, backward, optimizer and evaluation, of one process of two and of all."""
+"""SIGKILL in generation, scoring, backward, optimizer and evaluation, of one process of two and of both."""
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,20 +27,12 @@ def check_same(output, whole):
 
 
 @pytest.mark.minutes
-def test_a_process_that_is_killed_in_each_phase(data, tmp_path):
-    """One run, which dies in another phase each time it is continued, and goes on from what is complete."""
-    launch(WORKER, *data, tmp_path / "whole", processes=1)
-    for step, phase in enumerate(phase_worker.PHASES, start=2):
-        engine = {"ACCELERATE_USE_CPU": "true", "DIES": f"{phase} {step} all"}
-        launch(WORKER, *data, tmp_path / "killed", processes=1, engine=engine, status=-signal.SIGKILL)
-    launch(WORKER, *data, tmp_path / "killed", processes=1)
-    check_same(tmp_path / "killed", tmp_path / "whole")
-
-
-@pytest.mark.minutes
 @pytest.mark.parametrize("who", ["1", "all"])
 def test_processes_that_are_killed_in_each_phase(who, data, tmp_path):
-    """Where one dies, the other ends with a sentence, or by the launcher, which ends all."""
+    """One run, which dies in another phase each time it is continued, and goes on from what is complete.
+
+    Where one process dies, the other ends with a sentence, or by the launcher, which ends all.
+    """
     launch(WORKER, *data, tmp_path / "whole", processes=2)
     said = ""
     for step, phase in enumerate(phase_worker.PHASES, start=2):

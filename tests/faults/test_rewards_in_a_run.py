@@ -3,8 +3,6 @@
 import math
 
 import pytest
-import torch
-from support.trainers import logged, weights
 
 from vgr_trl.utils import RewardError
 
@@ -20,14 +18,3 @@ def test_the_run_ends_with_the_name(rewards, error, vision_trainer):
     with pytest.raises(error, match="is inf for row 0|division"):
         trainer.train()
     assert trainer.state.global_step == 0
-
-
-def test_nan_is_not_applicable_and_trains_nothing(vision_trainer):
-    def undefined(completions, **kwargs):
-        return [math.nan] * len(completions)
-
-    trainer = vision_trainer([undefined], max_steps=2, compute_attention_metrics=False)
-    before = weights(trainer)
-    trainer.train()
-    assert logged(trainer, "rewards/undefined/not_applicable") == [1, 1]
-    assert torch.equal(weights(trainer), before)

@@ -91,7 +91,7 @@ def test_a_signal_to_a_trainer_saves_and_goes_to_the_users_handler(text_trainer,
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_training_that_fails_leaves_signals_as_they_were(text_trainer):
+def test_a_training_that_fails_leaves_signals_as_they_were_and_one_in_a_thread_takes_none(text_trainer):
     def reward(completions, **kwargs):
         raise KeyError("of the user")
 
@@ -99,9 +99,6 @@ def test_a_training_that_fails_leaves_signals_as_they_were(text_trainer):
     with pytest.raises(KeyError):
         text_trainer(reward, max_steps=1).train()
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_training_in_a_thread_takes_no_signals(text_trainer):
     trainer = text_trainer(max_steps=1)
     with ThreadPoolExecutor() as threads:
         threads.submit(trainer.train).result()

@@ -1,14 +1,42 @@
 """Rollout batches as TRL 1.16 makes them, with drawn numbers in place of a model's."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from vgr_trl.rollout import GroupSelection, Rollout
+from vgr_trl.rows import Placement
+from vgr_trl.sampling.replay import Group, cut_groups, insert_groups
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
 
 PAD = 9
 FAMILIES = ("qwen", "lfm2", "idefics")
+TRAINER = SimpleNamespace(
+    _tokenizer=SimpleNamespace(pad_token_id=PAD), pad_to_multiple_of=None, state=SimpleNamespace(global_step=0),
+    accelerator=SimpleNamespace(gather=lambda local: torch.stack([local, local + 100])),
+)  # fmt: skip
+
+
+def rollout_of(batch, group=2, *, placement=None, rewards=None, advantages=None, signals=None) -> Rollout:
+    """Return a rollout whose groups are to be selected; without rewards all are 0."""
+    advantages = batch["advantages"] if advantages is None else advantages
+    rewards = torch.zeros(len(advantages)) if rewards is None else rewards
+    rollout = Rollout([], batch=batch, signals=signals)
+    placement = placement or Placement(len(batch["prompt_ids"]), group)
+    rollout.selection = GroupSelection(placement, rewards, rewards, advantages)
+    return rollout
+
+
+def cut(batch, wanted, **options) -> list[Group]:
+    return cut_groups(TRAINER, rollout_of(batch, **options), wanted)
+
+
+def write(batch, replacements, **options) -> Rollout:
+    rollout = rollout_of(batch, **options)
+    insert_groups(TRAINER, rollout, replacements)
+    return rollout
 
 
 def draw_batch(

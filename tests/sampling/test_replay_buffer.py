@@ -1,15 +1,15 @@
 """What enters, leaves and is drawn; what a checkpoint brings back."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
-from batches import PAD, draw_batch
+from batches import cut, draw_batch
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
-from vgr_trl.sampling.groups import Group, groups_from_batch, priority
-from vgr_trl.sampling.replay import ReplayBuffer, merge_states, split_state
-from vgr_trl.sampling.zero_variance import Placement
+from vgr_trl.rows import Placement
+from vgr_trl.sampling.replay import Group, ReplayBuffer, deal_groups, priority
 
 
 def group(*rewards: float, step: int = 0, scale: float = 1.0) -> Group:
@@ -57,19 +57,14 @@ def test_for_other_estimators_the_advantages_decide():
 
 
 def test_frequencies_are_proportional_to_priorities():
-    """Priorities 1 : 4 : 9 of 14; the second draw, without replacement, is proportional among the two others.
-
-    P(first drawn of two is 9 and second 4) = 9/14 * 4/5; 4000 draws leave a standard deviation of at most 0.8 %.
-    """
+    """Priorities 1 : 4 : 9 of 14; the second draw, without replacement, is proportional among the two others."""
     buffer = ReplayBuffer(3, seed=5)
     for d in (1, 2, 3):
         buffer.add(group(0, d))
     counts = Counter(tuple(pair[1] for pair in drawn(buffer, 2)) for _ in range(4000))
     weights = {1: 1, 2: 4, 3: 9}
-    for (one, two), count in counts.items():
-        assert one != two
-        expected = weights[one] / 14 * weights[two] / (14 - weights[one])
-        assert count / 4000 == pytest.approx(expected, abs=0.03)
+    for (one, two), count in counts.items():  # whose standard deviation is at most 0.8 %
+        assert count / 4000 == pytest.approx(weights[one] / 14 * weights[two] / (14 - weights[one]), abs=0.03)
     assert len(counts) == 6
 
 
@@ -78,15 +73,9 @@ def test_age():
     buffer.add(group(0, 1, step=1))
     buffer.add(group(0, 2, step=3))
     assert buffer.step == 3
-    assert buffer.mean_age == 1
-    buffer.advance(4)
-    assert drawn(buffer, 4) == [[0, 2]]
-    assert buffer.mean_age == 1
-    buffer.advance(5)
-    assert drawn(buffer, 4) == [[0, 2]], "two steps old, which is allowed"
-    assert buffer.mean_age == 2
-    buffer.advance(6)
-    assert len(buffer) == 0
+    for step, left in ((3, 2), (4, 1), (5, 1), (6, 0)):
+        buffer.advance(step)
+        assert len(buffer) == left, step
 
 
 def filled(size: int = 4, processes: int = 1) -> list[ReplayBuffer]:
@@ -99,12 +88,9 @@ def filled(size: int = 4, processes: int = 1) -> list[ReplayBuffer]:
         for process, buffer in enumerate(buffers):
             parts = split_tensor_dict(split_pixel_values_by_grid(batch), processes)
             local = unsplit_pixel_values_by_grid(parts[process])
-            groups = groups_from_batch(
-                local, range(4), Placement(per_process, 2, process, processes),
-                advantages=rewards - 1, rewards=rewards, pad_token_id=PAD, step=step,
-            )  # fmt: skip
-            for found in groups:
-                buffer.add(found)
+            placement = Placement(per_process, 2, process, processes)
+            for found in cut(local, range(4), placement=placement, rewards=rewards, advantages=rewards - 1):
+                buffer.add(replace(found, step=step))
     return buffers
 
 
@@ -119,6 +105,10 @@ def content(found: Group) -> dict:
     }
 
 
+def nbytes(buffer: ReplayBuffer) -> int:
+    return sum(found.rows.nbytes for found in buffer.groups if found.rows is not None)
+
+
 def test_a_state_survives_a_file_that_holds_only_weights(tmp_path):
     (buffer,) = filled()
     buffer.advance(5)
@@ -127,34 +117,30 @@ def test_a_state_survives_a_file_that_holds_only_weights(tmp_path):
     state = torch.load(tmp_path / "buffer.pt", weights_only=True)
     again = ReplayBuffer(4, seed=99)
     again.load_state_dict(state)
-    assert (len(again), again.megabytes, again.mean_age) == (4, buffer.megabytes, buffer.mean_age)
+    assert (len(again), nbytes(again), again.step) == (4, nbytes(buffer), 5)
     for _ in range(3):
         assert list(map(content, again.sample(3))) == list(map(content, buffer.sample(3)))
     for each in (buffer, again):
         each.add(group(0, 100, step=5))
     assert drawn(again, 4) == drawn(buffer, 4)
-    images = again.sample(4)[-1].rows.images
+    images = again.groups[0].rows.images
     assert len({id(of_row["pixel_values"]) for of_row in images}) == 1, "images are still there once"
-    assert (tmp_path / "buffer.pt").stat().st_size < 2e6 * buffer.megabytes + 40_000
+    assert (tmp_path / "buffer.pt").stat().st_size < 2 * nbytes(buffer) + 40_000
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
 def test_another_number_of_processes_continues(before, after):
     """Drawn groups, their order and their rows are those of one process that went on alone."""
     (alone,) = filled()
-    merged = merge_states([buffer.state_dict() for buffer in filled(processes=before)])
-    shares = [split_state(merged, process, after) for process in range(after)]
-    buffers = []
-    for share in shares:
-        buffers.append(ReplayBuffer(4, seed=77))
-        buffers[-1].load_state_dict(share)
-    assert sum(buffer.megabytes for buffer in buffers) == pytest.approx(alone.megabytes)
+    states = [buffer.state_dict() for buffer in filled(processes=before)]
+    buffers = [ReplayBuffer(4, seed=77) for _ in range(after)]
+    for process, buffer in enumerate(buffers):
+        buffer.load_state_dict(deal_groups(states, process, after))
+    assert sum(map(nbytes, buffers)) == nbytes(alone)
     for _ in range(3):
-        expected = alone.sample(3)
         found = [buffer.sample(3) for buffer in buffers]
-        for index, of_alone in enumerate(expected):
-            holders = {same[index].holder for same in found}
-            assert len(holders) == 1
+        for index, of_alone in enumerate(alone.sample(3)):
+            (holder,) = {same[index].holder for same in found}
             with_rows = [process for process in range(after) if found[process][index].rows is not None]
-            assert with_rows == [*holders]
-            assert content(found[with_rows[0]][index]) == content(of_alone)
+            assert with_rows == [holder]
+            assert content(found[holder][index]) == content(of_alone)

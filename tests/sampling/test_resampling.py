@@ -6,18 +6,8 @@ import pytest
 from datasets import Dataset
 from PIL import Image
 
-from vgr_trl.sampling.dynamic_sampling import FurtherPrompts, prompt_key, prompts_per_round
-from vgr_trl.sampling.zero_variance import Placement
-
-
-@pytest.mark.parametrize(
-    ("missing", "generations", "processes", "expected"),
-    [(3, 8, 1, 3), (3, 8, 4, 3), (1, 4, 8, 2), (4, 8, 3, 6)],
-)
-def test_prompts_of_a_round_are_shared_equally(missing, generations, processes, expected):
-    count = prompts_per_round(missing, generations, processes)
-    assert count == expected
-    assert count * generations % processes == 0
+from vgr_trl.rows import Placement
+from vgr_trl.sampling.dynamic_sampling import FurtherPrompts, prompt_key
 
 
 class Stream:
@@ -37,6 +27,23 @@ def rows(count):
 def drawn(prompts, count):
     prompts._used.clear()
     return [int(row["prompt"]) for row in prompts.draw(count, Placement(4, 1))[0]]
+
+
+@pytest.mark.parametrize(
+    ("missing", "generations", "processes", "expected"),
+    [(3, 8, 1, 3), (3, 8, 4, 3), (1, 4, 8, 2), (4, 8, 3, 6)],
+)
+def test_prompts_of_a_round_are_shared_equally(missing, generations, processes, expected):
+    parts = []
+    for process in range(processes):
+        part, count = FurtherPrompts(rows(10)).draw(missing, Placement(4, generations, process, processes))
+        assert count == expected
+        parts.append([row["prompt"] for row in part])
+    assert {len(part) * processes for part in parts} == {expected * generations}
+    together = [prompt for part in parts for prompt in part]
+    assert all(together[first : first + generations] == [together[first]] * generations
+               for first in range(0, len(together), generations))  # fmt: skip
+    assert FurtherPrompts(rows(10)).draw(11, Placement(4, generations, 0, processes))[1] <= 10
 
 
 def test_each_pass_over_the_data_is_another_permutation():
@@ -66,14 +73,13 @@ def test_they_continue_after_an_interruption(dataset, before, tmp_path):
     assert [drawn(again, 2), drawn(again, 5)] == [drawn(whole, 2), drawn(whole, 5)]
 
 
-@pytest.mark.parametrize("shuffles", [False, True])
-def test_a_stream_is_shuffled_only_if_the_data_are_and_then_otherwise_than_by_trl(shuffles):
+def test_a_stream_is_shuffled_otherwise_than_by_trl():
     stream = Dataset.from_list(rows(9)).to_iterable_dataset()
-    trainer = SimpleNamespace(train_dataset=stream, shuffle_dataset=shuffles, args=SimpleNamespace(seed=3))
+    trainer = SimpleNamespace(train_dataset=stream, shuffle_dataset=True, args=SimpleNamespace(seed=3))
     order = drawn(FurtherPrompts.from_trainer(trainer), 9)
-    of_trl = [int(row["prompt"]) for row in (stream.shuffle(seed=3) if shuffles else stream)]
+    of_trl = [int(row["prompt"]) for row in stream.shuffle(seed=3)]
     assert sorted(order) == sorted(of_trl)
-    assert (order == of_trl) == (not shuffles)
+    assert order != of_trl
 
 
 def test_prompts_are_the_same_if_text_and_images_are():

@@ -6,14 +6,13 @@ import pandas
 import pytest
 import torch
 from datasets import concatenate_datasets
-from support.trainers import logged, weights
+from support.trainers import logged
 
 from vgr_trl.advantages import estimate_advantages
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 from vgr_trl.rollout import Rollout
 from vgr_trl.sampling.dynamic_sampling import prompt_key
-from vgr_trl.sampling.selection import select_groups
-from vgr_trl.sampling.zero_variance import find_zero_variance
+from vgr_trl.sampling.zero_variance import find_zero_variance, select_groups
 from vgr_trl.utils import ConfigError
 
 
@@ -83,36 +82,16 @@ def test_zero_variance_groups_are_replaced_by_stored_ones_with_the_ratio_of_thei
     assert all(ratio is None or ratio < 1e-9 for ratio in fresh), "where no group is live there is none"
 
 
-def test_replaced_groups_of_another_length_are_counted(make, on_choice):
-    """Completions of 2 tokens in even steps and 6 in odd ones; the loss is divided by the tokens trained on."""
-    trainer = make(replay_buffer_size=8, max_steps=8)
-    generate = trainer.model.generate
-
-    def generating(*args, **kwargs):
-        found = generate(*args, **kwargs)
-        return found[:, : found.size(1) - (4 if trainer.state.global_step % 2 else 0)]
-
-    def counted(before, chosen):
-        counts = before["num_items_in_batch"], chosen.batch["num_items_in_batch"], chosen.batch["completion_mask"]
-        return [int(count.sum()) for count in counts]
-
-    trainer.model.generate = generating
-    counts = on_choice(trainer, counted)
-    trainer.train()
-    assert all(corrected == valid for _, corrected, valid in counts)
-    assert any(before != corrected for before, corrected, _ in counts), "a group of another length came in"
-
-
 def test_groups_age_while_none_are_added(make):
 
     def at_first_reward(completions, trainer_state, **kwargs):
         return [0.0 if trainer_state.global_step == 0 and index % 2 else 1.0 for index in range(len(completions))]
 
-    trainer = make(rewards=at_first_reward, replay_buffer_size=8, replay_max_age=3, max_steps=8)
+    trainer = make(rewards=at_first_reward, replay_buffer_size=8, replay_max_age=2, max_steps=4)
     trainer.train()
-    assert logged(trainer, "replay/size") == [2, 2, 2, 2, 0, 0, 0, 0], "to an age of 3"
-    assert logged(trainer, "replay/mean_age")[:4] == [0, 1, 2, 3]
-    assert logged(trainer, "replay/replaced_fraction")[1:5] == [1, 1, 1, 0]
+    assert logged(trainer, "replay/size") == [2, 2, 2, 0]
+    assert logged(trainer, "replay/mean_age") == [0, 1, 2, 0]
+    assert logged(trainer, "replay/replaced_fraction") == [0, 1, 1, 0]
 
 
 def test_further_prompts_replace_zero_variance_groups(make, tmp_path):
@@ -170,12 +149,11 @@ def test_quantiles_are_those_of_the_first_round(make):
     assert found([0.2, 0.2, 0.2, 0.21, 0.4, 0.4, 0.4, 0.41], first.bounds).filtered == [0]
 
 
-@pytest.mark.parametrize("replays", [0, 8])
-def test_the_deviation_of_a_batch_is_over_all_that_is_trained_on(make, on_choice, replays):
+def test_the_deviation_of_a_batch_is_over_all_that_is_trained_on(make, on_choice):
     """Rewards are 0 or 1, so the largest advantage of each group is 1 / (deviation + 1e-4) above its smallest."""
     trainer = make(
-        scale_rewards="batch", dynamic_sampling="resample", dynamic_sampling_max_rounds=1 if replays else 4,
-        replay_buffer_size=replays, max_steps=8, seed=4,
+        scale_rewards="batch", dynamic_sampling="resample", dynamic_sampling_max_rounds=1, replay_buffer_size=8,
+        max_steps=8, seed=4,
     )  # fmt: skip
     seen = on_choice(trainer, lambda before, chosen: (chosen.batch["advantages"].view(2, 4), chosen.replaced))
     trainer.train()
@@ -203,34 +181,30 @@ def test_one_deviation_divides_what_is_trained_on_whichever_round_it_came_from(m
     """Rewards are 0 or 1, so where they differ the largest advantage is 1 / deviation above the smallest."""
     trainer = make(
         advantage_estimator="reinforce_plus_plus", dynamic_sampling="resample", dynamic_sampling_max_rounds=4,
-        replay_buffer_size=8, max_steps=6, seed=4,
+        max_steps=6, seed=4,
     )  # fmt: skip
-    drawn, draw = [], trainer.replay.draw
-    trainer.replay.draw = lambda count: drawn.append(draw(count)) or drawn[-1]
 
     def see(before, chosen):
-        logged = trainer._logs["advantages"], trainer._logs["rewards"]["coarse_reward"]
-        table = [torch.tensor(list(values)) for values in logged]
-        assert len(table[0]) == len(table[1]) == len(logged[1])
-        return chosen.batch["advantages"].view(2, 4), *table, chosen.replaced, drawn[-1]
+        table = [torch.tensor(list(trainer._logs[name])) for name in ("advantages",)]
+        table.append(torch.tensor(list(trainer._logs["rewards"]["coarse_reward"])).view(-1, 4))
+        return chosen.batch["advantages"].view(2, 4), *table, len(chosen.replaced)
 
     seen = on_choice(trainer, see)
     trainer.train()
     mixed = 0
-    for advantages, of_table, rewards, replaced, replayed in seen:
+    for advantages, of_table, rewards, replaced in seen:
         spread = advantages.amax(1) - advantages.amin(1)
-        if len(of_table) == 8 or (spread == 0).any() or replayed:  # which keep theirs
+        if (spread == 0).any():
             continue
-        mixed += len(replaced) == 1
+        mixed += replaced == 1
         centred = advantages / spread.unsqueeze(1)
         assert spread.tolist() == pytest.approx([1 / (centred.std().item() + 1e-8)] * 2, rel=1e-5)
-        rewards = rewards.view(-1, 4)
         expected = (rewards - rewards.mean(1, keepdim=True)).flatten() / (centred.std() + 1e-8)
         assert torch.allclose(of_table, expected, atol=1e-5), "the table has all that was generated"
     assert mixed > 0
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "remax", "reinforce_plus_plus", "grpo_passk"])
+@pytest.mark.parametrize("estimator", ["rloo", "remax"])
 def test_the_advantages_in_the_table_are_those_of_the_rewards_in_it(make, estimator):
     trainer = make(advantage_estimator=estimator, max_steps=3)
     batches = trained_batches(trainer)
@@ -244,12 +218,9 @@ def test_the_advantages_in_the_table_are_those_of_the_rewards_in_it(make, estima
     assert torch.allclose(batches[-1]["advantages"].sort().values, advantages.flatten().sort().values, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "on", [{"replay_buffer_size": 4}, {"dynamic_sampling": "resample"}, {"online_filtering": True}]
-)
-def test_weighted_sums_do_not_show_who_is_dead_where_rewards_are_normalised_one_by_one(make, on):
+def test_weighted_sums_do_not_show_who_is_dead_where_rewards_are_normalised_one_by_one(make):
     with pytest.raises(ConfigError, match="multi_objective_aggregation is normalize_then_sum with replay_buffer_s"):
-        make(multi_objective_aggregation="normalize_then_sum", **on)
+        make(multi_objective_aggregation="normalize_then_sum", replay_buffer_size=4)
 
 
 def test_greedy_completions_leave_no_trace(make):
@@ -263,37 +234,22 @@ def test_greedy_completions_leave_no_trace(make):
     assert len(remax._logs["completion"]) == 8
 
 
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(make, tmp_path):
-    options = {"replay_buffer_size": 8, "dynamic_sampling": "resample", "dynamic_sampling_max_rounds": 1,
-               "save_strategy": "steps", "save_steps": 3, "max_steps": 6}  # fmt: skip
-    whole = make(**options)
-    whole.train()
-    resumed = make(**options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
-    for name in ("replay/size", "replay/mean_age", "sampling/nonzero_variance_fraction", "loss"):
-        assert logged(resumed, name)[-3:] == pytest.approx(logged(whole, name)[-3:], abs=1e-6), name
-    assert torch.allclose(weights(whole), weights(resumed), atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("after", "message"),
     [
         ({"num_generations": 2}, "num_generations is 2, and its groups have 4 completions."),
-        ({"token_weights": True}, "it was stored without attention and token_weights."),
-        ({"kl_penalty": "full"}, "it was stored without kl_penalty full."),
+        ({"token_weights": True, "kl_penalty": "full"}, "stored without kl_penalty full and attention and token_w"),
+        ({"advantage_estimator": "rloo"}, "advantage_estimator is rloo, and was grpo."),
     ],
     ids=str,
 )
 def test_a_buffer_that_new_options_cannot_use_starts_empty(make, tmp_path, monkeypatch, after, message):
     common = {"replay_buffer_size": 8, "compute_attention_metrics": False, "kl_coef": 0.01}
     make(save_strategy="steps", save_steps=4, max_steps=4, **common).train()
-    checkpoint = str(tmp_path / "run" / "checkpoint-4")
     warnings = []
     monkeypatch.setattr("vgr_trl.sampling.replay.logger.warning", warnings.append)
-    resumed = make(max_steps=12, **common | after)
-    resumed.train(resume_from_checkpoint=checkpoint)
-    assert resumed.state.global_step == 12
-    assert len(warnings) == 1
-    assert message in warnings[0]
+    resumed = make(max_steps=5, **common | after)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    (warning,) = warnings
+    assert message in warning
     assert logged(resumed, "replay/size")[0] <= 2, "what one batch brought"
-    assert sum(logged(resumed, "replay/replaced_fraction")) > 0

@@ -7,30 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from batches import FAMILIES, PAD, draw_batch, draw_signals
-from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
+from batches import FAMILIES, PAD, cut, draw_batch, draw_signals, write
+from trl.trainer.utils import split_pixel_values_by_grid
 
-from vgr_trl.sampling.groups import correct_num_items, groups_from_batch, insert_groups
-from vgr_trl.sampling.zero_variance import Placement
 from vgr_trl.utils import DataError
 
 TOKENS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
 IMAGES = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes")
-
-
-def cut(batch, wanted, advantages=None, rewards=None, group=2, **options):
-    rows = len(batch["prompt_ids"])
-    advantages = batch["advantages"] if advantages is None else advantages
-    rewards = torch.zeros(rows) if rewards is None else rewards
-    placement = Placement(rows, group)
-    return groups_from_batch(
-        batch, wanted, placement, advantages=advantages, rewards=rewards, pad_token_id=PAD, **options
-    )
-
-
-def write(batch, replacements, group=2, **options):
-    placement = Placement(len(batch["prompt_ids"]), group)
-    return insert_groups(batch, replacements, placement, pad_token_id=PAD, **options)
 
 
 def rows_as_read(batch: dict[str, Any]) -> list[dict[str, Any]]:
@@ -94,23 +77,12 @@ def test_every_row_keeps_what_it_has(family, images, lengths):
     batch = draw_batch(1, [1, 2, 0, 1], family=family)
     other = draw_batch(2, images, family=family, prompts=lengths[0], completions=lengths[1])
     stored = cut(other, [0, 1, 2])
-    written, _ = write(batch, {3: stored[1], 0: stored[2]})
+    written = write(batch, {3: stored[1], 0: stored[2]}).batch
     before, there, after = rows_as_read(batch), rows_as_read(other), rows_as_read(written)
     for row, expected in enumerate([*there[4:6], *before[2:6], *there[2:4]]):
         assert_same(after[row], expected)
     assert written["pixel_values"].dtype == torch.bfloat16
     assert list(written) == list(batch)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_micro_batches_of_trl_can_be_cut_from_the_written_batch(family):
-    batch = draw_batch(1, [1, 2, 0, 2], family=family)
-    stored = cut(draw_batch(2, [2, 1], family=family, prompts=8, completions=6), [0])
-    written, _ = write(batch, {1: stored[0]})
-    micro = [unsplit_pixel_values_by_grid(part) for part in split_tensor_dict(split_pixel_values_by_grid(written), 4)]
-    found = [row for part in micro for row in rows_as_read(part)]
-    for row, expected in enumerate(rows_as_read(written)):
-        assert_same(found[row], expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,21 +98,21 @@ def test_images_of_a_prompt_are_stored_once_on_the_cpu_and_hold_no_batch(family)
     for tensor in [*tensors, stored.advantages, stored.rewards]:
         assert tensor.device.type == "cpu"
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
-    assert stored.nbytes == sum(tensor.nbytes for tensor in tensors)
+    assert stored.rows.nbytes == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_text_group_into_a_batch_of_images_and_the_other_way_round():
     text = draw_batch(1, [None, None], prompts=7, completions=3)
     images = draw_batch(2, [1, 2], family="qwen")
     assert "num_images" not in text
-    written, _ = write(images, {0: cut(text, [1])[0]})
+    written = write(images, {0: cut(text, [1])[0]}).batch
     assert written["num_images"] == [0, 0, 2, 2]
     after, expected = rows_as_read(written), rows_as_read(text)
     torch.testing.assert_close(after[0]["prompt"], expected[2]["prompt"])
     assert after[0]["mm_token_type_ids"].tolist() == [0] * 7
     assert_same(after[2], rows_as_read(images)[2])
 
-    written, _ = write(text, {0: cut(images, [1])[0]})
+    written = write(text, {0: cut(images, [1])[0]}).batch
     assert written["num_images"] == [2, 2, 0, 0]
     assert_same(rows_as_read(written)[1], rows_as_read(images)[3])
     assert rows_as_read(written)[3]["mm_token_type_ids"].tolist() == [0] * 7
@@ -155,18 +127,20 @@ def test_vllm_reference_and_tools_travel_too():
         batch["importance_sampling_ratio"] = torch.rand(mask.shape).where(mask == 1, 1.0)
         batch["tool_mask"] = torch.randint(0, 2, mask.shape).where(mask == 1, 1)
         batches.append(batch)
-    written, _ = write(batches[0], {1: cut(batches[1], [1])[0]})
+    written = write(batches[0], {1: cut(batches[1], [1])[0]}).batch
     assert_same(rows_as_read(written)[2], rows_as_read(batches[1])[2])
     assert_same(rows_as_read(written)[0], rows_as_read(batches[0])[0])
     outside = written["importance_sampling_ratio"][written["completion_mask"] == 0]
     assert (outside == 1).all()
+    tokens = int((written["completion_mask"] * written["tool_mask"]).sum())
+    assert written["num_items_in_batch"] == 2 * tokens + 100, "of all processes, as TRL counts"
 
 
 def test_signals_travel_with_their_rows():
     batch, other = draw_batch(1, [1, 1], family="qwen"), draw_batch(2, [1, 1], family="qwen", completions=7)
     signals, others = draw_signals(3, batch), draw_signals(4, other)
     (stored,) = cut(other, [1], signals=others)
-    _, written = write(batch, {0: stored}, signals=signals)
+    written = write(batch, {0: stored}, signals=signals).signals
     for row, (source, of) in enumerate([(2, others), (3, others), (2, signals), (3, signals)]):
         length = int(of.mask[source].sum())
         for name in ("logps", "entropies", "dependency"):
@@ -179,19 +153,10 @@ def test_signals_travel_with_their_rows():
         assert written.mask[row].sum() == written.attention.mask[row].sum() == length
     assert written.mask.dtype == torch.bool
     assert written.attention.vision.shape[:2] == (3, 4)
-    _, none = write(batch, {0: stored})
-    assert none is None
-
-
-def test_the_number_of_tokens_is_counted_as_trl_counts():
-    batch = draw_batch(1, [None, None])
-    batch["tool_mask"] = torch.ones(4, 4).long()
-    batch["tool_mask"][:, 0] = 0
-    own = int(batch["completion_mask"][:, 1:].sum())
-    corrected = correct_num_items(batch, lambda count: torch.stack([count, count + 100]))
-    assert corrected["num_items_in_batch"] == 2 * own + 100
-    assert corrected["num_items_in_batch"].ndim == 0
-    assert corrected["prompt_ids"] is batch["prompt_ids"]
+    assert write(batch, {0: stored}).signals is None
+    on_policy = {name: value for name, value in other.items() if name != TOKENS[0]}
+    (measured,) = cut(on_policy, [1], signals=others)
+    assert torch.equal(measured.rows.columns[TOKENS[0]], others.logps[2:, : measured.rows.completion_length])
 
 
 def test_what_cannot_be_cut_into_rows():

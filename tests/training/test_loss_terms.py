@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.trainers import begin, scored_passes
 
-from vgr_trl.patches.trl import average_as_loss
+from vgr_trl.loss import average_as_loss
 from vgr_trl.rows import valid_tokens
 
 
@@ -29,8 +29,9 @@ def test_terms_are_averaged_as_trl_averages_its_loss(make, loss_type):
         logps = scored[0][0].detach()
         values = inputs["advantages"] * (logps if loss_type in ("cispo", "vespo") else 1)
         values = values * (trainer.epsilon_high if loss_type == "cispo" else 1)  # which clips the ratio itself
-        sizes = {"accumulation_steps": trainer.current_gradient_accumulation_steps, "num_processes": 1}
-        expected = -average_as_loss(values, mask, inputs, trainer.args, **sizes)
+        expected = -average_as_loss(
+            values, mask, inputs, trainer.args, trainer.current_gradient_accumulation_steps, num_processes=1
+        )
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
 
 

@@ -44,12 +44,10 @@ def test_no_pass_is_made_twice(make, passes, changed, expected):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"share_prompts": "off"},
-        {"gradient_checkpointing": True},
-        {"pad_to_multiple_of": 8},
+        {"share_prompts": "off", "rollout_log_steps": 0},  # without the head
+        {"gradient_checkpointing": True, "pad_to_multiple_of": 8},
         {"attn_implementation": "eager"},
         {"attention_source": "generate", "share_prompts": "off"},
-        {"rollout_log_steps": 0},  # without the head
     ],
     ids=str,
 )
@@ -88,11 +86,8 @@ def test_attention_features_on_a_text_model(text_trainer):
             text_trainer(reward, **changed)
 
 
-def test_attention_features_on_data_without_images(make, vision_trainer):
+def test_attention_features_that_data_or_model_cannot_have(make, vision_trainer):
     with pytest.raises(ConfigError, match="token_weights cannot be used here: the data have no column `image`"):
         make(rows=vision_trainer.rows.remove_columns("image"), token_weights=True)
-
-
-def test_more_layers_than_there_are(make):
     with pytest.raises(ConfigError, match="last_k_layers is 4, but 3 layers of the model have attention: give a n"):
         make(token_weights=True, token_weights_last_k_layers=4)

@@ -1,13 +1,29 @@
 """Faults of transformers and torch's attention: each with its link, and what makes the repair removable."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedModel, Trainer
+from transformers import trainer as trainer_module
 
 from vgr_trl.sharing.model_support import prefers_cudnn
-from vgr_trl.utils import ConfigError, error_text
+from vgr_trl.utils import ConfigError, error_text, patched_attribute
+
+# Old checkpoints are deleted before the new one is complete: a kill in between would leave none to continue from.
+
+
+@contextmanager
+def rotate_at_end() -> Iterator[None]:
+    """Delete the checkpoints that transformers deletes in this block at its end."""
+    postponed: list[dict[str, Any]] = []
+    with patched_attribute(trainer_module, "rotate_checkpoints", lambda **options: postponed.append(options)):
+        yield
+    for options in postponed:
+        trainer_module.rotate_checkpoints(**options)
+
 
 # Weights of a vision-language model resumed under the names they were saved with.
 #

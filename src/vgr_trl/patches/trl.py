@@ -1,9 +1,10 @@
 """Faults of TRL: each with its link, and what makes the repair removable."""
 
+import math
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,8 @@ from vgr_trl.utils import patched_attribute, printable, release
 
 # Prompts and completions in the form that tables of completions can hold and show.
 
-TABLES = "completions_[0-9]*.parquet"
 
-
-def conversation_text(messages: Any) -> Any:
+def conversation_text(messages: Any) -> str:
     """Return a conversation as one text, with `<image>` for an image, and characters that do not show as their numbers.
 
     A column of a table has one type, and trackers show texts. The messages of a prompt with images are lists of parts,
@@ -34,25 +33,22 @@ def conversation_text(messages: Any) -> Any:
     TRL prints the table too, and passes on what clears a terminal, renames its window or reorders a line.
 
     Args:
-        messages: with a `role` and a `content` that is a text or a list of parts; a text is a text, and anything else
-            is returned as it is.
+        messages: with a `role` and a `content` that is a text or a list of parts; a text is a text.
 
     Returns:
         The content of a single message; of several, each behind its role.
     """
     if isinstance(messages, str):
         return printable(messages)
-    if not isinstance(messages, list):
-        return messages
     if len(messages) == 1:
         return printable(_content(messages[0]))
     return printable("\n\n".join(f"{message['role']}: {_content(message)}" for message in messages))
 
 
 @contextmanager
-def flatten_conversations(columns: dict[str, Any], names: Iterable[str] = ("prompt", "completion")) -> Iterator[None]:
-    """In this block, the columns of these names hold the texts of their conversations; afterwards what they held."""
-    kept = {name: columns[name] for name in names}
+def flatten_conversations(columns: dict[str, Any]) -> Iterator[None]:
+    """In this block, prompts and completions are the texts of their conversations; afterwards what they were."""
+    kept = {name: columns[name] for name in ("prompt", "completion")}
     columns.update({name: [conversation_text(messages) for messages in column] for name, column in kept.items()})
     try:
         yield
@@ -84,7 +80,8 @@ def keep_training_table(output_dir: str | None, step: int, evaluates: bool) -> I
 
 def remove_oldest_tables(output_dir: str | None, max_bytes: float) -> None:
     """Remove the oldest tables of completions, except the first, until all have at most `max_bytes` together."""
-    sizes = {path: path.stat().st_size for path in sorted(_folder(output_dir).glob(TABLES), key=_step)}
+    paths = _folder(output_dir).glob("completions_[0-9]*.parquet")
+    sizes = {path: path.stat().st_size for path in sorted(paths, key=lambda path: (int(path.stem.split("_")[1]), path))}
     total = sum(sizes.values())
     for path in list(sizes)[1:-1]:
         if total <= max_bytes:
@@ -95,10 +92,6 @@ def remove_oldest_tables(output_dir: str | None, max_bytes: float) -> None:
 
 def _folder(output_dir: str | None) -> Path:
     return Path(output_dir or "trainer_output", "completions")
-
-
-def _step(path: Path) -> tuple[int, str]:
-    return int(path.stem.split("_")[1]), path.name
 
 
 def _content(message: dict[str, Any]) -> str:
@@ -140,73 +133,38 @@ def _images_in_messages(prompt: Any) -> list[Any]:
     return [part["image"] for part in parts if part.get("type") == "image" and part.get("image") is not None]
 
 
-# What TRL's loss divides by, which it computes within `_compute_loss` and gives nobody.
-#
-# A term that is added to the loss has to be averaged as the loss is. Removable when TRL offers its normaliser; the
-# tests compare with TRL's own loss for all its types (tests/training/test_loss_terms.py).
-
-_PER_COMPLETION = ("grpo", "sapo")
-PER_WINDOW = ("dapo", "cispo", "vespo")  # losses that are divided by the tokens of the optimizer step
-
-
-def average_as_loss(
-    per_token: torch.Tensor,
-    mask: torch.Tensor,
-    inputs: dict[str, Any],
-    args: DAPOConfig,
-    *,
-    accumulation_steps: int,
-    num_processes: int,
-) -> torch.Tensor:
-    """Return the average of a term such that it has the scale of the loss it is added to, as TRL 1.16 divides.
-
-    Args:
-        per_token: (N, T) values of the term.
-        mask: (N, T) tokens that count in the loss.
-        inputs: the micro-batch, with `num_items_in_batch`, the valid tokens of the rollout over all processes.
-        accumulation_steps: micro-batches of the current optimizer step.
-    """
-    total = (per_token * mask).sum()
-    if args.loss_type in PER_WINDOW:
-        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / num_processes
-        of_window: torch.Tensor = tokens * accumulation_steps / args.steps_per_generation
-        return total / of_window
-    if args.loss_type in _PER_COMPLETION:
-        means = (per_token * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)  # (N,)
-        return means.mean() / accumulation_steps
-    if args.loss_type == "bnpo":
-        return total / mask.sum().clamp(min=1.0) / accumulation_steps
-    if args.loss_type == "dr_grpo":
-        return total / (per_token.size(0) * int(args.max_completion_length or 1)) / accumulation_steps
-    return (per_token * mask).sum(-1).mean() / accumulation_steps  # luspo
-
-
 # What TRL logs of a rollout batch, where further rounds of prompts belong to the same batch.
 
 
-def merge_rounds(metrics: dict[str, list[float]], before: dict[str, int], completions: list[int]) -> None:
-    """Make one entry of what was logged for the batch and for each further round, in place.
+@contextmanager
+def merge_round_metrics(trainer: GRPOTrainer, completions: int) -> Iterator[list[int]]:
+    """Make one entry of what TRL logs for a rollout batch and for each further round that is generated in this block.
 
     Means are weighted by completions; of smallest and largest values the smallest and the largest is kept.
 
     Args:
-        metrics: name -> values since they were last logged.
-        before: name -> how many values there were before the first further round.
-        completions: on a process, of the batch and of each further round.
+        completions: of that batch, on this process.
+
+    Yields:
+        Completions of a process in that batch, and in each further round, for which the block adds an entry.
     """
+    metrics, rounds = trainer._metrics["train"], [completions]
+    before = {name: len(values) for name, values in metrics.items()}
+    keep_newest(trainer._logs, completions * trainer.accelerator.num_processes)
+    yield rounds
     for name, values in metrics.items():
-        rounds = len(values) - before.get(name, 0)
-        if rounds == len(completions) - 1 > 0 and before.get(name):
-            newest = [values.pop() for _ in completions][::-1]
-            known = [(value, count) for value, count in zip(newest, completions, strict=True) if value == value]
-            values.append(_merged(name, known) if known else float("nan"))
+        further = len(values) - before.get(name, 0)
+        if further == len(rounds) - 1 > 0 and before.get(name):
+            values[-len(rounds) :] = [_merge_rounds(name, values[-len(rounds) :], rounds)]
 
 
-def _merged(name: str, values: list[tuple[float, int]]) -> float:
-    extreme = re.search(r"(?:^|[/_])(min|max)(?:[/_]|$)", name)
-    if extreme is not None:
-        return (min if extreme[1] == "min" else max)(value for value, _ in values)
-    return sum(value * count for value, count in values) / sum(count for _, count in values)
+def _merge_rounds(name: str, values: Sequence[float], counts: Sequence[int]) -> float:
+    known = [(value, count) for value, count in zip(values, counts, strict=True) if not math.isnan(value)]
+    if not known:
+        return math.nan
+    if extreme := re.search(r"(?:^|[/_])(min|max)(?:[/_]|$)", name):
+        return (min if extreme[1] == "min" else max)(value for value, _ in known)
+    return sum(value * count for value, count in known) / sum(count for _, count in known)
 
 
 def replace_newest(values: deque[Any], newest: list[Any]) -> None:
@@ -219,10 +177,8 @@ def replace_newest(values: deque[Any], newest: list[Any]) -> None:
 def enlarge_tables(logs: dict[str, Any], count: int) -> None:
     """Make room for `count` rows in the table of completions, in place; TRL's holds one rollout batch."""
     for name, values in logs.items():
-        if isinstance(values, deque):
-            logs[name] = deque(values, maxlen=count)
-        else:
-            logs[name] = defaultdict(lambda: deque(maxlen=count), values)
+        is_column = isinstance(values, deque)
+        logs[name] = deque(values, count) if is_column else defaultdict(lambda: deque(maxlen=count), values)
 
 
 def keep_newest(logs: dict[str, Any], count: int) -> None:
@@ -234,36 +190,45 @@ def keep_newest(logs: dict[str, Any], count: int) -> None:
 
 
 @contextmanager
-def merge_round_metrics(trainer: GRPOTrainer, completions: int) -> Iterator[list[int]]:
-    """Let what TRL logs of rollout batches generated in this block belong to the one before it.
+def unlogged(trainer: GRPOTrainer) -> Iterator[None]:
+    """Generate and reward in this block without a trace in metrics, tables and counts."""
+    with (
+        patched_attribute(trainer, "_metrics", {mode: defaultdict(list) for mode in trainer._metrics}),
+        patched_attribute(trainer, "_pending_extra_logs", defaultdict(list)),
+        patched_attribute(trainer, "_pending_metrics", defaultdict(list)),
+        patched_attribute(trainer.state, "num_input_tokens_seen", trainer.state.num_input_tokens_seen),
+    ):
+        yield
 
-    Args:
-        completions: of that batch, on this process.
 
-    Yields:
-        Completions of a process in that batch, and in each further one, for which the block adds an entry.
-    """
-    metrics = trainer._metrics["train"]
-    logged = {name: len(values) for name, values in metrics.items()}
-    keep_newest(trainer._logs, completions * trainer.accelerator.num_processes)
-    rounds = [completions]
-    yield rounds
-    merge_rounds(metrics, logged, rounds)
+# What TRL's constructor and generation read off the trainer, where ours has options beside.
+
+
+def enable_reference_model(owner: Any, args: DAPOConfig) -> AbstractContextManager[None]:
+    """Set beta to 1 in this block if a KL needs the reference, so that TRL builds and scores it."""
+    return patched_attribute(owner, "beta", 1.0 if args.kl_coef > 0 else owner.beta)
 
 
 @contextmanager
-def unlogged(trainer: GRPOTrainer) -> Iterator[None]:
-    """Generate and reward in this block without a trace in metrics, tables and counts."""
-    logs = *trainer._metrics.values(), trainer._pending_extra_logs, trainer._pending_metrics
-    before = [{name: list(values) for name, values in log.items()} for log in logs]
-    tokens = trainer.state.num_input_tokens_seen
-    try:
+def override_sampling(trainer: GRPOTrainer, wanted: Mapping[str, float]) -> Iterator[None]:
+    """Override `temperature` and `top_p` of vLLM or transformers in this block; a temperature of 0 is greedy."""
+    is_greedy = wanted.get("temperature") == 0
+
+    def change(options: dict[str, Any]) -> dict[str, Any]:
+        if not is_greedy:
+            return {**options, **wanted}
+        sampling = ("temperature", "top_p", "top_k", "min_p")
+        return {name: value for name, value in options.items() if name not in sampling} | {"do_sample": False}
+
+    with ExitStack() as stack:
+        if trainer.use_vllm:
+            for name, value in wanted.items():
+                stack.enter_context(patched_attribute(trainer.vllm_generation, name, value))
+        elif wanted:
+            config = GenerationConfig(**change(trainer.generation_config.to_diff_dict()))
+            stack.enter_context(patched_attribute(trainer, "generation_config", config))
+            stack.enter_context(patched_attribute(trainer, "generation_kwargs", change(trainer.generation_kwargs)))
         yield
-    finally:
-        for log, kept in zip(logs, before, strict=True):
-            log.clear()
-            log.update(kept)
-        trainer.state.num_input_tokens_seen = tokens
 
 
 # Completions without image tokens: TRL before 1.16 lets the policy sample them.

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice, pairwise
 from typing import Any
 
 from PIL import Image
 from trl import GRPOTrainer
 from trl.generation import vllm_client
 
-from vgr_trl.utils import ConfigError, VLLMServerError, patched_attribute
+from vgr_trl.utils import ConfigError, VLLMServerError, error_text, patched_attribute
 
 # Features of images that vLLM keeps: forgotten when it gets new weights.
 #
@@ -22,7 +22,11 @@ from vgr_trl.utils import ConfigError, VLLMServerError, patched_attribute
 
 
 def forget_with_new_weights(trainer: GRPOTrainer) -> None:
-    """Have the vLLM of a constructed trainer of images forget their features whenever it gets new weights."""
+    """Have the vLLM of a constructed trainer of images forget their features whenever it gets new weights.
+
+    Raises, when it gets them:
+        VLLMServerError: the server refuses.
+    """
     if not (trainer.use_vllm and trainer._is_vlm):
         return
     generation: Any = trainer.vllm_generation
@@ -30,28 +34,19 @@ def forget_with_new_weights(trainer: GRPOTrainer) -> None:
 
     def sync_weights() -> None:
         plain()
-        forget_image_features(generation)
+        if generation.mode == "colocate":
+            generation.llm.llm_engine.reset_encoder_cache()
+        elif generation.accelerator.is_main_process:
+            client = generation.vllm_client
+            answer = client.session.post(f"{client.base_url}/reset_encoder_cache")
+            if answer.status_code != 200:
+                raise VLLMServerError(
+                    f"The vLLM server at {client.base_url} answers reset_encoder_cache with {answer.status_code}, and "
+                    "would go on with features of images from older weights: start a release from 0.22 on, with "
+                    "VLLM_SERVER_DEV_MODE=1."
+                )
 
     generation.sync_weights = sync_weights
-
-
-def forget_image_features(generation: Any) -> None:
-    """Empty the cache of image features of vLLM, by the process that speaks to it.
-
-    Raises:
-        VLLMServerError: the server refuses.
-    """
-    if generation.mode == "colocate":
-        generation.llm.llm_engine.reset_encoder_cache()
-    elif generation.accelerator.is_main_process:
-        client = generation.vllm_client
-        answer = client.session.post(f"{client.base_url}/reset_encoder_cache")
-        if answer.status_code != 200:
-            raise VLLMServerError(
-                f"The vLLM server at {client.base_url} answers reset_encoder_cache with {answer.status_code}, and "
-                "would go on with features of images from older weights: start a release from 0.22 on, with "
-                "VLLM_SERVER_DEV_MODE=1."
-            )
 
 
 # Prompts with images for vLLM: one placeholder token per image where vLLM writes the others itself.
@@ -84,40 +79,31 @@ def collapse_images(
     Raises:
         ConfigError: it is ambiguous which placeholder tokens of a prompt belong to which image.
     """
-    sizes = None
-    if tokens_per_image is not None and len(tokens_per_image) == sum(images_per_prompt):
-        sizes = iter(tokens_per_image)
+    is_known = tokens_per_image is not None and len(tokens_per_image) == sum(images_per_prompt)
+    sizes = iter(tokens_per_image or ()) if is_known else iter(())
     collapsed = []
     for row, (ids, images) in enumerate(zip(prompt_ids, images_per_prompt, strict=True)):
-        mine = None if sizes is None else list(islice(sizes, images))
         runs = [len(list(run)) for is_image, run in groupby(ids, image_token_id.__eq__) if is_image]
-        counts = _images_per_run(runs, images, mine)
+        counts = _images_per_run(runs, images, list(islice(sizes, images)))
         if counts is None:
             raise ConfigError(
                 f"Prompt {row} has {len(runs)} runs of the image token {image_token_id}, of {runs} tokens, for "
-                f"{images} images{'' if mine is None else f' of {mine} tokens'}, so which of them "
-                "belong to which image is ambiguous: put text between images, or generate with use_vllm=False."
+                f"{images} images, so which of them belong to which image is ambiguous: put text between images, or "
+                "generate with use_vllm=False."
             )
         collapsed.append(list(_replace_runs(ids, image_token_id, counts)))
     return collapsed
 
 
-def _images_per_run(runs: Sequence[int], images: int, sizes: Sequence[int] | None) -> list[int] | None:
-    """How many images each run of placeholder tokens stands for; None if that cannot be told."""
+def _images_per_run(runs: Sequence[int], images: int, sizes: Sequence[int]) -> list[int] | None:
+    """How many images, of `sizes` tokens if that is known, each run of placeholders stands for; None: ambiguous."""
     if len(runs) == images:
         return [1] * images
-    if sizes is None:
+    ends, image_ends = list(accumulate(runs)), list(accumulate(sizes))
+    if ends[-1:] != image_ends[-1:] or not set(ends) <= set(image_ends):
         return None
-    counts, rest = [], list(sizes)
-    for length in runs:
-        count = 0
-        while length > 0 and rest:
-            length -= rest.pop(0)
-            count += 1
-        if length != 0:
-            return None
-        counts.append(count)
-    return None if rest else counts
+    places = [0, *(image_ends.index(end) + 1 for end in ends)]
+    return [after - before for before, after in pairwise(places)]
 
 
 def _replace_runs(ids: Sequence[int], token: int, lengths: Sequence[int]) -> Iterator[int]:
@@ -156,15 +142,11 @@ class VLLMImages:
         if self.why_not is not None:
             raise ConfigError(self.why_not)
         if self.image_token_id is not None:
-            counts = [len(row or ()) for row in images]
-            prompt_ids = collapse_images(prompt_ids, counts, self.image_token_id, self._tokens_per_image(fields))
+            grid, tokens = fields.get("image_grid_thw"), None
+            if grid is not None and self.merge_size is not None:
+                tokens = [int(t) * int(h) * int(w) // self.merge_size**2 for t, h, w in grid]
+            prompt_ids = collapse_images(prompt_ids, [len(row or ()) for row in images], self.image_token_id, tokens)
         return prompt_ids, [row or None for row in images]  # of an empty list TRL would take the first image
-
-    def _tokens_per_image(self, fields: Mapping[str, Any]) -> list[int] | None:
-        grid = fields.get("image_grid_thw")
-        if grid is None or self.merge_size is None:
-            return None
-        return [int(t) * int(h) * int(w) // self.merge_size**2 for t, h, w in grid]
 
 
 def plan_vllm_images(trainer: GRPOTrainer, has_images: bool) -> VLLMImages | None:
@@ -220,21 +202,38 @@ def repeats_one_token(processor: Any) -> bool:
 
 
 @contextmanager
-def readable_logprobs() -> Iterator[None]:
-    """In this block TRL's client reads log-probabilities in both forms."""
+def answers_of_server(trainer: GRPOTrainer) -> Iterator[None]:
+    """Read log-probabilities of a server in both forms in this block, and explain the error if it cannot be reached.
+
+    TRL's client has then asked it again for about a minute.
+
+    Raises:
+        VLLMServerError: in the process that asks it.
+    """
     plain = vllm_client.parse_logprobs
-    with patched_attribute(
-        vllm_client, "parse_logprobs", lambda choices: plain([fill_texts(choice) for choice in choices])
-    ):
-        yield
+    try:
+        with patched_attribute(
+            vllm_client, "parse_logprobs", lambda choices: plain([fill_texts(choice) for choice in choices])
+        ):
+            yield
+    except OSError as error:  # as are all errors of requests
+        raise VLLMServerError(
+            f"The vLLM server at {trainer.vllm_generation.vllm_client.base_url} did not answer in step "
+            f"{trainer.state.global_step + 1} ({error_text(error)}): start it again, then continue with "
+            "--resume_from_checkpoint."
+        ) from error
 
 
 def fill_texts(logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the log-probabilities of a completion with a `token` for every `token_id`, also among the most likely."""
-    if logprobs is None or not logprobs.get("content"):
+    if logprobs is None or "content" not in logprobs:
         return logprobs
-    entries = [{**each, "top_logprobs": each.get("top_logprobs") or []} for each in logprobs["content"]]
-    for entry in entries:
-        entry["top_logprobs"] = [{"token": f"token_id:{top.get('token_id')}", **top} for top in entry["top_logprobs"]]
-    content = [{"token": f"token_id:{entry.get('token_id')}", **entry} for entry in entries]
+    content = [
+        {**_fill_text(entry), "top_logprobs": [_fill_text(top) for top in entry.get("top_logprobs") or ()]}
+        for entry in logprobs["content"] or ()
+    ]
     return {**logprobs, "content": content}
+
+
+def _fill_text(entry: dict[str, Any]) -> dict[str, Any]:
+    return {"token": f"token_id:{entry.get('token_id')}", **entry}

@@ -1,23 +1,138 @@
 """Replay buffer: groups of earlier rollouts take the place of zero-variance groups."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
+from torch import Tensor
 from transformers.utils import logging
 
-from vgr_trl.checkpoints import load_shares, save_share
+from vgr_trl.advantages import row_std
+from vgr_trl.checkpoints import SavedState
 from vgr_trl.credit import active_rules
 from vgr_trl.registries import short_name
 from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.sampling.groups import Group, cut_groups, fill_old_logps, priority
-from vgr_trl.sampling.zero_variance import group_spread
+from vgr_trl.rows import OLD_LOGPS, Placement, Rows, join_rows, valid_tokens
+from vgr_trl.signals.named import columns_to_signals, signals_to_columns
 
 logger = logging.get_logger(__name__)
 
 
-# A buffer of groups that had a gradient, to take the place of groups that have none
+@dataclass(frozen=True, eq=False)  # tensors do not compare to a bool
+class Group:
+    """The G completions of one prompt, with all that training on them again takes.
+
+    Every process knows of every group; one of them, the holder, has its rows.
+
+    Attributes:
+        advantages: (G,) float32, on the CPU.
+        rewards: (G,) float32, weighted sums without what the KL adds; NaN for a completion without any. On the CPU.
+        step: global step at which it was generated.
+        holder: process that has the rows.
+        rows: on the CPU, no longer than the group's own longest prompt and completion; None on other processes.
+    """
+
+    advantages: Tensor
+    rewards: Tensor
+    step: int = 0
+    holder: int = 0
+    rows: Rows | None = None
+
+
+def cut_groups(trainer: ConstructedTrainer, rollout: Rollout, wanted: Sequence[int]) -> list[Group]:
+    """Return the groups of a rollout with the numbers `wanted`, the same on every process, copied to the CPU.
+
+    The process with a group's first completion becomes its holder. If any wanted group is spread over processes, all
+    of them gather once, to bring its other rows there. Old log-probabilities, which TRL leaves out of an on-policy
+    batch, are the measured ones.
+
+    Raises:
+        DataError: the batch cannot be cut into rows.
+    """
+    selection, pad_token_id = rollout.selection, trainer._tokenizer.pad_token_id
+    placement, batch = selection.placement, dict(rollout.batch)
+    if rollout.signals is not None:
+        batch.setdefault(OLD_LOGPS, rollout.signals.logps)
+    rows = Rows.from_batch(batch | signals_to_columns(rollout.signals))
+    rows.columns.pop("advantages", None)
+    lengths = [batch[name].sum(1).tolist() for name in ("prompt_mask", "completion_mask")]
+    pieces = {}
+    for group in wanted:
+        if here := [row for row, _ in placement.here(group)]:
+            widths = [max(1, *(of_rows[row] for row in here)) for of_rows in lengths]
+            pieces[group] = rows.take(here).trim(*widths).stored()
+    holders = {group: placement.holder(group) for group in wanted}
+    brought = placement.bring_to_holders(pieces, holders, gather_object)
+    whole = {group: join_rows(parts, pad_token_id=pad_token_id).stored() for group, parts in brought.items()}
+    advantages, rewards = (
+        each.detach().to("cpu", torch.float32).view(-1, placement.num_generations)
+        for each in (selection.advantages, selection.task_rewards)
+    )
+    return [
+        Group(advantages[group].clone(), rewards[group].clone(), trainer.state.global_step, holder, whole.get(group))
+        for group, holder in holders.items()
+    ]
+
+
+def insert_groups(trainer: ConstructedTrainer, rollout: Rollout, replacements: Mapping[int, Group]) -> None:
+    """Put groups in the place of others into the batch and the signals of a rollout, and count its tokens again.
+
+    The local batch is padded to the longest prompt and completion in it, and keeps its structure: what it does not
+    have (reference log-probabilities, say) is not brought in, except for image inputs. If any group has to go to
+    another process, all of them gather once.
+
+    Args:
+        replacements: number of a group of the batch -> the group that takes its place; the same on every process. It
+            may come from a buffer or from another batch.
+
+    Raises:
+        DataError: a group lacks what the batch has.
+    """
+    placement = rollout.selection.placement
+    parts = [Rows.from_batch(rollout.batch | signals_to_columns(rollout.signals))]
+    source = list(range(len(parts[0])))
+    for target, rows in _bring_rows(replacements, placement).items():
+        first = sum(map(len, parts))
+        parts.append(rows)
+        for row, index in placement.here(target):
+            source[row] = first + index
+    joined = join_rows(
+        parts, pad_token_id=trainer._tokenizer.pad_token_id, pad_to_multiple_of=trainer.pad_to_multiple_of
+    ).take(source)
+    rollout.batch, rollout.signals = joined.into_batch(rollout.batch), columns_to_signals(joined.columns)
+    rollout.batch["num_items_in_batch"] = trainer.accelerator.gather(valid_tokens(rollout.batch).sum()).sum()
+
+
+def _bring_rows(replacements: Mapping[int, Group], placement: Placement) -> dict[int, Rows]:
+    """Return the groups of which this process needs rows, with their advantages."""
+    travelling = [target for target, group in replacements.items() if list(placement.holders(target)) != [group.holder]]
+    arrived = {target: group.rows for target, group in replacements.items()}
+    if travelling:
+        sent = [(target, arrived[target]) for target in travelling if arrived[target] is not None]
+        arrived |= dict(gather_object(sent))
+    return {
+        target: replace(rows, columns=rows.columns | {"advantages": replacements[target].advantages})
+        for target, rows in arrived.items()
+        if rows is not None and placement.here(target)
+    }
+
+
+def priority(advantages: Tensor, rewards: Tensor) -> Tensor:
+    """Return the sum of |advantages| (num_groups, G) times the deviation of the rewards, (num_groups,) float64."""
+    return advantages.double().abs().sum(dim=1) * row_std(rewards.double()).squeeze(1)
+
+
+def group_spread(advantages: Tensor, rewards: Tensor, estimator: str = "grpo") -> Tensor:
+    """Return what makes a group's gradient, (num_groups,): deviation of the rewards for `grpo`, else max |advantage|.
+
+    Args:
+        advantages: (num_groups, G).
+        rewards: weighted sums, (num_groups, G), NaN for a completion without any; with fewer than two the deviation is
+            NaN.
+    """
+    return row_std(rewards.double()).squeeze(1) if estimator == "grpo" else advantages.double().abs().amax(dim=1)
 
 
 class ReplayBuffer:
@@ -33,7 +148,7 @@ class ReplayBuffer:
     Args:
         size: groups to keep at most, at least 1.
         min_reward: mean reward that a group needs to enter. None: any.
-        variance_epsilon: when a group has no gradient, see `zero_variance_groups`; at least 0.
+        variance_epsilon: a group whose `group_spread` is not above it has no gradient; at least 0.
         max_age: steps after which a group leaves, at least 1. None: never.
         seed: of what is drawn.
         estimator: of the groups' advantages.
@@ -52,30 +167,23 @@ class ReplayBuffer:
         self.size, self.min_reward, self.variance_epsilon = size, min_reward, variance_epsilon
         self.max_age, self.estimator = max_age, estimator
         self.step = 0
-        self._groups: list[Group] = []  # in the order of being added
+        self.groups: list[Group] = []  # in the order of being added
         self._generator = torch.Generator().manual_seed(seed)
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self.groups)
 
-    @property
-    def megabytes(self) -> float:
-        """Millions of bytes that the rows on this process take, each prompt's images counted once."""
-        return sum(group.nbytes for group in self._groups) / 1e6
-
-    @property
-    def mean_age(self) -> float:
-        """Steps since the groups were generated, on average; 0 for an empty buffer."""
-        ages = [self.step - group.step for group in self._groups]
-        return sum(ages) / len(ages) if ages else 0.0
+    def _priorities(self) -> Tensor:
+        advantages, rewards = zip(*((group.advantages, group.rewards) for group in self.groups), strict=True)
+        return priority(torch.stack(advantages), torch.stack(rewards))
 
     def advance(self, step: int) -> None:
         """Set the step; evict groups older than `max_age`."""
         self.step = step
         if self.max_age is not None:
-            self._groups = [group for group in self._groups if step - group.step <= self.max_age]
+            self.groups = [group for group in self.groups if step - group.step <= self.max_age]
 
-    def admits(self, advantages: torch.Tensor, rewards: torch.Tensor) -> list[bool]:
+    def admits(self, advantages: Tensor, rewards: Tensor) -> list[bool]:
         """Whether each of the groups would enter by itself; cheaper than making them.
 
         Args:
@@ -83,22 +191,21 @@ class ReplayBuffer:
             rewards: weighted sums, (num_groups, G).
         """
         values = priority(advantages, rewards)
-        found = group_spread(advantages.flatten(), rewards.flatten(), rewards.size(-1), estimator=self.estimator)
-        enters = (found > self.variance_epsilon) & values.isfinite()
+        enters = (group_spread(advantages, rewards, self.estimator) > self.variance_epsilon) & values.isfinite()
         if self.min_reward is not None:
-            enters &= rewards.double().nanmean(dim=-1) >= self.min_reward
+            enters &= rewards.double().nanmean(dim=1) >= self.min_reward
         if len(self) >= self.size:
-            enters &= values >= min(group.priority for group in self._groups)
+            enters &= values >= self._priorities().min()
         return enters.tolist()
 
     def add(self, group: Group) -> bool:
         """Add a group, unless it is not admitted; return whether it was."""
         if not self.admits(group.advantages.unsqueeze(0), group.rewards.unsqueeze(0))[0]:
             return False
-        self._groups.append(group)
+        self.groups.append(group)
         self.step = max(self.step, group.step)
         if len(self) > self.size:
-            self._groups.remove(min(self._groups, key=lambda each: each.priority))  # of equal ones the first
+            del self.groups[int(self._priorities().argmin())]  # of equal ones the first
         return True
 
     def sample(self, count: int) -> list[Group]:
@@ -109,12 +216,11 @@ class ReplayBuffer:
         Args:
             count: at least 0; where it is more than there are, all are returned.
         """
-        if not count or not self._groups:
+        if not count or not self.groups:
             return []
-        weights = torch.tensor([group.priority for group in self._groups], dtype=torch.float64)
-        least = torch.finfo(weights.dtype).tiny  # of a group of priority 0, which comes behind all others
-        order = torch.multinomial(weights.clamp(min=least), min(count, len(self)), generator=self._generator)
-        return [self._groups[index] for index in order.tolist()]
+        weights = self._priorities().clamp(min=torch.finfo(torch.float64).tiny)
+        order = torch.multinomial(weights, min(count, len(self)), generator=self._generator)
+        return [self.groups[index] for index in order.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this process has, as tensors, numbers, lists and dictionaries (for `torch.save`)."""
@@ -122,57 +228,43 @@ class ReplayBuffer:
             "step": self.step,
             "estimator": self.estimator,
             "generator": self._generator.get_state(),
-            "groups": [group.state_dict() for group in self._groups],
+            "groups": [{**vars(group), "rows": group.rows and dict(vars(group.rows))} for group in self.groups],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken; the options of this buffer hold for the groups too.
 
-        For another number of processes see `merge_states` and `split_state`.
+        For another number of processes see `deal_groups`.
         """
         self._generator.set_state(state["generator"])
-        self._groups = []
+        self.groups = []
         for saved in state["groups"]:
-            self.add(Group.from_state(saved))
+            self.add(Group(**{**saved, "rows": saved["rows"] and Rows(**saved["rows"])}))
         self.advance(state["step"])
 
 
-def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one state with the rows of all groups, from the states that the processes of a run saved together.
+def deal_groups(states: Sequence[Mapping[str, Any]], process_index: int, num_processes: int) -> dict[str, Any]:
+    """Return a buffer's state for one of any number of processes: all groups, every `num_processes`-th with its rows.
 
     Args:
         states: what `ReplayBuffer.state_dict` returned on each process of one checkpoint, in any order.
     """
-    first = states[0]
-    groups = [
-        next(state["groups"][index] for state in states if state["groups"][index]["rows"] is not None)
-        for index in range(len(first["groups"]))
-    ]
-    return {**first, "groups": groups}
-
-
-def split_state(state: Mapping[str, Any], process_index: int, num_processes: int) -> dict[str, Any]:
-    """Return the share of one process: all groups, every `num_processes`-th of them with its rows.
-
-    Args:
-        state: with the rows of all groups, as `merge_states` returns it.
-    """
     groups = []
-    for index, group in enumerate(state["groups"]):
+    for index, saved in enumerate(zip(*(state["groups"] for state in states), strict=True)):
         holder = index % num_processes
-        groups.append({**group, "holder": holder, "rows": group["rows"] if holder == process_index else None})
-    return {**state, "groups": groups}
+        rows = next(group["rows"] for group in saved if group["rows"] is not None)
+        groups.append({**saved[0], "holder": holder, "rows": rows if holder == process_index else None})
+    return {**states[0], "groups": groups}
 
 
-# The replay buffer of a trainer: what is drawn, what enters and when, what is logged and saved of it
+class Replay(ReplayBuffer, SavedState):
+    """The replay buffer of a trainer."""
 
-
-class Replay:
-    """Groups of earlier rollout batches, which take the place of zero-variance ones."""
+    kind = "replay"
 
     def __init__(self, trainer: ConstructedTrainer) -> None:
         args, self._trainer = trainer.args, trainer
-        self.buffer = ReplayBuffer(
+        super().__init__(
             args.replay_buffer_size,
             min_reward=args.filter_min_reward,
             variance_epsilon=args.replay_var_epsilon,
@@ -183,25 +275,16 @@ class Replay:
 
     def draw(self, count: int) -> list[Group]:
         """Return up to `count` groups for the current batch; those that have become too old leave before."""
-        self.buffer.advance(self._trainer.state.global_step)
-        return self.buffer.sample(count)
+        self.advance(self._trainer.state.global_step)
+        return self.sample(count)
 
-    def keep(self, trainer: ConstructedTrainer, rollout: Rollout, fresh: dict[int, Group]) -> None:
-        """Put groups with a gradient into the buffer.
-
-        Args:
-            fresh: groups of further prompts, by their place in the batch.
-        """
+    def keep(self, rollout: Rollout, fresh: Sequence[Group]) -> None:
+        """Add the groups of a rollout that have a gradient, and those of further prompts."""
         selection = rollout.selection
         size = selection.placement.num_generations
-        values = (each.cpu().view(-1, size) for each in (selection.advantages, selection.task_rewards))
-        admitted = self.buffer.admits(*values)
-        wanted = [group for group in selection.kept if admitted[group]]
-        groups = cut_groups(
-            rollout, wanted, pad_token_id=trainer._tokenizer.pad_token_id, step=trainer.state.global_step
-        )
-        for group in [*map(fill_old_logps, groups), *fresh.values()]:
-            self.buffer.add(group)
+        admitted = self.admits(*(each.cpu().view(-1, size) for each in (selection.advantages, selection.task_rewards)))
+        for group in [*cut_groups(self._trainer, rollout, [g for g in selection.kept if admitted[g]]), *fresh]:
+            self.add(group)
 
     def metrics(self, replaced_fraction: float) -> dict[str, float]:
         """Return what is logged of the buffer, the same on every process, which all call it.
@@ -210,34 +293,28 @@ class Replay:
             replaced_fraction: groups of the batch that came from the buffer, of all.
         """
         accelerator = self._trainer.accelerator
-        megabytes = accelerator.gather(torch.tensor([self.buffer.megabytes], device=accelerator.device))
+        megabytes = sum(group.rows.nbytes for group in self.groups if group.rows is not None) / 1e6  # on this process
         return {
-            "replay/size": len(self.buffer),
-            "replay/megabytes": megabytes.sum().item(),
+            "replay/size": len(self),
+            "replay/megabytes": accelerator.gather(torch.tensor([megabytes], device=accelerator.device)).sum().item(),
             "replay/replaced_fraction": replaced_fraction,
-            "replay/mean_age": self.buffer.mean_age,
+            "replay/mean_age": sum(self.step - group.step for group in self.groups) / max(len(self), 1),
         }
 
-    def save(self, folder: Path) -> None:
-        """Write the share of this process into a checkpoint, complete or not at all."""
-        accelerator = self._trainer.accelerator
-        state = {**self.buffer.state_dict(), "contents": self._contents()}
-        save_share(state, folder, accelerator.process_index, accelerator.num_processes, "replay")
+    def state_dict(self) -> dict[str, Any]:
+        """Return the buffer's state, and what its groups contain."""
+        return {**super().state_dict(), "contents": self._contents()}
 
-    def load(self, folder: Path) -> None:
+    def load_states(self, states: list[dict[str, Any]]) -> None:
         """Continue with the buffer of a checkpoint, which another number of processes may have written.
 
         It starts empty, with a warning, if its groups cannot be trained on with the options of this run.
         """
-        accelerator, states = self._trainer.accelerator, load_shares(folder, "replay")
-        reason: str | None = "the checkpoint was written without replay_buffer_size"
-        if states:
-            merged = merge_states(states)
-            reason = self._why_unusable(merged)
-            if reason is None:
-                self.buffer.load_state_dict(split_state(merged, accelerator.process_index, accelerator.num_processes))
-        if reason is not None and accelerator.is_main_process:
-            logger.warning(f"The replay buffer of {folder} starts empty: {reason}.")
+        accelerator, reason = self._trainer.accelerator, self._why_unusable(states[0])
+        if reason is None:
+            self.load_state_dict(deal_groups(states, accelerator.process_index, accelerator.num_processes))
+        elif accelerator.is_main_process:
+            logger.warning(f"The replay buffer of the checkpoint is left out and starts empty: {reason}.")
 
     def _contents(self) -> list[str]:
         """The options that decide what is stored of each group, as far as they are on, and what is measured of it."""
@@ -253,13 +330,12 @@ class Replay:
         return [*(name for name, is_on in options.items() if is_on), *measurement.needed, *measurement.views, *rules]
 
     def _why_unusable(self, state: Mapping[str, Any]) -> str | None:
-        """Why the groups of a saved buffer cannot be trained on with the options of this run, None if they can."""
+        """Return why the groups of a saved buffer cannot be trained on with these options, None if they can."""
         args = self._trainer.args
         if state["estimator"] != args.advantage_estimator:
             return f"advantage_estimator is {args.advantage_estimator}, and was {state['estimator']}"
         sizes = {len(group["advantages"]) for group in state["groups"]}
         if sizes - {args.num_generations}:
             return f"num_generations is {args.num_generations}, and its groups have {max(sizes)} completions"
-        if missing := [name for name in self._contents() if name not in state["contents"]]:
-            return f"it was stored without {' and '.join(missing)}"
-        return None
+        missing = [name for name in self._contents() if name not in state["contents"]]
+        return f"it was stored without {' and '.join(missing)}" if missing else None

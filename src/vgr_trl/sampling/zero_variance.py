@@ -1,26 +1,137 @@
-"""Find zero-variance groups, and groups that online filtering leaves out."""
+"""Select the groups of a rollout that are trained on: drop, resample and replay zero-variance groups.
 
-from collections.abc import Sequence
-from pathlib import Path
+All tensors about groups are of all processes, prompt-major, so that every process finds the same groups.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate import PartialState
+from torch import Tensor
 from transformers.utils import logging
 
 from vgr_trl.advantages import estimate_advantages
-from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.credit import masked_mean
-from vgr_trl.patches.trl import replace_newest
+from vgr_trl.patches.trl import merge_round_metrics, replace_newest
 from vgr_trl.rollout import ConstructedTrainer, GroupSelection, Rollout, weighted_sums
-from vgr_trl.rows import Placement, valid_tokens
+from vgr_trl.rows import OLD_LOGPS, Placement, valid_tokens
+from vgr_trl.sampling.replay import Group, cut_groups, group_spread, insert_groups
 from vgr_trl.utils import ConfigError
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
 
-
 logger = logging.get_logger(__name__)
+Chosen = dict[int, tuple[Rollout, int]]  # place in the batch -> rollout and number of the group that takes it
+
+
+def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, float]:
+    """Replace zero-variance groups of a rollout by further or replayed ones, where that is on; return metrics."""
+    args, replay, metrics, chosen = trainer.args, trainer.replay, dict[str, float](), Chosen()
+    selection, rounds = find_zero_variance(trainer, rollout), [rollout]
+    if trainer.further_prompts is not None:
+        chosen, metrics = resample(trainer, rounds)
+    trained = len(selection.kept) + len(chosen)
+    sentence = trainer.zero_variance_streak.end_rollout(trained)
+    if sentence is not None and trainer.accelerator.is_main_process:
+        logger.warning(sentence)
+    if not trainer.selects_groups:
+        rollout.with_gradient = selection.rows_with_gradient()
+        return {}
+    missing = [group for group in selection.dropped if group not in chosen]
+    replayed = {} if replay is None else dict(zip(missing, replay.draw(len(missing)), strict=False))
+    is_of_batch = args.advantage_estimator == "grpo" and trainer.scale_rewards == "batch"
+    if args.advantage_estimator == "reinforce_plus_plus" or (
+        is_of_batch and (chosen or replayed or selection.filtered)
+    ):
+        replayed = divide_by_one_deviation(trainer, rounds, chosen, replayed)
+    fresh = {place: cut_groups(trainer, source, [number])[0] for place, (source, number) in chosen.items()}
+    if replay is not None:
+        replay.keep(rollout, list(fresh.values()))
+    replacements = fresh | replayed
+    if replayed and rollout.signals is not None:  # stored groups have what TRL leaves out of an on-policy batch
+        rollout.batch = {OLD_LOGPS: rollout.signals.logps} | rollout.batch
+    if replacements:
+        insert_groups(trainer, rollout, replacements)
+    num_groups = selection.placement.num_groups
+    if replay is not None:
+        metrics |= replay.metrics(len(replayed) / num_groups)
+    metrics["sampling/nonzero_variance_fraction"] = (trained + len(replayed)) / num_groups
+    rollout.with_gradient, rollout.replaced = selection.rows_with_gradient(replacements), sorted(replacements)
+    # A filtered group that nothing replaces has rewards that differ; without this it would be trained on.
+    advantages = rollout.batch["advantages"]
+    rollout.batch = {**rollout.batch, "advantages": advantages * rollout.with_gradient.to(advantages.device)}
+    return metrics
+
+
+def resample(trainer: ConstructedTrainer, rounds: list[Rollout]) -> tuple[Chosen, dict[str, float]]:
+    """Generate for further prompts; return the groups that take places of dropped ones, and metrics.
+
+    The rollouts are added to `rounds`. DAPO (https://huggingface.co/papers/2503.14476) generates until the batch is
+    full of groups with a gradient; here the number of rounds is limited.
+    """
+    prompts, first = trainer.further_prompts, rounds[0].selection
+    missing, chosen, generated = list(first.dropped), Chosen(), 0
+    if missing:
+        prompts.begin(rounds[0].rows, first.placement)
+    with merge_round_metrics(trainer, first.placement.rows) as completions:
+        while missing and len(rounds) <= trainer.args.dynamic_sampling_max_rounds:
+            rows, count = prompts.draw(len(missing), first.placement)
+            if not rows:
+                break
+            completions.append(len(rows))
+            with trainer.new_rollout(rows) as further:
+                trainer.generate_and_score(further)
+                kept = find_zero_variance(trainer, further, first.bounds).kept
+            rounds.append(further)
+            chosen |= {place: (further, number) for place, number in zip(missing, kept, strict=False)}
+            missing, generated = missing[len(kept) :], generated + count
+    return chosen, {
+        "dynamic_sampling/rounds": len(rounds) - 1,
+        "dynamic_sampling/generated_groups": generated,
+        "dynamic_sampling/discarded_groups": generated - len(chosen),
+    }
+
+
+def divide_by_one_deviation(
+    trainer: ConstructedTrainer, rounds: list[Rollout], chosen: Chosen, replayed: Mapping[int, Group]
+) -> dict[int, Group]:
+    """Divide the advantages of all rounds by the deviation over the groups that are trained on.
+
+    Used for `reinforce_plus_plus`, and for `scale_rewards batch`, which counts and divides replayed groups too. A
+    filtered group that nothing replaces is not trained on, and does not count.
+
+    Returns:
+        the replayed groups.
+    """
+    estimator, selections = trainer.args.advantage_estimator, [rollout.selection for rollout in rounds]
+    first, size = selections[0], selections[0].placement.num_generations
+    own = torch.ones(first.placement.num_groups, dtype=torch.bool, device=first.rewards.device)
+    own[[*first.filtered, *chosen, *replayed]] = False
+    rewards = [first.rewards.view(-1, size)[own].flatten()]
+    rewards += [source.selection.rewards.view(-1, size)[number] for source, number in chosen.values()]
+    if estimator == "grpo":
+        rewards += [group.rewards.to(first.rewards) for group in replayed.values()]
+    trained = torch.cat(rewards)
+    for selection in selections:
+        selection.advantages = estimate_advantages(selection.rewards, size, estimator, trained=trained)
+    rounds[0].batch = {**rounds[0].batch, "advantages": first.local_advantages}
+    every = [value for selection in selections for value in selection.advantages.tolist()]
+    replace_newest(trainer._logs["advantages"], every)
+    if estimator != "grpo":
+        return dict(replayed)
+    trained = trained.cpu()
+    return {
+        place: replace(group, advantages=estimate_advantages(group.rewards, size, estimator, trained=trained))
+        for place, group in replayed.items()
+    }
+
+
+def sum_task_rewards(trainer: ConstructedTrainer, rewards: Tensor) -> Tensor:
+    """Return the weighted sums, (N of all,), of rewards (N of all, F) without the KL penalty, their last column."""
+    count = rewards.size(1) - trainer.args.penalises_kl
+    return weighted_sums(rewards[:, :count], trainer.reward_weights[:count])
 
 
 def find_zero_variance(
@@ -32,46 +143,44 @@ def find_zero_variance(
         bounds: quantiles of online filtering, those of the first round.
     """
     args, accelerator, size = trainer.args, trainer.accelerator, int(trainer.args.num_generations or 1)
+    estimator, baseline = args.advantage_estimator, None
     rows = len(rollout.batch["prompt_ids"])
     placement = Placement(rows, size, accelerator.process_index, accelerator.num_processes)
     rewards = weighted_sums(rollout.rewards, trainer.reward_weights)
-    tasks = rollout.rewards[:, :-1] if args.penalises_kl else rollout.rewards
-    task_rewards = weighted_sums(tasks, trainer.reward_weights[: tasks.size(1)])
-    selection = GroupSelection(placement, rewards, task_rewards, accelerator.gather(rollout.batch["advantages"]))
-    zero_variance, baseline = list[int](), None
+    tasks = sum_task_rewards(trainer, rollout.rewards)
+    rollout.selection = selection = GroupSelection(
+        placement, rewards, tasks, accelerator.gather(rollout.batch["advantages"])
+    )
     if trainer.critic is not None:
         of_tokens = rollout.batch["token_advantages"].nan_to_num()  # (N, T)
         selection.advantages = accelerator.gather(masked_mean(of_tokens, valid_tokens(rollout.batch)).squeeze(1))
-    elif args.advantage_estimator != "grpo":
-        if args.advantage_estimator == "remax":
-            baseline = greedy_baseline(trainer, rollout, placement)
-        selection.advantages = estimate_advantages(rewards, size, args.advantage_estimator, baseline)
-    if args.advantage_estimator != "grpo":
+    elif estimator != "grpo":
+        baseline = greedy_baseline(trainer, rollout, placement) if estimator == "remax" else None
+        selection.advantages = estimate_advantages(rewards, size, estimator, baseline)
+    if estimator != "grpo":
         rollout.batch = {**rollout.batch, "advantages": selection.local_advantages}
         replace_newest(trainer._logs["advantages"], selection.advantages.tolist())
+    zero_variance, filtered = list[int](), list[int]()
     if trainer.critic is None:
-        estimator, epsilon, advantages = args.advantage_estimator, args.replay_var_epsilon, selection.advantages
+        advantages = selection.advantages
         if args.penalises_kl:  # its differences within a group say nothing about the task
-            advantages = estimate_advantages(task_rewards, size, estimator, baseline)
-        zero_variance = zero_variance_groups(advantages, task_rewards, size, estimator=estimator, epsilon=epsilon)
-    filtered: list[int] = []
+            advantages = estimate_advantages(tasks, size, estimator, baseline)
+        spread = group_spread(advantages.view(-1, size), tasks.view(-1, size), estimator)
+        zero_variance = _numbers(~(spread > args.replay_var_epsilon))  # of NaN too
     if args.online_filtering:
-        index = filter_index(args.filter_key, trainer.reward_func_names)
-        compared = task_rewards if index is None else rollout.rewards[:, index]
+        index, is_quantile = filter_index(args.filter_key, trainer.reward_func_names), args.filter_mode == "quantile"
+        compared = tasks if index is None else rollout.rewards[:, index]
+        means = compared.double().view(-1, size).nanmean(dim=1)  # (num_groups,), NaN for a group without any reward
         selection.bounds = bounds or (args.filter_low, args.filter_high)
-        if args.filter_mode == "quantile" and bounds is None:
-            selection.bounds = quantile_bounds(compared, size, low=args.filter_low, high=args.filter_high)
-        low, high = selection.bounds
-        inclusive = args.filter_mode == "quantile"
-        filtered = filtered_groups(compared, size, low=low, high=high, inclusive=inclusive)
+        if is_quantile and bounds is None:
+            selection.bounds = means.nanquantile(args.filter_low).item(), means.nanquantile(args.filter_high).item()
+        filtered = filtered_groups(means, *selection.bounds, inclusive=is_quantile)
     selection.filtered = sorted(set(filtered).difference(zero_variance))
-    trainer.zero_variance_streak.add(placement.num_groups, len(zero_variance), len(selection.filtered))
     selection.dropped = sorted({*zero_variance, *filtered})
-    rollout.selection = selection
     return selection
 
 
-def greedy_baseline(trainer: ConstructedTrainer, rollout: Rollout, placement: Placement) -> torch.Tensor:
+def greedy_baseline(trainer: ConstructedTrainer, rollout: Rollout, placement: Placement) -> Tensor:
     """Return the reward of one greedy completion per prompt for ReMax, (num_groups,), the same on every process.
 
     The process with a prompt's first completion generates it. Rewards that compare a group count as 0. Every process
@@ -89,78 +198,20 @@ def greedy_baseline(trainer: ConstructedTrainer, rollout: Rollout, placement: Pl
     return torch.cat([sums[process, : len(groups)] for process, groups in enumerate(firsts)])
 
 
-# Zero-variance groups and online filtering
+def filtered_groups(means: Tensor, low: float, high: float, *, inclusive: bool = False) -> list[int]:
+    """Return the numbers of the groups whose mean reward, of `means` (num_groups,), is not between `low` and `high`.
 
-
-def zero_variance_groups(
-    advantages: torch.Tensor,
-    rewards: torch.Tensor,
-    num_generations: int,
-    *,
-    estimator: str = "grpo",
-    epsilon: float = 1e-6,
-) -> list[int]:
-    """Return the numbers of the groups without a gradient.
-
-    For `grpo`, whose advantages are divided by the deviation of the rewards, that deviation is at most `epsilon`, as it
-    is for fewer than two rewards; for other estimators the largest |advantage| is.
+    A group without any reward (NaN) is among them. The filter of PRIME (https://huggingface.co/papers/2502.01456).
 
     Args:
-        advantages: (num_groups * G,).
-        rewards: weighted sums, (num_groups * G,), NaN for a completion without any.
-        epsilon: at least 0.
-    """
-    return _numbers(~(group_spread(advantages, rewards, num_generations, estimator=estimator) > epsilon))
-
-
-def group_spread(
-    advantages: torch.Tensor, rewards: torch.Tensor, num_generations: int, *, estimator: str = "grpo"
-) -> torch.Tensor:
-    """Return the deviation of each group's rewards for `grpo`, else its largest |advantage|, (num_groups,)."""
-    if estimator == "grpo":
-        return group_std(rewards, num_generations)
-    return advantages.detach().double().view(-1, num_generations).abs().amax(dim=1)
-
-
-def group_std(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Return the standard deviation (n - 1) of rewards per group, (num_groups,): NaN left out, 0 for fewer than 2."""
-    groups = rewards.detach().double().view(-1, num_generations)
-    count = (~groups.isnan()).sum(dim=1)
-    squares = (groups - groups.nanmean(dim=1, keepdim=True)).square().nansum(dim=1)
-    return torch.where(count > 1, (squares / (count - 1)).sqrt(), 0.0)
-
-
-def filtered_groups(
-    rewards: torch.Tensor, num_generations: int, *, low: float, high: float, inclusive: bool = False
-) -> list[int]:
-    """Return the numbers of the groups whose mean reward is not between `low` and `high`.
-
-    A group without any reward is among them. The filter of PRIME (https://huggingface.co/papers/2502.01456).
-
-    Args:
-        rewards: one number per completion, (num_groups * G,), NaN for one without.
         inclusive: whether a mean at a bound is between them.
     """
-    means = group_means(rewards, num_generations)
     inside = (means >= low) & (means <= high) if inclusive else (means > low) & (means < high)
     return _numbers(~inside)
 
 
-def quantile_bounds(rewards: torch.Tensor, num_generations: int, *, low: float, high: float) -> tuple[float, float]:
-    """Return two quantiles of the mean rewards of groups, interpolated linearly; NaN if no group has a reward.
-
-    Args:
-        rewards: as for `filtered_groups`, of the groups that are compared.
-        low: in [0, 1].
-        high: in [0, 1].
-    """
-    means = group_means(rewards, num_generations)
-    return means.nanquantile(low).item(), means.nanquantile(high).item()
-
-
-def group_means(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Return the mean reward of each group, (num_groups,) float64; NaN left out, and NaN for a group without any."""
-    return rewards.detach().double().view(-1, num_generations).nanmean(dim=1)
+def _numbers(chosen: Tensor) -> list[int]:
+    return chosen.nonzero().flatten().tolist()
 
 
 def filter_index(key: str, names: Sequence[str]) -> int | None:
@@ -185,64 +236,30 @@ def filter_index(key: str, names: Sequence[str]) -> int | None:
     return found[0]
 
 
-def _numbers(chosen: torch.Tensor) -> list[int]:
-    return chosen.nonzero().flatten().tolist()
+LONGEST_STREAK = 5  # steps
 
 
 class ZeroVarianceStreak:
-    """Counts the steps for which no generated group had a gradient, and why, and warns of the fifth in a row."""
+    """Counts the steps in a row for which no generated group had a gradient, and warns of the fifth."""
 
     def __init__(self, args: "DAPOConfig") -> None:
-        self._args = args
+        self._args, self._steps = args, 0
         served = (args.steps_per_generation or 1) * args.num_iterations // args.gradient_accumulation_steps
         self._steps_per_rollout = max(served, 1)
-        self._start_over()
 
-    def _start_over(self) -> None:
-        self._first: int | None = None
-        self._warned = False
-        self._groups = self._equal = self._filtered = 0
-
-    def add(self, groups: int, equal: int, filtered: int) -> None:
-        """Count the groups of one generation: all, those with equal rewards, and others that online filtering drops."""
-        self._groups += groups
-        self._equal += equal
-        self._filtered += filtered
-
-    def end_rollout(self, step: int, kept: int) -> str | None:
+    def end_rollout(self, kept: int) -> str | None:
         """Return one sentence when the streak reaches 5 steps, once for each streak.
 
         Args:
-            step: global step of the rollout, counted from 0.
             kept: groups generated for it that have a gradient, further prompts included.
         """
-        if kept:
-            self._start_over()
+        before, self._steps = self._steps, 0 if kept else self._steps + self._steps_per_rollout
+        if not before < LONGEST_STREAK <= self._steps:
             return None
-        self._first = step if self._first is None else self._first
-        steps = step - self._first + self._steps_per_rollout
-        if steps < LONGEST_STREAK or self._warned:
-            return None
-        self._warned = True
-        effect = "only replayed groups are trained on" if self._args.replay_buffer_size else "nothing is trained"
         return (
-            f"No group has had a gradient for {steps} steps, so {effect}: of {self._groups} groups {self._equal} have "
-            f"equal rewards, and online_filtering drops {self._filtered}. Use questions or rewards for which the "
-            f"completions of a prompt differ{', or wider bounds' * self._args.online_filtering}."
+            f"No group has had a gradient for {self._steps} steps, so "
+            f"{'only replayed groups are trained on' if self._args.replay_buffer_size else 'nothing is trained'}: "
+            f"rewards are equal within each group{', or online_filtering drops it' * self._args.online_filtering}. Use "
+            "questions or rewards for which the completions of a prompt differ"
+            f"{', or wider bounds' * self._args.online_filtering}."
         )
-
-    def save(self, folder: Path) -> None:
-        """Write a streak into a checkpoint."""
-        process = PartialState()
-        if self._first is not None:
-            state = {name: value for name, value in vars(self).items() if name not in _FIXED}
-            save_share(state, folder, process.process_index, process.num_processes, "streak")
-
-    def load(self, folder: Path) -> None:
-        """Continue the streak of a checkpoint, which any number of processes may have written."""
-        if shares := load_shares(folder, "streak"):
-            vars(self).update({name: shares[0][name] for name in vars(self) if name not in _FIXED})
-
-
-LONGEST_STREAK = 5  # steps
-_FIXED = ("_args", "_steps_per_rollout")  # by the options

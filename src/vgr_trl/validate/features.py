@@ -10,7 +10,6 @@ from vgr_trl.config import SWITCHES
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.efficiency.vision_cache import VisionCache, parts_of_tower, tower_trains, why_not_once
 from vgr_trl.forward_passes import DummyImage
-from vgr_trl.loss import coefficient_warning
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.sharing.model_support import (
     DROPS_CACHES,
@@ -205,10 +204,10 @@ def describe_sharing(features: Mapping[str, Feature], num_generations: int) -> s
 
 
 def announce(trainer: ConstructedTrainer) -> None:
-    """Log in the main process where prompts are shared, and which options are risky or have no effect."""
+    """Log in the main process where prompts are shared, and which options have no effect."""
     if not trainer.accelerator.is_main_process:
         return
-    args, features = trainer.args, trainer.features
+    features = trainer.features
     logger.warning(describe_sharing(features, trainer.num_generations))
     logger.info(describe_features(features))
     shared = features["share_generation"].enabled or features["share_training"].enabled
@@ -216,8 +215,5 @@ def announce(trainer: ConstructedTrainer) -> None:
         logger.warning("Where prompts are shared, the completions of a prompt share the dropout drawn over it.")
     if trainer._is_vlm:
         logger.info(str(trainer.vision_cache))
-    risk = coefficient_warning(args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2)
-    if risk is not None:
-        logger.warning(risk)
     for name, why in trainer.idle_options.items():
         logger.warning(f"{name} is without effect because {why}.")

@@ -10,7 +10,7 @@ import torch
 import transformers.trainer
 from accelerate import Accelerator
 
-from vgr_trl.checkpoints import MANIFEST, complete_checkpoint, load_shares, missing_shares, save_share
+from vgr_trl.checkpoints import MANIFEST, complete_checkpoint, load_shares, save_share
 from vgr_trl.utils import ConfigError, DiskFullError, unfinished
 
 
@@ -21,7 +21,6 @@ def test_shares_of_a_run_that_was_killed_while_saving_do_not_stay(tmp_path):
         with complete_checkpoint(tmp_path, Accelerator(cpu=True), writes=True):
             for process in range(processes):
                 save_share({"process": process}, tmp_path, process, processes, "replay")
-        assert missing_shares(tmp_path, "replay") is None
         assert [share["process"] for share in load_shares(tmp_path, "replay")] == list(range(processes))
 
 
@@ -61,15 +60,20 @@ class Program:
 
 @pytest.mark.parametrize("write", [torch.save, lambda value, path: Path(path).write_bytes(pickle.dumps(value, 2))])
 def test_a_share_with_a_program_is_refused(tmp_path, write):
-    save_share({"numbers": [1]}, tmp_path, 0, 1, "replay")
-    (share,) = tmp_path.iterdir()
-    ran = tmp_path / "ran"
+    share, ran = tmp_path / "replay_0_of_1.pt", tmp_path / "ran"
     write({"numbers": Program(ran)}, share)
-    with pytest.raises(ConfigError, match="in .* cannot be read"):
+    with pytest.raises(ConfigError, match="The 1 files .* cannot be read"):
         load_shares(tmp_path, "replay")
     assert not ran.exists()
     torch.load(share, weights_only=False) if write is torch.save else pickle.loads(share.read_bytes())
     assert ran.exists(), "the program would not have run anyway"
+
+
+def test_missing_shares_are_refused(tmp_path):
+    save_share({"numbers": [1]}, tmp_path, 1, 2, "replay")
+    with pytest.raises(ConfigError, match="The 1 files .* cannot be read"):
+        load_shares(tmp_path, "replay")
+    assert load_shares(tmp_path, "kl") == []
 
 
 def test_a_folder_in_which_another_run_trains_is_refused(text_trainer, tmp_path, monkeypatch):

@@ -63,11 +63,11 @@ def test_latest_without_any_checkpoint_starts_at_the_beginning(tmp_path):
 
 
 def test_a_named_checkpoint_must_exist_and_be_complete(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere, which is no folder: give a checkpoint, or latest"):
+    with pytest.raises(ConfigError, match=r"is nowhere, which is not complete \(it is no folder\): give another"):
         resolve_checkpoint("nowhere", tmp_path)
     half = checkpoint(tmp_path, 3)
     (half / MANIFEST).unlink()
-    with pytest.raises(ConfigError, match=r"which is not complete \(no readable manifest.json, .*\): give an earlier"):
+    with pytest.raises(ConfigError, match=r"which is not complete \(no readable manifest.json, .*\): give another"):
         resolve_checkpoint(str(half), tmp_path)
 
 
@@ -113,24 +113,6 @@ def test_which_bytes_of_a_file_its_checksum_reads(size, seen, tmp_path, monkeypa
 RESUMED = {"per_device_train_batch_size": 4, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 1}
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "differs"),
-    [
-        (lambda rows: rows, {}, None),
-        (lambda rows: rows.select(range(11, -1, -1)), {}, "in checksum of prompts ("),
-        (lambda rows: rows, {"shuffle_dataset": False}, "in shuffle_dataset (True there, False here)"),
-    ],
-    ids=["same", "reversed", "unshuffled"],
-)
-def test_what_differs_from_the_run_that_is_continued(text_trainer, text_rows, monkeypatch, change, options, differs):
-    text_trainer(max_steps=1, **RESUMED).train()
-    warned: list[str] = []
-    monkeypatch.setattr("vgr_trl.checkpoints.logger.warning", warned.append)
-    text_trainer(rows=change(text_rows), max_steps=2, **RESUMED, **options).train(resume_from_checkpoint=True)
-    assert len(warned) == (differs is not None)
-    assert all(differs in line for line in warned)
-
-
 def test_an_optimizer_of_other_weights_is_refused(text_trainer, tmp_path):
     """PyTorch's fused AdamW takes averages of other shapes, and writes past their end."""
     text_trainer(max_steps=1, **RESUMED).train()
@@ -163,7 +145,7 @@ def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, 
     assert len(warned) == 1
     assert re.search("passes over .*checkpoint-4, which is not complete", warned[0])
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    with pytest.raises(ConfigError, match="^The run is finished: .*checkpoint-6, which has its model, was saved at"):
+    with pytest.raises(ConfigError, match="^The run is finished: .*checkpoint-6.* was saved after all 6 steps"):
         build(max_steps=6).train(resume_from_checkpoint="latest")
 
 

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 from transformers import GenerationConfig
 
-from vgr_trl.generation import use_eval_sampling
+from vgr_trl.generation import eval_sampling
+from vgr_trl.patches.trl import override_sampling
 
 KEPT = {"max_new_tokens": 7, "do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 5}
 
@@ -23,7 +24,7 @@ def made(training, temperature=None, top_p=None, use_vllm=False):
 def test_an_evaluation_samples_as_its_options_say_and_training_as_before():
     trainer = made(training=False, temperature=0.6, top_p=0.95)
     before = trainer.generation_config
-    with use_eval_sampling(trainer):
+    with override_sampling(trainer, eval_sampling(trainer)):
         assert trainer.generation_kwargs == {**KEPT, "temperature": 0.6, "top_p": 0.95}
         found = trainer.generation_config
         assert (found.temperature, found.top_p, found.top_k, found.max_new_tokens) == (0.6, 0.95, 5, 7)
@@ -32,16 +33,16 @@ def test_an_evaluation_samples_as_its_options_say_and_training_as_before():
     assert trainer.generation_kwargs == KEPT
     for same in (made(training=True, temperature=0.6), made(training=False)):
         before = same.generation_config
-        with use_eval_sampling(same):
+        with override_sampling(same, eval_sampling(same)):
             assert same.generation_config is before
 
 
 def test_vllm_gets_the_same_and_temperature_0_is_greedy():
     trainer = made(training=False, temperature=0.0, top_p=0.5)
-    with use_eval_sampling(trainer):
+    with override_sampling(trainer, eval_sampling(trainer)):
         assert trainer.generation_kwargs == {"max_new_tokens": 7, "do_sample": False}
         assert trainer.generation_config.do_sample is False
     trainer = made(training=False, temperature=0.6, use_vllm=True)
-    with use_eval_sampling(trainer):
+    with override_sampling(trainer, eval_sampling(trainer)):
         assert vars(trainer.vllm_generation) == {"temperature": 0.6, "top_p": 1.0}
     assert vars(trainer.vllm_generation) == {"temperature": 1.0, "top_p": 1.0}

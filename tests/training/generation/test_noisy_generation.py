@@ -91,14 +91,6 @@ def test_the_ratio_to_the_policy_that_generated(make, monkeypatch):
     assert not read.isnan().any()
 
 
-def test_a_schedule_of_the_number(make, monkeypatch):
-    """Two of four are left at half of a run of two steps, none at its end."""
-    run = make(noisy_generations=4, noisy_decay="linear", noisy_decay_of="both", max_steps=2)
-    run.train()
-    assert logged(run, "noisy/generations") == [2.0, 0.0]
-    assert logged(run, "noisy/strength") == [0.5, 0.0]
-
-
 @pytest.mark.parametrize(
     ("kind", "coefficient", "expected"),
     [  # recorded from NoisyRollout's code at steps 1, 20, 40, 60 and 100 of 100
