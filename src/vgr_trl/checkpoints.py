@@ -6,9 +6,11 @@ of micro-batches says so. Neither is in its checkpoints: a continued run would t
 and would generate again in the middle of a batch. `ResumableTrainer` saves and restores both.
 """
 
+import hashlib
 import json
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,7 +151,7 @@ def load_shares(folder: Path, kind: str, only: int | None = None) -> list[dict[s
         ) from error
 
 
-class SavedState:
+class SavedState(ABC):
     """State of a run beside weights and optimizer, which each process saves and any number of processes takes up.
 
     Attributes:
@@ -158,13 +160,13 @@ class SavedState:
 
     kind: str
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return tensors, numbers, texts, lists and dictionaries."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_states(self, states: list[dict[str, Any]]) -> None:
         """Continue from what all processes have saved together."""
-        raise NotImplementedError
 
     def save(self, folder: Path) -> None:
         """Write the share of this process into a checkpoint, complete or not at all."""
@@ -450,13 +452,17 @@ def load_trained(trainer: ResumableTrainer, checkpoint: str) -> None:
 # Data position: sampler order and rollout buffer
 
 GENERATION = "generation"
+ORDER = "order.json"
+COMPARED, MOST_COMPARED = ("id", "prompt", "choices", "solution"), 256  # columns and rows that tell data from others
 
 
 def save_place(trainer: ResumableTrainer, folder: Path) -> None:
-    """Write, within a generation batch, the completions still to be trained on."""
+    """Write what the order depends on, and within a generation batch the completions still to be trained on."""
     from trl.trainer.utils import unsplit_pixel_values_by_grid
 
     every, accelerator = _generates_every(trainer), trainer.accelerator
+    if trainer.args.should_save:
+        (folder / ORDER).write_text(json.dumps(_order_of(trainer)), encoding="utf-8")
     if trainer._step % every:
         state = {
             "micro_batch": trainer._step % every,
@@ -473,6 +479,15 @@ def load_place(trainer: ResumableTrainer, folder: Path) -> None:
         ConfigError: the run is finished, or its order cannot be taken up.
     """
     refuse_finished(str(folder), trainer.state.max_steps)
+    if trainer.accelerator.is_main_process and (folder / ORDER).exists():  # checkpoints of TRL have none
+        there, here = json.loads((folder / ORDER).read_text(encoding="utf-8")), _order_of(trainer)
+        changed = [name for name in here if there.get(name) != here[name]]
+        differs = [f"{name} ({there.get(name)} there, {here[name]} here)" for name in changed]
+        if differs:
+            logger.warning(
+                f"The run that saved {folder} differs from this one in {', '.join(differs)}: in this epoch some "
+                "prompts may come twice, and others not at all."
+            )
     epochs, batches = _behind(trainer, folder)
     if trainer.shuffle_dataset and trainer.train_sampler is not None:
         for _ in range(epochs):
@@ -480,6 +495,18 @@ def load_place(trainer: ResumableTrainer, folder: Path) -> None:
     trainer._step = batches
     if not trainer.args.ignore_data_skip:
         _continue_generation(trainer, folder, batches % _generates_every(trainer))
+
+
+def _order_of(trainer: ConstructedTrainer) -> dict[str, Any]:
+    """Return the facts that decide the order of the prompts: options, the length of the data, texts of some rows."""
+    found: dict[str, Any] = {"seed": trainer.args.seed, "shuffle_dataset": trainer.shuffle_dataset}
+    if isinstance(dataset := trainer.train_dataset, Dataset):
+        rows = dataset.with_format(None).select(range(0, len(dataset), -(-len(dataset) // MOST_COMPARED)))
+        texts = rows.select_columns([name for name in COMPARED if name in dataset.column_names]).to_list()
+        as_json = json.dumps(texts, default=lambda value: type(value).__name__)
+        checksum = hashlib.sha256(as_json.encode()).hexdigest()[:12]
+        found |= {"number of prompts": len(dataset), "checksum of prompts": checksum}
+    return found
 
 
 def _generates_every(trainer: ConstructedTrainer) -> int:

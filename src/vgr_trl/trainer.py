@@ -172,7 +172,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         full = FullKL(self.model, self.ref_model, self.temperature) if args.needs_full_kl else None
         self.kl = KLControl(args, self.accelerator, full)
         self.critic = Critic(self) if args.uses_critic else None
-        parts = (self.replay, self.further_prompts, self.kl if self.kl.is_adaptive else None, self.critic)
+        adaptive = self.kl if self.kl.is_adaptive else None
+        parts = (self.replay, self.further_prompts, adaptive, self.critic, self.zero_variance_streak)
         self.resumed = [part for part in parts if part is not None]
 
     def _add_callbacks(self) -> None:

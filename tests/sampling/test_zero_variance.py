@@ -59,3 +59,11 @@ def warned(counter, kept):
 )
 def test_a_streak_of_five_steps_is_warned_of_once(served, expected):
     assert warned(streak(**served), [0] * 4 + [1] + [0] * 7 + [2] + [0] * 5) == expected
+
+
+def test_a_streak_goes_on_after_a_resume(tmp_path):
+    before, after = streak(), streak()
+    assert warned(before, [1, 0, 0]) == []
+    before.save(tmp_path)
+    after.load(tmp_path)
+    assert warned(after, [0] * 5) == [2]

@@ -5,13 +5,14 @@ All tensors about groups are of all processes, prompt-major, so that every proce
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
 from vgr_trl.advantages import estimate_advantages
+from vgr_trl.checkpoints import SavedState
 from vgr_trl.credit import masked_mean
 from vgr_trl.patches.trl import merge_round_metrics, replace_newest
 from vgr_trl.rollout import ConstructedTrainer, GroupSelection, Rollout, weighted_sums
@@ -239,8 +240,10 @@ def filter_index(key: str, names: Sequence[str]) -> int | None:
 LONGEST_STREAK = 5  # steps
 
 
-class ZeroVarianceStreak:
+class ZeroVarianceStreak(SavedState):
     """Counts the steps in a row for which no generated group had a gradient, and warns of the fifth."""
+
+    kind = "streak"
 
     def __init__(self, args: "DAPOConfig") -> None:
         self._args, self._steps = args, 0
@@ -263,3 +266,11 @@ class ZeroVarianceStreak:
             "questions or rewards for which the completions of a prompt differ"
             f"{', or wider bounds' * self._args.online_filtering}."
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the length of the streak, the same on all processes."""
+        return {"steps": self._steps}
+
+    def load_states(self, states: list[dict[str, Any]]) -> None:
+        """Continue the streak of a checkpoint."""
+        self._steps = states[0]["steps"]

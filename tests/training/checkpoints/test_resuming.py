@@ -113,6 +113,24 @@ def test_which_bytes_of_a_file_its_checksum_reads(size, seen, tmp_path, monkeypa
 RESUMED = {"per_device_train_batch_size": 4, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 1}
 
 
+@pytest.mark.parametrize(
+    ("change", "options", "differs"),
+    [
+        (lambda rows: rows, {}, None),
+        (lambda rows: rows.select(range(11, -1, -1)), {}, "in checksum of prompts ("),
+        (lambda rows: rows, {"shuffle_dataset": False}, "in shuffle_dataset (True there, False here)"),
+    ],
+    ids=["same", "reversed", "unshuffled"],
+)
+def test_what_differs_from_the_run_that_is_continued(text_trainer, text_rows, monkeypatch, change, options, differs):
+    text_trainer(max_steps=1, **RESUMED).train()
+    warned: list[str] = []
+    monkeypatch.setattr("vgr_trl.checkpoints.logger.warning", warned.append)
+    text_trainer(rows=change(text_rows), max_steps=2, **RESUMED, **options).train(resume_from_checkpoint=True)
+    assert len(warned) == (differs is not None)
+    assert all(differs in line for line in warned)
+
+
 def test_an_optimizer_of_other_weights_is_refused(text_trainer, tmp_path):
     """PyTorch's fused AdamW takes averages of other shapes, and writes past their end."""
     text_trainer(max_steps=1, **RESUMED).train()
