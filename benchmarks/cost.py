@@ -52,6 +52,7 @@ class Load:
         gpus: over which the optimizer's state is sharded.
         shard: ZeRO's stage: 2 shards gradients and optimizer, 3 the weights too.
         shared: whether prompts are computed once.
+        rows: completions in a micro-batch; None: all of the GPU's.
         perception: whether a pass is made over perturbed images, one for each completion, so that nothing is shared.
         scored: whether a scoring pass is made.
     """
@@ -63,6 +64,7 @@ class Load:
     gpus: int = 1
     shard: int = 2
     shared: bool = True
+    rows: int | None = None
     perception: bool = False
     scored: bool = True
 
@@ -158,16 +160,23 @@ def communicated(load: Load) -> float:
 
 
 def memory(load: Load, *, width: int = 2) -> dict[str, float]:
-    """Bytes on one GPU while the completions of all its prompts are trained in one micro-batch."""
+    """Bytes on one GPU while a micro-batch is trained.
+
+    Of a group that is larger than the micro-batch the prompt's activations wait, and its keys' gradients are collected.
+    """
     shape, size = load.shape, load.size
+    rows = load.prompts * size.generations if load.rows is None else load.rows
+    part = replace(size, generations=min(size.generations, rows))
+    prompts = max(load.prompts if load.rows is None else rows // size.generations, 1)
+    collected = load.shared * (rows < size.generations) * (size.prompt - 1) * kept_bytes(shape, width)
     parameters, trained = language_parameters(shape) + tower_parameters(shape), trained_parameters(load)
     every = load.gpus if load.shard == 3 else 1
     return {
         "weights": width * parameters / every,
         "gradients": width * trained / load.gpus,
         "optimizer": optimizer_bytes(load),
-        "activations": load.prompts * activations(shape, size, load.update, shared=load.shared, width=width),
-        "head": 3 * 4 * min(load.prompts * size.generations * size.completion * shape.vocabulary, HEAD_ENTRIES),
+        "activations": prompts * activations(shape, part, load.update, shared=load.shared, width=width) + collected,
+        "head": 3 * 4 * min(rows * size.completion * shape.vocabulary, HEAD_ENTRIES),
         "probe": 4 * 2 * shape.layers * load.prompts * size.generations * size.completion,
     }
 
@@ -240,6 +249,43 @@ def experiment_load(name: str, *, shared: bool = True) -> Load:
     return Load(MODEL_SHAPES[shape], size, 1, Update(adapters), 8, shard, kept, perception)
 
 
+def largest_group(load: Load, bytes_of_gpu: float) -> int:
+    """Return the largest G of which an update fits into a GPU with one prompt, at most 1,024; 0: none does."""
+    groups = [2**power for power in range(11)]
+    sizes = (replace(load, size=replace(load.size, generations=group)) for group in groups)
+    fitting = [each.size.generations for each in sizes if sum(memory(each).values()) <= bytes_of_gpu]
+    return max(fitting, default=0)
+
+
+WAYS = {  # of training one prompt with G completions: whether prompts are shared, completions in a micro-batch
+    "TRL, whole group": (False, None),
+    "TRL, one by one": (False, 1),
+    "whole group": (True, None),
+    "one by one": (True, 1),
+}
+
+
+def group_tables() -> str:
+    """Return the tables of docs/large_groups.md."""
+    lines = [f"| GB of 7B, LoRA | G | {' | '.join(WAYS)} |", "|---:|---:|" + "---:|" * len(WAYS)]
+    for prompt in (512, 2048, 8192, 16384):
+        for group in (8, 16, 64):
+            size = Size(prompt, prompt - 256, 512, group)
+            loads = (Load(MODEL_SHAPES["qwen2.5-vl-7b"], size, 1, Update(True), 1, 2, *way) for way in WAYS.values())
+            cells = " | ".join(f"{sum(memory(load).values()) / 1e9:.0f}" for load in loads)
+            lines.append(f"| P {prompt:,} | {group} | {cells} |")
+    lines += ["", f"| largest G | P | {' | '.join(WAYS)} |", "|---|---:|" + "---:|" * len(WAYS)]
+    for name in ("qwen2.5-vl-3b", "qwen2.5-vl-7b"):
+        for room in (24, 80):
+            for prompt in (2048, 8192):
+                size = Size(prompt, prompt - 256, 512, 1)
+                loads = (Load(MODEL_SHAPES[name], size, 1, Update(True), 1, 2, *way) for way in WAYS.values())
+                found = [largest_group(load, 0.9e9 * room) for load in loads]
+                cells = " | ".join("none" if most == 0 else "any" if most == 1024 else str(most) for most in found)
+                lines.append(f"| {name}, LoRA, {room} GB | {prompt:,} | {cells} |")
+    return "\n".join([*lines, ""])
+
+
 def main() -> None:
     """Print the tables."""
     machine = Machine()
@@ -252,6 +298,7 @@ def main() -> None:
     }
     print(_table("seconds of a step", {name: seconds(load, machine) for name, load in cases.items()}, 1, "{:.2f}"))
     print(_table("GB on one GPU", {name: memory(load) for name, load in cases.items()}, 1e9, "{:.1f}"))
+    print(group_tables())
     columns = ("an engine", "TRL's passes", "transformers", "TRL's passes", "100 test questions")
     print(f"| script | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}")
     engine = replace(machine, launch=0.0)

@@ -87,6 +87,7 @@ SIGNALS: dict[str, Any] = {
     "enable_trajectory_reweighting": True,
     "replay_buffer_size": 8,
 }
+ROWS = "per_device_train_batch_size"  # of a micro-batch; without it, a whole group
 FILTER: dict[str, Any] = {**NONE, "enable_perception_filtering": True, "top_p_perception_tokens": 0.2}
 
 
@@ -95,10 +96,12 @@ def cases(*, quick: bool = False, shape: str | None = None) -> dict[str, Case]:
     # A head that is to the layers as that of a 3B model; no other side of a matrix is as long as the vocabulary.
     small = replace(ModelShape.square(256, 4), vocabulary=1663)
     as_before, long = Size(768, 512, 128, 8), Size(768, 512, 512, 8)
+    pages, short = Size(2048, 1536, 128, 16), Size(32, 16, 128, 8)
     large = replace(ModelShape.square(512, 4), vocabulary=1040)
     if quick:
         small = replace(ModelShape.square(64, 2), vocabulary=2080)
         as_before, long, large = Size(96, 64, 16, 4), Size(96, 64, 48, 4), small
+        pages, short = Size(192, 128, 16, 4), Size(32, 16, 16, 4)
     if shape is not None:
         small = large = MODEL_SHAPES[shape]
     realistic = Case(
@@ -111,6 +114,17 @@ def cases(*, quick: bool = False, shape: str | None = None) -> dict[str, Case]:
         shape=small,
         variants={"trl": {}, "ours": NONE},
         goals={"update seconds": 0.11, "update bytes": 0.25, "step seconds": 0.18, "update operations": 1.15},
+    )
+    one_group = Case(
+        title="one: one group of a long prompt, one completion in a micro-batch, all weights trained",
+        size=pages,
+        prompts=1,
+        dead=0,
+        uneven=False,
+        adapters=False,
+        shape=small,
+        variants={"trl": {ROWS: 1}, "ours": {**NONE, ROWS: 1}},
+        goals={"update seconds": 0.25, "update bytes": 0.35, "update operations": 1.1},
     )
     return {
         "a": Case(
@@ -139,5 +153,25 @@ def cases(*, quick: bool = False, shape: str | None = None) -> dict[str, Case]:
             dead=0,
             variants={"none": NONE, "metrics": {"compute_attention_metrics": True}, "signals": SIGNALS},
             goals={"step seconds": 1.10},
+        ),
+        "one": one_group,
+        "two": replace(
+            one_group,
+            title="two: one group, two completions in a micro-batch, all weights trained",
+            size=as_before,
+            variants={"trl": {ROWS: 2}, "ours": {**NONE, ROWS: 2}},
+            goals={"update seconds": 0.30},
+        ),
+        "short": replace(
+            one_group,
+            title="short: as one, with a short prompt",
+            size=short,
+            goals={"update seconds": 1.02},
+        ),
+        "b one": replace(
+            realistic,
+            title="b one: as b, one completion in a micro-batch, against whole groups",
+            variants={"whole": NONE, "one": {**NONE, ROWS: 1}},
+            goals={"update seconds": 1.3},
         ),
     }

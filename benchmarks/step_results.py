@@ -64,7 +64,7 @@ def table(found: dict[str, Any], place: Place) -> list[str]:
     for name, of_case in found["cases"].items():
         case = place.case(name)
         other, *ours = case.variants
-        parts = ("update", "step") if other == "trl" else ("step",)
+        parts = ("update", "step") if other == "trl" else ("update",) if other == "whole" else ("step",)
         lines += [_row(name, case, of_case, part, other, variant) for variant in ours for part in parts]
     return lines
 

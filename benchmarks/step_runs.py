@@ -21,7 +21,7 @@ from sharing_measure import ATTENTION_ON_CPU, MEMORY_ENVIRONMENT, resident_peak
 from sharing_models import ModelShape, build_model, make_processor, make_question
 from sharing_passes import now
 from stage_passes import LORA
-from step_cases import Case, cases
+from step_cases import ROWS, Case, cases
 from step_limit import RANK
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import PrinterCallback, TrainerCallback
@@ -118,7 +118,7 @@ class StepRun:
         self.trainer = trainer_class(
             model=model,
             reward_funcs=_reward,
-            args=config(**_options(place, case, processor), **case.variants[variant]),
+            args=config(**_options(place, case, processor, case.variants[variant])),
             train_dataset=_questions(case, processor),
             processing_class=processor,
             callbacks=[self.meter],
@@ -165,16 +165,17 @@ def _cut_completions(trainer: Any, lengths: list[int]) -> None:
     trainer._generate_single_turn = generate
 
 
-def _options(place: Place, case: Case, processor: Any) -> dict[str, Any]:
-    """A micro-batch has as many rows as a group; tokens that stand for images and videos are not generated."""
+def _options(place: Place, case: Case, processor: Any, variant: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a variant; tokens that stand for images and videos are not generated."""
+    rows = variant.get(ROWS, case.size.generations)
     special = processor.tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
     return {
         "output_dir": tempfile.mkdtemp(),
         "use_cpu": place.device == "cpu",
         "bf16": place.dtype == "bfloat16",
         "gradient_checkpointing": place.checkpointing,
-        "per_device_train_batch_size": case.size.generations,
-        "gradient_accumulation_steps": case.prompts // case.steps,
+        ROWS: rows,
+        "gradient_accumulation_steps": case.rows // rows // case.steps,
         "num_generations": case.size.generations,
         "max_completion_length": case.size.completion,
         "generation_kwargs": {"min_new_tokens": case.size.completion, "suppress_tokens": special},
@@ -188,7 +189,7 @@ def _options(place: Place, case: Case, processor: Any) -> dict[str, Any]:
         "disable_tqdm": True,
         "log_level": "error",
         "logging_strategy": "no",
-    }
+    } | variant
 
 
 def time_in_turns(place: Place, name: str, repeats: int) -> dict[str, list[dict[str, float]]]:

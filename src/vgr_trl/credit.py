@@ -96,9 +96,7 @@ def shape_advantages(
     options = copy(options)
     options.check_plugins()  # switches rules of `credit_rules` on
     check_value("perception_weighting", options.perception_weighting, Literal["filter", "soft"])
-    for rule, need in ((rule, need) for rule, needs in active_rules(options).items() for need in needs):
-        if (signals.measured(need) if is_measurement(need) else signals.extra.get(short_name(need))) is None:
-            raise ConfigError(f"{rule} is on, but the signals have no {need}: measure it, or switch {rule} off.")
+    _require_signals(signals, options)
     mask, dependency = signals.mask.bool(), signals.measured("dependency")  # (N, T)
     credit = per_token(advantages).float().expand(mask.shape).clone()  # (N, T)
     totals, kept = Totals(), []  # tokens that each filter keeps, (N, T) bool
@@ -139,6 +137,12 @@ def shape_advantages(
         totals.add_mean("combined_token_fraction", union, mask)
         credit *= union
     return credit, totals.metrics(gather)
+
+
+def _require_signals(signals: RolloutSignals, options: CreditOptions) -> None:
+    for rule, need in ((rule, need) for rule, needs in active_rules(options).items() for need in needs):
+        if (signals.measured(need) if is_measurement(need) else signals.extra.get(short_name(need))) is None:
+            raise ConfigError(f"{rule} is on, but the signals have no {need}: measure it, or switch {rule} off.")
 
 
 def _keep_largest(

@@ -1,6 +1,6 @@
 """Dynamic batching: split micro-batches by a token budget; the gradient is the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from vgr_trl.loss import PER_WINDOW
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import OLD_LOGPS, valid_tokens
 from vgr_trl.sharing.prefix_forward import find_groups
+from vgr_trl.sharing.sharing import PROMPT_GROUP, READ_AGAIN
 from vgr_trl.training_pass import _extents
 
 Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]  # TRL's `_compute_loss`
@@ -36,13 +37,14 @@ def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[st
     options = {"scale_wrt_gas": False} if deepspeed else {}
     *parts, last = _split_rows(trainer, inputs)
     before: torch.Tensor | float = 0.0
-    for rows in parts:
+    for number, rows in enumerate(parts):
+        later = [row for part in (*parts[number + 1 :], last) for row in part]
         state = accelerator.gradient_state
         synchronises = state.sync_gradients
         state._set_sync_gradients(False)
         try:
             with accelerator.no_sync(model):
-                loss = _loss_of_rows(trainer, rows, model, inputs, compute)
+                loss = _loss_of_rows(trainer, rows, model, inputs, compute, later)
                 accelerator.backward(loss, **options)
         finally:
             state._set_sync_gradients(synchronises)
@@ -66,12 +68,26 @@ def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[lis
 
 
 def _loss_of_rows(
-    trainer: ConstructedTrainer, rows: list[int], model: nn.Module, inputs: dict[str, Any], compute: Loss
+    trainer: ConstructedTrainer,
+    rows: list[int],
+    model: nn.Module,
+    inputs: dict[str, Any],
+    compute: Loss,
+    later: Sequence[int] = (),
 ) -> torch.Tensor:
-    """The loss of a part, times what its mean counts in the mean over all of the micro-batch."""
+    """Return the loss of a part, times what its mean counts in the mean over all of the micro-batch.
+
+    Args:
+        later: rows of the parts behind it.
+    """
     if len(rows) == len(inputs["prompt_ids"]):
         return compute(model, inputs)
     part = take_rows(inputs, rows)
+    if READ_AGAIN in part:
+        groups = {inputs[PROMPT_GROUP][row] for row in later}
+        part[READ_AGAIN] = [
+            again or group in groups for again, group in zip(part[READ_AGAIN], part[PROMPT_GROUP], strict=True)
+        ]
     loss = compute(model, part)
     if (old := part.get(OLD_LOGPS)) is not None:  # a first pass may have completed them
         inputs[OLD_LOGPS][rows] = old

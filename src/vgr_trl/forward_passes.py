@@ -1,6 +1,6 @@
 """Wrap the forward passes of a run: cached image features, narrow head, shared prompts, dummy image."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from inspect import signature
@@ -41,7 +41,13 @@ class ForwardPasses:
 
     @contextmanager
     def around(
-        self, model: nn.Module, completion_length: int | None = None, *, packs: bool = False, counts: bool = True
+        self,
+        model: nn.Module,
+        completion_length: int | None = None,
+        *,
+        packs: bool = False,
+        counts: bool = True,
+        again: Sequence[bool] | None = None,
     ) -> Iterator[None]:
         """Wrap the passes of this block.
 
@@ -49,13 +55,17 @@ class ForwardPasses:
             completion_length: T of a scored batch; None where the model generates.
             packs: whether completions pass without padding between them.
             counts: whether metrics count these passes; those of an evaluation are left out.
+            again: (N,) whether a later micro-batch of the optimizer step reads the prompt of a row; None: no prompt is
+                lent to several micro-batches.
         """
         generates, trains = completion_length is None, torch.is_grad_enabled()
         stage = "generation" if generates else "training" if trains else "scoring"
         with (
             self.vision_cache.around(model, counts=counts),
             nullcontext() if generates or trains else score_labelled_tokens(model),
-            self.shared.around(self.features[f"share_{stage}"], model, completion_length, packs=packs, counts=counts),
+            self.shared.around(
+                self.features[f"share_{stage}"], model, completion_length, packs=packs, counts=counts, again=again
+            ),
             nullcontext() if self.dummy_image is None else self.dummy_image.around(model, generates),
         ):
             yield

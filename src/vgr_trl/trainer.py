@@ -46,6 +46,7 @@ from vgr_trl.patches.trl import (
     make_completions_causal,
     override_sampling,
     remove_oldest_tables,
+    shuffle_by,
     unlogged,
 )
 from vgr_trl.patches.vllm import forget_with_new_weights, plan_vllm_images
@@ -66,7 +67,8 @@ from vgr_trl.rows import Prompts, split_perturbed_pixels, valid_tokens
 from vgr_trl.sampling.dynamic_sampling import FurtherPrompts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import ZeroVarianceStreak, select_groups
-from vgr_trl.sharing.model_support import causal_model
+from vgr_trl.sharing.lending import Lending
+from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
@@ -154,6 +156,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             in_order=bool(self.is_deepspeed_enabled),
             evens_images=self.dummy_image is not None,
         )
+        if self.features["share_over_micro_batches"].enabled:
+            self.shared_passes.lending = Lending(base_of(causal_model(self.model)))
         self.passes = ForwardPasses(self.features, self.vision_cache, self.shared_passes, self.dummy_image)
         self.vllm_images = plan_vllm_images(self, has_images)
         forget_with_new_weights(self)
@@ -236,13 +240,9 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         """
         if (shuffle := shuffle_rows(self)) is None:
             return super()._prepare_inputs(generation_batch)
-        join_pixels = grpo_trainer.unsplit_pixel_values_by_grid
-        at_once = join_pixels if self.num_iterations > 1 else dict
-        with (
-            patched_attribute(grpo_trainer, "shuffle_sequence_dict", shuffle),
-            patched_attribute(grpo_trainer, "unsplit_pixel_values_by_grid", at_once),
-        ):
-            return join_pixels(super()._prepare_inputs(generation_batch))
+        with shuffle_by(shuffle, joins_pixels=self.num_iterations > 1):
+            inputs = super()._prepare_inputs(generation_batch)
+        return grpo_trainer.unsplit_pixel_values_by_grid(inputs)
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         """Keep the prompts, refuse prompts that name files, and return [] for rows without images among others."""

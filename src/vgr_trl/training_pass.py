@@ -1,8 +1,9 @@
 """Training passes over what the loss reads, and over nothing else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from vgr_trl.rollout import ConstructedTrainer, TrainingPass
 from vgr_trl.rows import OLD_LOGPS, valid_tokens
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.prefix_forward import has_images, is_image_token
-from vgr_trl.sharing.sharing import shuffle_whole_groups
+from vgr_trl.sharing.sharing import PROMPT_GROUP, READ_AGAIN, find_read_again, shuffle_whole_groups, sort_by_group
 from vgr_trl.signals.scoring import read_hidden_states
 from vgr_trl.utils import DataError
 
@@ -72,7 +73,8 @@ def training_pass(
     with ExitStack() as stack:
         if features["skip_head"].enabled:
             stack.enter_context(head)
-        stack.enter_context(trainer.passes.around(model, window.completion, packs=packs))
+        again = _read_again(passed.inputs, window)
+        stack.enter_context(trainer.passes.around(model, window.completion, packs=packs, again=again))
         states = stack.enter_context(read_hidden_states(model, window.completion)) if keeps_hidden else []
         logps, entropies, aux_loss = plain(model, **part)
     logps = scatter_back(logps, window, loss_mask, passed.inputs.get(OLD_LOGPS))
@@ -85,6 +87,13 @@ def training_pass(
         if head_values is not None:
             passed.values = scatter_back(head_values(states[0].detach()), window, loss_mask, None)
     return logps, None if entropies is None else scatter_back(entropies, window, loss_mask, None), aux_loss
+
+
+def _read_again(inputs: Mapping[str, Any], window: Window) -> list[bool] | None:
+    """Whether a later micro-batch of the optimizer step reads the prompts of the rows that run; None: no plan."""
+    if (again := inputs.get(READ_AGAIN)) is None:
+        return None
+    return [again[row] and window.images for row in window.rows]
 
 
 def _window(trainer: ConstructedTrainer, model: nn.Module, loss_mask: torch.Tensor, inputs: dict[str, Any]) -> Window:
@@ -113,16 +122,37 @@ def _extents(trainer: ConstructedTrainer, batch: dict[str, Any]) -> list[Extent]
     return extents_of(_loss_mask(trainer, batch), batch["prompt_mask"], rows=rows, padding=padding)
 
 
+def _closes_early(trainer: ConstructedTrainer) -> bool:
+    """Whether a prompt may run backward before the micro-batch in which processes exchange their gradients.
+
+    That micro-batch may not run the vision tower, whose gradients DDP then leaves out unless it looks for them.
+    """
+    alone = trainer.accelerator.num_processes == 1 or not trainer._is_vlm
+    return alone or bool(trainer.args.ddp_find_unused_parameters)
+
+
 def shuffle_rows(trainer: ConstructedTrainer) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
     """Return what takes the place of TRL's `shuffle_sequence_dict`; None: nothing does."""
-    if not trainer.features["group_by_length"].enabled:
-        return shuffle_whole_groups if trainer.features["regroup"].enabled else None
-    args = trainer.args
+    args, lends = trainer.args, trainer.shared_passes.lending is not None
     accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
     window = args.per_device_train_batch_size * min(accumulated, generated)  # rows of a rollout in an optimizer step
 
-    def by_length(batch: dict[str, Any]) -> dict[str, Any]:
-        lengths = [extent.completion if extent.runs else 0 for extent in _extents(trainer, batch)]
-        return shuffle_whole_groups(batch, lambda order, groups: group_by_length(order, groups, lengths, window))
+    def arrange(batch: dict[str, Any], order: Sequence[int], groups: Sequence[int]) -> list[int]:
+        if trainer.features["group_by_length"].enabled:
+            lengths = [extent.completion if extent.runs else 0 for extent in _extents(trainer, batch)]
+            return group_by_length(order, groups, lengths, window)
+        return sort_by_group(order, groups) if trainer.features["regroup"].enabled else list(order)
 
-    return by_length
+    def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
+        batch = shuffle_whole_groups(batch, partial(arrange, batch))
+        if lends and not _closes_early(trainer):
+            batch[READ_AGAIN] = [True] * len(batch[PROMPT_GROUP])
+        elif lends:
+            runs = [extent.runs for extent in _extents(trainer, batch)]
+            cuts_rollout = bool(accumulated % generated and generated % accumulated)
+            groups, size = batch[PROMPT_GROUP], args.per_device_train_batch_size
+            batch[READ_AGAIN] = find_read_again(groups, runs, size, len(groups) if cuts_rollout else window)
+        return batch
+
+    arranges = trainer.features["group_by_length"].enabled or trainer.features["regroup"].enabled
+    return shuffle if arranges or lends else None

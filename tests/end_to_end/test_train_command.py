@@ -199,7 +199,7 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
     assert main(["train", *arguments]) == 1
     assert "has a run in it (trainer_state.json)" in capsys.readouterr().err
     assert main(["train", *arguments, "--resume_from_checkpoint"]) == 1
-    assert "was saved at step 2 of 2; raise max_steps" in capsys.readouterr().err
+    assert "was saved after all 2 steps; raise max_steps" in capsys.readouterr().err
     assert main(["train", *arguments, "--max_steps", "4", "--resume_from_checkpoint"]) == 0
     assert "continued from" in " ".join(capsys.readouterr().out.split())
     assert len(losses(output)) == 4

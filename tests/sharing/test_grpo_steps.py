@@ -37,21 +37,20 @@ def test_steps_of_every_loss(loss, vision, image_rows, tmp_path):
     assert_equal_steps(vision, stock, ours)
     assert ours.places["scoring"].prompts_per_row == 1 / 4
     assert ours.features["regroup"].enabled == (loss != "bnpo")
-    if loss != "bnpo":
-        assert ours.places["training"].prompts_per_row == 1 / 4
-        assert not ours.places["training"].plain
-        assert logged(ours, "sharing/prompts_per_row") == [1 / 4] * 3
+    assert ours.places["training"].prompts_per_row == 1 / 4
+    assert not ours.places["training"].plain
+    assert logged(ours, "sharing/prompts_per_row") == [1 / 4] * 3
 
 
 @pytest.mark.parametrize("loss", ["dapo", "bnpo", "luspo"])
 def test_steps_of_an_adapter_with_a_reference_in_small_checkpointed_micro_batches(loss, vision, image_rows, tmp_path):
-    """The reference is the model without its adapter; groups straddle micro-batches, which scoring does not mind."""
+    """The reference is the model without its adapter; each prompt runs once for its micro-batches."""
     settings = options(tmp_path, **LOSSES[loss], **STRADDLING, beta=0.1, gradient_checkpointing=True, learning_rate=0.5)
     stock, ours = stock_and_ours(vision, image_rows, settings, lora={})
     assert_equal_steps(vision, stock, ours)
     assert ours.places["scoring"].prompts_per_row == 1 / 4
-    if loss != "bnpo" and not KEEPS_LESS:
-        assert ours.places["training"].prompts_per_row == 1 / 2
+    if not KEEPS_LESS:
+        assert ours.places["training"].prompts_per_row == 1 / 4
         assert not ours.places["training"].plain
 
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -270,6 +270,17 @@ def keep_pixel_rows_whole() -> Iterator[None]:
     split = grpo_trainer.split_pixel_values_by_grid
     with patched_attribute(
         grpo_trainer, "split_pixel_values_by_grid", lambda batch: batch if has_pixels_by_row(batch) else split(batch)
+    ):
+        yield
+
+
+@contextmanager
+def shuffle_by(shuffle: Callable[[dict[str, Any]], dict[str, Any]], joins_pixels: bool) -> Iterator[None]:
+    """In this block TRL shuffles rollouts by `shuffle`, and joins the pixels of all micro-batches, or of none."""
+    join = grpo_trainer.unsplit_pixel_values_by_grid if joins_pixels else dict
+    with (
+        patched_attribute(grpo_trainer, "shuffle_sequence_dict", shuffle),
+        patched_attribute(grpo_trainer, "unsplit_pixel_values_by_grid", join),
     ):
         yield
 

@@ -192,6 +192,7 @@ class PrefixSplit:
         groups: (N,) row -> number of its prompt.
         pixels: per pixel input, the slice of it that belongs to each row.
         copies: completions that `generate` makes of each row.
+        lent: a `MicroBatch` where prompts are lent to several micro-batches; None: all run in this pass.
     """
 
     start: int
@@ -199,6 +200,12 @@ class PrefixSplit:
     groups: list[int]
     pixels: dict[str, list[slice]]
     copies: int = 1
+    lent: Any = None
+
+    @property
+    def computed(self) -> int:
+        """The number of prompts that run in this pass."""
+        return self.prompts if self.lent is None else int(self.lent.computed)
 
     @property
     def rows(self) -> int:
@@ -328,6 +335,7 @@ class Prefill:
         written: keys, values and states.
         hidden: (U, start, D) last hidden states; None if the pass has ended before.
         deltas: (U, 1), what a Qwen-VL model adds to positions behind images; None for other models, without images.
+        skips_padding: whether each prompt has run without its padding.
 
     Raises:
         UnsupportedModel: the model turns out not to keep its prompts.
@@ -343,6 +351,7 @@ class Prefill:
         self.layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
         self.written = WrittenPrefix(base.config, split.groups)
         self.hidden: torch.Tensor | None = None
+        self.skips_padding = False
         if hasattr(base, "rope_deltas"):
             base.rope_deltas = None
         ends_early = [] if wants_hidden else _end_early(base, self.written)
@@ -371,6 +380,8 @@ class CompletionPass:
             None if prefill.deltas is None else prefill.deltas.index_select(0, self.index.to(prefill.deltas.device))
         )
         self.positions = positions_behind(base, inputs, self.split, deltas)
+        if self.positions is None and prefill.skips_padding and self.mask is not None:
+            self.positions = self.mask.long().cumsum(-1)[:, self.split.start : self.split.stop] - 1  # (N, columns)
 
     def lengths(self) -> list[int]:
         """Columns from `start` on that emit a token of each row, at least one."""
@@ -472,7 +483,10 @@ def prefix_forward(
     Raises:
         UnsupportedModel: the model turns out not to keep its prompts, or not to read them.
     """
-    prefill = Prefill(base, plain, inputs, split, wants_hidden=whole or alike)
+    if split.lent is None:
+        prefill = Prefill(base, plain, inputs, split, wants_hidden=whole or alike)
+    else:
+        prefill = split.lent.prefill(base, plain)
     completions = CompletionPass(base, prefill, inputs)
     if packs and not whole:
         outputs = completions.packed(completions.lengths())

@@ -6,6 +6,7 @@ No list of families, or of keys of their configs, stays complete. What is left o
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
 from itertools import cycle, islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,10 +15,18 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vgr_trl.sharing.model_support import base_of, cache_name, causal_model, check_model, check_rope, why_no_pass_shares
+from vgr_trl.sharing.model_support import (
+    base_of,
+    cache_name,
+    causal_model,
+    check_model,
+    check_rope,
+    replaced,
+    why_no_pass_shares,
+)
 from vgr_trl.sharing.prefix_cache import PromptsStored, ReadPrefix, UnsupportedModel, WrittenPrefix, require
 from vgr_trl.sharing.prefix_forward import PrefixSplit, positions_behind
-from vgr_trl.utils import error_text, patched_attribute
+from vgr_trl.utils import error_text
 
 _PADDING, _PROMPT, _COMPLETION = 8, 5, 3  # columns of the rows
 _LAYERS = 4  # that run, or more if the first of some kind stands behind them
@@ -27,6 +36,7 @@ _ROUNDING = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _IN_FLOAT32, _ON_ACCELERATOR = 1e-5, 1e-2
 
 _sharing: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # base model -> why it cannot share
+_padding: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # base model -> why padding counts
 
 
 def why_padding_counts(base: Any) -> str | None:
@@ -41,7 +51,9 @@ def why_padding_counts(base: Any) -> str | None:
         check_rope(base.config)
     except UnsupportedModel as error:
         return str(error)
-    return _difference(base, "padding around a prompt", _try_padding)
+    if base not in _padding:
+        _padding[base] = _difference(base, "padding around a prompt", _try_padding)
+    return _padding[base]
 
 
 def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
@@ -126,22 +138,21 @@ def _first_layers(base: Any) -> Iterator[Run]:
             keep(base, (), base.forward(**inputs, use_cache=False, return_dict=True))
         return states.pop()
 
+    quiet = (("training", False), ("_forward_pre_hooks", {}), ("_forward_hooks", OrderedDict[int, Any]()))
+    changes: list[tuple[Any, str, Any]] = [(base, "rope_deltas", None)] if hasattr(base, "rope_deltas") else []
+    if config._attn_implementation not in ("eager", "sdpa"):  # others want a GPU, or 16 bits
+        changes += [(part, "_attn_implementation_internal", "eager") for part in (base.config, config)]
+    for module in base.modules():  # hooks of others, say of a measurement, do not see it
+        changes += [(module, name, copy(value)) for name, value in quiet]
     with ExitStack() as stack:
-        for module in base.modules():  # hooks of others, say of a measurement, do not see it
-            for name, value in (("training", False), ("_forward_pre_hooks", {}), ("_forward_hooks", OrderedDict())):
-                stack.enter_context(patched_attribute(module, name, value))
+        stack.enter_context(replaced(*changes))
         if layers:
             layers[:count][-1].register_forward_hook(keep)
-        if config._attn_implementation not in ("eager", "sdpa"):  # others want a GPU, or 16 bits
-            for part in (base.config, config):
-                stack.enter_context(patched_attribute(part, "_attn_implementation_internal", "eager"))
         unused = {parameter for layer in layers[count:] for parameter in layer.parameters()}
         if parts := [each for each in base.parameters() if hasattr(each, "ds_id") and each not in unused]:  # of ZeRO-3
             from deepspeed import zero
 
             stack.enter_context(zero.GatheredParameters(parts))
-        if hasattr(base, "rope_deltas"):
-            stack.enter_context(patched_attribute(base, "rope_deltas", None))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(base.get_input_embeddings().weight.device.type, enabled=False))
         yield run

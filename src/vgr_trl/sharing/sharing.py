@@ -1,7 +1,7 @@
 """`share_prompts`: equal prompts computed once in forward, backward and `generate`, and where a run does so."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -9,12 +9,14 @@ from threading import RLock
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState, DistributedType, is_initialized
 from torch import nn
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.generation import GenerationMixin, GenerationMode
 
 from vgr_trl.pixels import IMAGE_INPUTS, clone_to, on_device
+from vgr_trl.sharing.lending import Lending, MicroBatch, is_last_micro_batch
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
@@ -28,7 +30,7 @@ from vgr_trl.sharing.model_support import (
     shards_layers,
     why_no_pass_shares,
 )
-from vgr_trl.sharing.prefix_cache import SharingReport, UnsupportedModel, require
+from vgr_trl.sharing.prefix_cache import SharingReport, StoredKeys, UnsupportedModel, WrittenPrefix, require
 from vgr_trl.sharing.prefix_forward import (
     PER_TOKEN,
     PrefixSplit,
@@ -39,7 +41,7 @@ from vgr_trl.sharing.prefix_forward import (
     first_rows,
     prefix_forward,
 )
-from vgr_trl.sharing.probe import why_not_share
+from vgr_trl.sharing.probe import why_not_share, why_padding_counts
 from vgr_trl.utils import ConfigError, Feature
 
 
@@ -51,6 +53,8 @@ def share_prompts(
     agree: Callable[[bool], bool] | None = None,
     sharded: bool = True,
     packs: bool = False,
+    lending: Lending | None = None,
+    again: Sequence[bool] | None = None,
 ) -> Iterator[SharingReport]:
     """Compute equal prompts of a batch once, in `forward`, backward and `generate` of `model`, with the same results.
 
@@ -58,6 +62,9 @@ def share_prompts(
 
         with share_prompts(trainer.model):
             trainer.train()
+
+    Where accelerate accumulates gradients, as TRL lets it, a prompt whose completions lie in several micro-batches runs
+    once for all of them, forward and backward.
 
     Log-probabilities, gradients and tokens are those of the plain passes, up to the order of additions. A call for
     which that cannot be had runs plainly, and the report says why. Dropout at work, or noise in routers, is the
@@ -76,6 +83,9 @@ def share_prompts(
         sharded: whether parameters are; a pass in which some processes have images and others none is refused then.
         packs: whether completions pass behind their prompts as one row without padding, where `completion_length` is
             given. Only where `why_not_pack` of the model gives no reason.
+        lending: prompts that are lent to several micro-batches with gradients; None: of this block, where
+            `completion_length` is None.
+        again: (N,) whether a later micro-batch of the optimizer step reads the prompt of a row; None: any may.
 
     Yields:
         Counts of rows and prompts, and the reasons of the calls that ran plainly, until the end of the block.
@@ -97,12 +107,46 @@ def share_prompts(
         return
     keep_keys_unrepeated()
     base = base_of(causal)
-    forward = SharedForward(base, base.forward, report, completion_length, agree, sharded, packs)
+    own = None
+    if completion_length is None and agree is None and why_not_lend(base) is None:
+        lending = own = Lending(base)
+    forward = SharedForward(base, base.forward, report, completion_length, agree, sharded, packs, lending, again)
     changes: list[tuple[Any, str, Any]] = [(base, "forward", forward)]
     if base is not causal and hasattr(causal, "generate"):
         changes.append((causal, "generate", SharedGeneration(causal, causal.generate, forward)))
-    with replaced(*changes):
+    with replaced(*changes), nullcontext() if own is None else _lending_to_labelled(causal, forward, own):
         yield report
+
+
+def why_not_lend(base: Any) -> str | None:
+    """Return why prompts of a base model are not lent to several micro-batches; None: they can be."""
+    if is_initialized() and AcceleratorState().distributed_type == DistributedType.DEEPSPEED:
+        return "DeepSpeed"
+    if has_sharded_parameters(base):
+        return "sharded parameters"
+    if not all(type(layer) is StoredKeys for layer in WrittenPrefix(base.config, []).layers):
+        return "layers that keep other state than keys and values"
+    return why_padding_counts(base)
+
+
+@contextmanager
+def _lending_to_labelled(causal: Any, forward: "SharedForward", lending: Lending) -> Iterator[None]:
+    """Read where completions begin off the labels of TRL's scoring; forget open prompts if the block fails."""
+
+    def read(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        labels, forward.labelled = kwargs.get("labels"), None
+        if kwargs.get("fused_lm_head") and labels is not None and torch.is_grad_enabled():
+            labelled = (labels != -100).any(0).nonzero()
+            forward.labelled = labels.size(1) - int(labelled[0]) if len(labelled) else None
+
+    hook = causal.register_forward_pre_hook(read, with_kwargs=True)
+    try:
+        yield
+    except BaseException:
+        lending.clear()
+        raise
+    finally:
+        hook.remove()
 
 
 @contextmanager
@@ -146,6 +190,11 @@ class SharedForward:
         agree: given an answer of this process, says whether it is that of all; where passes have to be alike in all.
         sharded: whether they have to be alike in their images, too.
         packs: whether completions pass behind their prompts without padding; the model has to be one that can.
+        lending: the open prompts of an optimizer step, where groups are larger than micro-batches.
+        again: (N,) whether a later micro-batch of the step reads the prompt of a row; None: any may.
+
+    Attributes:
+        labelled: T of the call that runs, where only completions have labels; otherwise None.
     """
 
     def __init__(
@@ -157,8 +206,12 @@ class SharedForward:
         agree: Callable[[bool], bool] | None,
         sharded: bool = True,
         packs: bool = False,
+        lending: Lending | None = None,
+        again: Sequence[bool] | None = None,
     ) -> None:
         self.base, self.plain, self.report, self.packs = base, plain, report, packs
+        self.lending, self.again = lending, again
+        self.labelled: int | None = None
         self.completion_length, self.agree = completion_length, agree
         self.alike = sharded and agree is not None
         self.names = list(signature(plain).parameters)
@@ -178,19 +231,33 @@ class SharedForward:
                 return self.plain(**inputs)
             gradients = torch.is_grad_enabled()
             # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches the layer's output.
-            whole = self.completion_length is None or (gradients and shards_layers(self.base))
+            whole = self._width is None or (gradients and shards_layers(self.base))
             run = partial(prefix_forward, self.base, self.plain, inputs)
             shared = partial(run, whole=whole, alike=self.alike, packs=self.packs)
             kind = "training" if gradients else "scoring"
             rows = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
-            return self.share(kind, rows, partial(self._split, inputs), shared, partial(self.plain, **inputs))
+            outputs = self.share(kind, rows, partial(self._split, inputs), shared, partial(self.plain, **inputs))
+            if gradients and self.lending is not None and self.lending.open and is_last_micro_batch():
+                outputs.last_hidden_state = self.lending.close_all(outputs.last_hidden_state)
+            return outputs
+
+    @property
+    def _width(self) -> int | None:
+        return self.completion_length or self.labelled
 
     def _split(self, inputs: dict[str, Any]) -> PrefixSplit:
         check_model(self.base, torch.is_grad_enabled())
         check_inputs(inputs, self.base.config)
-        stop, width = inputs["input_ids"].size(1) - 1, self.completion_length
+        stop, width = inputs["input_ids"].size(1) - 1, self._width
         columns = None if width is None else (stop - width, stop)  # the last column emits nothing
-        return find_split(inputs, self.base.config, columns, alone=self.agree is not None)
+        lends = self.lending is not None and torch.is_grad_enabled() and columns is not None and self.agree is None
+        lends = lends and inputs.get("attention_mask") is not None and inputs.get("position_ids") is None
+        split = find_split(inputs, self.base.config, columns, alone=lends or self.agree is not None)
+        if not lends or self.lending is None:
+            return split
+        lent = MicroBatch(self.lending, inputs, split, self.again)
+        require(lent.lends or split.prompts < split.rows, "no prompt occurs twice")
+        return replace(split, lent=lent) if lent.lends else split
 
     def share(
         self,
@@ -222,7 +289,7 @@ class SharedForward:
             except UnsupportedModel as error:
                 self.refused[kind] = reason = str(error)
             else:
-                self.report.add(found.rows, found.prompts)
+                self.report.add(found.rows, found.computed)
                 return outputs
         count = len(rows) if isinstance(rows, torch.Tensor) else 0
         self.report.add(count, count, [reason])
@@ -245,6 +312,7 @@ class SharedPasses:
         self._agree, self._sharded, self._in_order = agree, sharded, in_order
         self._refuses_uneven = sharded and not evens_images
         self._report = SharingReport()
+        self.lending: Lending | None = None  # of the model that is trained
 
     @contextmanager
     def around(
@@ -255,6 +323,7 @@ class SharedPasses:
         *,
         packs: bool = False,
         counts: bool = True,
+        again: Sequence[bool] | None = None,
     ) -> Iterator[None]:
         """Share prompts in passes of this block, if the feature is on.
 
@@ -263,6 +332,7 @@ class SharedPasses:
             completion_length: T of a scored batch; None where the model generates.
             packs: as `share_prompts` takes it.
             counts: whether `metrics` counts these passes.
+            again: as `share_prompts` takes it; None: no prompt is lent to several micro-batches.
         """
         refuses = self._refuses_uneven
         if not feature.enabled:
@@ -272,7 +342,9 @@ class SharedPasses:
             return
         alike = self._sharded or (self._in_order and torch.is_grad_enabled())
         agree = self._agree if alike else None
-        with share_prompts(model, completion_length, agree=agree, sharded=refuses, packs=packs) as report:
+        modes: dict[str, Any] = {"agree": agree, "sharded": refuses, "packs": packs}
+        lending = None if again is None else self.lending
+        with share_prompts(model, completion_length, **modes, lending=lending, again=again) as report:
             yield
         if counts:
             self._report.add(report.rows, report.prompts)
@@ -286,6 +358,30 @@ class SharedPasses:
 def whole_groups(batch_size: int, num_generations: int) -> int:
     """The smallest multiple of `num_generations` that is at least `batch_size`: rows of a pass without gradients."""
     return -(-batch_size // num_generations) * num_generations
+
+
+PROMPT_GROUP, READ_AGAIN = "prompt_group", "prompt_read_again"  # columns of TRL's training batches
+
+
+def find_read_again(groups: Sequence[int], runs: Sequence[bool], batch_size: int, window: int) -> list[bool]:
+    """Return for each row whether a later micro-batch of its optimizer step reads its prompt.
+
+    Args:
+        groups: (N,) number of the prompt of each row, in the order of the micro-batches.
+        runs: (N,) whether the row has a loss; others do not run.
+        batch_size: rows of a micro-batch.
+        window: rows of an optimizer step.
+    """
+    again = [False] * len(groups)
+    later: set[int] = set()
+    for start in reversed(range(0, len(groups), batch_size)):
+        rows = range(start, min(start + batch_size, len(groups)))
+        if rows.stop % window == 0:
+            later = set()
+        for row in rows:
+            again[row] = groups[row] in later
+        later |= {groups[row] for row in rows if runs[row]}
+    return again
 
 
 def sort_by_group(permutation: Sequence[int], groups: Sequence[int]) -> list[int]:
@@ -302,7 +398,8 @@ def shuffle_whole_groups(
     """TRL's `shuffle_sequence_dict` for a generation batch, with the completions of a prompt kept together.
 
     Draws the same random numbers. A value with no entry per row (a number, None) is kept. Pixel inputs that TRL has cut
-    into rows are one object for all rows of a group, and keep no other memory.
+    into rows are one object for all rows of a group, and keep no other memory. `PROMPT_GROUP` is added: the number of
+    each row's prompt.
 
     Args:
         batch: `prompt_ids` and `prompt_mask` (N, P), and tensors or lists with one entry per row.
@@ -314,6 +411,7 @@ def shuffle_whole_groups(
     batch = batch | {
         name: _one_per_group(values, groups) for name, values in pixels.items() if isinstance(values, list)
     }
+    batch[PROMPT_GROUP] = groups
     order = arrange(torch.randperm(len(groups)).tolist(), groups)
 
     def reordered(value: Any) -> Any:

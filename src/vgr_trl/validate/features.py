@@ -1,12 +1,10 @@
 """Plan what passes share and skip: one function per feature returns why it is off."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from transformers.utils import logging
 
-from vgr_trl.config import SWITCHES
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.efficiency.vision_cache import VisionCache, parts_of_tower, tower_trains, why_not_once
 from vgr_trl.forward_passes import DummyImage
@@ -23,6 +21,7 @@ from vgr_trl.sharing.model_support import (
 )
 from vgr_trl.sharing.prefix_forward import why_not_pack
 from vgr_trl.sharing.probe import why_not_share, why_padding_counts
+from vgr_trl.sharing.sharing import why_not_lend
 from vgr_trl.utils import Feature, describe_features
 
 logger = logging.get_logger(__name__)
@@ -30,63 +29,45 @@ logger = logging.get_logger(__name__)
 
 def plan_features(trainer: ConstructedTrainer) -> dict[str, Feature]:
     """Return what the passes of a constructed `trainer` share and skip, or why not, by name."""
-    args, model, causal = trainer.args, trainer.model, causal_model(trainer.model)
-    base = base_of(causal)
-    off = {name: f"{name}=off" if getattr(args, name) == "off" else None for name in ("share_prompts", *SWITCHES)}
-    noise = args.neftune_noise_alpha and "NEFTune's noise depends on the rows and columns of a pass"
-    columns = noise or why_adapter_reads_whole_rows(model)
-    compiles, compiled = _compiles(trainer) and "torch.compile", _is_compiled(trainer) and "torch.compile"
-    tower_in_use = tower_trains(base) and trainer.dummy_image is None
-    headless = base is causal and "a model that is its own base"
-    router = trainer.aux_loss_enabled and "the load-balancing loss reads all tokens"
-    term = find_every_token_option(args)
-    every_token = compiled or router or (term and f"{term} reads all tokens")
-    accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
-    spread = accumulated % generated and "a rollout is spread over several optimizer steps"
-    cut = spread and generated % accumulated and "optimizer steps begin within a rollout"
-    rows = why_rows_matter(trainer, trainer.loss_type)
-    unshared = off["share_prompts"] or columns
-    untrained = unshared or compiles or _why_not_share_training(trainer)
-
-    def why_padding_runs() -> Any:
-        return compiled or columns or why_padding_counts(base)
-
-    reasons: dict[str, Any] = {
-        "share_generation": unshared
-        or (trainer.use_vllm and "vLLM shares prompts itself")
-        or (trainer.use_transformers_continuous_batching and "continuous batching")
-        or (trainer.is_fsdp_enabled and "FSDP")
-        or why_not_share(model, gradients=False),
-        "share_scoring": unshared or compiles or why_not_share(model, gradients=False),
-        "share_training": untrained,
-        "regroup": (untrained and "training does not share prompts")
-        or (args.share_prompts != "on" and (rows or spread)),
-        "skip_zero_advantage": off["skip_zero_advantage"] or noise or every_token,
-        "skip_zero_advantage_tokens": off["skip_zero_advantage_tokens"]
-        or every_token
-        or headless
-        or (trainer.importance_sampling_level == "sequence" and "importance_sampling_level is sequence")
-        or (trainer.loss_type == "vespo" and "vespo weighs by the ratio of whole completions")
-        or (trainer.off_policy_mask_threshold is not None and "off_policy_mask_threshold compares whole completions"),
-        "skip_padding": off["skip_padding"] or router or why_padding_runs(),
-        "skip_head": off["skip_zero_advantage_tokens"] or compiled or headless,
-        "skip_images": (is_sharded(trainer) and "sharded parameters")
-        or (not parts_of_tower(base) and "a model without a vision tower")
-        or (tower_in_use and "the vision tower trains, and cannot be called alone"),
-        "pack_completions": off["pack_completions"]
-        or (untrained and "training does not share prompts")
-        or why_not_pack(base)
-        or (trainer.is_fsdp_enabled and "FSDP")
-        or why_padding_runs(),
-        "group_by_length": off["group_by_length"] or noise or cut or rows,
-        "reuse_first_pass": off["reuse_first_pass"] or _why_not_reuse_first_pass(trainer, spread),
+    reasons = {
+        "share_generation": why_not_share_generation(trainer),
+        "share_scoring": why_not_share_scoring(trainer),
+        "share_training": why_not_share_training(trainer),
+        "share_over_micro_batches": why_not_share_over_micro_batches(trainer),
+        "regroup": why_not_regroup(trainer),
+        "skip_zero_advantage": why_not_skip_zero_advantage(trainer),
+        "skip_zero_advantage_tokens": why_not_skip_zero_advantage_tokens(trainer),
+        "skip_padding": why_not_skip_padding(trainer),
+        "skip_head": why_not_skip_head(trainer),
+        "skip_images": why_not_skip_images(trainer),
+        "pack_completions": why_not_pack_completions(trainer),
+        "group_by_length": why_not_group_by_length(trainer),
+        "reuse_first_pass": why_not_reuse_first_pass(trainer),
     }
     (reasons,) = broadcast_object_list([reasons])  # FSDP may have loaded the weights in the main process alone
-    return {name: Feature(reason or None) for name, reason in reasons.items()}
+    return {name: Feature(reason) for name, reason in reasons.items()}
 
 
-def _why_not_share_training(trainer: ConstructedTrainer) -> str | None:
-    """Return why training passes cannot share prompts; wrapping and checkpointing come only in `train()`."""
+def why_not_share_generation(trainer: ConstructedTrainer) -> str | None:
+    """Return why completions are not generated from prompts computed once."""
+    return (
+        _why_no_pass_shares(trainer)
+        or ("vLLM shares prompts itself" if trainer.use_vllm else None)
+        or ("continuous batching" if trainer.use_transformers_continuous_batching else None)
+        or ("FSDP" if trainer.is_fsdp_enabled else None)
+        or why_not_share(trainer.model, gradients=False)
+    )
+
+
+def why_not_share_scoring(trainer: ConstructedTrainer) -> str | None:
+    """Return why scoring passes do not share prompts."""
+    return _why_no_pass_shares(trainer) or _why_compiles(trainer) or why_not_share(trainer.model, gradients=False)
+
+
+def why_not_share_training(trainer: ConstructedTrainer) -> str | None:
+    """Return why training passes do not share prompts; wrapping and checkpointing come only in `train()`."""
+    if why := _why_no_pass_shares(trainer) or _why_compiles(trainer):
+        return why
     checkpointing, options = trainer.args.gradient_checkpointing, trainer.args.gradient_checkpointing_kwargs
     if checkpointing:
         reentrant = isinstance(options, dict) and options.get("use_reentrant", False)
@@ -103,31 +84,169 @@ def _why_not_share_training(trainer: ConstructedTrainer) -> str | None:
     return why_not_share(trainer.model, gradients=True)
 
 
-def _why_not_reuse_first_pass(trainer: ConstructedTrainer, spread: Any) -> Any:
-    """Return why old log-probabilities cannot come from the first training pass."""
+def why_not_share_over_micro_batches(trainer: ConstructedTrainer) -> str | None:
+    """Return why a prompt runs in each micro-batch of its group in training."""
+    if why_not_share_training(trainer):
+        return "training does not share prompts"
+    return why_not_lend(base_of(causal_model(trainer.model)))
+
+
+def why_not_regroup(trainer: ConstructedTrainer) -> str | None:
+    """Return why the completions of a prompt are not brought into one micro-batch."""
+    if why_not_share_training(trainer):
+        return "training does not share prompts"
+    if trainer.args.share_prompts == "on":
+        return None
+    return why_rows_matter(trainer, trainer.loss_type) or _why_rollout_is_spread(trainer)
+
+
+def why_not_skip_zero_advantage(trainer: ConstructedTrainer) -> str | None:
+    """Return why completions without an advantage run in training."""
+    return _why_off(trainer, "skip_zero_advantage") or _why_noise(trainer) or _why_all_tokens_are_read(trainer)
+
+
+def why_not_skip_zero_advantage_tokens(trainer: ConstructedTrainer) -> str | None:
+    """Return why tokens without an advantage are scored in training."""
+    if why := (
+        _why_off(trainer, "skip_zero_advantage_tokens") or _why_all_tokens_are_read(trainer) or _why_headless(trainer)
+    ):
+        return why
+    if trainer.importance_sampling_level == "sequence":
+        return "importance_sampling_level is sequence, a ratio of whole completions"
+    if trainer.loss_type == "vespo":
+        return "vespo weighs by the ratio of whole completions"
+    if trainer.off_policy_mask_threshold is not None:
+        return "off_policy_mask_threshold compares whole completions"
+    return None
+
+
+def why_not_skip_padding(trainer: ConstructedTrainer) -> str | None:
+    """Return why columns of padding run in training."""
+    router = "the load-balancing loss reads all tokens" if trainer.aux_loss_enabled else None
+    return _why_off(trainer, "skip_padding") or router or _why_padding_runs(trainer)
+
+
+def why_not_skip_head(trainer: ConstructedTrainer) -> str | None:
+    """Return why tokens without loss go through the LM head in training."""
+    return _why_off(trainer, "skip_zero_advantage_tokens") or _why_compiled(trainer) or _why_headless(trainer)
+
+
+def why_not_skip_images(trainer: ConstructedTrainer) -> str | None:
+    """Return why the images of a micro-batch without loss run."""
+    base = base_of(causal_model(trainer.model))
+    if is_sharded(trainer):
+        return "sharded parameters"
+    if not parts_of_tower(base):
+        return "a model without a vision tower"
+    if tower_trains(base) and trainer.dummy_image is None:
+        return "the vision tower trains, and cannot be called alone"
+    return None
+
+
+def why_not_pack_completions(trainer: ConstructedTrainer) -> str | None:
+    """Return why completions are not packed without padding behind their prompts."""
+    if why := _why_off(trainer, "pack_completions"):
+        return why
+    if why_not_share_training(trainer):
+        return "training does not share prompts"
+    if why := why_not_pack(base_of(causal_model(trainer.model))):
+        return why
+    return "FSDP" if trainer.is_fsdp_enabled else _why_padding_runs(trainer)
+
+
+def why_not_group_by_length(trainer: ConstructedTrainer) -> str | None:
+    """Return why rows of similar length are not brought into one micro-batch."""
+    accumulated, generated = trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation or 1
+    cut = "optimizer steps begin within a rollout" if accumulated % generated and generated % accumulated else None
+    why = _why_off(trainer, "group_by_length") or _why_noise(trainer) or cut
+    return why or why_rows_matter(trainer, trainer.loss_type)
+
+
+def why_not_reuse_first_pass(trainer: ConstructedTrainer) -> str | None:
+    """Return why old log-probabilities do not come from the first training pass."""
     args, needed = trainer.args, trainer.measurement.needed
+    if why := _why_off(trainer, "reuse_first_pass"):
+        return why
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         return "the correction of vLLM's sampling compares with them"
     if args.gradient_accumulation_steps % ((args.steps_per_generation or 1) * args.num_iterations) == 0:
         return "the policy does not change between generation and loss: there are none"
-    if spread or args.replay_buffer_size > 0:
-        return spread or "replay_buffer_size keeps them"
+    if why := _why_rollout_is_spread(trainer):
+        return why
+    if args.replay_buffer_size > 0:
+        return "replay_buffer_size keeps them"
     for need in ("entropies", "dependency", "logps", "shift", "values"):
         if need in needed:
             return f"{needed[need]} needs the pass anyway"
     random = args.neftune_noise_alpha or has_active_dropout(trainer.model, when_training=True)
-    return random and "dropout, or the noise of NEFTune"
+    return "dropout, or the noise of NEFTune" if random else None
+
+
+# Reasons that several features have
+
+
+def _why_off(trainer: ConstructedTrainer, name: str) -> str | None:
+    return f"{name}=off" if getattr(trainer.args, name) == "off" else None
+
+
+def _why_noise(trainer: ConstructedTrainer) -> str | None:
+    return "NEFTune's noise depends on the rows and columns of a pass" if trainer.args.neftune_noise_alpha else None
+
+
+def _why_no_pass_shares(trainer: ConstructedTrainer) -> str | None:
+    return _why_off(trainer, "share_prompts") or _why_columns_matter(trainer)
+
+
+def _why_columns_matter(trainer: ConstructedTrainer) -> str | None:
+    return _why_noise(trainer) or why_adapter_reads_whole_rows(trainer.model)
+
+
+def _why_compiles(trainer: ConstructedTrainer) -> str | None:
+    return "torch.compile" if _compiles(trainer) else None
+
+
+def _why_compiled(trainer: ConstructedTrainer) -> str | None:
+    return "torch.compile" if _compiles(trainer) or is_compiled(trainer.model) else None
+
+
+def _why_headless(trainer: ConstructedTrainer) -> str | None:
+    causal = causal_model(trainer.model)
+    return "a model that is its own base" if base_of(causal) is causal else None
+
+
+def _why_padding_runs(trainer: ConstructedTrainer) -> str | None:
+    base = base_of(causal_model(trainer.model))
+    return _why_compiled(trainer) or _why_columns_matter(trainer) or why_padding_counts(base)
+
+
+def _why_all_tokens_are_read(trainer: ConstructedTrainer) -> str | None:
+    if why := _why_compiled(trainer):
+        return why
+    if trainer.aux_loss_enabled:
+        return "the load-balancing loss reads all tokens"
+    option = find_every_token_option(trainer.args)
+    return f"{option} reads all tokens" if option else None
+
+
+def _why_rollout_is_spread(trainer: ConstructedTrainer) -> str | None:
+    spread = trainer.args.gradient_accumulation_steps % (trainer.args.steps_per_generation or 1)
+    return "a rollout is spread over several optimizer steps" if spread else None
 
 
 def find_every_token_option(args: DAPOConfig) -> str | None:
     """Return the first option that puts loss on zero-advantage tokens: a term of the loss, or a critic."""
-    terms = (
-        *("beta", "entropy_coef", "use_adaptive_entropy", "use_entropy_penalty"),
-        *("perception_loss_weight", "der_loss_weight1", "der_loss_weight2"),
-    )
-    options = {name: bool(getattr(args, name)) for name in terms}
-    options |= {"top_entropy_quantile": args.top_entropy_quantile < 1, "kl_coef": args.has_kl_loss}
-    options |= {"advantage_estimator": args.uses_critic}
+    options = {
+        "beta": args.beta != 0,
+        "entropy_coef": args.entropy_coef != 0,
+        "use_adaptive_entropy": args.use_adaptive_entropy,
+        "top_entropy_quantile": args.top_entropy_quantile < 1,
+        "use_entropy_penalty": args.use_entropy_penalty,
+        "perception_loss_weight": args.perception_loss_weight > 0,
+        "der_loss_weight1": args.der_loss_weight1 > 0,
+        "der_loss_weight2": args.der_loss_weight2 > 0,
+        "kl_coef": args.has_kl_loss,
+        "advantage_estimator": args.uses_critic,
+    }
     return next((name for name, is_on in options.items() if is_on), None)
 
 
@@ -167,22 +286,20 @@ def plan_vision(trainer: ConstructedTrainer, has_images: bool) -> VisionCache:
         has_images: whether its data have images.
     """
     base, megabytes = base_of(causal_model(trainer.model)), trainer.args.vision_cache_megabytes
-    why: Any = (
-        (not has_images and "data without images")
-        or (megabytes == 0 and "switched off")
-        or (_is_compiled(trainer) and "torch.compile")
-        or (is_sharded(trainer) and "sharded parameters: every process has to call the vision tower equally often")
-        or why_not_once(base)
-    )
-    return VisionCache(base, megabytes, why)
+    why = None
+    if not has_images:
+        why = "data without images"
+    elif megabytes == 0:
+        why = "switched off"
+    elif _why_compiled(trainer):
+        why = "torch.compile"
+    elif is_sharded(trainer):
+        why = "sharded parameters: every process has to call the vision tower equally often"
+    return VisionCache(base, megabytes, why or why_not_once(base))
 
 
 def _compiles(trainer: ConstructedTrainer) -> bool:
     return bool(trainer.accelerator.state.dynamo_plugin.backend.value != "NO")
-
-
-def _is_compiled(trainer: ConstructedTrainer) -> bool:
-    return _compiles(trainer) or is_compiled(trainer.model)
 
 
 def is_sharded(trainer: ConstructedTrainer) -> bool:
@@ -191,8 +308,12 @@ def is_sharded(trainer: ConstructedTrainer) -> bool:
     return bool(trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3))
 
 
-def describe_sharing(features: Mapping[str, Feature], num_generations: int) -> str:
-    """Return a sentence on where prompts are computed once, and why not elsewhere."""
+def describe_sharing(features: Mapping[str, Feature], num_generations: int, rows: int) -> str:
+    """Return where prompts are computed once, and why not elsewhere, in one or two sentences.
+
+    Args:
+        rows: completions in a micro-batch.
+    """
     stages: dict[str | None, list[str]] = {}
     for stage in ("generation", "scoring", "training"):
         stages.setdefault(features[f"share_{stage}"].reason, []).append(stage)
@@ -200,15 +321,21 @@ def describe_sharing(features: Mapping[str, Feature], num_generations: int) -> s
         f"in {', '.join(names)}" if reason is None else f"not in {', '.join(names)} ({reason})"
         for reason, names in stages.items()
     ]
-    return f"Each prompt is computed once for its {num_generations} completions: {'; '.join(where)}."
+    sharing = f"Each prompt is computed once for its {num_generations} completions: {'; '.join(where)}."
+    if rows >= num_generations or not features["share_training"].enabled:
+        return sharing
+    parts, over = f"{-(-num_generations // rows)} micro-batches of {rows}", features["share_over_micro_batches"]
+    if over.enabled:
+        return f"{sharing} In training, one pass over a prompt serves its {parts}."
+    return f"{sharing} In training, it is computed in each of its {parts} ({over.reason})."
 
 
 def announce(trainer: ConstructedTrainer) -> None:
     """Log in the main process where prompts are shared, and which options have no effect."""
     if not trainer.accelerator.is_main_process:
         return
-    features = trainer.features
-    logger.warning(describe_sharing(features, trainer.num_generations))
+    features, rows = trainer.features, trainer.args.per_device_train_batch_size
+    logger.warning(describe_sharing(features, trainer.num_generations, rows))
     logger.info(describe_features(features))
     shared = features["share_generation"].enabled or features["share_training"].enabled
     if shared and has_active_dropout(trainer.model, when_training=True):

@@ -1,0 +1,228 @@
+"""Lend the keys and values of a prompt to all micro-batches of an optimizer step: it runs forward and backward once.
+
+The first micro-batch that holds a prompt runs it with gradients. Completions read detached copies of its keys and
+values, which collect their gradients over the micro-batches. The last reader reads the live ones through
+`AddCollected`, whose backward pass adds what was collected. So the prompt runs backward once, within an ordinary
+backward pass, and the loops of Trainer and accelerate stay as they are. At the micro-batch that synchronises gradients
+every prompt is closed, whatever was planned.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import Any
+from weakref import ref
+
+import torch
+from accelerate.state import GradientState
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from vgr_trl.sharing.prefix_cache import StoredKeys, WrittenPrefix, require
+from vgr_trl.sharing.prefix_forward import PER_TOKEN, Prefill, PrefixSplit, first_rows
+from vgr_trl.utils import VGRError
+
+
+class AddCollected(torch.autograd.Function):
+    """The identity, whose backward pass adds the gradient that a detached copy has collected."""
+
+    @staticmethod
+    def forward(ctx: Any, live: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        """Return `live`, of any shape."""
+        ctx.copy = copy
+        return live.view_as(live)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient of `live`."""
+        collected = ctx.copy.grad
+        return grad if collected is None else grad + collected, None
+
+
+class _Reach(torch.autograd.Function):
+    """The identity, whose backward pass also reaches other tensors, with gradients of 0."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.zeros = [other.new_zeros(()).expand_as(other) for other in others]
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (grad, *ctx.zeros)
+
+
+class LentPrompt:
+    """A prompt that has run forward, and waits for the gradients of its keys and values.
+
+    Args:
+        tokens: (P - 1,) without padding.
+        pixels: its pixel inputs.
+        prefill: of this prompt alone.
+
+    Attributes:
+        live: keys and values of each layer, (1, H, P - 1, D), with their graph.
+        copies: detached; they require gradients where the live ones do.
+
+    Raises:
+        UnsupportedModel: a layer keeps other state than keys and values.
+    """
+
+    def __init__(self, tokens: tuple[int, ...], pixels: list[torch.Tensor], prefill: Prefill) -> None:
+        self.tokens, self.pixels, self.prefill = tokens, pixels, prefill
+        layers = prefill.written.layers
+        require(all(type(layer) is StoredKeys for layer in layers), "layers that keep other state than keys and values")
+        self.live: list[torch.Tensor] = [each for layer in layers for each in (layer.keys, layer.values)]
+        self.copies = [each.detach().requires_grad_(each.requires_grad) for each in self.live]
+
+    def close(self) -> list[torch.Tensor]:
+        """Return the live keys and values, whose backward pass adds what the copies have collected."""
+        pairs = zip(self.live, self.copies, strict=True)
+        return [AddCollected.apply(live, copy) if live.requires_grad else live for live, copy in pairs]
+
+
+class Lending:
+    """The open prompts of an optimizer step.
+
+    Args:
+        base: base model, whose weights must not change while a prompt is open.
+
+    Attributes:
+        open: prompts that have run forward and not yet backward.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        self.open: list[LentPrompt] = []
+        self._base = ref(base)
+        self._guard: Any = None
+
+    def find(self, tokens: tuple[int, ...], pixels: Sequence[torch.Tensor]) -> LentPrompt | None:
+        """Return the open prompt with these tokens and pixels."""
+        for prompt in self.open:
+            if prompt.tokens == tokens and all(map(torch.equal, prompt.pixels, pixels)):
+                return prompt
+        return None
+
+    def add(self, prompt: LentPrompt) -> None:
+        """Open a prompt; an optimizer step before it is closed is an error."""
+        self.open.append(prompt)
+        self._guard = self._guard or register_optimizer_step_pre_hook(self._refuse_open)
+
+    def read(self, prompt: LentPrompt, *, again: bool) -> list[torch.Tensor]:
+        """Return the keys and values that a micro-batch reads; close the prompt unless another one reads it again."""
+        if again:
+            return prompt.copies
+        self.open.remove(prompt)
+        self._release_guard()
+        return prompt.close()
+
+    def close_all(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return hidden states whose backward pass runs all open prompts backward too."""
+        live = [each for prompt in self.open for each in prompt.close() if each.requires_grad]
+        self.clear()
+        return _Reach.apply(hidden, *live) if live else hidden
+
+    def _release_guard(self) -> None:
+        if self._guard is not None and not self.open:
+            self._guard.remove()
+            self._guard = None
+
+    def clear(self) -> None:
+        """Forget the prompts of a step that has been interrupted."""
+        self.open.clear()
+        self._release_guard()
+
+    def _refuse_open(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        base = self._base()
+        mine = set() if base is None else set(map(id, base.parameters()))
+        if not any(id(weight) in mine for group in optimizer.param_groups for weight in group["params"]):
+            return
+        count = len(self.open)
+        self.clear()
+        raise VGRError(
+            f"{count} prompts have run forward and not backward before an optimizer step, so their gradients "
+            "would be lost: accumulate gradients with accelerate, or switch share_prompts off."
+        )
+
+
+def is_last_micro_batch() -> bool:
+    """Return whether accelerate synchronises gradients, and the optimizer steps, after this micro-batch."""
+    return bool(GradientState().sync_gradients)
+
+
+class MicroBatch:
+    """The U prompts of a micro-batch that reads open prompts, or opens some for later ones.
+
+    Args:
+        lending: the open prompts of the optimizer step.
+        inputs: of the pass, by name.
+        split: of the batch.
+        again: (N,) whether a later micro-batch reads the prompt of a row; None: any may, but for the last.
+
+    Attributes:
+        found: (U,) open prompts; None where a prompt has to run.
+        again: (U,) whether a later micro-batch reads the prompt.
+        computed: the number of prompts that run in this pass.
+    """
+
+    def __init__(
+        self, lending: Lending, inputs: Mapping[str, Any], split: PrefixSplit, again: Sequence[bool] | None
+    ) -> None:
+        self.lending, self.inputs, self.split = lending, inputs, split
+        self.rows = first_rows(split.groups)
+        ids, mask = (inputs[name][self.rows, : split.start] for name in ("input_ids", "attention_mask"))
+        columns = ids.masked_fill(mask == 0, -1).tolist()
+        self.tokens = [tuple(token for token in row if token >= 0) for row in columns]
+        self.pixels = [[inputs[name][parts[row]] for name, parts in split.pixels.items()] for row in self.rows]
+        self.found = [lending.find(*each) for each in zip(self.tokens, self.pixels, strict=True)]
+        self.computed = self.found.count(None)
+        self.again = [False] * split.prompts
+        for group, of_row in zip(split.groups, again or [True] * len(split.groups), strict=True):
+            self.again[group] |= of_row and not is_last_micro_batch()
+
+    @property
+    def lends(self) -> bool:
+        """Whether a prompt is open, or read again."""
+        return any(self.again) or self.computed < len(self.found)
+
+    def prefill(self, base: Any, plain: Callable[..., Any]) -> Prefill:
+        """Return the prompts as if they had run in this pass; run those that are not open.
+
+        Args:
+            base, plain: as `Prefill` takes them.
+        """
+        for number, prompt in enumerate(self.found):
+            if prompt is None:
+                self.found[number] = opened = self._run(number, base, plain)
+                self.lending.add(opened)
+        prompts = [prompt for prompt in self.found if prompt is not None]
+        read = [self.lending.read(prompt, again=again) for prompt, again in zip(prompts, self.again, strict=True)]
+        joined = copy(prompts[0].prefill)
+        joined.written = WrittenPrefix(base.config, self.split.groups)
+        tensors = iter([_left_padded(same, self.split.start) for same in zip(*read, strict=True)])
+        for layer in joined.written.layers:
+            layer.update(next(tensors), next(tensors))
+        if hasattr(base, "rope_deltas"):
+            none = torch.zeros(1, 1, dtype=torch.long)
+            joined.deltas = torch.cat(
+                [none if each.prefill.deltas is None else each.prefill.deltas for each in prompts]
+            )
+        joined.split, joined.hidden, joined.skips_padding = self.split, None, True
+        return joined
+
+    def _run(self, number: int, base: Any, plain: Callable[..., Any]) -> LentPrompt:
+        """Run one prompt, without its padding."""
+        row, tokens = self.rows[number], self.tokens[number]
+        alone = {name: value for name, value in self.inputs.items() if name not in (*PER_TOKEN, *self.split.pixels)}
+        columns = slice(self.split.start - len(tokens), self.split.start)
+        for name in PER_TOKEN:
+            if self.inputs.get(name) is not None:
+                alone[name] = self.inputs[name][row : row + 1, columns]
+        alone |= dict(zip(self.split.pixels, self.pixels[number], strict=True))
+        pixels = {name: [slice(None)] for name in self.split.pixels}
+        split = PrefixSplit(len(tokens), len(tokens) + 1, [0], pixels)
+        return LentPrompt(tokens, self.pixels[number], Prefill(base, plain, alone, split, wants_hidden=False))
+
+
+def _left_padded(tensors: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    padded = [torch.nn.functional.pad(each, (0, 0, width - each.size(-2), 0)) for each in tensors]
+    return padded[0] if len(padded) == 1 else torch.cat(padded)

@@ -1,0 +1,171 @@
+"""A group over several micro-batches: its prompt runs forward and backward once, with the same gradients."""
+
+from contextlib import contextmanager, nullcontext, suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import GradientState
+from support.launching import join_group, results_of
+from support.models.compare import checkpointed, largest_relative, needs_shared, scored, with_head
+from support.models.families import FAMILIES, Batch, build, make_batch
+from torch import nn
+
+from vgr_trl.pixels import image_inputs_of, parts_by_tokens
+from vgr_trl.sharing import share_prompts
+from vgr_trl.sharing.lending import Lending
+from vgr_trl.sharing.model_support import base_of, causal_model
+from vgr_trl.sharing.prefix_forward import is_image_token
+from vgr_trl.sharing.sharing import find_read_again
+from vgr_trl.utils import VGRError
+
+ONE_BY_ONE = [[row] for row in range(6)]
+LENDS = ("qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "llava_next", "idefics3", "llama", "mistral")
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    yield
+    GradientState()._set_sync_gradients(True)
+
+
+def case(name, **more):
+    images = (1, 2) if FAMILIES[name].picture else (0, 0)
+    model, batch = with_head(build(name)).double().train(), make_batch(name, **{"images": images, **more})
+    batch.inputs = {key: value.double() if value.is_floating_point() else value for key, value in batch.inputs.items()}
+    needs_shared(model)
+    return model, batch
+
+
+def rows_of(model, batch, rows):
+    """Some rows with their images, without the padding that all of them have."""
+    given = image_inputs_of(batch.inputs)
+    is_image = is_image_token(batch.inputs["input_ids"], causal_model(model).config)
+    parts = parts_by_tokens(given, is_image) if given else {}
+    padding = int((batch.inputs["attention_mask"][rows] == 0).int().cumprod(1).sum(1).min())
+    chosen = {name: value[rows][:, padding:] for name, value in batch.inputs.items() if name not in parts}
+    chosen |= {name: torch.cat([given[name][parts[name][row]] for row in rows]) for name in parts}
+    return Batch(chosen, batch.completion_length, batch.prompts)
+
+
+def accumulated(model, batch, micro_batches, *, synchronises=True, around=lambda rows: nullcontext()):
+    """The gradients of a loss with another weight for every token, accumulated as TRL and accelerate do."""
+    model.zero_grad(set_to_none=True)
+    weights = torch.randn(6, batch.completion_length, generator=torch.Generator().manual_seed(5)).double()
+    for rows in micro_batches:
+        last = synchronises and rows is micro_batches[-1]
+        GradientState()._set_sync_gradients(last)
+        with around(rows), nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
+            (scored(model, rows_of(model, batch, rows))[0] * weights[rows]).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "prompts"),
+    [
+        *((name, ONE_BY_ONE, 2) for name in LENDS),
+        ("qwen2_5_vl", [[0, 1], [2, 3], [4, 5]], 2),  # the second holds parts of two groups
+        ("gemma3", [[0, 1], [2, 3], [4, 5]], 2),
+        ("llama", [[0, 4], [1, 3], [2, 5]], 2),  # as TRL shuffles them
+        ("qwen2_5_vl", [[0, 1, 2], [3], [4, 5]], 2),
+    ],
+)
+def test_gradients(name, micro_batches, prompts):
+    model, batch = case(name)
+    plain = accumulated(model, batch, micro_batches)
+    with share_prompts(model) as report:
+        shared = accumulated(model, batch, micro_batches)
+    assert (report.prompts, report.rows, report.plain) == (prompts, 6, {})
+    assert plain.keys() == shared.keys()
+    assert largest_relative(plain, shared) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_checkpointing_and_half_frozen_models(name):
+    model, batch = case(name)
+    for parameter in base_of(model).visual.parameters():
+        parameter.requires_grad_(False)
+    base_of(model).language_model.layers[0].requires_grad_(False)
+    plain = accumulated(model, batch, ONE_BY_ONE)
+    checkpointed(model)
+    with share_prompts(model) as report:
+        shared = accumulated(model, batch, ONE_BY_ONE)
+    assert report.prompts == 2
+    assert plain.keys() == shared.keys()
+    assert largest_relative(plain, shared) < 1e-6
+
+
+def planned(model, batch, open_prompts):
+    """Sharing of each micro-batch of one row by itself, with a plan: rows 2 and 5 are the last of their groups."""
+    lending = Lending(base_of(causal_model(model)))
+
+    @contextmanager
+    def around(rows):
+        again = [row not in (2, 5) for row in rows]
+        with share_prompts(model, batch.completion_length, lending=lending, again=again) as report:
+            yield
+        assert report.plain == {}
+        open_prompts.append(len(lending.open))
+
+    return around
+
+
+def test_a_prompt_closes_with_its_planned_last_reader():
+    """With a plan no prompt stays open behind its group; without, all wait for the last micro-batch."""
+    model, batch = case("qwen2_5_vl")
+    plain, open_prompts = accumulated(model, batch, ONE_BY_ONE), []
+    shared = accumulated(model, batch, ONE_BY_ONE, around=planned(model, batch, open_prompts))
+    assert open_prompts == [1, 1, 0, 1, 1, 0]
+    assert largest_relative(plain, shared) < 1e-6
+
+
+def run(finds_unused):
+    """Two processes: with a plan where DDP looks for unused parameters, else everything closes in the last micro-batch.
+
+    The last micro-batch of a process reads a prompt that ran in an earlier one, so it does not run the vision tower.
+    """
+    torch.set_num_threads(1)
+    join_group()
+    rank = dist.get_rank()
+    model, batch = case("qwen2_5_vl", seed=rank)
+    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=finds_unused)
+    plain = accumulated(parallel, batch, ONE_BY_ONE)
+    if finds_unused:
+        shared = accumulated(parallel, batch, ONE_BY_ONE, around=planned(parallel, batch, []))
+    else:
+        with share_prompts(parallel) as report:
+            shared = accumulated(parallel, batch, ONE_BY_ONE)
+        assert report.prompts == 2
+    return largest_relative(plain, shared), shared
+
+
+@pytest.mark.parametrize("finds_unused", [True, False])
+def test_two_processes(finds_unused):
+    (difference, mine), (other_difference, others) = results_of(run, finds_unused, processes=2)
+    assert max(difference, other_difference) < 1e-6
+    assert all(torch.equal(mine[name], others[name]) for name in others)
+
+
+def test_a_plan_lends_within_an_optimizer_step_to_rows_that_run():
+    groups = [0, 0, 1, 0, 1, 1, 0, 1]
+    assert find_read_again(groups, [True] * 8, 2, 8) == [True, True, True, True, True, True, False, False]
+    assert find_read_again(groups, [True] * 8, 2, 4) == [True, True, False, False, True, True, False, False]
+    alone = [True, True, True, False, True, True, False, True]  # rows 3 and 6 have no loss
+    assert find_read_again(groups, alone, 2, 8) == [False, False, True, False, True, True, False, False]
+
+
+def test_an_optimizer_step_with_an_open_prompt_is_refused():
+    """Of this model only; and nothing is left of a block that ended with an error."""
+    model, batch = case("llama")
+    other = nn.Linear(1, 1)
+    other.weight.grad = torch.ones(1, 1)
+    with share_prompts(model):
+        accumulated(model, batch, ONE_BY_ONE, synchronises=False)
+        torch.optim.SGD(other.parameters(), lr=1.0).step()
+        with pytest.raises(VGRError, match="2 prompts have run forward and not backward"):
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()  # refused once
+    with suppress(KeyboardInterrupt), share_prompts(model):
+        accumulated(model, batch, ONE_BY_ONE, synchronises=False)
+        raise KeyboardInterrupt
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
