@@ -88,18 +88,26 @@ def train(stock, **changed):
 @contextmanager
 def computed_tokens(gradients):
     """Tokens of each pass with or without gradients in this block, but for generation and what is run at the start."""
-    passes, forward = [], Qwen3Model.forward
+    passes, begins, call, forward = [], [], Qwen3ForCausalLM.__call__, Qwen3Model.forward
+
+    def called(model, *args, **kwargs):
+        begins.append(True)
+        return call(model, *args, **kwargs)
 
     @wraps(forward)
     def counted(model, *args, **kwargs):
-        cache = kwargs.get("past_key_values")
         if torch.is_grad_enabled() == gradients and not kwargs.get("use_cache"):
-            if cache is None or cache.get_seq_length() == 0:
+            if begins:
+                begins.clear()
                 passes.append(0)
             passes[-1] += kwargs["input_ids"].numel()
         return forward(model, *args, **kwargs)
 
-    with patched_attribute(probe, "_difference", lambda *args: None), patched_attribute(Qwen3Model, "forward", counted):
+    with (
+        patched_attribute(probe, "_difference", lambda *args: None),
+        patched_attribute(Qwen3ForCausalLM, "__call__", called),
+        patched_attribute(Qwen3Model, "forward", counted),
+    ):
         yield passes
 
 
