@@ -4,7 +4,7 @@ import pytest
 from peft import LoraConfig
 from support.models.tiny_questions import picture, questions
 from support.old_releases import KEEPS_LESS
-from support.steps import DAPO, LOSSES, STOCK, assert_same_steps, options, trained
+from support.steps import DAPO, LOSSES, ROUNDING, STOCK, assert_same_steps, options, trained
 from support.trainers import logged
 from support.vllm import in_place_of_vllm
 
@@ -42,7 +42,7 @@ def test_steps_of_every_loss(loss, vision, image_rows, tmp_path):
     assert logged(ours, "sharing/prompts_per_row") == [1 / 4] * 3
 
 
-@pytest.mark.parametrize("loss", ["dapo", "bnpo", "luspo"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_steps_of_an_adapter_with_a_reference_in_small_checkpointed_micro_batches(loss, vision, image_rows, tmp_path):
     """The reference is the model without its adapter; each prompt runs once for its micro-batches."""
     settings = options(tmp_path, **LOSSES[loss], **STRADDLING, beta=0.1, gradient_checkpointing=True, learning_rate=0.5)
@@ -85,6 +85,30 @@ def test_rows_with_and_without_an_image(vision, tmp_path):
     assert plain.places["training"].rows == 0
     assert_equal_steps(vision, plain, shared)
     assert shared.places["scoring"].prompts_per_row == shared.places["training"].prompts_per_row == 1 / 4
+
+
+OURS_ALONE = {
+    "perception loss": ({"perception_loss_weight": 0.05, "der_loss_weight2": 0.05}, 1 / 4 + 1 / 16),
+    "a critic's head": ({"advantage_estimator": "gae", "critic": "head"}, 1 / 4),
+    "a token budget": ({"max_tokens_per_micro_batch": 60, "per_device_train_batch_size": 8}, 1 / 4),
+    "bf16": ({"bf16": True}, 1 / 4),
+}
+
+
+@pytest.mark.skipif(KEEPS_LESS, reason="checkpoints drop caches")
+@pytest.mark.parametrize("case", OURS_ALONE)
+def test_micro_batches_of_one_completion_with_what_stock_trl_lacks(case, vision, image_rows, tmp_path):
+    """Against plain passes of this library. A perturbed prompt is computed again beside the last row of a step."""
+    model, processor = vision
+    more, share = OURS_ALONE[case]
+    size = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8} | more
+    size["gradient_accumulation_steps"] //= size["per_device_train_batch_size"]
+    settings = options(tmp_path, **size, epsilon_high=0.28, gradient_checkpointing=True)
+    plain = trained(DAPO, model, processor, image_rows, {**settings, "share_prompts": "off"})
+    shared = trained(DAPO, model, processor, image_rows, settings)
+    assert_same_steps(model, shared, plain, 5e-2 if case == "bf16" else ROUNDING)
+    assert shared.places["training"].prompts_per_row == share
+    assert not shared.places["training"].plain
 
 
 def test_passes_are_shared_whatever_wrote_the_completions(vision, image_rows, tmp_path, monkeypatch):

@@ -88,6 +88,8 @@ def why_not_share_over_micro_batches(trainer: ConstructedTrainer) -> str | None:
     """Return why a prompt runs in each micro-batch of its group in training."""
     if why_not_share_training(trainer):
         return "training does not share prompts"
+    if is_sharded(trainer):  # which FSDP does in `train()`
+        return "sharded parameters"
     return why_not_lend(base_of(causal_model(trainer.model)))
 
 
