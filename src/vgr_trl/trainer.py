@@ -227,6 +227,12 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     # A step, in its order
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Forget prompts that an interrupted training has left without their backward pass."""
+        if self.shared_passes.lending is not None:
+            self.shared_passes.lending.clear()
+        return super().train(*args, **kwargs)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Time the step, without the stages within it."""
         with self.clock.stage("update"):

@@ -202,10 +202,9 @@ class MicroBatch:
         for layer in joined.written.layers:
             layer.update(next(tensors), next(tensors))
         if hasattr(base, "rope_deltas"):
-            none = torch.zeros(1, 1, dtype=torch.long)
-            joined.deltas = torch.cat(
-                [none if each.prefill.deltas is None else each.prefill.deltas for each in prompts]
-            )
+            deltas, device = [prompt.prefill.deltas for prompt in prompts], self.inputs["input_ids"].device
+            none = torch.zeros(1, 1, dtype=torch.long, device=device)
+            joined.deltas = torch.cat([none if each is None else each.to(device) for each in deltas])
         joined.split, joined.hidden, joined.skips_padding = self.split, None, True
         return joined
 
@@ -224,5 +223,7 @@ class MicroBatch:
 
 
 def _left_padded(tensors: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-    padded = [torch.nn.functional.pad(each, (0, 0, width - each.size(-2), 0)) for each in tensors]
-    return padded[0] if len(padded) == 1 else torch.cat(padded)
+    """(U, H, width, D) of U times (1, H, P - 1, D); a single one that is as wide is not copied."""
+    if len(tensors) == 1 and tensors[0].size(-2) == width:
+        return tensors[0]
+    return torch.cat([torch.nn.functional.pad(each, (0, 0, width - each.size(-2), 0)) for each in tensors])
