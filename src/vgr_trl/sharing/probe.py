@@ -138,12 +138,12 @@ def _first_layers(base: Any) -> Iterator[Run]:
             keep(base, (), base.forward(**inputs, use_cache=False, return_dict=True))
         return states.pop()
 
-    quiet = (("training", False), ("_forward_pre_hooks", {}), ("_forward_hooks", OrderedDict[int, Any]()))
+    quiet: dict[str, Any] = {"training": False, "_forward_pre_hooks": OrderedDict(), "_forward_hooks": OrderedDict()}
     changes: list[tuple[Any, str, Any]] = [(base, "rope_deltas", None)] if hasattr(base, "rope_deltas") else []
     if config._attn_implementation not in ("eager", "sdpa"):  # others want a GPU, or 16 bits
         changes += [(part, "_attn_implementation_internal", "eager") for part in (base.config, config)]
     for module in base.modules():  # hooks of others, say of a measurement, do not see it
-        changes += [(module, name, copy(value)) for name, value in quiet]
+        changes += [(module, name, copy(value)) for name, value in quiet.items()]
     with ExitStack() as stack:
         stack.enter_context(replaced(*changes))
         if layers:
