@@ -92,7 +92,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Looks:
-    """What to look for in rows; `lengths` None: prompts are not measured; `hashes`: for comparison of splits."""
+    """Options of an inspection; without `lengths` prompts are not measured, `hashes` are for comparing splits."""
 
     options: RowOptions
     keys: Keys = KEYS

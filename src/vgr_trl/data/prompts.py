@@ -81,7 +81,7 @@ def require_placeholders(prompt: str | Messages, images: int, has_videos: bool =
         raise DataError(f"its prompt has {found} <image> placeholders, but there are {images} images")
 
 
-def without_videos(conversation: Messages) -> list[dict[str, Any]]:
+def drop_video_placeholders(conversation: Messages) -> list[dict[str, Any]]:
     """Return a conversation without `<video>`, as frames are images; refuse parts of type `video` (`DataError`)."""
     if any(part.get("type") == "video" for part in _parts_of(conversation)):
         raise DataError("its prompt has a part of type video: give the text alone, and the video in `videos`")

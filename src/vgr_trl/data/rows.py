@@ -23,7 +23,14 @@ from transformers.utils import logging
 from vgr_trl.boxes import boxes_of
 from vgr_trl.data.images import ANY_SIZE, FOLDER, MEDIA, PLACE, ImageLimits, VideoOptions, decode_row, measure_row
 from vgr_trl.data.lengths import SIZES, PromptLengths
-from vgr_trl.data.prompts import SYSTEM_PROMPT, PromptTemplate, build_prompt, placed, special_problem, without_videos
+from vgr_trl.data.prompts import (
+    SYSTEM_PROMPT,
+    PromptTemplate,
+    build_prompt,
+    drop_video_placeholders,
+    placed,
+    special_problem,
+)
 from vgr_trl.data.read_row import (
     DIALOGUES,
     KEYS,
@@ -114,7 +121,7 @@ def _conversation(row: Mapping[str, Any], question: Question, system: str | Prom
     if not question.is_complete or (isinstance(system, PromptTemplate) and system.role == "user"):
         source = row.get("source") if isinstance(row.get("source"), str) else None
         prompt = build_prompt(prompt, question.choices, system_prompt=system, source=source)
-    return without_videos(prompt) if question.videos else prompt
+    return drop_video_placeholders(prompt) if question.videos else prompt
 
 
 def ready_row(row: Mapping[str, Any], options: RowOptions, column: str = "images") -> dict[str, Any]:

@@ -413,7 +413,7 @@ class CompletionPass:
         behind.check()
         return outputs
 
-    def by_length(self, lengths: Sequence[int]) -> Any:
+    def run_by_length(self, lengths: Sequence[int]) -> Any:
         """Return the outputs of all rows (N, stop - start, D), each pass as wide as the longest of its rows."""
         columns = self.split.stop - self.split.start
         if prefers_cudnn():  # which builds a plan for every new shape, 0.4 to 0.6 s each (FunASR#3704)
@@ -493,7 +493,7 @@ def prefix_forward(
     elif whole or alike:
         outputs = completions.padded(range(len(split.groups)), split.stop - split.start)
     else:
-        outputs = completions.by_length(completions.lengths())
+        outputs = completions.run_by_length(completions.lengths())
     hidden = hidden_states(outputs)  # (N, stop - start, D)
     if prefill.hidden is not None and whole:
         hidden = torch.cat([prefill.hidden.index_select(0, completions.index), hidden], dim=1)
