@@ -174,11 +174,11 @@ class SavedState(ABC):
         save_share(self.state_dict(), folder, processes.process_index, processes.num_processes, self.kind)
 
     def load(self, folder: Path) -> None:
-        """Continue from a checkpoint; start anew, with a warning, if it was saved without this state."""
+        """Continue from a checkpoint; start from zero, with a warning, if it has none."""
         if states := load_shares(folder, self.kind):
             self.load_states(states)
         elif PartialState().is_main_process:
-            logger.warning(f"{folder} was saved without the state of {self.kind}, which starts anew.")
+            logger.warning(f"{folder} has no state of {self.kind}, which starts from zero.")
 
 
 TRACES = ("trainer_state.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")

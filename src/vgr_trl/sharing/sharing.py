@@ -409,7 +409,7 @@ def shuffle_whole_groups(
     by_row = list(zip(*pixels.values(), strict=True)) if pixels else None
     groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], by_row)
     batch = batch | {
-        name: _one_per_group(values, groups) for name, values in pixels.items() if isinstance(values, list)
+        name: _share_group_pixels(values, groups) for name, values in pixels.items() if isinstance(values, list)
     }
     batch[PROMPT_GROUP] = groups
     order = arrange(torch.randperm(len(groups)).tolist(), groups)
@@ -424,7 +424,7 @@ def shuffle_whole_groups(
     return {key: reordered(value) for key, value in batch.items()}
 
 
-def _one_per_group(values: Sequence[torch.Tensor], groups: Sequence[int]) -> list[torch.Tensor]:
+def _share_group_pixels(values: Sequence[torch.Tensor], groups: Sequence[int]) -> list[torch.Tensor]:
     kept = [clone_to(values[row], values[row].device) for row in first_rows(groups)]
     return [kept[group] for group in groups]
 
