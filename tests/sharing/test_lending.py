@@ -119,6 +119,16 @@ def test_a_prompt_closes_with_its_planned_last_reader():
     assert largest_relative(plain, shared) < 1e-6
 
 
+def test_gradients_of_weights_do_not_wait_for_those_of_a_prompt():
+    """Each weight takes the gradient of the last reader before the prompt runs backward: memory for one, not for two."""
+    model, batch = case("llama")
+    taken, weight = [], base_of(causal_model(model)).layers[0].mlp.up_proj.weight
+    weight.register_post_accumulate_grad_hook(lambda _: taken.append(1))
+    with share_prompts(model) as report:
+        accumulated(model, batch, ONE_BY_ONE)
+    assert len(taken) == 6 + report.prompts
+
+
 def run(finds_unused):
     """Two processes: with a plan where DDP looks for unused parameters, else everything closes in the last micro-batch.
 

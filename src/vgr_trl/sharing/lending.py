@@ -1,10 +1,11 @@
 """Lend the keys and values of a prompt to all micro-batches of an optimizer step: it runs forward and backward once.
 
 The first micro-batch that holds a prompt runs it with gradients. Completions read detached copies of its keys and
-values, which collect their gradients over the micro-batches. The last reader reads the live ones through
-`AddCollected`, whose backward pass adds what was collected. So the prompt runs backward once, within an ordinary
-backward pass, and the loops of Trainer and accelerate stay as they are. At the micro-batch that synchronises gradients
-every prompt is closed, whatever was planned.
+values, which collect their gradients over the micro-batches. The last reader reads them through `_RunPrompt`, whose
+backward pass runs that of the prompt. So the prompt runs backward once, within an ordinary backward pass, and the loops
+of Trainer and accelerate stay as they are. At the micro-batch that synchronises gradients every prompt is closed,
+whatever was planned; with several processes it is closed through `AddCollected`, since DDP takes each weight's gradient
+once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from weakref import ref
 import torch
 from accelerate.state import GradientState
 from torch import nn
+from torch.distributed import is_initialized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vgr_trl.sharing.prefix_cache import StoredKeys, WrittenPrefix, require
@@ -36,6 +38,25 @@ class AddCollected(torch.autograd.Function):
         """Return the gradient of `live`."""
         collected = ctx.copy.grad
         return grad if collected is None else grad + collected, None
+
+
+class _RunPrompt(torch.autograd.Function):
+    """The identity of all copies of a prompt; its backward pass, which comes last, is that of the live tensors.
+
+    In one graph with the completions, the weights' gradients of both would be added before they are accumulated: those
+    of the completions would wait for those of the prompt, in as much memory again as the weights have.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, live: Sequence[torch.Tensor], *copies: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.live, ctx.copies = live, copies
+        return tuple(copy.view_as(copy) for copy in copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
+        pairs = zip(ctx.copies, grads, strict=True)
+        torch.autograd.backward(ctx.live, [grad if copy.grad is None else grad + copy.grad for copy, grad in pairs])
+        return (None,) * (1 + len(grads))
 
 
 class _Reach(torch.autograd.Function):
@@ -75,9 +96,17 @@ class LentPrompt:
         self.copies = [each.detach().requires_grad_(each.requires_grad) for each in self.live]
 
     def close(self) -> list[torch.Tensor]:
-        """Return the live keys and values, whose backward pass adds what the copies have collected."""
-        pairs = zip(self.live, self.copies, strict=True)
-        return [AddCollected.apply(live, copy) if live.requires_grad else live for live, copy in pairs]
+        """Return keys and values whose backward pass runs that of the prompt, with what the copies have collected."""
+        if is_initialized() and is_last_micro_batch():
+            pairs = zip(self.live, self.copies, strict=True)
+            return [AddCollected.apply(live, copy) if live.requires_grad else live for live, copy in pairs]
+        trained = [number for number, live in enumerate(self.live) if live.requires_grad]
+        read = list(self.copies)
+        if trained:
+            outputs = _RunPrompt.apply([self.live[each] for each in trained], *[read[each] for each in trained])
+            for number, output in zip(trained, outputs, strict=True):
+                read[number] = output
+        return read
 
 
 class Lending:
