@@ -125,6 +125,21 @@ def scoring(one: Measurement, device: str, dtype: str, attention: str) -> Runs:
     return without_and_with({name: partial(run, *way) for name, way in ways.items()})
 
 
+def generation(one: Measurement, device: str, dtype: str, attention: str) -> Runs:
+    """Completions of one prompt, by transformers' growing cache and by its static one, which it compiles on a GPU."""
+    model, batch = _model_and_batch(one, device, dtype, attention)
+    shortened = ("input_ids", "attention_mask", "mm_token_type_ids")
+    inputs = {name: value[:, : one.size.prompt] if name in shortened else value for name, value in batch.items()}
+    length = {"max_new_tokens": one.size.completion, "min_new_tokens": one.size.completion, "do_sample": False}
+
+    def run(shared: bool, cache: str | None) -> None:
+        with share_prompts(model) if shared else nullcontext():
+            model.generate(**inputs, **length, cache_implementation=cache)
+
+    ways = {"plain": (False, None), "shared": (True, None), "plain, static": (False, "static")}
+    return {name: partial(run, *way) for name, way in ways.items()}
+
+
 def packing(one: Measurement, device: str, dtype: str, attention: str) -> Runs:
     """Updates with completions of log-normal lengths behind a shared prompt: padded, or as one row without padding."""
     flash.install()
@@ -214,6 +229,7 @@ MAKERS: dict[str, Callable[..., Runs]] = {
     "new shape": new_shapes,
     "update": updates,
     "scoring": scoring,
+    "generation": generation,
     "attention": attentions,
     "packing": packing,
 }

@@ -9,10 +9,11 @@ from sharing_operations import Update, executed_update, forward_of
 PROMPT, VISION, GENERATIONS = 1536, 1280, 8
 COMPLETIONS = (384, 1024)
 OF_STEPS = 256  # tokens of a completion; nearly all of a step is their generation
+GENERATED = 128  # tokens, where only generation is timed
 SHAPES = ("qwen2.5-vl-7b", "qwen2.5-vl-3b", "qwen3-vl-4b", "qwen3-vl-8b")
 TINY = ("tiny-qwen2.5-vl", "tiny-qwen3-vl")
-PARTS = ("shapes", "passes", "steps", "kernels", "packing")
-REPEATS, BATCHES = 5, 10
+PARTS = ("shapes", "passes", "steps", "generation", "kernels", "packing")
+REPEATS, BATCHES = 5, 2
 STRATEGIES = ("two stages", "two stages, no mask", "packed", "paths")
 CUDNN = ", cuDNN"  # behind the name of a run: with cuDNN's attention, where others have none
 
@@ -26,13 +27,14 @@ COMPARED = {
     "new shape": both("masked", "masked, seen before", "causal", "causal, seen before"),
     "update": both("plain", "shared"),
     "scoring": both("trl", "shared", "shared + probe"),
-    "step": ("trl", "ours", f"ours{CUDNN}"),
+    "step": ("trl", "ours"),
+    "generation": ("plain", "shared", "plain, static"),
     "attention": (*STRATEGIES, f"two stages{CUDNN}"),
     "packing": ("padded", "packed"),
 }
 BUILD = 20  # seconds for a model of 7B and what else comes before the first pass, a guess
 WINDOW = 50e-6  # seconds of the attention of a window of the tower, each a call of its own, a guess
-GUESSED = {"new shape": 30, "attention": 60}  # seconds: cuDNN's plans, a compilation
+GUESSED = {"new shape": 30, "attention": 60, "generation": 80}  # seconds: cuDNN's plans, a compilation
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,25 @@ class Measurement:
         shape: a key of `MODEL_SHAPES`.
         size: P, V, T, G.
         adapters: LoRA on every matrix of the language model's layers instead of all weights.
+        rows: completions of a micro-batch of a step; None: the whole group.
     """
 
     kind: str
     shape: str
     size: Size
     adapters: bool = False
+    rows: int | None = None
 
     @property
     def name(self) -> str:
         """In the results."""
-        return f"{self.shape} {self.kind}{' lora' if self.adapters else ''} {self.size}"
+        part = "" if self.rows is None else f" micro-batch {self.rows}"
+        return f"{self.shape} {self.kind}{' lora' if self.adapters else ''}{part} {self.size}"
 
     @property
     def repeats(self) -> int:
         """Of each run, after one that warms up."""
-        return {"step": BATCHES, "update": 3, "scoring": 3}.get(self.kind, REPEATS)
+        return {"step": BATCHES, "update": 3, "scoring": 3, "generation": 2}.get(self.kind, REPEATS)
 
     @property
     def seconds(self) -> float:
@@ -90,6 +95,9 @@ def plan(part: str, shape: str) -> list[Measurement]:
     if part == "kernels":
         return [Measurement("attention", shape, size) for size in every]
     if part == "steps":
-        return [Measurement("step", shape, replace(every[0], completion=min(every[0].completion, OF_STEPS)))]
+        size = replace(every[0], completion=min(every[0].completion, OF_STEPS))
+        return [Measurement("step", shape, size, rows=1), Measurement("step", shape, size)]
+    if part == "generation":
+        return [Measurement(part, shape, replace(every[0], completion=min(every[0].completion, GENERATED)))]
     size = every[-1] if part == "packing" else every[0]
     return [Measurement({"shapes": "new shape"}.get(part, part), shape, size)]

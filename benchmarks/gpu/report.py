@@ -53,7 +53,8 @@ wanted first, with the minutes that each should take on an H200, computed with `
 |---|---:|---|
 | `make gpu-tests` | 3 | `tests/gpu`; attention of shapes that are new |
 | `make gpu-passes` | 5 | updates and scoring, with cuDNN's attention and without |
-| `make gpu-steps` | 7 | steps on ten batches of different lengths, prompts and images |
+| `make gpu-steps` | 6 | steps on two batches of different lengths, prompts and images, micro-batches of one first |
+| `make gpu-generation` | 2 | generation by transformers: plain, with shared prompts, with a static cache |
 | `make gpu-kernels` | 3 | attention of a layer by other strategies |
 | `make gpu-packing` | 1 | completions behind shared prompts without padding |
 | `make gpu-effect` | 4 to 8 | a model of 100 M parameters from nothing: plain, VGR, VPPO, three seeds side by side |
@@ -78,10 +79,12 @@ vendor's dense bfloat16 peak; *logical* MFU: operations that they stand for (pla
 *cuDNN*: sdpa takes its kernels first, as torch does from 2.11 on; the other runs have them switched off.
 
 - new shape: attention of one row, forward and backward; of a length that is new in every repeat, or seen before.
-- step: mean over ten batches of one prompt each, all different, after one that warms up. Sides of images, words of
+- step: mean over two batches of one prompt each, both different, after one that warms up. Sides of images, words of
   prompts and lengths of completions are log-normal; generation computes T tokens. All weights, by SGD. TRL's trainer
-  as it comes, with cuDNN; ours as it comes, without, and with `cudnn_attention`. Memory: the most that was allocated
-  and reserved in any step.
+  as it comes, with cuDNN; ours as it comes, without. Memory: the most that was allocated and reserved in any step.
+  *Micro-batch 1*: one completion a micro-batch; else the whole group. The update is what is not the rollout.
+- generation: T tokens of every completion by transformers, a group at once, with its growing cache or a static one,
+  which it compiles after a first call that is not counted.
 - attention: of one layer, forward and backward. Our two stages; the same where the kernel knows the mask instead of
   reading it; one packed row per group with FlexAttention's block masks; keys and values gathered per path for
   variable-length flash attention. All else in a layer works on the same tokens, so one row would save the difference,
@@ -126,13 +129,24 @@ def _value(lines: Lines, name: str, column: str) -> float | None:
 
 def _median(lines: Lines, name: str, run: str, key: str = "seconds") -> float | None:
     """Over the repeats of a run, and the mean over steps; the most of all memory. None if there is none."""
-    found = [one[key] for one in runs_of(lines, name, key).get(run, ())]
-    middle = max if key != "seconds" else mean if " step " in name else median
+    found = [one[key] for one in runs_of(lines, name).get(run, ()) if key in one]
+    middle = max if key in ("peak", "reserved") else mean if " step " in name else median
     return middle(found) if found else None
 
 
 def _measured(lines: Lines) -> list[str]:
-    columns = ["repeats", "seconds", "ratio", "peak GB", "ratio", "reserved GB", "executed MFU", "logical MFU"]
+    columns = [
+        "repeats",
+        "seconds",
+        "ratio",
+        "update s",
+        "ratio",
+        "peak GB",
+        "ratio",
+        "reserved GB",
+        "executed MFU",
+        "logical MFU",
+    ]
     found = ["## Times and memory", "", MEASURED]
     for shape in SHAPES:
         if shape == SHAPES[0] or any(line.name.startswith(shape) for line in lines):
@@ -146,14 +160,16 @@ def _measured(lines: Lines) -> list[str]:
 def _rows(one: Measurement, lines: Lines) -> Iterable[list[str]]:
     errors, first = runs_of(lines, one.name, "error"), COMPARED[one.kind][0]
     for name in COMPARED[one.kind]:
-        cells = [one.kind + (", LoRA" if one.adapters else ""), str(one.size), name]
+        rows = "" if one.rows is None else f", micro-batch {one.rows}"
+        cells = [one.kind + (", LoRA" if one.adapters else "") + rows, str(one.size), name]
         repeats = len(runs_of(lines, one.name).get(name, ()))
         if not repeats:
             why = errors.get(name, errors.get("", [{"error": NOT_RUN}]))[-1]["error"]
-            yield [*cells, why.replace("|", "/"), *[""] * 7]
+            yield [*cells, why.replace("|", "/"), *[""] * 9]
             continue
         cells.append(str(repeats))
-        for key, unit, form in (("seconds", 1, ".4g"), ("peak", 1e9, ".1f"), ("reserved", 1e9, ".1f")):
+        amounts = (("seconds", 1, ".4g"), ("update", 1, ".4g"), ("peak", 1e9, ".1f"), ("reserved", 1e9, ".1f"))
+        for key, unit, form in amounts:
             value, base = (_median(lines, one.name, run, key) for run in (name, first))
             cells.append(f"{value / unit:{form}}" if value else "")
             if key != "reserved":

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from sharing_models import MODEL_SHAPES, Size
 from sharing_passes import now
-from step_cases import NONE, Case, log_normal
+from step_cases import NONE, ROWS, Case, log_normal
 from step_runs import Amounts, Place, StepRun
 from transformers import TrainerCallback
 
 from gpu.measure import Budget, Note, cudnn, release
-from gpu.plan import BATCHES, COMPARED, CUDNN, TINY, Measurement
+from gpu.plan import BATCHES, COMPARED, TINY, Measurement
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ class _EachStep(TrainerCallback):
 def steps(
     one: Measurement, place: tuple[str, str, str], note: Note, budget: Budget, had: Mapping[str, list[dict[str, Any]]]
 ) -> None:
-    """Steps on the batches that are missing, by TRL's trainer, with cuDNN, and by ours without and with it."""
+    """Steps on the batches that are missing, by TRL's trainer, with cuDNN, and by ours without."""
     device, dtype, attention = place
+    rows = {} if one.rows is None else {ROWS: one.rows}
     for variant in COMPARED["step"]:
         there = {found["batch"] for found in had.get(variant, ())}
         numbers = (0, *(batch for batch in range(1, 1 + BATCHES) if batch not in there))
@@ -82,7 +83,7 @@ def steps(
             uneven=True,
             adapters=False,
             shape=MODEL_SHAPES[one.shape],
-            variants={"trl": {}, "ours": NONE, f"ours{CUDNN}": {**NONE, "cudnn_attention": True}},
+            variants={"trl": rows, "ours": {**NONE, **rows}},
             steps=len(numbers),
             numbers=numbers,
         )

@@ -42,13 +42,15 @@ def attention(model, name):
 
 @contextmanager
 def tf32(allowed):
-    """Matrix products of float32 in TF32, or not."""
-    before = torch.get_float32_matmul_precision()
+    """Matrix products and convolutions of float32 in TF32, or not."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def to(batch, device, dtype):

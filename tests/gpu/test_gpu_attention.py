@@ -18,8 +18,13 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("low", [False, True], ids=["ordinary", "low"])
 @pytest.mark.parametrize("keys", [192, 256, 1600])
-def test_cudnn_behind_a_mask(keys, low, measured):
-    """NaN was seen where keys are 64 modulo 128 and a query's scores sum to less than e^-88.7 (pytorch#196678)."""
+def test_cudnn_behind_a_mask(keys, low, measured, request):
+    """The gradient of the queries is NaN where keys are 64 modulo 128 and a query's scores sum to less than e^-88.7.
+
+    Seen on an H200 with torch 2.11 and CUDA 13.0 (pytorch#196678); the trainer leaves cuDNN's attention off for it.
+    """
+    if low and keys % 128 == 64:
+        request.applymarker(pytest.mark.xfail(reason="pytorch#196678", strict=False))
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 4, length, 64) for length in (64, keys, keys))
     if low:

@@ -60,8 +60,13 @@ def test_agrees(place, family, dtype, function, measured):
         pytest.skip("FlexAttention has no backward pass on a CPU")
     reference = exact(function, family)
     model = with_head(build(family).to(device, DTYPES[dtype]))
-    with attention(model, kind):
-        plain, shared = plain_and_shared(function, model, to(make_batch(family), device, DTYPES[dtype]))
+    try:
+        with attention(model, kind):
+            plain, shared = plain_and_shared(function, model, to(make_batch(family), device, DTYPES[dtype]))
+    except RuntimeError as error:
+        if "NoValidChoicesError" in str(error):
+            pytest.skip("torch compiles no FlexAttention for these shapes")
+        raise
     measured |= {"plain": distance(plain, reference), "shared": distance(shared, reference)}
     measured["apart"] = float((plain - shared).abs().max())
     assert reference.abs().sum() > 0
