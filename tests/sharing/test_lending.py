@@ -120,7 +120,7 @@ def test_a_prompt_closes_with_its_planned_last_reader():
 
 
 def test_gradients_of_weights_do_not_wait_for_those_of_a_prompt():
-    """Each weight takes the gradient of the last reader before the prompt runs backward: memory for one, not for two."""
+    """Each weight takes the gradient of the last reader before the prompt runs backward: one gradient in memory."""
     model, batch = case("llama")
     taken, weight = [], base_of(causal_model(model)).layers[0].mlp.up_proj.weight
     weight.register_post_accumulate_grad_hook(lambda _: taken.append(1))
