@@ -229,8 +229,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Forget prompts that an interrupted training has left without their backward pass."""
-        if self.shared_passes.lending is not None:
-            self.shared_passes.lending.clear()
+        self.shared_passes.begin()
         return super().train(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from torch import nn
 
 from vgr_trl.efficiency.loss_mask import (
@@ -23,6 +24,7 @@ from vgr_trl.efficiency.loss_mask import (
 )
 from vgr_trl.rollout import ConstructedTrainer, TrainingPass
 from vgr_trl.rows import OLD_LOGPS, valid_tokens
+from vgr_trl.sharing.lending import is_last_micro_batch
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.prefix_forward import has_images, is_image_token
 from vgr_trl.sharing.sharing import PROMPT_GROUP, READ_AGAIN, find_read_again, shuffle_whole_groups, sort_by_group
@@ -55,6 +57,9 @@ def training_pass(
         with trainer.passes.around(model, inputs["logits_to_keep"], counts=trainer.model.training):
             return plain(model, **inputs, batch_size=batch_size)
     loss_mask = _loss_mask(trainer, passed.inputs)
+    runs_images = not features["skip_images"].enabled and inputs.get("pixel_values") is not None
+    if not runs_images and not loss_mask.any() and _may_run_nothing(trainer):
+        return _score_nothing(passed, loss_mask)
     window = _window(trainer, model, loss_mask, inputs)
     cut = loss_mask if features["skip_padding"].enabled else None
     try:
@@ -87,6 +92,32 @@ def training_pass(
         if head_values is not None:
             passed.values = scatter_back(head_values(states[0].detach()), window, loss_mask, None)
     return logps, None if entropies is None else scatter_back(entropies, window, loss_mask, None), aux_loss
+
+
+def _may_run_nothing(trainer: ConstructedTrainer) -> bool:
+    """Whether a micro-batch without loss may do without a pass: gradients of 0 are there already, or not wanted.
+
+    Where processes exchange gradients, or parts of weights, all have to run the model.
+    """
+    features, accelerator = trainer.features, trainer.accelerator
+    alone = accelerator.num_processes == 1 or not is_last_micro_batch()
+    whole = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    skips = features["skip_zero_advantage"].enabled and features["skip_padding"].enabled
+    if not (alone and whole and skips) or trainer.critic is not None or trainer.optimizer is None:
+        return False
+    weights = (weight for group in trainer.optimizer.param_groups for weight in group["params"])
+    return all(weight.grad is not None for weight in weights)
+
+
+def _score_nothing(passed: TrainingPass, loss_mask: torch.Tensor) -> Scored:
+    """Return what a pass over no token gives, with a graph that reaches no weight."""
+    anchor = torch.zeros((), device=loss_mask.device, requires_grad=True)
+    old = passed.inputs.get(OLD_LOGPS)
+    constants = torch.zeros(loss_mask.shape, device=loss_mask.device) if old is None else old.nan_to_num()
+    passed.loss_mask, passed.rows_run = loss_mask, 0
+    if not hasattr(passed, "logps"):
+        passed.logps, passed.hidden = constants + anchor, None
+    return constants + anchor, torch.zeros_like(constants), None
 
 
 def _read_again(inputs: Mapping[str, Any], window: Window) -> list[bool] | None:

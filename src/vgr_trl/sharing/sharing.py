@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 from threading import RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.state import AcceleratorState, DistributedType, is_initialized
@@ -55,6 +56,7 @@ def share_prompts(
     packs: bool = False,
     lending: Lending | None = None,
     again: Sequence[bool] | None = None,
+    checks: "ModelChecks | None" = None,
 ) -> Iterator[SharingReport]:
     """Compute equal prompts of a batch once, in `forward`, backward and `generate` of `model`, with the same results.
 
@@ -86,6 +88,7 @@ def share_prompts(
         lending: prompts that are lent to several micro-batches with gradients; None: of this block, where
             `completion_length` is None.
         again: (N,) whether a later micro-batch of the optimizer step reads the prompt of a row; None: any may.
+        checks: of the model, where it stays wrapped as it is; None: they are made in each pass.
 
     Yields:
         Counts of rows and prompts, and the reasons of the calls that ran plainly, until the end of the block.
@@ -98,10 +101,9 @@ def share_prompts(
         raise ConfigError(f"completion_length is {completion_length}: give an integer of at least 1, or None.")
     causal = causal_model(model)
     report = SharingReport()
-    # The passes of a sharded model may not begin below its wrapper, so it is not asked.
-    reason = why_no_pass_shares(model) if has_sharded_parameters(model) else why_not_share(model, gradients=False)
-    if reason is not None:
-        report.plain[reason] += 1
+    found = checks or ModelChecks(model)
+    if found.reason is not None:
+        report.plain[found.reason] += 1
         with ignore_empty_images(model):
             yield report
         return
@@ -110,12 +112,41 @@ def share_prompts(
     own = None
     if completion_length is None and agree is None and why_not_lend(base) is None:
         lending = own = Lending(base)
-    forward = SharedForward(base, base.forward, report, completion_length, agree, sharded, packs, lending, again)
+    plain = base.forward
+    forward = SharedForward(base, plain, report, completion_length, agree, sharded, packs, lending, again, checks)
     changes: list[tuple[Any, str, Any]] = [(base, "forward", forward)]
     if base is not causal and hasattr(causal, "generate"):
         changes.append((causal, "generate", SharedGeneration(causal, causal.generate, forward)))
     with replaced(*changes), nullcontext() if own is None else _lending_to_labelled(causal, forward, own):
         yield report
+
+
+class ModelChecks:
+    """What sharing asks of all modules of a model, thousands of them, once while it stays wrapped as it is.
+
+    Args:
+        model: as `share_prompts` takes it.
+
+    Attributes:
+        reason: why no pass shares prompts; None: it depends on the pass.
+        gathers: whether FSDP2 gathers a layer's weights for the backward pass when a gradient reaches its output.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # The passes of a sharded model may not begin below its wrapper, so it is not asked.
+        sharded = has_sharded_parameters(model)
+        self.reason = why_no_pass_shares(model) if sharded else why_not_share(model, gradients=False)
+        self._base = base_of(causal_model(model))
+        self.gathers = shards_layers(self._base)
+
+    @cached_property
+    def with_gradients(self) -> str | None:
+        """Why no pass with gradients shares prompts."""
+        try:
+            check_model(self._base, gradients=True)
+        except UnsupportedModel as error:
+            return str(error)
+        return None
 
 
 def why_not_lend(base: Any) -> str | None:
@@ -192,6 +223,7 @@ class SharedForward:
         packs: whether completions pass behind their prompts without padding; the model has to be one that can.
         lending: the open prompts of an optimizer step, where groups are larger than micro-batches.
         again: (N,) whether a later micro-batch of the step reads the prompt of a row; None: any may.
+        checks: of the model; None: they are made in each pass.
 
     Attributes:
         labelled: T of the call that runs, where only completions have labels; otherwise None.
@@ -208,9 +240,10 @@ class SharedForward:
         packs: bool = False,
         lending: Lending | None = None,
         again: Sequence[bool] | None = None,
+        checks: ModelChecks | None = None,
     ) -> None:
         self.base, self.plain, self.report, self.packs = base, plain, report, packs
-        self.lending, self.again = lending, again
+        self.lending, self.again, self.checks = lending, again, checks
         self.labelled: int | None = None
         self.completion_length, self.agree = completion_length, agree
         self.alike = sharded and agree is not None
@@ -231,7 +264,7 @@ class SharedForward:
                 return self.plain(**inputs)
             gradients = torch.is_grad_enabled()
             # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches the layer's output.
-            whole = self._width is None or (gradients and shards_layers(self.base))
+            whole = self._width is None or (gradients and self._gathers)
             run = partial(prefix_forward, self.base, self.plain, inputs)
             shared = partial(run, whole=whole, alike=self.alike, packs=self.packs)
             kind = "training" if gradients else "scoring"
@@ -242,11 +275,18 @@ class SharedForward:
             return outputs
 
     @property
+    def _gathers(self) -> bool:
+        return shards_layers(self.base) if self.checks is None else self.checks.gathers
+
+    @property
     def _width(self) -> int | None:
         return self.completion_length or self.labelled
 
     def _split(self, inputs: dict[str, Any]) -> PrefixSplit:
-        check_model(self.base, torch.is_grad_enabled())
+        if self.checks is None or not torch.is_grad_enabled():
+            check_model(self.base, torch.is_grad_enabled())
+        else:
+            require(self.checks.with_gradients is None, str(self.checks.with_gradients))
         check_inputs(inputs, self.base.config)
         stop, width = inputs["input_ids"].size(1) - 1, self._width
         columns = None if width is None else (stop - width, stop)  # the last column emits nothing
@@ -313,6 +353,13 @@ class SharedPasses:
         self._refuses_uneven = sharded and not evens_images
         self._report = SharingReport()
         self.lending: Lending | None = None  # of the model that is trained
+        self._checks: WeakKeyDictionary[nn.Module, ModelChecks] = WeakKeyDictionary()
+
+    def begin(self) -> None:
+        """Forget the prompts of a training that was interrupted, and how models were wrapped before this one."""
+        if self.lending is not None:
+            self.lending.clear()
+        self._checks.clear()
 
     @contextmanager
     def around(
@@ -344,7 +391,8 @@ class SharedPasses:
         agree = self._agree if alike else None
         modes: dict[str, Any] = {"agree": agree, "sharded": refuses, "packs": packs}
         lending = None if again is None else self.lending
-        with share_prompts(model, completion_length, **modes, lending=lending, again=again) as report:
+        checks = self._checks.get(model) or self._checks.setdefault(model, ModelChecks(model))
+        with share_prompts(model, completion_length, **modes, lending=lending, again=again, checks=checks) as report:
             yield
         if counts:
             self._report.add(report.rows, report.prompts)
