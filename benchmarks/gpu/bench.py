@@ -136,7 +136,8 @@ def generation(one: Measurement, device: str, dtype: str, attention: str) -> Run
         with share_prompts(model) if shared else nullcontext():
             model.generate(**inputs, **length, cache_implementation=cache)
 
-    ways = {"plain": (False, None), "shared": (True, None), "plain, static": (False, "static")}
+    caches = {"": None, ", static": "static"}
+    ways = {f"{name}{end}": (name == "shared", cache) for name in ("plain", "shared") for end, cache in caches.items()}
     return {name: partial(run, *way) for name, way in ways.items()}
 
 

@@ -28,7 +28,7 @@ COMPARED = {
     "update": both("plain", "shared"),
     "scoring": both("trl", "shared", "shared + probe"),
     "step": ("trl", "ours"),
-    "generation": ("plain", "shared", "plain, static"),
+    "generation": ("plain", "plain, static", "shared", "shared, static"),
     "attention": (*STRATEGIES, f"two stages{CUDNN}"),
     "packing": ("padded", "packed"),
 }

@@ -168,7 +168,7 @@ def test_layers_that_drop_the_cache(monkeypatch):
     ("options", "reason"),
     [
         ({"num_beams": 2, "sample": False}, "generate with beams or an assistant"),
-        ({"cache_implementation": "static"}, "generate without its default, growing cache"),
+        ({"use_cache": False}, "generate without a growing or a static cache"),
         ({"prefill_chunk_size": 8}, "prefill_chunk_size"),
     ],
 )

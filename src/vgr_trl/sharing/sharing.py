@@ -13,7 +13,7 @@ import torch
 from accelerate.state import AcceleratorState, DistributedType, is_initialized
 from torch import nn
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
 from transformers.generation import GenerationMixin, GenerationMode
 
 from vgr_trl.pixels import IMAGE_INPUTS, clone_to, on_device
@@ -477,6 +477,7 @@ def _share_group_pixels(values: Sequence[torch.Tensor], groups: Sequence[int]) -
     return [kept[group] for group in groups]
 
 
+_OPTIONS = {*GenerationConfig().to_dict(), "generation_config"}  # of `generate`
 ROOM = 128  # tokens for which there is room before the next copy
 
 
@@ -572,7 +573,7 @@ class SharedGeneration:
             per_row = isinstance(value, torch.Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS)
             alone = name in ("assistant_model", "custom_generate") and value is not None
             require(not (per_row or alone), f"the input {name}")
-        copies = self._check_config(inputs)
+        copies = self._check_config(self._config_of(inputs))
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         require(isinstance(ids, torch.Tensor) and ids.ndim == 2, "no prompt before the completions")
         require(mask is not None and mask.shape == ids.shape, "generate without an attention mask")
@@ -581,28 +582,61 @@ class SharedGeneration:
         split = find_split(inputs, self.model.config, (ids.size(1) - 1, ids.size(1)), alone=alone)
         return replace(split, copies=copies)
 
-    def _check_config(self, inputs: dict[str, Any]) -> int:
-        """Raise `UnsupportedModel` unless `generate` samples token by token; completions per input row."""
-        names = set(GenerationConfig().to_dict()) | {"generation_config"}
-        given = {name: value for name, value in inputs.items() if name in names}
+    def _config_of(self, inputs: dict[str, Any]) -> GenerationConfig:
+        given = {name: value for name, value in inputs.items() if name in _OPTIONS}
+        config: GenerationConfig
         config, _ = self.model._prepare_generation_config(given.pop("generation_config", None), **given)
+        return config
+
+    def _check_config(self, config: GenerationConfig) -> int:
+        """Raise `UnsupportedModel` unless `generate` samples token by token; completions per input row."""
         modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         require(config.get_generation_mode(None) in modes, "generate with beams or an assistant")
-        growing = config.use_cache and config.cache_implementation is None
-        require(growing, "generate without its default, growing cache")
+        known = config.use_cache and config.cache_implementation in (None, "static")
+        require(known, "generate without a growing or a static cache")
+        if config.cache_implementation == "static":
+            layers = DynamicCache(config=self.model.config).layers
+            require(all(type(layer) is DynamicLayer for layer in layers), "a static cache of other than whole layers")
         require(config.prefill_chunk_size is None, "prefill_chunk_size")
         require(not config.output_hidden_states, "output_hidden_states=True")
         return config.num_return_sequences or 1
 
     def _generate(self, inputs: dict[str, Any], split: PrefixSplit) -> Any:
         """Generate from the prompts in a cache: the images are in it, and must not be given again."""
-        cache = self._prefill(inputs, split)
+        cache: Cache = self._prefill(inputs, split)
         inputs = {name: value for name, value in inputs.items() if name not in IMAGE_INPUTS}
         if split.copies > 1:
             tokens = {name: inputs[name] for name in PER_TOKEN if inputs.get(name) is not None}
             inputs |= {name: value.repeat_interleave(split.copies, dim=0) for name, value in tokens.items()}
             inputs["num_return_sequences"] = 1
-        return self.plain(**inputs, past_key_values=cache)
+        config = self._config_of(inputs)
+        if config.cache_implementation is None:
+            return self.plain(**inputs, past_key_values=cache)
+        inputs = {name: value for name, value in inputs.items() if name not in _OPTIONS}
+        cache, config.cache_implementation = self._fixed(cache, inputs["input_ids"], config), None
+        for longer, new in (("max_length", config.max_new_tokens), ("min_length", config.min_new_tokens)):
+            if new is not None:  # transformers has filled in its default, and would warn of two lengths
+                setattr(config, longer, None)
+        base, shared = self.forward.base, vars(self.forward.base)["forward"]
+        of_class = getattr(self.forward.plain, "__func__", None) is type(base).forward
+        # Whatever stands in the place of the class's method is another object in each block, and compiled again.
+        if of_class:
+            del base.forward
+        try:
+            return self.plain(**inputs, generation_config=config, past_key_values=cache)
+        finally:
+            base.forward = shared
+
+    def _fixed(self, filled: Any, ids: torch.Tensor, config: GenerationConfig) -> Any:
+        """Return a static cache that begins with what a cache of as many rows holds, with room for all new tokens."""
+        longest = config.max_length if config.max_new_tokens is None else ids.size(1) + config.max_new_tokens
+        # As transformers does: a cache as long as the one before is not compiled for again.
+        longest = max(longest - 1, getattr(self.model, "_previous_max_cache_length", 0))
+        self.model._previous_max_cache_length = longest
+        cache: Any = StaticCache(config=self.model.config.get_text_config(decoder=True), max_cache_len=longest)
+        for layer, of_prompt in zip(cache.layers, filled.layers, strict=True):
+            layer.update(of_prompt.keys, of_prompt.values)
+        return cache
 
     def _prefill(self, inputs: dict[str, Any], split: PrefixSplit) -> DynamicCache:
         """The cache of all rows to be generated, after all tokens of their prompts but the last."""
