@@ -82,12 +82,12 @@ vendor's dense bfloat16 peak; *logical* MFU: operations that they stand for (pla
 - step: mean over two batches of one prompt each, both different, after one that warms up. Sides of images, words of
   prompts and lengths of completions are log-normal; generation computes T tokens. All weights, by SGD. TRL's trainer
   as it comes, with cuDNN; ours as it comes, without. Memory: the most that was allocated and reserved in any step.
-  *Micro-batch 1*: one completion a micro-batch; else the whole group. The update is what is not the rollout. *Later*: on
-  another machine of the kind, with a slower processor, after the prompt of a group runs backward by itself; its seconds
-  stand beside no one else's.
+  *Micro-batch 1*: one completion a micro-batch; else the whole group. The update is what is not the rollout. *Later*:
+  on another machine of the kind, with a slower processor, after the prompt of a group runs backward by itself; its
+  seconds stand beside no one else's.
 - generation: T tokens of every completion by transformers, a group at once, with its growing cache or a static one,
-  which it compiles in a first call that is not counted. The first repeat of *plain, static* compiled again: 20.8 s, then
-  2.9.
+  which it compiles in a first call that is not counted. The first repeat of *plain, static* compiled again: 20.8 s,
+  then 2.9.
 - attention: of one layer, forward and backward. Our two stages; the same where the kernel knows the mask instead of
   reading it; one packed row per group with FlexAttention's block masks; keys and values gathered per path for
   variable-length flash attention. All else in a layer works on the same tokens, so one row would save the difference,
