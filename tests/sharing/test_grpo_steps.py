@@ -63,6 +63,7 @@ CASES = {
     "padded to a multiple": {"pad_to_multiple_of": 16},
     "entropy quantile": {"top_entropy_quantile": 0.5},
     "several steps per rollout": {"gradient_accumulation_steps": 1, "steps_per_generation": 2},
+    "a static cache": {"cache_implementation": "static"},
 }
 NOT_REGROUPED = ["entropy quantile", "several steps per rollout"]
 if KEEPS_LESS:

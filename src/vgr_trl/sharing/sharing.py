@@ -13,7 +13,7 @@ import torch
 from accelerate.state import AcceleratorState, DistributedType, is_initialized
 from torch import nn
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 from transformers.generation import GenerationMixin, GenerationMode
 
 from vgr_trl.pixels import IMAGE_INPUTS, clone_to, on_device
@@ -535,6 +535,13 @@ def grow_in_place(cache: Cache, index: torch.Tensor) -> None:
             layer.reorder_cache(index)  # type: ignore[arg-type]  # a LongTensor, which no tensor is for mypy
 
 
+def why_not_static(config: Any) -> str | None:
+    """Return why a model with this config generates with a static cache without shared prompts; None: with them."""
+    if not all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers):
+        return "a static cache of layers that see a window, or keep a state"
+    return None if hasattr(StaticLayer(1), "cumulative_length") else "a static cache of a transformers before 5.17"
+
+
 class SharedGeneration:
     """A model's `generate` that computes equal prompts once, and runs plainly where that is not exact.
 
@@ -594,9 +601,8 @@ class SharedGeneration:
         require(config.get_generation_mode(None) in modes, "generate with beams or an assistant")
         known = config.use_cache and config.cache_implementation in (None, "static")
         require(known, "generate without a growing or a static cache")
-        if config.cache_implementation == "static":
-            layers = DynamicCache(config=self.model.config).layers
-            require(all(type(layer) is DynamicLayer for layer in layers), "a static cache of other than whole layers")
+        if config.cache_implementation == "static" and (reason := why_not_static(self.model.config)):
+            raise UnsupportedModel(reason)
         require(config.prefill_chunk_size is None, "prefill_chunk_size")
         require(not config.output_hidden_states, "output_hidden_states=True")
         return config.num_return_sequences or 1
