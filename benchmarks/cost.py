@@ -276,7 +276,7 @@ def group_tables() -> str:
             lines.append(f"| P {prompt:,} | {group} | {cells} |")
     lines += ["", f"| largest G | P | {' | '.join(WAYS)} |", "|---|---:|" + "---:|" * len(WAYS)]
     for name in ("qwen2.5-vl-3b", "qwen2.5-vl-7b"):
-        for room in (24, 80):
+        for room in (24, 48, 80):
             for prompt in (2048, 8192):
                 size = Size(prompt, prompt - 256, 512, 1)
                 loads = (Load(MODEL_SHAPES[name], size, 1, Update(True), 1, 2, *way) for way in WAYS.values())
@@ -286,9 +286,41 @@ def group_tables() -> str:
     return "\n".join([*lines, ""])
 
 
+REGIMES = ("qwen2.5-vl-3b", "qwen2.5-vl-7b", "qwen3-vl-4b", "qwen3-vl-8b")
+GENERATED_BY = {"an engine": 0.0, "a static cache": 0.43e-3, "transformers": 1e-3}  # seconds per layer and token
+
+
+def regime_table() -> str:
+    """Return ours divided by TRL's, for a GPU with eight prompts of eight completions: update, step, memory."""
+    head = ["update", *(f"step, {by}" for by in GENERATED_BY), "GB, whole groups", "GB, one by one"]
+    lines = [f"| LoRA | P | T | {' | '.join(head)} |", "|---|---:|---:|" + "---:|" * len(head)]
+    for name in REGIMES:
+        for prompt, completion in ((p, t) for p in (512, 1536, 4096, 8192) for t in (256, 1024)):
+            size = Size(prompt, prompt - 256, completion, 8)
+            ours = Load(MODEL_SHAPES[name], size, 8, Update(True), scored=False)
+            stock = replace(ours, shared=False)
+            cells = [_ratio(ours, stock, Machine(), ["update"])]
+            cells += [_ratio(ours, stock, Machine(launch=launch), None) for launch in GENERATED_BY.values()]
+            for rows in (8, 1):
+                pair = [sum(memory(replace(load, prompts=1, rows=rows)).values()) / 1e9 for load in (stock, ours)]
+                cells.append("{:.0f} → {:.0f}".format(*pair))
+            lines.append(f"| {name} | {prompt:,} | {completion:,} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _ratio(ours: Load, stock: Load, machine: Machine, stages: list[str] | None) -> str:
+    """Of the seconds of some stages of a step; None: of all."""
+    above, below = (
+        sum(taken for stage, taken in seconds(load, machine).items() if stages is None or stage in stages)
+        for load in (ours, stock)
+    )
+    return f"{above / below:.2f}"
+
+
 def main() -> None:
     """Print the tables."""
     machine = Machine()
+    print(regime_table())
     size = Size(1536, 1280, 1024, 8)
     cases = {
         "7B on 8": Load(MODEL_SHAPES["qwen2.5-vl-7b"], size, 1, Update(), 8),
