@@ -22,6 +22,7 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.dynamic_batching import loss_in_parts
 from vgr_trl.efficiency.vision_cache import images_processed_once
+from vgr_trl.efficiency.vision_windows import join_windows
 from vgr_trl.forward_passes import ForwardPasses, refuse_nan, rows_per_pass
 from vgr_trl.generation import blind_answers, generate, record_noise
 from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
@@ -150,6 +151,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         self.dummy_image = plan_dummy_image(self, has_images)
         self.features = plan_features(self)
         self.vision_cache = plan_vision(self, has_images)
+        for model in () if self.args.torch_compile else filter(None, (self.model, self.ref_model)):
+            join_windows(model)
         self.shared_passes = SharedPasses(
             self._all_agree,
             sharded=sharded,

@@ -179,13 +179,16 @@ def sdpa_by_key_head(
 
     With a mask, which completions behind a shared prompt always have, transformers repeats them, and the backward pass
     keeps the copies: 219 MB a layer for Qwen2.5-VL-7B, P 1400, T 512, G 8. Here the queries of a key head see a view.
-    Passes that share no prompts, of any model in the process, get what transformers does.
+    Passes that share no prompts, of any model in the process, get what transformers does. A module's `attend_within`
+    takes the place of all of this: see vgr_trl.efficiency.vision_windows.
 
     Args:
         query: (B, H, Q, D).
         key, value: (B, number of key heads, K, D); the keys `marked` where prompts are shared.
         attention_mask: (B, 1, Q, K).
     """
+    if (within := getattr(module, "attend_within", None)) is not None:
+        return within(module, query, key, value, dropout, scaling), None
     groups = getattr(module, "num_key_value_groups", 1)
     plain = dropout == 0 and not any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
     shares = plain and groups > 1 and query.size(2) > 1 and hasattr(key, "of_shared_prompts")
