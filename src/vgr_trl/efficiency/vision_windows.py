@@ -26,7 +26,7 @@ def join_windows(model: nn.Module) -> int:
     Returns:
         The number of attention layers that do; 0 for towers of other families.
     """
-    layers = [module for module in model.modules() if "cu_seqlens" in signature(module.forward).parameters]
+    layers: list[Any] = [module for module in model.modules() if "cu_seqlens" in signature(module.forward).parameters]
     layers = [layer for layer in layers if hasattr(layer, "qkv") and hasattr(layer, "config")]
     for layer in layers:
         if not hasattr(layer, "attend_within"):  # of another trainer with this model
