@@ -55,8 +55,10 @@ def training_pass(
         with trainer.passes.around(model, inputs["logits_to_keep"], counts=trainer.model.training):
             return plain(model, **inputs, batch_size=batch_size)
     loss_mask = _loss_mask(trainer, passed.inputs)
-    window = _window(trainer, model, loss_mask, inputs)
-    cut = loss_mask if features["skip_padding"].enabled else None
+    images = _returned_images(trainer, model, inputs)
+    window = _window(trainer, model, loss_mask, inputs, images)
+    runs = loss_mask if images is None else loss_mask | images
+    cut = runs if features["skip_padding"].enabled else None
     try:
         part = trim_inputs(inputs, window, cut)
     except DataError:  # whose pixels belong to which row is not known: none is left out
@@ -96,8 +98,21 @@ def _read_again(inputs: Mapping[str, Any], window: Window) -> list[bool] | None:
     return [again[row] and window.images for row in window.rows]
 
 
-def _window(trainer: ConstructedTrainer, model: nn.Module, loss_mask: torch.Tensor, inputs: dict[str, Any]) -> Window:
-    """The smallest part of a micro-batch that has all tokens with loss."""
+def _returned_images(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the image tokens of completions, (N, T) bool; None without tools."""
+    if not trainer.tools or inputs.get("pixel_values") is None:
+        return None
+    return is_image_token(inputs["input_ids"][:, -inputs["logits_to_keep"] :], causal_model(model).config)
+
+
+def _window(
+    trainer: ConstructedTrainer,
+    model: nn.Module,
+    loss_mask: torch.Tensor,
+    inputs: dict[str, Any],
+    images: torch.Tensor | None,
+) -> Window:
+    """The smallest part of a micro-batch that has all tokens with loss, and `images`."""
     features, completion, multiple = trainer.features, inputs["logits_to_keep"], trainer.pad_to_multiple_of or None
     rows, padding = features["skip_zero_advantage"].enabled, features["skip_padding"].enabled
     runs_images = not features["skip_images"].enabled and inputs.get("pixel_values") is not None
@@ -107,7 +122,7 @@ def _window(trainer: ConstructedTrainer, model: nn.Module, loss_mask: torch.Tens
             return window
     num_images = inputs.get("num_images") if runs_images else None
     prompt_mask = inputs["attention_mask"][:, :-completion]
-    return find_window(loss_mask, prompt_mask, num_images, rows=rows, padding=padding, multiple=multiple)
+    return find_window(loss_mask, prompt_mask, num_images, rows=rows, padding=padding, multiple=multiple, images=images)
 
 
 def _loss_mask(trainer: ConstructedTrainer, batch: dict[str, Any]) -> torch.Tensor:
