@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -63,7 +64,7 @@ from vgr_trl.rollout import (
     normalise_image_columns,
     refuse_files_in_prompts,
 )
-from vgr_trl.rows import Prompts, split_perturbed_pixels, valid_tokens
+from vgr_trl.rows import Prompts, pad_rows, split_perturbed_pixels, valid_tokens
 from vgr_trl.sampling.dynamic_sampling import FurtherPrompts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import ZeroVarianceStreak, select_groups
@@ -73,6 +74,7 @@ from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
 from vgr_trl.training_pass import shuffle_rows, training_pass
+from vgr_trl.turns import collect_turns
 from vgr_trl.utils import RewardError, check_release, initialise_loader, patched_attribute
 from vgr_trl.validate.data import check_data, prepare_trainer
 from vgr_trl.validate.features import announce, is_sharded, plan_dummy_image, plan_features, plan_vision
@@ -90,6 +92,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     - `_get_dataloader`, `_prepare_inputs`: read each row once; keep the rows of a prompt in one micro-batch.
     - `_tokenize_prompts`, `_generate_single_turn`: keep the prompts; share them in generation; measure attention.
+    - `_generate`: keep the turns of completions that call tools.
     - `_calculate_rewards`: run the scoring pass, pass signals to rewards as columns, check what rewards return.
     - `_generate_and_score_completions`: score perturbed views, select groups, apply token credit, record.
     - `_get_per_token_logps_and_entropies`: share prompts; read signals; train only tokens with loss.
@@ -254,9 +257,16 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         """Keep the prompts, refuse prompts that name files, and return [] for rows without images among others."""
         refuse_files_in_prompts(prompts)
         if self._rollout is not None and not hasattr(self._rollout, "messages"):
-            self._rollout.messages = prompts
+            self._rollout.messages = [*map(copy, prompts)]  # TRL adds the turns of tools to its own
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         return prompt_ids, None if images is None else [row_images or [] for row_images in images], fields
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        """Keep which tokens are the policy's own, and the images that tools have returned."""
+        generated = super()._generate(prompts)
+        if self._rollout is not None and self.tools:
+            self._rollout.turns = collect_turns(self, self._rollout, generated)
+        return generated
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
@@ -374,6 +384,9 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             return torch.full((len(input_ids), logits_to_keep), torch.nan, device=input_ids.device), None, None
         entropies = bool(inputs.pop("compute_entropy", False))
         if is_policy and rollout is not None and self.measurement.scoring:
+            if rollout.turns is not None:
+                own, _ = pad_rows(rollout.turns.own, 1, "right", self.pad_to_multiple_of)
+                inputs["tool_mask"] = own.to(input_ids.device)
             scores = self._score_rollout(rollout, inputs)
             return scores.logps, scores.entropies, None
         want = Want(entropies, hidden=rollout is not None and not is_policy and self.kl.full is not None)
