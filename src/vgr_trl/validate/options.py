@@ -119,7 +119,7 @@ def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images:
     for option, is_on in whole.items():
         if sharded and is_on:
             raise ConfigError(f"{option} with ZeRO-3 or FSDP, but it needs whole parameters: use ZeRO-2, or drop it.")
-    if maker and args.selects_groups:
+    if maker == "rollout_func" and args.selects_groups:
         raise ConfigError(f"replay_buffer_size, dynamic_sampling and online_filtering cannot be used with {maker}.")
     if REMOVE_IMAGE in trainer.measurement.views and maker:
         raise ConfigError(
