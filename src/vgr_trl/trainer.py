@@ -74,7 +74,7 @@ from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
 from vgr_trl.training_pass import shuffle_rows, training_pass
-from vgr_trl.turns import collect_turns
+from vgr_trl.turns import TURN_COLUMNS, collect_turns, count_turns
 from vgr_trl.utils import RewardError, check_release, initialise_loader, patched_attribute
 from vgr_trl.validate.data import check_data, prepare_trainer
 from vgr_trl.validate.features import announce, is_sharded, plan_dummy_image, plan_features, plan_vision
@@ -138,7 +138,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         prepare_trainer(self, options.get("peft_config"))
         self.clock, self.step_metrics = StageClock(), StepMetrics(args, self.accelerator)
         self.measurement = plan_measurement(self)
-        check_data(self, self.measurement.columns)
+        check_data(self, [*self.measurement.columns, *(TURN_COLUMNS if self.tools else ())])
         self._plan_passes()
         self._add_state()
         self._add_callbacks()
@@ -281,6 +281,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         rollout = self._rollout
         with self.clock.stage("reward", self.model.training):
             columns = {} if rollout is None else self._columns_for_rewards(rollout, completion_ids_list)
+            if rollout is not None and rollout.turns is not None:
+                columns |= count_turns(completions, rollout.turns)
             # Read by rewards of our users' scripts, through the argument `trainer`.
             self._mdi_balance_scores_current_batch = columns.get("mdi_balance")
             rows = [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(inputs)]

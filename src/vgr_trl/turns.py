@@ -10,6 +10,7 @@ from vgr_trl.pixels import image_tensors
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
 from vgr_trl.rows import ImagesOfRows, Turns
 from vgr_trl.signals.perturbation import Perturb
+from vgr_trl.tools import show_again
 from vgr_trl.utils import DataError
 
 
@@ -66,6 +67,8 @@ def refuse_mismatch(
 def perturb_turns(turns: Turns, numbers: Sequence[int], which: str, perturb: Perturb) -> list[list[Image.Image]]:
     """Return the images of each row, those of its prompt first, of which some are perturbed.
 
+    With `all`, what `vgr_trl.tools` show of the first image is the same part of the perturbed image.
+
     Args:
         numbers: per row, a number that rows with the same perturbed images of the prompt share, over all processes.
         which: `all`, or only those of the `prompt` or of `tools`.
@@ -81,6 +84,9 @@ def perturb_turns(turns: Turns, numbers: Sequence[int], which: str, perturb: Per
             images[:count] = of_prompts[number]
         if which != "prompt":
             images[count:] = perturb(images[count:], index=number, first=count)
+        if which == "all" and count:
+            parts = [show_again(part, images[0]) for part in of_row[count:]]
+            images[count:] = [part or other for part, other in zip(parts, images[count:], strict=True)]
         shown.append(images)
     return shown
 
@@ -90,6 +96,16 @@ def rows_perturbed(turns: Turns, which: str) -> torch.Tensor:
     returned = torch.tensor([*map(len, turns.returned)])
     every = torch.tensor([*map(len, turns.images)])
     return {"all": every, "tools": returned, "prompt": every - returned}[which] > 0
+
+
+TURN_COLUMNS = ("num_turns", "num_tool_calls", "num_returned_images")
+
+
+def count_turns(completions: Sequence[Any], turns: Turns) -> dict[str, list[int]]:
+    """Return the columns `TURN_COLUMNS` that rewards get: messages of the policy, of tools, and images of tools."""
+    roles = [[message["role"] for message in completion] for completion in completions]
+    counts = ([each.count("assistant") for each in roles], [each.count("tool") for each in roles])
+    return dict(zip(TURN_COLUMNS, (*counts, [*map(len, turns.returned)]), strict=True))
 
 
 def image_token_types(trainer: ConstructedTrainer, ids: torch.Tensor, fields: Mapping[str, Any]) -> dict[str, Any]:
