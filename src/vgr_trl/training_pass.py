@@ -102,7 +102,8 @@ def _returned_images(trainer: ConstructedTrainer, model: nn.Module, inputs: dict
     """Return the image tokens of completions, (N, T) bool; None without tools."""
     if not trainer.tools or inputs.get("pixel_values") is None:
         return None
-    return is_image_token(inputs["input_ids"][:, -inputs["logits_to_keep"] :], causal_model(model).config)
+    images = is_image_token(inputs["input_ids"][:, -inputs["logits_to_keep"] :], causal_model(model).config)
+    return images | torch.nn.functional.pad(images[:, :-1], (1, 0))  # and what follows them, behind which prompts share
 
 
 def _window(
@@ -159,7 +160,9 @@ def shuffle_rows(trainer: ConstructedTrainer) -> Callable[[dict[str, Any]], dict
         return sort_by_group(order, groups) if trainer.features["regroup"].enabled else list(order)
 
     def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
-        batch = shuffle_whole_groups(batch, partial(arrange, batch))
+        config = causal_model(trainer.model).config
+        is_image = partial(is_image_token, config=config) if trainer.tools else None
+        batch = shuffle_whole_groups(batch, partial(arrange, batch), is_image)
         if lends and not _closes_early(trainer):
             batch[READ_AGAIN] = [True] * len(batch[PROMPT_GROUP])
         elif lends:

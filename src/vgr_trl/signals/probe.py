@@ -415,11 +415,13 @@ class SimilarityProbe:
         if states.shape[:2] != current.shape:
             shapes = f"{tuple(states.shape)} instead of {current.shape}"
             raise ConfigError(f"The hidden states have the shape {shapes}: give another hidden_similarity_layer.")
-        if not current.seen:
-            own = self.vision[current.owners.to(self.vision.device)].to(states.device)  # (B, P)
-            width = min(own.size(1), states.size(1))
-            images = [row[:width][seen[:width]] for row, seen in zip(states, own, strict=True)]
-            self._images = {row: images[group] for row, group in zip(current.numbers, current.groups, strict=True)}
+        own = self.vision[current.owners.to(self.vision.device), current.seen :].to(states.device)  # (B, P or less)
+        width = min(own.size(1), states.size(1))
+        images = [row[:width][seen[:width]] for row, seen in zip(states, own, strict=True)]
+        before = self._images if current.seen else {}  # those of the prompts, which have passed
+        passed = {row: images[group] for row, group in zip(current.numbers, current.groups, strict=True)}
+        found = {row: torch.cat([before[row], image]) if row in before else image for row, image in passed.items()}
+        self._images = self._images | found if current.seen else found
         if current.emitting is not None:
             emitting = states[:, current.emitting.index]  # (B, T', D)
             rows = zip(current.numbers, current.groups, strict=True)
@@ -427,7 +429,7 @@ class SimilarityProbe:
             values = [
                 cosine_similarity(
                     emitting[group],
-                    self._images[row],
+                    found[row],
                     self.over,
                     None if self._seen is None else self._seen[row, positions].to(emitting.device),
                 )
