@@ -18,7 +18,7 @@ def collect_turns(trainer: ConstructedTrainer, rollout: Rollout, generated: Sequ
     """Return the turns of what TRL's `_generate` has returned for a rollout.
 
     Raises:
-        DataError: a row has other image tokens than its images take.
+        DataError: a row has other image tokens than its images take, or TRL does not know the model's image token.
     """
     prompt_ids, completion_ids, own, *_, images, returned = generated
     images = [[*(of_row or ())] for of_row in images or [()] * len(own)]
@@ -26,6 +26,12 @@ def collect_turns(trainer: ConstructedTrainer, rollout: Rollout, generated: Sequ
     if "image_grid_thw" in fields:
         ids = [[*prompt, *completion] for prompt, completion in zip(prompt_ids, completion_ids, strict=True)]
         refuse_mismatch(trainer, rollout.rows, ids, images, fields["image_grid_thw"])
+    elif fields and "token_type_ids" in rollout.prompts.fields and trainer._image_pad_token_id is None:
+        # TRL 1.16 marks <|image_pad|> and <|image|> alone, see https://github.com/huggingface/trl/issues/6906.
+        raise DataError(
+            "A tool has returned an image, whose tokens TRL cannot mark for this model: use a Qwen-VL model, or tools "
+            "that return text."
+        )
     return Turns(own, images, returned, fields)
 
 
