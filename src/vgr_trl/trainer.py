@@ -282,7 +282,9 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         with self.clock.stage("reward", self.model.training):
             columns = {} if rollout is None else self._columns_for_rewards(rollout, completion_ids_list)
             if rollout is not None and rollout.turns is not None:
-                columns |= count_turns(completions, rollout.turns)
+                counts = count_turns(completions, rollout.turns)
+                self._show_columns(counts)
+                columns |= counts
             # Read by rewards of our users' scripts, through the argument `trainer`.
             self._mdi_balance_scores_current_batch = columns.get("mdi_balance")
             rows = [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(inputs)]

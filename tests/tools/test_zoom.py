@@ -1,5 +1,6 @@
 """The tools that come with the library, what rewards learn of calls, and the rewards of calls."""
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 from PIL import Image
 from support.tool_runs import call, deal_turns, tool_trainer
+from support.trainers import tiny_model
 from test_turns import rollout_of
+from trl.chat_template_utils import qwen3_vl_chat_template
 
 from vgr_trl import DAPOConfig
 from vgr_trl.rewards.loading import load_reward
@@ -101,6 +104,7 @@ def test_a_run_that_zooms(make, monkeypatch):
     trainer = make(rewards, environment_factory=Zoom, deal=deal, reward_weights=[0, 1.2, 0.1], **perturbed)
     rollout = rollout_of(trainer)
     assert (seen["turns"], seen["calls"], seen["images"]) == ([1, 2, 3, 2] * 2, [0, 1, 2, 1] * 2, [0, 1, 1, 1] * 2)
+    assert list(trainer._logs["extra"]["num_tool_calls"]) == seen["calls"]
     said = [message["content"] for message in seen["completions"][2] if message["role"] == "tool"]
     assert "is not a part of the image" in said[0]
     right = [float("ABCD"[row % 4] == rollout.rows[row]["solution"]) for row in range(8)]
@@ -112,6 +116,25 @@ def test_a_run_that_zooms(make, monkeypatch):
     assert greys == {(128, 128, 128)}
     trainer.train()
     assert torch.isfinite(torch.tensor(trainer.state.log_history[0]["loss"]))
+
+
+def test_the_template_of_qwen3_vl(make, model_folder, monkeypatch):
+    """What the policy has written of three turns counts, and what the template and the tools add does not."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    monkeypatch.setattr("support.tool_runs.TEMPLATE", qwen3_vl_chat_template)
+    model, box = tiny_model(model_folder), [0, 0, 0.5, 0.5]
+    model.config.text_config.max_position_embeddings = 4096  # each letter of the tools' description is a token
+    deal = partial(deal_turns, asked=lambda place, turn: call("zoom", box=box))
+    trainer = make(model=model, environment_factory=Zoom, deal=deal, token_weights=True)
+    rollout = rollout_of(trainer)
+    ids, mask, decode = rollout.batch["completion_ids"][2], rollout.signals.mask[2], trainer._tokenizer.decode
+    turn, end = call("zoom", box=box), "<|im_end|>"
+    assert decode(ids[mask]) == f"green {turn}{end}the circle is {turn}{end}the circle is <answer>C</answer>{end}"
+    added = decode(ids[~mask & rollout.batch["completion_mask"][2].bool()])
+    assert re.sub(r"(<\|image_pad\|>)+", "<image>", added) == 2 * (
+        "\n<|im_start|>user\n<tool_response>\n<|vision_start|><image><|vision_end|>\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
 
 
 def test_the_program_of_the_page(model_folder, vision_trainer, tmp_path, monkeypatch):
