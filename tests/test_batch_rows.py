@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vgr_trl.pixels import UnknownParts, parts_by_counts, parts_by_tokens
+from vgr_trl.pixels import UnknownParts, number_images, parts_by_counts, parts_by_tokens
 from vgr_trl.rows import Prompts, Rows, build_scoring_inputs, join_rows
 from vgr_trl.utils import DataError
 
@@ -168,3 +168,15 @@ def test_rows_become_a_batch_again():
     assert again["num_items_in_batch"] == 5
     with pytest.raises(DataError, match="The batch has words, which cannot be assigned to its 2 rows"):
         Rows.from_batch(batch | {"words": ["one"]})
+
+
+def test_which_image_a_token_stands_for():
+    """Two rows of images of 1 and 2 tokens, and of 2; with images of one size, as many tokens each; else unknown."""
+    is_image = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 1, 0, 0]]).bool()
+    grids = torch.tensor([[1, 2, 2], [1, 4, 2], [1, 2, 4]])
+    patches = {"pixel_values": torch.zeros(20, 3), "image_grid_thw": grids}
+    assert number_images(patches, [2, 1], is_image).tolist() == [[1, 0, 2, 2, 0], [0, 1, 1, 0, 0]]
+    equal = {"pixel_values": torch.zeros(5, 3, 4, 4)}
+    assert number_images(equal, [3, 2], is_image).tolist() == [[1, 0, 2, 3, 0], [0, 1, 2, 0, 0]]
+    assert not number_images(equal, [2, 3], is_image).any(), "3 tokens of 2 images, and 2 of 3"
+    assert not number_images(patches, [], is_image).any()

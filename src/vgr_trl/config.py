@@ -162,6 +162,8 @@ class PerturbationOptions(PluginOptions):
     mask_value: int = option(128, "Grey of mask_image, 0 to 255.", ge=0, le=255, needs=used_by("mask_image"))
     perturb_per: Literal["prompt", "completion"] = option("prompt", "One perturbed image per prompt, or completion.",
         needs=used_by())
+    perturb_images: Literal["all", "prompt", "tools"] = option("all", "With tools: which images of a completion are "
+        "perturbed, those of its prompt or those that tools returned.", needs=used_by())
     perception_loss_weight: float = option(0.0, "Weight of PAPO's perception loss (one more gradient pass).", ge=0)
     der_loss_weight1: float = option(0.0, "Weight of the entropy on the original image (eta 1 of PAPO).", ge=0)
     der_loss_weight2: float = option(0.0, "Weight of the entropy on the perturbed image (eta 2 of PAPO).", ge=0)

@@ -16,6 +16,7 @@ from vgr_trl.pixels import image_inputs_of, image_tensors, joined, parts_by_coun
 from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
 from vgr_trl.rows import (
+    ImagesOfRows,
     build_scoring_inputs,
     pixels_of_rows,
     rows_with_images,
@@ -26,6 +27,7 @@ from vgr_trl.rows import (
 )
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.named import (
+    PER_IMAGE,
     SIGNAL_COLUMNS,
     NamedSignal,
     RolloutSignals,
@@ -58,12 +60,13 @@ from vgr_trl.signals.ratios import (
     vision_token_ids,
     visual_dependency,
 )
-from vgr_trl.signals.scoring import AttentionPlan, Head, Scores, Want
+from vgr_trl.signals.scoring import AttentionPlan, Head, Scores, Want, given_tokens
+from vgr_trl.turns import image_token_types, perturb_turns, process_images, rows_perturbed
 from vgr_trl.utils import ConfigError
 
 MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 10 rows of 1,024 tokens of a 7 B model
 _LATE = ("dependency", "shift", "views", "perception")  # what the pass over perturbed images is made for
-_OF_IMAGES = ("attention", "similarity", "regions", "blind", *_LATE)
+_OF_IMAGES = ("attention", "per_image", "similarity", "regions", "blind", *_LATE)
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ class Measurement:
     Attributes:
         needed: name of a measurement -> the first option, reward or rule that needs it. `shift` is how distributions
             differ under the perturbation, `views` log-probabilities under perturbations, `regions` attention on what
-            the question is about, `values` those of a critic's head, `blind` answers without the image, `perception`
-            perturbed images for the loss.
+            the question is about, `per_image` attention on each image, `values` those of a critic's head, `blind`
+            answers without the image, `perception` perturbed images for the loss.
         vision_token_ids: placeholder tokens of images and videos.
         special_token_ids: tokens that belong to no modality.
         views: perturbations under which completions are scored.
@@ -150,8 +153,10 @@ def find_needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
     args, needed = trainer.args, dict[str, str]()
     data_columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
     for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
-        if needed_signal_columns(reward) - data_columns:
+        if read := needed_signal_columns(reward) - data_columns:
             needed.setdefault("attention", f"the reward {name}")
+            if PER_IMAGE in read:
+                needed.setdefault("per_image", f"the reward {name}")
         if BLIND_ANSWERS in needed_signals(reward):
             needed.setdefault("blind", f"the reward {name}")
         for need in find_measurements([need for need in needed_signals(reward) if need != BLIND_ANSWERS]):
@@ -180,8 +185,8 @@ def find_needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
 
 def find_completion_maker(trainer: ConstructedTrainer) -> str | None:
     """Return the option by which completions are more than the policy's answer to its prompt, if one is on."""
-    makers = ("rollout_func", "tools", "environment_factories")
-    return next((name.removesuffix("_factories") for name in makers if getattr(trainer, name, None)), None)
+    makers = {"rollout_func": "rollout_func", "environment_factories": "environment_factory", "tools": "tools"}
+    return next((option for name, option in makers.items() if getattr(trainer, name, None)), None)
 
 
 def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequence[int]) -> str | None:
@@ -198,8 +203,16 @@ def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequ
     backend = next((name for name, is_on in backends.items() if is_on), None)
     in_generation, inside = args.attention_source == "generate", need in ("attention", "similarity")
     table: list[tuple[Any, str]] = [
-        (maker, f"with {maker} the tokens of a completion are not all the policy's answer to its prompt; switch one "
-         "of the two off."),
+        (maker == "rollout_func", "with rollout_func the tokens of a completion are not all the policy's answer to its "
+         "prompt; switch one of the two off."),
+        (maker and need == "regions", f"boxes are of the prompt's image, and with {maker} there may be others; switch "
+         "one of the two off."),
+        (maker and need == "blind", f"with {maker} an answer without the image could still look at it; switch one of "
+         "the two off."),
+        (maker and need == "attention" and in_generation, f'attention_source is "generate" with {maker}, which '
+         'generates several times; use "scoring".'),
+        (need == "per_image" and in_generation, 'attention_source is "generate", which does not tell images apart; use '
+         '"scoring".'),
         (need in _OF_IMAGES and not trainer._is_vlm,
          f"{type(trainer.model).__name__} reads text only; use a vision-language model, or switch it off."),
         (need in _OF_IMAGES and not data_has_images(trainer),
@@ -227,8 +240,8 @@ def iterate_datasets(trainer: ConstructedTrainer) -> Iterator[tuple[str, Any]]:
 
 
 def data_has_images(trainer: ConstructedTrainer) -> bool:
-    """Whether the data have a column of images, or are a stream whose columns are not known."""
-    return any(
+    """Whether the data have a column of images, or may have: they are a stream, or tools may return images."""
+    return find_completion_maker(trainer) in ("environment_factory", "tools") or any(
         getattr(dataset, "column_names", None) is None or image_columns(dataset)
         for _, dataset in iterate_datasets(trainer)
     )
@@ -237,14 +250,21 @@ def data_has_images(trainer: ConstructedTrainer) -> bool:
 def completion_inputs(trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, Any]:
     """Return the inputs of the scoring pass over a rollout whose batch TRL has not built yet."""
     end_tokens = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
-    return build_scoring_inputs(
-        rollout.prompts,
+    prompts, turns = rollout.prompts, rollout.turns
+    if turns is not None and turns.fields:
+        prompts = replace(prompts, images=turns.images, fields=turns.fields)
+    inputs = build_scoring_inputs(
+        prompts,
         completion_ids,
         pad_token_id=trainer._tokenizer.pad_token_id,
         vision_token_ids=trainer.measurement.vision_token_ids,
         valid=[ids[-1] in end_tokens for ids in completion_ids] if trainer.args.mask_truncated_completions else None,
+        own=None if turns is None else turns.own,
         pad_to_multiple_of=trainer.pad_to_multiple_of or None,
     )
+    if turns is not None and turns.fields:
+        inputs |= image_token_types(trainer, inputs["input_ids"], turns.fields)
+    return inputs
 
 
 def wanted_scores(trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping[str, Any]) -> Want:
@@ -257,19 +277,18 @@ def wanted_scores(trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping
     measures = measurement.needs("attention") and (rollout.generated_mass is None or bool(rollout.recorded))
     if measures or similarity is not None:
         late = late_layers(measurement.layers, args.attention_segments) if measures else []
-        prompt_ids, prompt_mask = (each[:, :-length] for each in (ids, inputs["attention_mask"]))
-        vision = (
-            torch.isin(prompt_ids, torch.tensor(measurement.vision_token_ids, device=ids.device)) & prompt_mask.bool()
-        )
+        vision = torch.isin(ids, torch.tensor(measurement.vision_token_ids, device=ids.device))  # (N, P + T)
+        vision &= given_tokens(inputs, inputs.get("tool_mask"))
         attention = AttentionPlan(
             measurement.vision_token_ids,
             measurement.special_token_ids,
             mass=measures,
-            region=region_mask(trainer, rollout, prompt_ids) if measures else None,
+            region=region_mask(trainer, rollout, ids[:, :-length]) if measures else None,
             keep_rows=_limit_kept_rows(vision, length * len(late), rollout.recorded or ()),
             keep_layers=late,
             measure_prompt=rollout.generated_mass is None,
             similarity=similarity,
+            per_image=measurement.needs("per_image"),
         )
     return Want(
         entropies=True,
@@ -292,7 +311,7 @@ def _limit_kept_rows(vision: torch.Tensor, queries: int, rows: Sequence[int]) ->
     """Return the first of `rows` whose attention, token by token, fits into `MOST_KEPT` bytes together.
 
     Args:
-        vision: (N, P) bool, vision tokens of the prompts.
+        vision: (N, P + T) bool, vision tokens.
         queries: of a row, those of every layer counted.
     """
     fitting, used = [], 0
@@ -320,7 +339,8 @@ def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[d
     args, signals, gather = trainer.args, rollout.signals, trainer.accelerator.gather
     assert signals is not None
     new = add_named(trainer.measurement.named, signals)
-    columns, metrics = named_columns(new, signals), named_metrics(new, signals, gather)
+    columns: dict[str, list[Any]] = {**named_columns(new, signals)}
+    metrics = named_metrics(new, signals, gather)
     if signals.attention is None:
         return columns, metrics
     segmentation = args.attention_segments, args.mdi_balance_ratio
@@ -328,6 +348,8 @@ def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[d
     prompt_mass = None if rollout.scores is None else rollout.scores.prompt_attention
     of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, *segmentation)
     columns |= reward_columns(segments) | {"mdi_balance_ratio": [args.mdi_balance_ratio] * len(rollout.rows)}
+    if rollout.scores is not None and rollout.scores.per_image is not None:
+        columns |= {PER_IMAGE: rollout.scores.per_image}
     return columns, attention_metrics(segments, gather, of_prompt) | metrics
 
 
@@ -354,13 +376,15 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     logps = scores.logps.unflatten(0, (len(measurement.views), -1))  # (views, N, T)
     if args.perturbation in measurement.views:
         rollout.changes = logps[measurement.views.index(args.perturbation)] - signals.logps
-    blind = ~rows_with_images(batch).to(logps.device).unsqueeze(1)  # (N, 1)
+    turns = rollout.turns
+    seen = rows_with_images(batch) if turns is None else rows_perturbed(turns, args.perturb_images)
+    blind = ~seen.to(logps.device).unsqueeze(1)  # (N, 1)
     views = dict(zip(measurement.views, logps.masked_fill(blind, torch.nan), strict=True))
     if "views" in measurement.needed:
         signals.views = {name: value.float() for name, value in views.items()}
     if "dependency" in measurement.needed:
-        seen = torch.stack([views[name] for name in args.perturbations])
-        each = visual_dependency(signals.logps.expand_as(seen), seen)
+        perturbed = torch.stack([views[name] for name in args.perturbations])
+        each = visual_dependency(signals.logps.expand_as(perturbed), perturbed)
         signals.dependency = each.mean(0) if args.dependency_over == "mean" else each.amin(0)
     if scores.hidden is not None and rollout.scores is not None and rollout.scores.hidden is not None:
         others, mask = scores.hidden[: len(signals.mask)], signals.mask.bool()
@@ -381,13 +405,21 @@ def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout) -> d
     parameters, step = args.parameters_of(name), trainer.state.global_step
     perturb = partial(perturb_images, name=name, parameters=parameters, seed=args.seed, step=step)
     numbers = [(first + row) // shared_by for row in range(rows)]
-    conversations, own = perturbed_prompts(rollout.messages, numbers, perturb)
+    images: ImagesOfRows | None
+    if rollout.turns is None:
+        conversations, own = perturbed_prompts(rollout.messages, numbers, perturb)
+        shown = [images_in(conversations[place]) for place in own]
+        prompts = trainer.tokenize(conversations)
+        images, fields = prompts.images, prompts.fields
+    else:
+        shown = perturb_turns(rollout.turns, numbers, args.perturb_images, perturb)
+        images, own = (shown if any(shown) else None), list(range(rows))
+        fields = {} if images is None else process_images(trainer, images)
     if name == args.perturbation:
-        rollout.perturbed_images = [images_in(conversations[place]) for place in own]
-    prompts = trainer.tokenize(conversations)
-    if prompts.images is None:
+        rollout.perturbed_images = shown
+    if images is None:
         return scoring_inputs(batch)
-    return scoring_inputs(batch | {"pixel_values": joined(pixels_of_rows(prompts.fields, prompts.images, own, batch))})
+    return scoring_inputs(batch | {"pixel_values": joined(pixels_of_rows(fields, images, own, batch))})
 
 
 # Which vision tokens of a rollout batch stand for what its questions are about

@@ -194,6 +194,33 @@ def counts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> dict[str, li
     return {"num_images": [count * has for count, has in zip(counts, has_image, strict=True)], "num_tiles": counts}
 
 
+def number_images(given: ImageInputs, num_images: Sequence[int], is_image: torch.Tensor) -> torch.Tensor:
+    """Return which image of its row a placeholder token stands for, (N, S) int64 from 1; 0 for others and if unknown.
+
+    Known are images in patches, and images of equally many tokens each.
+
+    Args:
+        num_images: (N,) images of each row; empty: unknown.
+        is_image: (N, S) bool, placeholder tokens of images.
+    """
+    numbers = torch.zeros_like(is_image, dtype=torch.int64)
+    if not given or not num_images:
+        return numbers
+    if "image_grid_thw" in given:
+        sizes = given["image_grid_thw"].prod(-1).tolist()
+    elif find_layout(given, sum(num_images)) is EQUAL_TILES and len(given["pixel_values"]) == sum(num_images):
+        sizes = [1] * sum(num_images)
+    else:
+        return numbers
+    for row, images in enumerate(_slices(num_images)):
+        tokens, worth = int(is_image[row].sum()), sum(sizes[images])
+        if worth and not any(tokens * size % worth for size in sizes[images]):
+            counts = [tokens * size // worth for size in sizes[images]]
+            each = torch.arange(1, len(counts) + 1).repeat_interleave(torch.tensor(counts))
+            numbers[row, is_image[row]] = each.to(numbers.device)
+    return numbers
+
+
 def joined(pixels: list[torch.Tensor] | torch.Tensor) -> torch.Tensor:
     """Return pixels of rows as the one tensor that a model takes."""
     return torch.cat(pixels) if isinstance(pixels, list) else pixels

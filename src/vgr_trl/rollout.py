@@ -16,7 +16,7 @@ from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
 from vgr_trl.efficiency.vision_cache import VisionCache
 from vgr_trl.metrics import StageClock
-from vgr_trl.rows import Placement, Prompts
+from vgr_trl.rows import Placement, Prompts, Turns
 from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
@@ -154,6 +154,7 @@ class Rollout:
         prompts: of the first generation of the batch, with their own images.
         noise: how some were perturbed for generation; None: they were not.
         generated_mass: attention measured while generating; None: it was not.
+        turns: of completions that may call tools; None without tools.
 
         Scored:
         scores: of the completions under the policy; None: nothing needs them.
@@ -183,6 +184,7 @@ class Rollout:
     prompts: Prompts = field(init=False)
     noise: Noise | None = None
     generated_mass: AttentionMass | None = None
+    turns: Turns | None = None
     scores: Scores | None = None
     reference: Scores | None = None
     signals: RolloutSignals | None = None
@@ -251,7 +253,7 @@ def describe_row(row: Mapping[str, Any]) -> str:
     """Return "row with …", by the row's `id`, if it has one, or the end of its prompt."""
     if row.get("id") is not None:
         return f"row with the id {row['id']!r}"
-    prompt = row["prompt"]
+    prompt = row.get("prompt") or ""
     text = prompt if isinstance(prompt, str) else " ".join(texts_of(prompt[-1:]))
     return f"row whose prompt ends with {text.strip()[-80:]!r}"
 

@@ -29,7 +29,10 @@ from vgr_trl.utils import DataError
 
 OLD_LOGPS = "old_per_token_logps"
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-_SCORED_BY_ROW = ("input_ids", "attention_mask", "num_images", "num_tiles", *TOKEN_TYPES)
+_SCORED_BY_ROW = ("input_ids", "attention_mask", "tool_mask", "num_images", "num_tiles", *TOKEN_TYPES)
+
+
+ImagesOfRows = Sequence[Sequence[Image.Image]]
 
 
 @dataclass
@@ -43,8 +46,25 @@ class Prompts:
     """
 
     ids: Sequence[Sequence[int]]
-    images: Sequence[Sequence[Image.Image]] | None
+    images: ImagesOfRows | None
     fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What N completions of policies with tools hold beside one answer.
+
+    Attributes:
+        own: per row, 1 for each token of the policy and 0 for each of a tool.
+        images: per row, its images, those of the prompt first.
+        returned: per row, those that tools have returned.
+        fields: pixel inputs of all images; empty where no tool has returned one, so that those of the prompts are all.
+    """
+
+    own: Sequence[Sequence[int]]
+    images: ImagesOfRows
+    returned: ImagesOfRows
+    fields: Mapping[str, torch.Tensor]
 
 
 def build_scoring_inputs(
@@ -54,13 +74,17 @@ def build_scoring_inputs(
     pad_token_id: int,
     vision_token_ids: Sequence[int] = (),
     valid: Sequence[bool] | None = None,
+    own: Sequence[Sequence[int]] | None = None,
     pad_to_multiple_of: int | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of TRL's scoring, but for the model and the size of chunks, of completions on the CPU.
 
     Args:
+        prompts: with the images and pixel inputs of the completions, where tools have returned some.
         vision_token_ids: placeholder tokens of images, from which the tiles of a row are counted.
         valid: per row, whether its tokens count; None: all do.
+        own: per row, 1 for each token of the policy and 0 for each of a tool, which becomes `tool_mask`; None without
+            tools.
         pad_to_multiple_of: P and T are made multiples of it.
     """
     prompt_ids, prompt_mask = pad_rows(prompts.ids, pad_token_id, "left", pad_to_multiple_of)
@@ -74,6 +98,8 @@ def build_scoring_inputs(
         "num_images": None,
         "num_tiles": None,
     }
+    if own is not None:
+        inputs["tool_mask"], _ = pad_rows(own, 1, "right", pad_to_multiple_of)
     if prompts.images is None:
         return inputs
     inputs["num_images"] = [len(images or ()) for images in prompts.images]
@@ -82,7 +108,8 @@ def build_scoring_inputs(
         padding = (prompt_ids.size(1) - types.size(1), completions.size(1))
         inputs[name] = pad(types, padding)
     if images := image_tensors(prompts.fields):
-        is_image = torch.isin(prompt_ids, torch.tensor(vision_token_ids))  # (N, P)
+        is_image = torch.isin(inputs["input_ids"], torch.tensor(vision_token_ids))  # (N, P + T)
+        is_image[:, prompt_ids.size(1) :] &= inputs.get("tool_mask", torch.ones(1)) == 0
         inputs |= images | {"num_tiles": tiles_by_tokens(images, inputs["num_images"], is_image)}
     return inputs
 

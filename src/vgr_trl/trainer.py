@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -64,7 +65,7 @@ from vgr_trl.rollout import (
     normalise_image_columns,
     refuse_files_in_prompts,
 )
-from vgr_trl.rows import Prompts, split_perturbed_pixels, valid_tokens
+from vgr_trl.rows import Prompts, pad_rows, split_perturbed_pixels, valid_tokens
 from vgr_trl.sampling.dynamic_sampling import FurtherPrompts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import ZeroVarianceStreak, select_groups
@@ -74,6 +75,7 @@ from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
 from vgr_trl.training_pass import shuffle_rows, training_pass
+from vgr_trl.turns import TURN_COLUMNS, collect_turns, count_turns
 from vgr_trl.utils import RewardError, check_release, initialise_loader, patched_attribute
 from vgr_trl.validate.data import check_data, prepare_trainer
 from vgr_trl.validate.features import announce, is_sharded, plan_dummy_image, plan_features, plan_vision
@@ -91,6 +93,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     - `_get_dataloader`, `_prepare_inputs`: read each row once; keep the rows of a prompt in one micro-batch.
     - `_tokenize_prompts`, `_generate_single_turn`: keep the prompts; share them in generation; measure attention.
+    - `_generate`: keep the turns of completions that call tools.
     - `_calculate_rewards`: run the scoring pass, pass signals to rewards as columns, check what rewards return.
     - `_generate_and_score_completions`: score perturbed views, select groups, apply token credit, record.
     - `_get_per_token_logps_and_entropies`: share prompts; read signals; train only tokens with loss.
@@ -136,7 +139,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         prepare_trainer(self, options.get("peft_config"))
         self.clock, self.step_metrics = StageClock(), StepMetrics(args, self.accelerator)
         self.measurement = plan_measurement(self)
-        check_data(self, self.measurement.columns)
+        check_data(self, [*self.measurement.columns, *(TURN_COLUMNS if self.tools else ())])
         self._plan_passes()
         self._add_state()
         self._add_callbacks()
@@ -256,9 +259,16 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         """Keep the prompts, refuse prompts that name files, and return [] for rows without images among others."""
         refuse_files_in_prompts(prompts)
         if self._rollout is not None and not hasattr(self._rollout, "messages"):
-            self._rollout.messages = prompts
+            self._rollout.messages = [*map(copy, prompts)]  # TRL adds the turns of tools to its own
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         return prompt_ids, None if images is None else [row_images or [] for row_images in images], fields
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        """Keep which tokens are the policy's own, and the images that tools have returned."""
+        generated = super()._generate(prompts)
+        if self._rollout is not None and self.tools:
+            self._rollout.turns = collect_turns(self, self._rollout, generated)
+        return generated
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
@@ -273,6 +283,10 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         rollout = self._rollout
         with self.clock.stage("reward", self.model.training):
             columns = {} if rollout is None else self._columns_for_rewards(rollout, completion_ids_list)
+            if rollout is not None and rollout.turns is not None:
+                counts = count_turns(completions, rollout.turns)
+                self._show_columns(counts)
+                columns |= counts
             # Read by rewards of our users' scripts, through the argument `trainer`.
             self._mdi_balance_scores_current_batch = columns.get("mdi_balance")
             rows = [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(inputs)]
@@ -376,6 +390,9 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             return torch.full((len(input_ids), logits_to_keep), torch.nan, device=input_ids.device), None, None
         entropies = bool(inputs.pop("compute_entropy", False))
         if is_policy and rollout is not None and self.measurement.scoring:
+            if rollout.turns is not None:
+                own, _ = pad_rows(rollout.turns.own, 1, "right", self.pad_to_multiple_of)
+                inputs["tool_mask"] = own.to(input_ids.device)
             scores = self._score_rollout(rollout, inputs)
             return scores.logps, scores.entropies, None
         want = Want(entropies, hidden=rollout is not None and not is_policy and self.kl.full is not None)

@@ -60,8 +60,10 @@ def training_pass(
     runs_images = not features["skip_images"].enabled and inputs.get("pixel_values") is not None
     if not runs_images and not loss_mask.any() and _may_run_nothing(trainer):
         return _score_nothing(passed, loss_mask)
-    window = _window(trainer, model, loss_mask, inputs)
-    cut = loss_mask if features["skip_padding"].enabled else None
+    images = _returned_images(trainer, model, inputs)
+    window = _window(trainer, model, loss_mask, inputs, images)
+    runs = loss_mask if images is None else loss_mask | images
+    cut = runs if features["skip_padding"].enabled else None
     try:
         part = trim_inputs(inputs, window, cut)
     except DataError:  # whose pixels belong to which row is not known: none is left out
@@ -103,7 +105,8 @@ def _may_run_nothing(trainer: ConstructedTrainer) -> bool:
     alone = accelerator.num_processes == 1 or not is_last_micro_batch()
     whole = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     skips = features["skip_zero_advantage"].enabled and features["skip_padding"].enabled
-    if not (alone and whole and skips) or trainer.critic is not None or trainer.optimizer is None:
+    reads_hidden = trainer.critic is not None or trainer.kl.full is not None
+    if not (alone and whole and skips) or reads_hidden or trainer.optimizer is None:
         return False
     weights = (weight for group in trainer.optimizer.param_groups for weight in group["params"])
     return all(weight.grad is not None for weight in weights)
@@ -114,6 +117,8 @@ def _score_nothing(passed: TrainingPass, loss_mask: torch.Tensor) -> Scored:
     anchor = torch.zeros((), device=loss_mask.device, requires_grad=True)
     old = passed.inputs.get(OLD_LOGPS)
     constants = torch.zeros(loss_mask.shape, device=loss_mask.device) if old is None else old.nan_to_num()
+    if old is not None:  # of a first pass, which was to complete them
+        passed.inputs[OLD_LOGPS] = constants
     passed.loss_mask, passed.rows_run = loss_mask, 0
     if not hasattr(passed, "logps"):
         passed.logps, passed.hidden = constants + anchor, None
@@ -127,8 +132,22 @@ def _read_again(inputs: Mapping[str, Any], window: Window) -> list[bool] | None:
     return [again[row] and window.images for row in window.rows]
 
 
-def _window(trainer: ConstructedTrainer, model: nn.Module, loss_mask: torch.Tensor, inputs: dict[str, Any]) -> Window:
-    """The smallest part of a micro-batch that has all tokens with loss."""
+def _returned_images(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the image tokens of completions, (N, T) bool; None without tools."""
+    if not trainer.tools or inputs.get("pixel_values") is None:
+        return None
+    images = is_image_token(inputs["input_ids"][:, -inputs["logits_to_keep"] :], causal_model(model).config)
+    return images | torch.nn.functional.pad(images[:, :-1], (1, 0))  # and what follows them, behind which prompts share
+
+
+def _window(
+    trainer: ConstructedTrainer,
+    model: nn.Module,
+    loss_mask: torch.Tensor,
+    inputs: dict[str, Any],
+    images: torch.Tensor | None,
+) -> Window:
+    """The smallest part of a micro-batch that has all tokens with loss, and `images`."""
     features, completion, multiple = trainer.features, inputs["logits_to_keep"], trainer.pad_to_multiple_of or None
     rows, padding = features["skip_zero_advantage"].enabled, features["skip_padding"].enabled
     runs_images = not features["skip_images"].enabled and inputs.get("pixel_values") is not None
@@ -138,7 +157,7 @@ def _window(trainer: ConstructedTrainer, model: nn.Module, loss_mask: torch.Tens
             return window
     num_images = inputs.get("num_images") if runs_images else None
     prompt_mask = inputs["attention_mask"][:, :-completion]
-    return find_window(loss_mask, prompt_mask, num_images, rows=rows, padding=padding, multiple=multiple)
+    return find_window(loss_mask, prompt_mask, num_images, rows=rows, padding=padding, multiple=multiple, images=images)
 
 
 def _loss_mask(trainer: ConstructedTrainer, batch: dict[str, Any]) -> torch.Tensor:
@@ -175,7 +194,9 @@ def shuffle_rows(trainer: ConstructedTrainer) -> Callable[[dict[str, Any]], dict
         return sort_by_group(order, groups) if trainer.features["regroup"].enabled else list(order)
 
     def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
-        batch = shuffle_whole_groups(batch, partial(arrange, batch))
+        config = causal_model(trainer.model).config
+        is_image = partial(is_image_token, config=config) if trainer.tools else None
+        batch = shuffle_whole_groups(batch, partial(arrange, batch), is_image)
         if lends and not _closes_early(trainer):
             batch[READ_AGAIN] = [True] * len(batch[PROMPT_GROUP])
         elif lends:

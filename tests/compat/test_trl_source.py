@@ -125,6 +125,13 @@ ASSUMPTIONS = [
      texts("_calculate_rewards", "zip(self.reward_funcs, self.reward_processing_classes, self.reward_func_names, "
          "strict=True)", "rewards_per_func = gather(rewards_per_func)")),
     ("generation returns the tokens of completions second and completions fourth", completions_of_generate),
+    ("generation returns which tokens are the policy's third, all images and those of tools last",
+     texts("_generate", "return (prompt_ids, completion_ids, tool_mask, completions,", ", images, tool_images)")),
+    ("where tools returned images, pixels are those of the image processor over all images in order, and token types "
+     "are made of the image and video tokens of whole rows",
+     texts(ROLLOUT, "self.processing_class.image_processor(images=flat_images, return_tensors='pt')",
+         "mm_ids[prompt_completion_ids == self._image_pad_token_id] = 1",
+         "mm_ids[prompt_completion_ids == self._video_pad_token_id] = 2")),
     ("generation tokenizes with self._tokenize_prompts, whose three values and num_generations "
      "self._generate_single_turn takes",
      texts("_generate", "prompt_ids, images, multimodal_fields = self._tokenize_prompts(prompts)",

@@ -95,11 +95,14 @@ def test_steps_with_neftune_are_trls_to_the_same_random_numbers():
     assert sum(logged(ours, "skipped/rows")) == 0
 
 
-def test_steps_without_any_gradient():
-    ours = assert_equal_steps(reward=equal_rewards, optim="adamw_torch_fused", weight_decay=0.1)
+@pytest.mark.parametrize("settings", [{}, TWICE])
+def test_steps_without_any_gradient(settings):
+    settings = {"optim": "adamw_torch_fused", "weight_decay": 0.1, "logging_nan_inf_filter": False} | settings
+    ours = assert_equal_steps(reward=equal_rewards, **settings)
     assert logged(ours, "skipped/rows") == [7, 7, 7]  # the first of two micro-batches of four runs one row
     assert logged(ours, "entropy") == [None] * 3  # of no token there is one
     assert all(math.isfinite(norm) and norm == 0 for norm in logged(ours, "grad_norm"))
+    assert logged(ours, "loss") == [0] * 3
 
 
 BUDGETS = {

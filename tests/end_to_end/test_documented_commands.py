@@ -35,7 +35,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FOUND = [(page, text, found) for page, text in ENGLISH.items() for found in BLOCK.finditer(text) if found[1] == "bash"]
 BASH = {f"{page}:{text.count(chr(10), 0, found.start()) + 1}": found[2] for page, text, found in FOUND}  # by line
 NEEDS = re.compile(r"needs (a GPU|an hour|the hub|a package index|lmms-eval)(, .*)?")
-TESTED_ELSEWHERE = ("docs/extending.md", "docs/sharing.md", "docs/verl.md")  # programs
+TESTED_ELSEWHERE = ("docs/extending.md", "docs/sharing.md", "docs/tools.md", "docs/verl.md")  # programs
 CLONED = ("accelerate_configs", "examples", "experiments")
 PROGRAMS = "accelerate make nvidia-smi pip pytest python python3 remark unzip vgr-trl".split()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]

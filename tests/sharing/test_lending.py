@@ -44,7 +44,8 @@ def rows_of(model, batch, rows):
     parts = parts_by_tokens(given, is_image) if given else {}
     padding = int((batch.inputs["attention_mask"][rows] == 0).int().cumprod(1).sum(1).min())
     chosen = {name: value[rows][:, padding:] for name, value in batch.inputs.items() if name not in parts}
-    chosen |= {name: torch.cat([given[name][parts[name][row]] for row in rows]) for name in parts}
+    pixels = {name: torch.cat([given[name][parts[name][row]] for row in rows]) for name in parts}
+    chosen |= {name: value for name, value in pixels.items() if len(value)}
     return Batch(chosen, batch.completion_length, batch.prompts)
 
 
@@ -76,6 +77,19 @@ def test_gradients(name, micro_batches, prompts):
     with share_prompts(model) as report:
         shared = accumulated(model, batch, micro_batches)
     assert (report.prompts, report.rows, report.plain) == (prompts, 6, {})
+    assert plain.keys() == shared.keys()
+    assert largest_relative(plain, shared) < 1e-6
+
+
+@pytest.mark.parametrize("images", [(1, 2), (0, 1)], ids=str)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_completions_with_images(name, images):
+    """Micro-batches of one completion with none, one or two images behind its prompt."""
+    model, batch = case(name, images=images, returned=(0, 1, 2))
+    plain = accumulated(model, batch, ONE_BY_ONE)
+    with share_prompts(model) as report:
+        shared = accumulated(model, batch, ONE_BY_ONE)
+    assert (report.prompts, report.rows, report.plain) == (2, 6, {})
     assert plain.keys() == shared.keys()
     assert largest_relative(plain, shared) < 1e-6
 

@@ -75,6 +75,19 @@ def test_average_first_then_take_the_ratio():
     assert token_vision_gain_ratio(one).tolist() == [pytest.approx([12, 12 / 7])]
 
 
+def test_tokens_that_see_different_images_by_hand():
+    """The worked case of turns in docs/definitions.md; a tool's token in the middle, and one that sees no image."""
+    one = mass([[0.2, 0.2, 0.9, 0.4, 0.4, 0.0]], [[0.3, 0.3, 0.9, 0.4, 0.4, 0.9]])
+    one.mask = torch.tensor([[True, True, False, True, True, True]])
+    one.seen_vision, one.seen_instruction = torch.tensor([[4, 4, 4, 16, 16, 0]]), torch.tensor([[6, 6, 6, 8, 8, 8]])
+    assert vision_gain_ratio(one).tolist() == pytest.approx([4 / 3])
+    assert token_vision_gain_ratio(one).tolist() == [pytest.approx([1, 1, NAN, 2, 2, NAN], nan_ok=True)]
+    aei = [value.item() for value in attention_efficiency_index(one)]
+    assert aei == pytest.approx([51 / 58, 34 / 29])
+    share = 7 / 17
+    assert aei[1] == pytest.approx(4 / 3 / (4 / 3 * share + 1 - share))
+
+
 @pytest.mark.parametrize(
     ("one", "expected"),
     [

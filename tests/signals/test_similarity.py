@@ -22,6 +22,15 @@ def test_two_tokens_and_two_image_tokens_by_hand(over, expected):
     assert cosine_similarity(emitting, image[:0], over).isnan().all()
 
 
+@pytest.mark.parametrize(("over", "expected"), [("max", [1.0, 0.8]), ("mean", [1.0, 0.7]), ("centre", [1.0, 0.8**0.5])])
+def test_tokens_are_compared_with_what_they_see_by_hand(over, expected):
+    """Of (2, 0) and (0, 1) the first token sees one, the second both, and a third none."""
+    emitting, image = torch.tensor([[1.0, 0.0], [3.0, 4.0], [1.0, 0.0]]), torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    found = cosine_similarity(emitting, image, over, torch.tensor([1, 2, 0]))
+    assert found[:2].tolist() == pytest.approx(expected)
+    assert found[2].isnan()
+
+
 def expected_similarity(model, batch, layer):
     """(N, T), the largest cosine, from the states that the model returns."""
     with torch.no_grad():

@@ -64,8 +64,9 @@ def find_window(
     rows: bool,
     padding: bool,
     multiple: int | None = None,
+    images: torch.Tensor | None = None,
 ) -> Window:
-    """Return the smallest part that has all tokens with loss.
+    """Return the smallest part that has all tokens with loss, and all image tokens of its rows.
 
     Without any it is one row and one column: every process makes a pass, in which all parameters take part. For the
     same reason a row with an image stays if there was one.
@@ -75,6 +76,7 @@ def find_window(
         prompt_mask: (N, P), padded on the left.
         num_images: images of each row; None: there are none, or none has to run.
         multiple: of which the columns of prompts and of completions are kept, as far as there are.
+        images: (N, T) bool, image tokens of the completions; None: they have none.
     """
     lengths = _prompt_lengths(prompt_mask)
     kept = list(range(len(loss_mask)))
@@ -85,7 +87,8 @@ def find_window(
             kept = sorted([*kept, min(candidates, key=lengths.tolist().__getitem__)])
     if not padding:
         return Window(kept, prompt_mask.size(1), loss_mask.size(1))
-    columns = loss_mask.any(0).nonzero().flatten().tolist()
+    runs = loss_mask if images is None else (loss_mask | images)[kept]
+    columns = runs.any(0).nonzero().flatten().tolist()
     completion = _up_to_multiple(max(columns, default=0) + 1, multiple, loss_mask.size(1))
     return Window(kept, _up_to_multiple(int(lengths[kept].max()), multiple, prompt_mask.size(1)), completion)
 
@@ -229,7 +232,7 @@ def trim_inputs(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tens
 
     Args:
         inputs: its named arguments but for the model: `logits_to_keep` is T; None where there is nothing.
-        loss_mask: (N, T) bool; what is behind the last token with loss of a row becomes padding. None: nothing does.
+        loss_mask: (N, T) bool; what is behind the last of these tokens of a row becomes padding. None: nothing does.
 
     Raises:
         DataError: pixel inputs cannot be assigned to rows, some of which are left out.

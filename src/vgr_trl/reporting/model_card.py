@@ -39,6 +39,7 @@ METHOD_PAPERS = {  # option, advantage estimator or reward -> paper of the metho
     "online_filtering": "cui2025process", "rloo": "ahmadian2024back", "remax": "li2023remax",
     "reinforce_plus_plus": "hu2025reinforce", "gae": "schulman2015high", "grpo_passk": "tang2025optimizing",
     "vgr_reward": MDI, "vgr_hard_negative_reward": MDI, "mdi_reward": MDI, "blind_accuracy_reward": "li2025self",
+    "tool_reward": "zheng2025deepeyes",
 }  # fmt: skip
 PAPER_TAGS = {MDI: "vision-gain-ratio", VPPO: "vppo", PAPO: "papo"}
 TAGS = ("dapo", "vgr_trl")

@@ -130,7 +130,9 @@ class RolloutRecorder:
             signals = take_signal_rows(rollout.signals, [row])
             num_vision = None if signals is None or signals.attention is None else int(signals.attention.num_vision)
             grids = find_image_grids(batch, row, merge_size, num_vision)
-            images, thumbnails = read_row_images(data, grids)
+            returned = [] if rollout.turns is None else rollout.turns.returned[row]
+            images, thumbnails = read_row_images(data, grids, returned)
+            shown = images[: len(images) - len(returned)]  # in the prompt
             perturbed_images = rollout.perturbed_images[row] if rollout.perturbed_images is not None else []
             for image, perturbed in zip(images, perturbed_images, strict=False):
                 image.perturbed, content = make_thumbnail(perturbed)
@@ -139,11 +141,11 @@ class RolloutRecorder:
             prompt = prompt_text(prompt_ids, trainer.measurement.vision_token_ids, decode)
             rewards = rollout.rewards[place].cpu()
             completion = Completion(
-                question=question_id(prompt, [image.file for image in images]),
+                question=question_id(prompt, [image.file for image in shown]),
                 group=place // trainer.completions_per_prompt,
                 prompt=prompt,
                 text=str(tokenizer.decode(ids, skip_special_tokens=True)),
-                tokens=split_tokens(ids, decode),
+                tokens=name_images(split_tokens(ids, decode), ids, trainer.measurement.vision_token_ids),
                 solution=None if data.get("solution") is None else str(data["solution"]),
                 rewards=dict(zip(trainer.reward_func_names, rewards.tolist(), strict=True)),
                 reward=(rewards * weights).nansum().item(),
@@ -232,12 +234,12 @@ class RolloutRecorder:
 
 
 def read_row_images(
-    row: Mapping[str, Any], grids: Sequence[Grid | None]
+    row: Mapping[str, Any], grids: Sequence[Grid | None], returned: Sequence[Image.Image] = ()
 ) -> tuple[list[RecordedImage], dict[str, bytes]]:
-    """Return the images of a row, and thumbnails by name; an unreadable image has size 0."""
+    """Return the images of a row and those of tools, and thumbnails by name; an unreadable image has size 0."""
     recorded: list[RecordedImage] = []
     thumbnails: dict[str, bytes] = {}
-    for value, grid in zip(images_of(row), chain(grids, repeat(None)), strict=False):
+    for value, grid in zip([*images_of(row), *returned], chain(grids, repeat(None)), strict=False):
         try:
             image = open_image(value)
         except DataError:  # the model can still read it, for example from a URL
@@ -333,6 +335,13 @@ def split_tokens(ids: Sequence[int], decode: Decode) -> list[str]:
         if not waiting:
             before, start = start, end
     return pieces
+
+
+def name_images(tokens: Sequence[str], ids: Sequence[int], vision_token_ids: Sequence[int]) -> list[str]:
+    """Return the text of each token; the first of a run of vision tokens is `<image>`, the others are empty."""
+    vision = [token in vision_token_ids for token in ids]
+    runs = zip(tokens, vision, [False, *vision], strict=False)
+    return [text if not is_vision else "" if follows else "<image>" for text, is_vision, follows in runs]
 
 
 def prompt_text(ids: Sequence[int], vision_token_ids: Sequence[int], decode: Decode) -> str:

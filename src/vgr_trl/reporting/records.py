@@ -37,7 +37,7 @@ _MAX_FILES = 16  # number of record files that share `max_bytes`
 
 @dataclass
 class RecordedImage:
-    """An image of a prompt.
+    """An image of a prompt, or one that a tool returned.
 
     Attributes:
         file: thumbnail, relative to the folder of the records; None if there is none.
@@ -82,7 +82,7 @@ class Completion:
         group: index of the prompt in its rollout batch.
         prompt: text that the model read, with one `<image>` per image.
         text: without special tokens.
-        tokens: T pieces of text, special tokens included.
+        tokens: T pieces of text, special tokens included, with one `<image>` per image of a tool.
         solution: reference answer as text, if the data have one.
         weights: token weights.
         dependency: visual dependency, in nats.
@@ -95,7 +95,7 @@ class Completion:
         advantage: of the completion, before credit is assigned to tokens.
         correct: whether the accuracy reward is 1; None without one.
         metrics: by segment of layers, then by quantity.
-        images: images of the prompt, in order.
+        images: images of the prompt, in order, and behind them those that tools returned.
         attention: over the vision tokens of all images, averaged over heads and the layers that rewards use.
         replaced: whether its group was replaced by another one and not trained on.
     """

@@ -20,7 +20,12 @@ from typing import Any
 from vgr_trl import registries
 from vgr_trl.rewards.answers import completion_text, excerpt
 from vgr_trl.rewards.attention import WholeGroups, unwrap_reward, vgr_hard_negative_reward, vgr_reward
-from vgr_trl.rewards.simple import accuracy_reward, blind_accuracy_reward, get_soft_overlong_punishment
+from vgr_trl.rewards.simple import (
+    accuracy_reward,
+    blind_accuracy_reward,
+    get_soft_overlong_punishment,
+    tool_reward,
+)
 from vgr_trl.utils import ConfigError, RewardError, kill_workers, pool
 
 logger = logging.getLogger(__name__)
@@ -359,7 +364,7 @@ PASSED_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "
 
 def reads_solution(reward: Any) -> bool:
     """Whether a reward compares answers with the reference answer."""
-    return unwrap_reward(reward) in (accuracy_reward, blind_accuracy_reward)
+    return unwrap_reward(reward) in (accuracy_reward, blind_accuracy_reward, tool_reward)
 
 
 def check_callable(reward: Any, columns: Iterable[str]) -> None:

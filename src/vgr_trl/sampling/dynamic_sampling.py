@@ -108,4 +108,4 @@ def prompt_key(row: Mapping[str, Any]) -> str:
     def content(value: Any) -> str:
         return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else repr(value)
 
-    return json.dumps([row["prompt"], images_of(row)], sort_keys=True, default=content)
+    return json.dumps([row.get("prompt"), images_of(row)], sort_keys=True, default=content)

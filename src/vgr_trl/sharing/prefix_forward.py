@@ -6,7 +6,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,15 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_flash_attention_utils import flash_attn_supports_top_left_mask, lazy_import_flash_attention
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vgr_trl.pixels import IMAGE_INPUTS, UnknownParts, image_inputs_of, on_device, parts_by_tokens
+from vgr_trl.pixels import (
+    IMAGE_INPUTS,
+    ImageInputs,
+    Parts,
+    UnknownParts,
+    image_inputs_of,
+    on_device,
+    parts_by_tokens,
+)
 from vgr_trl.rows import TOKEN_TYPES
 from vgr_trl.sharing.model_support import cache_name, check_token_types, prefers_cudnn, replaced, wrap_attention
 from vgr_trl.sharing.prefix_cache import (
@@ -31,6 +39,9 @@ from vgr_trl.utils import DataError
 PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
 _KNOWN = {*PER_TOKEN, *IMAGE_INPUTS, "position_ids"}
 _EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+# Families in which completions may hold images: their positions are those of the whole row by `get_rope_index`.
+IMAGES_BEHIND = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
 
 # What a pass costs beside its tokens, in tokens.
 _PASS_COST = {"cpu": 32}
@@ -190,7 +201,8 @@ class PrefixSplit:
         start: columns of the prompts that are computed once, at least 1.
         stop: end of the columns that are computed at all.
         groups: (N,) row -> number of its prompt.
-        pixels: per pixel input, the slice of it that belongs to each row.
+        pixels: per pixel input, the slice of it that belongs to the prompt of each row.
+        behind: likewise to its completion; empty where no completion has an image.
         copies: completions that `generate` makes of each row.
         lent: a `MicroBatch` where prompts are lent to several micro-batches; None: all run in this pass.
     """
@@ -201,6 +213,7 @@ class PrefixSplit:
     pixels: dict[str, list[slice]]
     copies: int = 1
     lent: Any = None
+    behind: dict[str, list[slice]] = field(default_factory=dict)
 
     @property
     def computed(self) -> int:
@@ -226,9 +239,15 @@ class PrefixSplit:
         if positions is not None:
             at = index if positions.size(-2) == len(self.groups) else slice(None)  # one row may stand for all
             chosen["position_ids"] = positions[..., at, : self.start]
-        for name, parts in self.pixels.items():
-            chosen[name] = torch.cat([inputs[name][parts[row]] for row in rows])
-        return chosen
+        return chosen | take_pixels(inputs, self.pixels, rows)
+
+
+def take_pixels(
+    inputs: Mapping[str, Any], parts: Mapping[str, Sequence[slice]], rows: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Return the pixel inputs of some rows, given the slices of all; nothing if they have no image."""
+    found = {name: torch.cat([inputs[name][slices[row]] for row in rows]) for name, slices in parts.items()}
+    return found if any(map(len, found.values())) else {}
 
 
 def find_split(
@@ -249,7 +268,7 @@ def find_split(
     is_image = is_image_token(ids, config)
     given = image_inputs_of(inputs)
     try:
-        parts = parts_by_tokens(given, is_image) if given else {}
+        parts, behind = _parts_of_prompts(given, is_image, columns[0] if columns else ids.size(1))
     except UnknownParts as error:
         raise UnsupportedModel(error.reason) from error
     rows = range(len(ids))
@@ -259,14 +278,31 @@ def find_split(
     groups = find_groups(ids[:, :start], mask[:, :start], pixels)
     require(alone or max(groups) + 1 < len(groups), "no prompt occurs twice")
     check_equal_prompts(inputs, groups, start)
-    behind = is_image[:, start:] if types is None else is_image[:, start:] | types[:, start:].bool()
+    unfit = is_image[:, start:] if types is None else is_image[:, start:] | types[:, start:].bool()
+    if behind and types is not None and config.model_type in IMAGES_BEHIND:
+        followed = torch.nn.functional.pad(mask[:, start + 1 :], (0, 1)).bool()  # the last token of a row does not run
+        unfit = (types[:, start:] != is_image[:, start:]) | (is_image[:, start:] & ~followed)
     starts = mask[:, start - 1 : start + 1].all()
-    checks = torch.stack([behind.any(), starts, (mask[:, start:].bool().long().diff() > 0).any()])
+    checks = torch.stack([unfit.any(), starts, (mask[:, start:].bool().long().diff() > 0).any()])
     images_behind, padded_on_the_left, holes = checks.tolist()  # the host waits once
     require(not images_behind, "images in completions")
     require(padded_on_the_left, "prompts that are not padded on the left")
     require(not holes, "holes in the mask of a completion")
-    return PrefixSplit(start, stop, groups, parts)
+    return PrefixSplit(start, stop, groups, parts, behind=behind)
+
+
+def _parts_of_prompts(given: ImageInputs, is_image: torch.Tensor, start: int) -> tuple[Parts, Parts]:
+    """Return which part of each pixel input belongs to the columns of each row before `start`, and to those behind.
+
+    Only where patches tell images apart; elsewhere all are those of prompts.
+    """
+    if "image_grid_thw" not in given:
+        return parts_by_tokens(given, is_image) if given else {}, {}
+    before = torch.arange(is_image.size(1), device=is_image.device) < start
+    halves = parts_by_tokens(given, torch.stack([is_image & before, is_image & ~before], dim=1).flatten(0, 1))
+    behind = {name: slices[1::2] for name, slices in halves.items()}
+    has_images = any(each.stop > each.start for slices in behind.values() for each in slices)
+    return {name: slices[::2] for name, slices in halves.items()}, behind if has_images else {}
 
 
 def _best_start(
@@ -372,7 +408,7 @@ class CompletionPass:
     """
 
     def __init__(self, base: Any, prefill: Prefill, inputs: Mapping[str, Any]) -> None:
-        self.prefill, self.split = prefill, prefill.split
+        self.prefill, self.split, self.inputs = prefill, prefill.split, inputs
         self.ids: torch.Tensor = inputs["input_ids"]
         self.mask: torch.Tensor | None = inputs.get("attention_mask")
         self.index = on_device(self.split.groups, self.ids.device)  # (N,)
@@ -408,6 +444,7 @@ class CompletionPass:
                 input_ids=self.ids[at, self.split.start : stop],
                 attention_mask=None if self.mask is None else self.mask[at, :stop],
                 position_ids=positions,
+                **take_pixels(self.inputs, self.split.behind, rows),
                 **{self.prefill.cache_name: behind},
             )
         behind.check()
@@ -483,12 +520,16 @@ def prefix_forward(
     Raises:
         UnsupportedModel: the model turns out not to keep its prompts, or not to read them.
     """
+    if split.behind and inputs.get("position_ids") is None:  # those of prompts, too: without images they count padding
+        names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
+        positions, _ = base.get_rope_index(**{name: inputs.get(name) for name in names})  # (3, N, S)
+        inputs = {**inputs, "position_ids": positions}
     if split.lent is None:
         prefill = Prefill(base, plain, inputs, split, wants_hidden=whole or alike)
     else:
         prefill = split.lent.prefill(base, plain)
     completions = CompletionPass(base, prefill, inputs)
-    if packs and not whole:
+    if packs and not whole and not split.behind:
         outputs = completions.packed(completions.lengths())
     elif whole or alike:
         outputs = completions.padded(range(len(split.groups)), split.stop - split.start)

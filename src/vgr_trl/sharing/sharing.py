@@ -1,6 +1,6 @@
 """`share_prompts`: equal prompts computed once in forward, backward and `generate`, and where a run does so."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -293,6 +293,7 @@ class SharedForward:
         lends = self.lending is not None and torch.is_grad_enabled() and columns is not None and self.agree is None
         lends = lends and inputs.get("attention_mask") is not None and inputs.get("position_ids") is None
         split = find_split(inputs, self.base.config, columns, alone=lends or self.agree is not None)
+        require(not split.behind or self.agree is None, "images in completions, of sharded models or with DeepSpeed")
         if not lends or self.lending is None:
             return split
         lent = MicroBatch(self.lending, inputs, split, self.again)
@@ -441,7 +442,9 @@ def sort_by_group(permutation: Sequence[int], groups: Sequence[int]) -> list[int
 
 
 def shuffle_whole_groups(
-    batch: dict[str, Any], arrange: Callable[[Sequence[int], Sequence[int]], list[int]] = sort_by_group
+    batch: dict[str, Any],
+    arrange: Callable[[Sequence[int], Sequence[int]], list[int]] = sort_by_group,
+    is_image: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     """TRL's `shuffle_sequence_dict` for a generation batch, with the completions of a prompt kept together.
 
@@ -452,6 +455,7 @@ def shuffle_whole_groups(
     Args:
         batch: `prompt_ids` and `prompt_mask` (N, P), and tensors or lists with one entry per row.
         arrange: returns another permutation, given a random one and the number of the group of each row.
+        is_image: returns which tokens stand for images, where completions may hold some; None: only prompts do.
     """
     pixels = {name: batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None}
     by_row = list(zip(*pixels.values(), strict=True)) if pixels else None
@@ -459,6 +463,8 @@ def shuffle_whole_groups(
     batch = batch | {
         name: _share_group_pixels(values, groups) for name, values in pixels.items() if isinstance(values, list)
     }
+    if is_image is not None and isinstance(pixels.get("image_grid_thw"), list):
+        groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], _pixels_of_prompts(batch, is_image))
     batch[PROMPT_GROUP] = groups
     order = arrange(torch.randperm(len(groups)).tolist(), groups)
 
@@ -470,6 +476,18 @@ def shuffle_whole_groups(
         return [value[row] for row in order]
 
     return {key: reordered(value) for key, value in batch.items()}
+
+
+def _pixels_of_prompts(
+    batch: Mapping[str, Any], is_image: Callable[[torch.Tensor], torch.Tensor]
+) -> list[list[torch.Tensor]]:
+    """Return patches and grids of the prompt of each row, whose images stand in front of those of its completion."""
+    before, behind = (is_image(batch[name]).sum(1).tolist() for name in ("prompt_ids", "completion_ids"))  # (N,) each
+    found = []
+    for values, grids, own, others in zip(batch["pixel_values"], batch["image_grid_thw"], before, behind, strict=True):
+        patches = len(values) * own // max(own + others, 1)
+        found.append([values[:patches], grids[grids.prod(-1).cumsum(0) <= patches]])
+    return found
 
 
 def _share_group_pixels(values: Sequence[torch.Tensor], groups: Sequence[int]) -> list[torch.Tensor]:

@@ -287,7 +287,8 @@ for _name in ("similarity", "dependency", "entropies", "logps", "jsd"):
 
 
 SINGLE_COLUMNS = ("vgr", "aei_vision", "aei_instruction", "mdi_balance")
-SIGNAL_COLUMNS = (*SINGLE_COLUMNS, "attention_metrics")
+PER_IMAGE = "attention_per_image"
+SIGNAL_COLUMNS = (*SINGLE_COLUMNS, "attention_metrics", PER_IMAGE)
 QUANTITIES = (*SINGLE_COLUMNS, "attention_vision", "attention_instruction")
 
 
@@ -300,7 +301,7 @@ def needed_signal_columns(reward: Any) -> set[str]:
 
 
 def reward_columns(segments: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
-    """Return the `SIGNAL_COLUMNS`: per completion those of the late segment (else of all layers), and all as a dict."""
+    """Return per completion the columns of the late segment (else of all layers), and all segments as a dict."""
     rows = dict(zip(segments, torch.stack(list(segments.values())).tolist(), strict=True))
     tables = [
         {name: dict(zip(QUANTITIES, map(_none_for_nan, values[row]), strict=True)) for name, values in rows.items()}

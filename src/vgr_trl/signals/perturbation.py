@@ -277,6 +277,7 @@ def perturb_images(
     seed: int,
     step: int,
     index: int,
+    first: int = 0,
 ) -> list[Image.Image]:
     """Return the images of one prompt, each perturbed with random numbers of its own.
 
@@ -289,6 +290,7 @@ def perturb_images(
         seed: the run's seed, at least 0.
         step: global step, at least 0.
         index: index of the prompt, or of the completion where each has images of its own, over all processes.
+        first: place of the first image in the list, where others come before them.
 
     Raises:
         ConfigError: unknown name or parameter, or a number out of range.
@@ -300,7 +302,7 @@ def perturb_images(
     if unknown := [key for key in parameters if key not in accepted]:
         raise ConfigError(f"The perturbation {name} does not take {unknown[0]!r}, but {', '.join(accepted)}.")
     perturbed = []
-    for place, image in enumerate(images):
+    for place, image in enumerate(images, first):
         stream = {"seed": derive_seed(seed, step, index, place)} if "seed" in takes else {}
         own = image if name in PERTURBATIONS else image.copy()  # a plug-in may draw on what it is given
         perturbed.append(function(own, **parameters, **stream))

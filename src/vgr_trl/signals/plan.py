@@ -91,6 +91,7 @@ class PassPlan:
         sets: (N, P or S, 2) bool, vision and instruction tokens.
         rows: wanted positions, as `AttentionProbe` takes them.
         measure_prompt: whether the queries of instruction tokens are wanted.
+        prompt: P, if `sets` are of whole rows whose completions are measured; None: they are of prompts, or `rows` say.
 
     Attributes:
         positions: wanted, increasing.
@@ -98,12 +99,14 @@ class PassPlan:
         current: the pass that is under way; None: none has begun.
     """
 
-    def __init__(self, sets: torch.Tensor, rows: slice | Sequence[int] | None, measure_prompt: bool) -> None:
-        self.sets, self.rows, self.measure_prompt = sets, rows, measure_prompt
+    def __init__(
+        self, sets: torch.Tensor, rows: slice | Sequence[int] | None, measure_prompt: bool, prompt: int | None = None
+    ) -> None:
+        self.sets, self.rows, self.measure_prompt, self.prompt = sets, rows, measure_prompt, prompt
         self.positions: list[int] = []
         self.picks: list[int] = []
         self.current: Pass | None = None
-        self._instruction = sets[..., 1].any(0).nonzero().flatten().tolist() if measure_prompt else []
+        self._instruction = sets[:, :prompt, 1].any(0).nonzero().flatten().tolist() if measure_prompt else []
         self._length: int | None = None
         self._base_seen = False
         self._next_row = self._to_come = self._passed = 0  # rows that come in several passes; those that have come
@@ -137,6 +140,7 @@ class PassPlan:
         self._length = length
         rows = self.rows
         if rows is None:
+            columns = self.prompt or columns
             rows = slice(columns - 1, length - 1) if columns < length else slice(length)
         wanted = list(range(length)[rows]) if isinstance(rows, slice) else [range(length)[row] for row in rows]
         self.positions = sorted(set(wanted))

@@ -85,6 +85,7 @@ class AttentionProbe:
         keep_layers: of the L layers with attention, those whose attention is kept; None: all.
         measure_prompt: measure the queries of the instruction tokens too, for `prompt_mass`.
         packed: a row may be several sequences, whose positions start again at 0; `masks` are then of whole sequences.
+        prompt: P, if `masks` are of whole sequences and `rows` is None: the emitting rows are measured all the same.
 
     Raises:
         ConfigError: the attention of the model cannot be measured, or other rows or positions pass through it than
@@ -100,12 +101,15 @@ class AttentionProbe:
         measure_prompt: bool = False,
         keep_layers: Sequence[int] | None = None,
         packed: bool = False,
+        prompt: int | None = None,
     ) -> None:
         if (why := why_not_measurable(model)) is not None:
             raise ConfigError(f"Attention cannot be measured: {why}")
-        sets = [masks.vision, masks.instruction, masks.region]
-        self.sets = torch.stack([each for each in sets if each is not None], dim=-1)  # (N, P or S, 2, with a region 3)
-        self.plan = PassPlan(self.sets, rows, measure_prompt)
+        sets = [each for each in (masks.vision, masks.instruction, masks.region) if each is not None]
+        self.sides = len(sets)  # 2, with a region 3; each image is one more set
+        images = () if masks.images is None else masks.images.unbind(-1)
+        self.sets = torch.stack([*sets, *images], dim=-1)  # (N, P or S, C)
+        self.plan = PassPlan(self.sets, rows, measure_prompt, prompt)
         self.keep_rows, self.packed = tuple(keep_rows), packed
         self._base: Any = causal_model(model).base_model
         decoder = find_decoder(model)
@@ -137,7 +141,12 @@ class AttentionProbe:
         """
         sides = self._stack_layers(self._masses)  # (L, N, T', 2)
         sides = sides[:, :, on_device(self.plan.picks, sides.device)]  # (L, N, T, 2)
-        return self._to_mass(sides, torch.ones(sides.shape[1:3], dtype=torch.bool, device=sides.device))
+        return self._to_mass(sides, torch.ones(sides.shape[1:3], dtype=torch.bool, device=sides.device), self.sets)
+
+    @property
+    def image_mass(self) -> torch.Tensor:
+        """Attention on each image of `masks.images`, (L, N, T, images)."""
+        return self._stack_layers(self._masses)[:, :, self.plan.picks, self.sides :]
 
     @property
     def prompt_mass(self) -> AttentionMass:
@@ -149,9 +158,10 @@ class AttentionProbe:
         Raises:
             ConfigError: as `mass`.
         """
-        queries = self.sets[..., 1].sum(1)  # (N,)
+        sets = self.sets[:, : self.plan.prompt]
+        queries = sets[..., 1].sum(1)  # (N,)
         sums = self._stack_layers(self._prompts).unsqueeze(2)  # (L, N, 1, 2)
-        return self._to_mass(sums / queries.clamp(min=1)[:, None, None], (queries > 0).unsqueeze(1))
+        return self._to_mass(sums / queries.clamp(min=1)[:, None, None], (queries > 0).unsqueeze(1), sets)
 
     @property
     def kept(self) -> dict[int, torch.Tensor]:
@@ -165,9 +175,9 @@ class AttentionProbe:
         self.plan.check_complete()
         return torch.stack([values[layer].to(self.sets.device) for layer in sorted(values)])
 
-    def _to_mass(self, sides: torch.Tensor, mask: torch.Tensor) -> AttentionMass:
-        counts = self.sets.sum(1)  # (N, 2)
-        region = (sides[..., 2], counts[:, 2]) if sides.size(-1) == 3 else ()
+    def _to_mass(self, sides: torch.Tensor, mask: torch.Tensor, sets: torch.Tensor) -> AttentionMass:
+        counts = sets.sum(1)  # (N, C)
+        region = (sides[..., 2], counts[:, 2]) if self.sides == 3 else ()
         return AttentionMass(sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1], mask.to(sides.device), *region)
 
     def _wrap(self, attention: Callable[..., Any]) -> Callable[..., Any]:
@@ -300,17 +310,29 @@ class AttentionCall:
         return bool(causal) and self.query.size(2) > 1 and (mask is None or mask.ndim == 2)
 
 
-def cosine_similarity(emitting: torch.Tensor, image: torch.Tensor, over: str) -> torch.Tensor:
+def cosine_similarity(
+    emitting: torch.Tensor, image: torch.Tensor, over: str, seen: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return how similar each of T hidden states is to those of an image, (T,) float32 in [-1, 1].
 
     Args:
         emitting: (T, D), of the positions that emit tokens.
         image: (V, D), of the image tokens; V = 0: all is undefined, NaN.
         over: `max` or `mean` of the V cosines, or `centre`: the cosine to the mean of the V states.
+        seen: (T,) how many of the V states each position sees, the first ones; None: all.
     """
     if not len(image):
         return torch.full((len(emitting),), torch.nan, device=emitting.device)
     states, others = normalize(emitting.float(), dim=-1), image.float()
+    if seen is not None:
+        ranks = torch.arange(1, len(others) + 1, device=others.device)  # (V,)
+        if over == "centre":
+            found = states @ normalize(others.cumsum(0) / ranks.unsqueeze(1), dim=-1).T  # (T, V)
+        else:
+            found = states @ normalize(others, dim=-1).T
+            found = found.cummax(1).values if over == "max" else found.cumsum(1) / ranks
+        found = found.gather(1, (seen - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+        return found.masked_fill(seen == 0, torch.nan)
     if over == "centre":
         return states @ normalize(others.mean(0), dim=0)
     others = normalize(others, dim=-1)
@@ -329,17 +351,26 @@ class SimilarityProbe:
 
     Args:
         model: transformers model, also wrapped.
-        vision: (N, P) bool, image tokens of the prompts.
+        vision: (N, P) bool, image tokens of the prompts; with `prompt` (N, S), those of whole rows.
         layer: which hidden states, in [-L - 1, L].
         over: as `cosine_similarity` takes it.
+        prompt: P, where completions hold images: each position is compared with those before it.
 
     Raises:
         ConfigError: the model has no such hidden states.
     """
 
-    def __init__(self, model: nn.Module, vision: torch.Tensor, layer: int = -1, over: str = "max") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        vision: torch.Tensor,
+        layer: int = -1,
+        over: str = "max",
+        prompt: int | None = None,
+    ) -> None:
         self.vision, self.over = vision, over
-        self._plan = PassPlan(vision.unsqueeze(-1), None, measure_prompt=False)
+        self._plan = PassPlan(vision.unsqueeze(-1), None, measure_prompt=False, prompt=prompt)
+        self._seen = None if prompt is None else vision.cumsum(1)  # (N, S)
         self._base: Any = causal_model(model).base_model
         self._decoder = find_decoder(model)
         self._attention = attention_modules(self._decoder)[0]
@@ -384,15 +415,26 @@ class SimilarityProbe:
         if states.shape[:2] != current.shape:
             shapes = f"{tuple(states.shape)} instead of {current.shape}"
             raise ConfigError(f"The hidden states have the shape {shapes}: give another hidden_similarity_layer.")
-        if not current.seen:
-            own = self.vision[current.owners.to(self.vision.device)].to(states.device)  # (B, P)
-            width = min(own.size(1), states.size(1))
-            images = [row[:width][seen[:width]] for row, seen in zip(states, own, strict=True)]
-            self._images = {row: images[group] for row, group in zip(current.numbers, current.groups, strict=True)}
+        own = self.vision[current.owners.to(self.vision.device), current.seen :].to(states.device)  # (B, P or less)
+        width = min(own.size(1), states.size(1))
+        images = [row[:width][seen[:width]] for row, seen in zip(states, own, strict=True)]
+        before = self._images if current.seen else {}  # those of the prompts, which have passed
+        passed = {row: images[group] for row, group in zip(current.numbers, current.groups, strict=True)}
+        found = {row: torch.cat([before[row], image]) if row in before else image for row, image in passed.items()}
+        self._images = self._images | found if current.seen else found
         if current.emitting is not None:
             emitting = states[:, current.emitting.index]  # (B, T', D)
             rows = zip(current.numbers, current.groups, strict=True)
-            values = [cosine_similarity(emitting[group], self._images[row], self.over) for row, group in rows]
+            positions = self._plan.positions[current.columns]
+            values = [
+                cosine_similarity(
+                    emitting[group],
+                    found[row],
+                    self.over,
+                    None if self._seen is None else self._seen[row, positions].to(emitting.device),
+                )
+                for row, group in rows
+            ]
             self._found.append((current, torch.stack(values)))
 
 

@@ -31,6 +31,8 @@ class AttentionMass:
         mask: (N, T) bool, completion tokens that count in the loss.
         region: (L, N, T) float32, likewise on the vision tokens of what the question is about; None: not measured.
         num_region: (N,) int, their number; None: not measured.
+        seen_vision: (N, T) int, vision tokens before each token, where tools return images; None: `num_vision` for all.
+        seen_instruction: (N, T) int, likewise.
     """
 
     vision: torch.Tensor
@@ -40,6 +42,14 @@ class AttentionMass:
     mask: torch.Tensor
     region: torch.Tensor | None = None
     num_region: torch.Tensor | None = None
+    seen_vision: torch.Tensor | None = None
+    seen_instruction: torch.Tensor | None = None
+
+    def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return |V| and |I| of each token, (N, T), or (N, 1) where they are those of its prompt."""
+        if self.seen_vision is None or self.seen_instruction is None:
+            return self.num_vision.unsqueeze(1), self.num_instruction.unsqueeze(1)
+        return self.seen_vision, self.seen_instruction
 
 
 def join_masses(parts: Sequence[AttentionMass]) -> AttentionMass:
@@ -57,11 +67,13 @@ class ModalityMasks:
     vision: placeholder tokens of images and videos.
     instruction: tokens that are neither vision, nor padding, nor special.
     region: vision tokens of what the question is about; None: not asked for.
+    images: one more dimension, the vision tokens of each image of a row; None: not asked for.
     """
 
     vision: torch.Tensor
     instruction: torch.Tensor
     region: torch.Tensor | None = None
+    images: torch.Tensor | None = None
 
 
 def build_modality_masks(
@@ -191,14 +203,13 @@ def vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) 
         (N,) float32 in [0, inf]; inf where there is attention on the instruction and none on the image, NaN where
         undefined.
     """
-    vision, instruction = mean_attention(mass, layers)
-    return _ratio(vision, instruction, mass.num_vision, mass.num_instruction)
+    return _ratio(*_averages(mass, layers))
 
 
 def token_vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) -> torch.Tensor:
     """Return VGR of each token, (N, T) float32; NaN also for tokens that do not count. See `vision_gain_ratio`."""
     vision, instruction = (_layer_mean(side, layers) for side in (mass.vision, mass.instruction))
-    ratio = _ratio(vision, instruction, mass.num_vision.unsqueeze(1), mass.num_instruction.unsqueeze(1))
+    ratio = _ratio(vision, instruction, *mass.seen())
     return ratio.masked_fill(~mass.mask.bool(), math.nan)
 
 
@@ -209,12 +220,12 @@ def attention_efficiency_index(
 
     AEI_x = (A_x / (A_V + A_I)) / (|x| / (|V| + |I|)); 1 is attention in proportion to the number of tokens.
     """
-    vision, instruction = mean_attention(mass, layers)
-    attention, tokens = vision + instruction, mass.num_vision + mass.num_instruction
-    undefined = (mass.num_vision == 0) | (mass.num_instruction == 0)
+    vision, instruction, num_vision, num_instruction = _averages(mass, layers)
+    attention, tokens = vision + instruction, num_vision + num_instruction
+    undefined = (num_vision == 0) | (num_instruction == 0)
     return (
-        (vision / attention / (mass.num_vision / tokens)).masked_fill(undefined, math.nan),
-        (instruction / attention / (mass.num_instruction / tokens)).masked_fill(undefined, math.nan),
+        (vision / attention / (num_vision / tokens)).masked_fill(undefined, math.nan),
+        (instruction / attention / (num_instruction / tokens)).masked_fill(undefined, math.nan),
     )
 
 
@@ -235,6 +246,25 @@ def mdi_balance(vgr: torch.Tensor, ratio: float = 2.0) -> torch.Tensor:
 
 def _layer_mean(side: torch.Tensor, layers: Sequence[int] | None) -> torch.Tensor:
     return (side if layers is None else torch.stack([side[layer] for layer in layers])).mean(0)  # (N, T)
+
+
+def _averages(
+    mass: AttentionMass, layers: Sequence[int] | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return A_V, A_I, |V| and |I| of each completion as its ratios take them, (N,) each.
+
+    Where tokens see different numbers of keys, A is the mean attention per key times the mean number of keys.
+    """
+    if mass.seen_vision is None or mass.seen_instruction is None:
+        return (*mean_attention(mass, layers), mass.num_vision, mass.num_instruction)
+    mask = mass.mask.bool() & (mass.seen_vision > 0) & (mass.seen_instruction > 0)  # (N, T)
+    count = mask.sum(1)
+    numbers = [(seen * mask).sum(1) / count for seen in mass.seen()]
+    sides = (_layer_mean(side, layers) for side in (mass.vision, mass.instruction))
+    per_key = [
+        (side / seen).masked_fill(~mask, 0).sum(1) / count for side, seen in zip(sides, mass.seen(), strict=True)
+    ]
+    return per_key[0] * numbers[0], per_key[1] * numbers[1], numbers[0], numbers[1]
 
 
 def _ratio(

@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from vgr_trl.pixels import counts_by_tokens, image_inputs_of
+from vgr_trl.pixels import counts_by_tokens, image_inputs_of, number_images
 from vgr_trl.rows import TOKEN_TYPES, extend_token_types, take_scoring_rows
 from vgr_trl.sharing.model_support import (
     base_of,
@@ -180,6 +180,7 @@ class AttentionPlan:
         keep_layers: of the layers with attention, those it is kept of; None: all.
         measure_prompt: whether the prompt's instruction tokens are measured as queries too.
         similarity: layer and pooling of `SimilarityProbe`; None: hidden states are not compared with the image.
+        per_image: whether the attention on each image is measured apart.
     """
 
     vision_token_ids: Sequence[int]
@@ -190,6 +191,7 @@ class AttentionPlan:
     keep_layers: Sequence[int] | None = None
     measure_prompt: bool = False
     similarity: tuple[int, str] | None = None
+    per_image: bool = False
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,7 @@ class Scores:
         prompt_attention: that of the prompt's instruction tokens, (L, N, 1).
         maps: row -> attention over its vision tokens, (layers, T, V).
         similarity: (N, T) float32.
+        per_image: per row, the attention on each of its images in [0, 1], None where it is undefined or unknown.
     """
 
     logps: torch.Tensor
@@ -234,6 +237,7 @@ class Scores:
     prompt_attention: AttentionMass | None = None
     maps: Mapping[int, torch.Tensor] | None = None
     similarity: torch.Tensor | None = None
+    per_image: list[list[float | None]] | None = None
 
 
 # (model, inputs, whether entropies are wanted) -> log-probabilities and entropies (N, T) of the completions
@@ -255,7 +259,8 @@ def score(
     Args:
         model: transformers model, also wrapped.
         batch: `input_ids` and `attention_mask` (N, P + T), `logits_to_keep` T, token types, the pixel inputs of the N
-            rows, and where they pass in parts `num_images` and `num_tiles` of each row.
+            rows, and where they pass in parts `num_images` and `num_tiles` of each row. With tools, `tool_mask` (N, T)
+            is 0 for their tokens: these do not count, their images are vision and their texts instruction.
         want: what is returned beside log-probabilities.
         compute: runs one forward pass, as TRL's trainer does. None: the base model runs, and `Head` scores its hidden
             states.
@@ -271,8 +276,10 @@ def score(
     for start in range(0, count, step):
         rows = range(start, min(start + step, count))
         inputs = take_scoring_rows(batch, rows)
+        own = inputs.pop("tool_mask", None)
         mask = inputs["attention_mask"][:, -length:].bool()  # (B, T)
-        probe, similar = _build_probes(model, inputs, want.attention, rows)
+        mask = mask if own is None else mask & own.bool()
+        probe, similar = _build_probes(model, inputs, want.attention, rows, own)
         reads = want.hidden or want.values or compute is None
         with ExitStack() as stack:
             states = stack.enter_context(read_hidden_states(model, length)) if reads else []
@@ -289,7 +296,9 @@ def score(
             logps, entropies = head.score(states[0], tokens, mask, temperature)
         found: dict[str, Any] = {"logps": logps, "mask": mask, "entropies": entropies if want.entropies else None}
         if probe is not None:
-            found["attention"] = replace(probe.mass, mask=mask)
+            found["attention"] = replace(probe.mass, mask=mask, **({} if own is None else _seen(probe.sets, length)))
+            if want.attention is not None and want.attention.per_image:
+                found["per_image"] = _per_image(probe, mask, want.attention.keep_layers, inputs.get("num_images"))
             found["prompt_attention"] = probe.prompt_mass if probe.plan.measure_prompt else None
             found["maps"] = {rows[row]: kept for row, kept in probe.kept.items()}
         parts.append(
@@ -304,25 +313,67 @@ def score(
 
 
 def _build_probes(
-    model: nn.Module, inputs: Mapping[str, Any], plan: AttentionPlan | None, rows: range
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    plan: AttentionPlan | None,
+    rows: range,
+    own: torch.Tensor | None,
 ) -> tuple[AttentionProbe | None, SimilarityProbe | None]:
-    """Return the probes of a pass over these rows of the batch."""
+    """Return the probes of a pass over these rows of the batch; `own`, (B, T), is 0 for the tokens of tools."""
     if plan is None:
         return None, None
-    prompt = slice(inputs["input_ids"].size(1) - inputs["logits_to_keep"])
+    prompt = inputs["input_ids"].size(1) - inputs["logits_to_keep"]
+    stop = prompt if own is None else None
     masks = build_modality_masks(
-        inputs["input_ids"][:, prompt],
-        inputs["attention_mask"][:, prompt],
+        inputs["input_ids"][:, :stop],
+        given_tokens(inputs, own)[:, :stop],
         vision_token_ids=plan.vision_token_ids,
         special_token_ids=plan.special_token_ids,
     )
-    similar = None if plan.similarity is None else SimilarityProbe(model, masks.vision, *plan.similarity)
+    whole = None if own is None else prompt  # P, where masks are of whole rows
+    similar = None if plan.similarity is None else SimilarityProbe(model, masks.vision, *plan.similarity, whole)
     if not plan.mass:
         return None, similar
+    if plan.per_image:
+        numbers = number_images(image_inputs_of(inputs), inputs.get("num_images") or [], masks.vision)  # (B, P or S)
+        most = torch.arange(1, max(inputs.get("num_images") or [0]) + 1, device=masks.vision.device)
+        masks.images = numbers.unsqueeze(-1) == most
     if plan.region is not None:
         masks.region = plan.region[rows.start : rows.stop].to(masks.vision) & masks.vision
     keep = [row - rows.start for row in plan.keep_rows if row in rows]
-    return AttentionProbe(model, masks, None, keep, plan.measure_prompt, plan.keep_layers), similar
+    return AttentionProbe(model, masks, None, keep, plan.measure_prompt, plan.keep_layers, prompt=whole), similar
+
+
+def given_tokens(inputs: Mapping[str, Any], own: torch.Tensor | None) -> torch.Tensor:
+    """Return the tokens that the policy has not written, (N, P + T) bool: those of prompts and of tools."""
+    given, length = inputs["attention_mask"].bool(), inputs["logits_to_keep"]
+    of_tools = torch.zeros_like(given[:, -length:]) if own is None else given[:, -length:] & ~own.bool()
+    return torch.cat([given[:, :-length], of_tools], dim=1)
+
+
+def _seen(sets: torch.Tensor, length: int) -> dict[str, torch.Tensor]:
+    """Return how many vision and instruction tokens of whole rows (N, S, 2 or more) each of T tokens sees."""
+    seen = sets[..., :2].cumsum(1)[:, -length - 1 : -1].int()  # (N, T, 2)
+    return {"seen_vision": seen[..., 0], "seen_instruction": seen[..., 1]}
+
+
+def _per_image(
+    probe: AttentionProbe, mask: torch.Tensor, layers: Sequence[int] | None, num_images: Sequence[int] | None
+) -> list[list[float | None]]:
+    """Return the attention on each image, the mean over layers and over the tokens that count and come after it.
+
+    Args:
+        mask: (N, T) bool, tokens that count.
+    """
+    mass = probe.image_mass if layers is None else probe.image_mass[list(layers)]
+    images = probe.sets[..., probe.sides :].cumsum(1)  # (N, P or S, K)
+    seen = images[:, [min(position, images.size(1) - 1) for position in probe.plan.positions]]  # (N, T, K)
+    after = mask.unsqueeze(-1) & (seen > 0) & (seen == images[:, -1:])
+    means = ((mass.mean(0) * after).sum(1) / after.sum(1)).tolist()  # (N, K)
+    return [
+        [None if value != value else value for value in row[:count]]
+        for row, count in zip(means, num_images or [0] * len(means), strict=True)
+    ]
 
 
 def _join(parts: Sequence[Scores]) -> Scores:
@@ -334,6 +385,8 @@ def _join(parts: Sequence[Scores]) -> Scores:
             found[name] = join_masses(values)
         elif isinstance(first, torch.Tensor):
             found[name] = torch.cat(values)
+        elif isinstance(first, list):
+            found[name] = [row for value in values for row in value]
         elif first is not None:
             found[name] = {row: kept for value in values for row, kept in value.items()}
     return Scores(**found)

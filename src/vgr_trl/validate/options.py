@@ -15,6 +15,7 @@ from transformers.integrations import get_available_reporting_integrations as tr
 from transformers.utils import is_torchvision_available, logging
 from trl.trainer import utils
 
+from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.loss import kl_penalty_reward
 from vgr_trl.measure import find_completion_maker
@@ -118,8 +119,15 @@ def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images:
     for option, is_on in whole.items():
         if sharded and is_on:
             raise ConfigError(f"{option} with ZeRO-3 or FSDP, but it needs whole parameters: use ZeRO-2, or drop it.")
-    if maker and args.selects_groups:
+    if maker == "rollout_func" and args.selects_groups:
         raise ConfigError(f"replay_buffer_size, dynamic_sampling and online_filtering cannot be used with {maker}.")
+    if REMOVE_IMAGE in trainer.measurement.views and maker:
+        raise ConfigError(
+            f"Images are perturbed by remove_image with {maker}, whose completions may hold images, too: use "
+            "mask_image."
+        )
+    if args.perturb_images == "tools" and not trainer.tools:
+        raise ConfigError('perturb_images is "tools", but there are none: give tools, or "all".')
     if args.max_tokens_per_micro_batch is not None:
         # The losses of parts of a micro-batch add up to its loss; those of bnpo, if they are weighed by their tokens.
         parts = why_rows_matter(trainer, "dapo" if trainer.loss_type == "bnpo" else trainer.loss_type)

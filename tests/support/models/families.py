@@ -231,10 +231,12 @@ def make_batch(
     completion_length: int = 12,
     seed: int = 0,
     order: Sequence[int] | None = None,
+    returned: Sequence[int] = (),
 ) -> Batch:
     """Left-padded prompts of `text[i]` words with `images[i]` images, each with completions of unequal length.
 
-    `order` rearranges the rows, which stand prompt by prompt otherwise.
+    `order` rearranges the rows, which stand prompt by prompt otherwise. `returned`: images behind the second word of
+    each completion of a prompt, which make it longer.
     """
     family = FAMILIES[name] if isinstance(name, str) else name
     generator = torch.Generator().manual_seed(seed)
@@ -251,14 +253,20 @@ def make_batch(
         prompts.append(tokens + words(length - length // 2))
         pictures.append(shown)
     longest = max(len(prompt) for prompt in prompts)
-    rows, masks, row_pictures, groups = [], [], [], []
-    for number, prompt in enumerate(prompts):
+    completions, row_pictures, groups = [], [], []
+    for number in range(len(prompts)):
         for one in range(generations):
-            missing, valid = longest - len(prompt), completion_length - (2 * one + number) % (completion_length - 2)
-            rows.append([PAD] * missing + prompt + words(valid) + [PAD] * (completion_length - valid))
-            masks.append([0] * missing + [1] * (len(prompt) + valid) + [0] * (completion_length - valid))
-            row_pictures.append(pictures[number])
+            behind = [family.picture(seed + 100 + 10 * number + each) for each in range(sum(returned[one : one + 1]))]
+            body = words(completion_length - (2 * one + number) % (completion_length - 2))
+            completions.append(body[:2] + [token for picture in behind for token in picture.tokens] + body[2:])
+            row_pictures.append(pictures[number] + behind)
             groups.append(number)
+    completion_length = max(completion_length, *map(len, completions))
+    rows, masks = [], []
+    for number, body in zip(groups, completions, strict=True):
+        missing, padding = longest - len(prompts[number]), completion_length - len(body)
+        rows.append([PAD] * missing + prompts[number] + body + [PAD] * padding)
+        masks.append([0] * missing + [1] * (len(prompts[number]) + len(body)) + [0] * padding)
     order = range(len(rows)) if order is None else order
     rows, masks, row_pictures, groups = ([part[i] for i in order] for part in (rows, masks, row_pictures, groups))
     ids, mask = torch.tensor(rows), torch.tensor(masks)

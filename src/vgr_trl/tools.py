@@ -1,0 +1,93 @@
+"""Tools that look at the image of a row again, for `environment_factory` of a trainer.
+
+    DAPOTrainer(model, rewards, args, train_dataset=rows, environment_factory=Zoom)
+
+TRL makes one environment per completion, tells it its row by `reset`, and offers its other methods to the policy.
+"""
+
+import math
+from typing import Any
+
+from PIL import Image
+
+from vgr_trl.data.images import images_of, open_image
+from vgr_trl.utils import DataError
+
+SMALLEST = 28  # pixels of a side: a token of Qwen's models
+_PART = "vgr_trl_part"  # key in `Image.info`: the box in pixels that an image shows of the first image of its row
+
+
+class _OfRow:
+    """Keeps the first image of the row that a completion answers."""
+
+    def reset(self, **row: Any) -> None:
+        """Take the row of the data.
+
+        Raises:
+            DataError: it has no image, or one that cannot be read.
+        """
+        if not (images := images_of(row)):
+            raise DataError("A row has no column `image` or `images` for the tools to look at: add one.")
+        self._image = images[0] if isinstance(images[0], Image.Image) else open_image(images[0])  # as the model sees it
+
+
+class Zoom(_OfRow):
+    """Shows a part of the first image of the row, in the resolution of the data."""
+
+    def zoom(self, box: list[float]) -> list[dict[str, Any]] | str:
+        """
+        Look at a part of the first image more closely.
+
+        Args:
+            box: Left, top, right and bottom of the part, as numbers from 0 to 1: 0 is the left or upper edge of the
+                image, 1 the right or lower edge.
+
+        Returns:
+            The part of the image.
+        """
+        numbers = box if isinstance(box, list | tuple) else []
+        known = len(numbers) == 4 and all(isinstance(each, int | float) and math.isfinite(each) for each in numbers)
+        left, top, right, bottom = (min(max(float(each), 0.0), 1.0) for each in numbers) if known else (0.0,) * 4
+        if right <= left or bottom <= top:
+            return (
+                f"The box {box} is not a part of the image: give [left, top, right, bottom] with numbers from 0 to 1, "
+                "left below right and top below bottom."
+            )
+        (x, far_x), (y, far_y) = (
+            _pixels(*side) for side in ((left, right, self._image.width), (top, bottom, self._image.height))
+        )
+        return [{"type": "image", "image": show_part(self._image, (x, y, far_x, far_y))}]
+
+
+class LookAgain(_OfRow):
+    """Shows the first image of the row once more."""
+
+    def look_again(self) -> list[dict[str, Any]]:
+        """
+        Look at the whole first image once more.
+
+        Returns:
+            The image.
+        """
+        return [{"type": "image", "image": show_part(self._image, (0, 0, *self._image.size))}]
+
+
+def _pixels(start: float, stop: float, side: int) -> tuple[int, int]:
+    """Return the pixels at which a part of a side begins and ends; one that is too short grows about its middle."""
+    first, last = math.floor(start * side), math.ceil(stop * side)
+    length = max(last - first, min(SMALLEST, side))
+    first = min(max(first - (length - last + first) // 2, 0), side - length)
+    return first, first + length
+
+
+def show_part(image: Image.Image, box: tuple[int, int, int, int]) -> Image.Image:
+    """Return a part of the first image of a row, which remembers what it is."""
+    part = image.crop(box)
+    part.info = {**image.info, _PART: box}
+    return part
+
+
+def show_again(part: Image.Image, image: Image.Image) -> Image.Image | None:
+    """Return from another version of the image what `show_part` has made of it; None for any other image."""
+    box = part.info.get(_PART)
+    return None if box is None else show_part(image, box)

@@ -1,0 +1,84 @@
+"""Prompts computed once where completions hold images, which tools have returned."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from support.models.compare import checkpointed, gradients, largest_relative, needs_shared, plain_and_shared, with_head
+from support.models.families import IMAGE, build, make_batch
+
+from vgr_trl.sharing import share_prompts
+from vgr_trl.signals.probe import AttentionProbe, SimilarityProbe
+from vgr_trl.signals.ratios import ModalityMasks
+
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+CASES = [(name, (1, 1)) for name in FAMILIES] + [("qwen2_5_vl", images) for images in ((2, 0), (0, 0))]
+
+
+@pytest.mark.parametrize(("name", "images"), CASES)
+def test_scores_and_gradients_are_those_of_plain_passes(name, images):
+    """None, one and two images in the completions of a prompt; prompts of unequal length, with images and without."""
+    model, batch = with_head(build(name)), make_batch(name, images=images, returned=(0, 1, 2))
+    needs_shared(model)
+    plain, shared, report = plain_and_shared(model, batch, batch.completion_length)
+    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
+    assert (plain - shared).abs().max() < 3e-5
+    expected = gradients(model, batch)
+    with share_prompts(model, batch.completion_length) as report:
+        found = gradients(model, batch)
+    assert report.prompts_per_row < 1
+    assert largest_relative(expected, found) < 2e-4
+
+
+def test_with_checkpointing_and_completions_that_pass_by_length(monkeypatch):
+    monkeypatch.setattr("vgr_trl.sharing.prefix_forward._PASS_COST", {"cpu": 0})
+    model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl", returned=(0, 1, 2))
+    needs_shared(model, checkpointing=True)
+    expected = gradients(model, batch)
+    checkpointed(model.train(), {"use_reentrant": False})
+    with share_prompts(model, batch.completion_length) as report:
+        found = gradients(model, batch)
+    assert report.prompts_per_row < 1
+    assert largest_relative(expected, found) < 2e-4
+
+
+@pytest.mark.parametrize("over", ["max", "mean", "centre"])
+def test_signals_are_those_of_plain_passes(over):
+    model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl", returned=(0, 1, 2))
+    ids, mask, length = batch.inputs["input_ids"], batch.inputs["attention_mask"].bool(), batch.completion_length
+    prompt = ids.size(1) - length
+    vision = ids == IMAGE
+    text = mask & ~vision & (torch.arange(ids.size(1)) < prompt)
+    found = []
+    for shares in (False, True):
+        masks = ModalityMasks(vision, text, images=vision.unsqueeze(-1) & (vision.cumsum(1) > 4).unsqueeze(-1))
+        probe = AttentionProbe(model, masks, keep_rows=(2, 4), prompt=prompt, measure_prompt=True)
+        similar = SimilarityProbe(model, vision, over=over, prompt=prompt)
+        with share_prompts(model, length) if shares else nullcontext() as report, torch.no_grad(), probe, similar:
+            model(**batch.inputs)
+        found.append((probe.mass, probe.prompt_mass, probe.image_mass, probe.kept, similar.similarity))
+    assert report.prompts_per_row < 1
+    (mass, prompts, image, kept, similarity), (shared, also, images, maps, similarities) = found
+    valid = mask[:, prompt:]
+    assert (mass.vision - shared.vision)[:, valid].abs().max() < 1e-6
+    assert (prompts.vision - also.vision).abs().max() < 1e-6
+    assert (image - images)[:, valid].abs().max() < 1e-6 < image.max()
+    assert all((kept[row] - maps[row])[:, valid[row]].abs().max() < 1e-6 for row in (2, 4))
+    assert torch.allclose(similarity[valid], similarities[valid], atol=1e-5)
+
+
+REFUSED = [
+    ("qwen3_5", lambda inputs, length: inputs, "images in completions"),
+    ("qwen2_5_vl", lambda inputs, length: {**inputs, "mm_token_type_ids": None}, "images in completions"),
+    ("llava", lambda inputs, length: inputs, "no prompt occurs twice"),  # whose images are those of its completions
+]
+
+
+@pytest.mark.parametrize(("name", "changed", "reason"), REFUSED)
+def test_other_families_pass_plainly(name, changed, reason):
+    model, batch = build(name), make_batch(name, returned=(0, 1, 2))
+    needs_shared(model)
+    with torch.no_grad(), share_prompts(model, batch.completion_length) as report:
+        given = changed(batch.inputs, batch.completion_length)
+        model(**{name: value for name, value in given.items() if value is not None})
+    assert dict(report.plain) == {reason: 1}

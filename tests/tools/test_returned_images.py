@@ -1,0 +1,97 @@
+"""Images that tools have returned: perturbed by row and place, and taken along with groups and to other processes."""
+
+from functools import partial
+
+import pytest
+import torch
+from PIL import Image
+from support.launching import results_of
+from support.tool_runs import call, deal_turns, tool_trainer
+from support.trainers import BIG_STEPS, prompts, train_file, weights
+from test_turns import rollout_of
+
+from vgr_trl.rows import Turns, scoring_inputs
+from vgr_trl.turns import perturb_turns, rows_perturbed
+
+
+def grey(images, *, index, first=0):
+    """Images that say by their colour which they are: prompt, place."""
+    return [Image.new("L", image.size, 100 * index + first + place) for place, image in enumerate(images)]
+
+
+@pytest.mark.parametrize(
+    ("which", "expected", "rows"),
+    [("all", [[0, 1], [100], [100, 101, 102]], [True] * 3), ("prompt", [[0, 9], [100], [100, 9, 9]], [True] * 3),
+     ("tools", [[9, 1], [9], [9, 101, 102]], [True, False, True])],
+)  # fmt: skip
+def test_which_images_are_perturbed(which, expected, rows):
+    image = Image.new("L", (2, 2), 9)
+    returned = [[image], [], [image, image]]
+    turns = Turns([], [[image, *of_row] for of_row in returned], returned, {})
+    shown = perturb_turns(turns, [0, 1, 1], which, grey)
+    assert [[each.getpixel((0, 0)) for each in of_row] for of_row in shown] == expected
+    assert rows_perturbed(turns, which).tolist() == rows
+
+
+@pytest.mark.parametrize("which", ["all", "prompt", "tools"])
+def test_dependency_on_some_of_the_images(make, which):
+    """Log-probabilities under perturbed images are those of a pass over them; tokens before them do not depend."""
+    trainer = make(
+        enable_perception_filtering=True, perturb_images=which, perturbation="mask_image", rollout_log_steps=1
+    )
+    rollout = rollout_of(trainer)
+    batch, dependency, mask = rollout.batch, rollout.signals.dependency, rollout.signals.mask
+    own = [[image.tobytes() for image in of_row] for of_row in rollout.turns.images]
+    shown = [[image.tobytes() for image in of_row] for of_row in rollout.perturbed_images]
+    changed = [[one != two for one, two in zip(*both, strict=True)] for both in zip(own, shown, strict=True)]
+    expected = {"all": (True, True), "prompt": (True, False), "tools": (False, True)}[which]
+    assert changed == [[expected[0], *[expected[1]] * calls] for calls in (0, 1, 2, 1) * 2]
+    flat = [image for of_row in rollout.perturbed_images for image in of_row]
+    pixels = trainer.processing_class.image_processor(images=flat, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        given = {n: v for n, v in scoring_inputs(batch | {"pixel_values": pixels}).items() if n != "logits_to_keep"}
+        given.pop("num_images")
+        length = mask.size(1)
+        logits = trainer.model(**given).logits[:, -length - 1 : -1]
+        logps = logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    change = logps - rollout.signals.logps
+    assert torch.allclose(rollout.changes[mask], change[mask], atol=1e-5)
+    if which == "tools":
+        assert dependency[0].isnan().all(), "no tool was called"
+        first = int((batch["tool_mask"][2] == 0).nonzero()[0])
+        assert dependency[2, :first].abs().max() < 1e-9 < dependency[2][mask[2]].max()
+    else:
+        assert not dependency[mask].isnan().any()
+
+
+CALLS = (0, 0, 1, 0, 2, 1, 2, 0)  # of the eight completions of two prompts
+
+
+def updated(folder, rows, rank_rows):
+    """Weights after a step on eight completions, on one process or two, and what the attention signals were."""
+    options = BIG_STEPS | {"max_completion_length": 400, "per_device_train_batch_size": rank_rows}
+    deal = partial(deal_turns, turns=CALLS, asked=lambda place, turn: call("look", wide=56 * (turn + 1)))
+    seen = []
+
+    def reward(completions, vgr, attention_per_image, **kwargs):
+        seen.extend(zip(vgr, attention_per_image, strict=True))
+        return [sum(map(ord, completion[-1]["content"])) % 7 / 7 for completion in completions]
+
+    trainer = tool_trainer(folder, prompts(rows), f"{folder}/run", reward, deal=deal, token_weights=True,
+                           enable_perception_filtering=True, **options)  # fmt: skip
+    trainer.train()
+    metrics = {name: value for name, value in trainer.state.log_history[0].items() if name.startswith("attention/")}
+    return weights(trainer), seen, metrics
+
+
+def test_two_processes_with_different_numbers_of_turns(model_folder, question_files):
+    rows = train_file(question_files)
+    expected, seen, metrics = updated(model_folder, rows, 8)
+    (one, first, logged), (two, second, also) = results_of(updated, model_folder, rows, 4, processes=2)
+    assert torch.equal(one, two)
+    assert (one - expected).abs().max() < 1e-4
+    assert [len(images) for _, images in seen] == [1 + calls for calls in CALLS]
+    for (vgr, images), (other, others) in zip([*first, *second], seen, strict=True):
+        assert vgr == pytest.approx(other, rel=1e-4)
+        assert images == pytest.approx(others, rel=1e-4)
+    assert logged == also == pytest.approx(metrics, rel=1e-4)

@@ -1,0 +1,159 @@
+"""Completions of several turns: which tokens count, what each of them sees, and that updates are TRL's."""
+
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+from support.tool_runs import DAPO, STOCK, call, deal_turns
+from support.trainers import begin, tiny_model
+
+from vgr_trl.rows import scoring_inputs
+from vgr_trl.signals.ratios import token_vision_gain_ratio
+from vgr_trl.turns import collect_turns
+from vgr_trl.utils import ConfigError, DataError
+
+
+def rollout_of(trainer, rows=8):
+    """One rollout batch, scored and rewarded."""
+    with trainer.new_rollout(begin(trainer, rows)) as rollout:
+        trainer.generate_and_score(rollout)
+    return rollout
+
+
+def spoken(trainer, ids):
+    """Whether the policy has written each token of a row, by the roles that its text names, prompt included."""
+    tokens = trainer.processing_class.tokenizer.convert_ids_to_tokens(ids)
+    text = [token.replace("Ċ", "\n").replace("Ġ", " ") for token in tokens]
+    role, written, beginning = "", [], False
+    for token in text:
+        if token == "<|im_start|>":
+            role, beginning = "", True
+        elif beginning:
+            role += token
+            if "\n" in token:
+                role, beginning = role.strip(), False
+                written.append(False)
+                continue
+        written.append(not beginning and role == "assistant" and token != "<|im_start|>")
+        if token == "<|im_end|>":
+            role = ""
+    return written
+
+
+def test_three_turns_by_hand(make, model_folder):
+    """Masks, counts and VGR of a completion that looks twice, from its text and the weights of eager attention."""
+    trainer = make(lambda completions, **kwargs: [0.0] * len(completions), signals=["similarity"])
+    rollout = rollout_of(trainer)
+    signals, batch, row = rollout.signals, rollout.batch, 2
+    prompt, length = batch["prompt_ids"].size(1), batch["completion_ids"].size(1)
+    inputs = scoring_inputs(batch)
+    ids = inputs["input_ids"][row].tolist()
+    padded = prompt - int(batch["prompt_mask"][row].sum())
+    own = [False] * padded + spoken(trainer, ids[padded:])
+    assert signals.mask[row].tolist() == own[prompt:]
+    tokenizer = trainer.processing_class.tokenizer
+    special, image = set(tokenizer.all_special_ids), tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    vision = [token == image for token in ids]
+    attended = inputs["attention_mask"][row].bool().tolist()
+    text = [there and not mine and token not in special for there, mine, token in zip(attended, own, ids, strict=True)]
+    mass = signals.attention
+    looks = [sum(vision[prompt:at]) for at in range(prompt, prompt + length)]
+    assert {4, 12} <= set(looks), "56 and 112 pixels wide: 4 and 8 tokens"
+    assert mass.seen_vision[row].tolist() == [sum(vision[: prompt + at]) for at in range(length)]
+    assert mass.seen_instruction[row].tolist() == [sum(text[: prompt + at]) for at in range(length)]
+
+    model = tiny_model(model_folder)
+    model.set_attn_implementation("eager")
+    given = {name: value for name, value in inputs.items() if name not in ("logits_to_keep", "num_images")}
+    with torch.no_grad():
+        outputs = model(**given, output_attentions=True, output_hidden_states=True)
+    late = outputs.attentions[2][row].mean(0)  # (S, S); the late third of three layers is the last
+    queries = [prompt + at - 1 for at in range(length) if own[prompt + at]]
+    to_image, to_text = (late[queries][:, torch.tensor(keys)].sum(1) for keys in (vision, text))
+    seen_images, seen_text = (
+        torch.tensor([sum(keys[: query + 1]) for query in queries], dtype=torch.float) for keys in (vision, text)
+    )
+    per_token = (to_text / seen_text) / (to_image / seen_images)
+    expected = (to_text / seen_text).mean() / (to_image / seen_images).mean()
+    columns = trainer._logs["extra"]["vgr"]
+    assert columns[row] == pytest.approx(expected.item(), rel=1e-4)
+    found = token_vision_gain_ratio(mass, [2])[row]
+    assert found[[query - prompt + 1 for query in queries]].tolist() == pytest.approx(per_token.tolist(), rel=1e-4)
+    assert found.isnan().sum() == length - len(queries)
+
+    states = torch.nn.functional.normalize(outputs.hidden_states[-1][row], dim=-1)
+    largest = [max((states[query] @ states[at]).item() for at in range(query + 1) if vision[at]) for query in queries]
+    assert signals.extra["similarity"][row][signals.mask[row]].tolist() == pytest.approx(largest, abs=1e-5)
+
+
+def test_attention_per_image(make, model_folder):
+    """Each image of a completion, by eager attention: the mean over the tokens that come after it."""
+    found = []
+
+    def reward(completions, attention_per_image, **kwargs):
+        found.extend(attention_per_image)
+        return [0.0] * len(completions)
+
+    rollout = rollout_of(make(reward))
+    assert [len(row) for row in found] == [1, 2, 3, 2] * 2
+    inputs, row, mask = scoring_inputs(rollout.batch), 2, rollout.signals.mask[2]
+    model = tiny_model(model_folder)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        given = {name: value for name, value in inputs.items() if name not in ("logits_to_keep", "num_images")}
+        late = model(**given, output_attentions=True).attentions[2][row].mean(0)
+    at = (inputs["input_ids"][row] == model.config.image_token_id).nonzero().flatten()
+    parts = at.split([len(at) - 12, 4, 8])
+    prompt = rollout.batch["prompt_ids"].size(1)
+    emitting = mask.nonzero().flatten() + prompt - 1
+    for part, value in zip(parts, found[row], strict=True):
+        later = emitting[emitting > part[-1]]
+        assert value == pytest.approx(late[later][:, part].sum(1).mean().item(), rel=1e-4)
+
+
+def test_image_tokens_without_an_image_are_refused(make):
+    """A policy that writes an image token itself: TRL trains on all rows of the process without any image."""
+    deal = partial(deal_turns, turns=(0, 0, 1, 0), asked=lambda place, turn: f"<|image_pad|>{call('look', wide=56)}")
+    stock = make(kind=STOCK, deal=deal, **DAPO)
+    assert "pixel_values" not in stock._generate_and_score_completions(begin(stock))
+    ours = make(compute_attention_metrics=False, deal=deal)
+    name = begin(ours)[2]["id"]
+    images = r"has (\d+) image tokens with its completion, but its 2 images take (\d+): use a chat template"
+    with pytest.raises(DataError, match=f"The row with the id {name!r} {images}") as raised:
+        ours._generate_and_score_completions(begin(ours))
+    found, takes = map(int, re.search(images, str(raised.value)).groups())
+    assert found == takes + 1
+
+
+def test_models_whose_image_tokens_trl_cannot_mark():
+    """Gemma 3 attends within an image by token types, which TRL leaves at 0 for tokens of another name."""
+    pixels = SimpleNamespace(image_processor=lambda images, **options: {"pixel_values": torch.zeros(1, 3, 4, 4)})
+    trainer = SimpleNamespace(_is_vlm=True, processing_class=pixels, _image_pad_token_id=None)
+    rollout = SimpleNamespace(rows=[{}], prompts=SimpleNamespace(fields={"token_type_ids": [[0]]}))
+    generated = [[1]], [[2]], [[1]], None, None, {}, None, [[Image.new("RGB", (4, 4))]]
+    with pytest.raises(DataError, match="whose tokens TRL cannot mark for this model: use a Qwen-VL model"):
+        collect_turns(trainer, rollout, generated)
+    rollout.prompts.fields = {}
+    assert collect_turns(trainer, rollout, generated).fields["pixel_values"].shape == (1, 3, 4, 4)
+
+
+REFUSED = [
+    ({"signals": ["region_share"]}, "boxes are of the prompt's image, and with tools there may be others"),
+    ({"attention_source": "generate", "compute_attention_metrics": True}, "with tools, which generates several times"),
+    ({"enable_perception_filtering": True, "perturbation": "remove_image"}, "perturbed by remove_image with tools"),
+]
+
+
+@pytest.mark.parametrize(("changed", "sentence"), REFUSED, ids=str)
+def test_what_is_refused_with_tools(make, changed, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        make(**changed)
+
+
+def test_what_is_refused_without_tools(vision_trainer):
+    with pytest.raises(ConfigError, match='perturb_images is "tools", but there are none'):
+        vision_trainer(enable_perception_filtering=True, perturb_images="tools")
