@@ -112,6 +112,9 @@ class MeasureOptions(PluginOptions):
     attention_source: Literal["scoring", "generate"] = option("scoring", "scoring: measure attention in a scoring "
         "pass per rollout, with any kernel and backend; generate: while transformers generates, with eager attention.",
         needs="attention")
+    attention_rows: Literal["auto", "all"] = option("auto", "auto: measure every completion where a reward, credit "
+        "rule or signal reads attention, else the recorded completions and one group per rollout and process; all: "
+        "every completion.", needs="attention")
     attention_segments: Literal["thirds", "ends"] = option("thirds", "thirds: early, middle and late thirds of the "
         "layers; ends: first, middle and last two.", needs="attention")
     vision_token_ids: list[int] | None = option(None, "Image and video placeholder tokens. None: the model's.", ge=0,

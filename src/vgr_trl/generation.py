@@ -41,7 +41,8 @@ def generate(
     model, measurement = trainer.model, trainer.measurement
     first_turn = rollout is not None and not hasattr(rollout, "prompts")
     if rollout is not None and first_turn:
-        if measurement.scoring and not trainer.use_vllm:  # scoring reads the pixels of generation where they are
+        scores_all = measurement.scoring and not (measurement.samples and model.training)
+        if scores_all and not trainer.use_vllm:  # scoring reads the pixels of generation where they are
             pixels = image_tensors(prompts.fields).get("pixel_values")
             fields = {} if pixels is None else {"pixel_values": trainer._prepare_input(pixels)}
             prompts = replace(prompts, fields={**prompts.fields, **fields})

@@ -12,6 +12,7 @@ from vgr_trl.boxes import BOX_COLUMNS, Box, boxes_of
 from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.credit import builtin_rules
 from vgr_trl.data.read_row import image_columns
+from vgr_trl.efficiency.loss_mask import find_window, trim_inputs
 from vgr_trl.pixels import image_inputs_of, image_tensors, joined, parts_by_counts, tiles_by_tokens
 from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
@@ -27,6 +28,7 @@ from vgr_trl.rows import (
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.named import (
     SIGNAL_COLUMNS,
+    SINGLE_COLUMNS,
     NamedSignal,
     RolloutSignals,
     add_named,
@@ -38,7 +40,7 @@ from vgr_trl.signals.named import (
     needed_signal_columns,
     reward_columns,
 )
-from vgr_trl.signals.perturbation import drop_images, images_in, perturb_images, perturbed_prompts
+from vgr_trl.signals.perturbation import derive_seed, drop_images, images_in, perturb_images, perturbed_prompts
 from vgr_trl.signals.probe import (
     count_attention_layers,
     decoder_layers,
@@ -80,6 +82,7 @@ class Measurement:
         views: perturbations under which completions are scored.
         named: signals that are asked for by name, or read by plug-ins.
         layers: of the model, those that have attention; 0 where attention is not measured.
+        samples_curves: whether attention that only metrics read is measured for a sample.
     """
 
     needed: Mapping[str, str]
@@ -88,6 +91,7 @@ class Measurement:
     views: tuple[str, ...] = ()
     named: tuple[NamedSignal, ...] = ()
     layers: int = 0
+    samples_curves: bool = False
 
     def needs(self, *names: str) -> bool:
         """Whether any of these is needed."""
@@ -102,6 +106,12 @@ class Measurement:
     def scoring(self) -> bool:
         """Whether a pass over the rollout batch is needed."""
         return self.head or self.needs("attention", "similarity", "values")
+
+    @property
+    def samples(self) -> bool:
+        """Whether training rollouts are scored for the attention metrics alone, so that a sample is enough."""
+        only_curves = self.needed.get("attention") == "compute_attention_metrics" and not self.named
+        return self.samples_curves and only_curves and not (self.head or self.needs("similarity", "values"))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -142,7 +152,8 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
         raise ConfigError("The signal stability compares perturbations: name others as further_perturbations.")
     views = tuple(args.read_views("dependency" in needed))
     layers = count_attention_layers(model) if "attention" in needed else 0
-    return Measurement(needed, ids, tuple(special_token_ids(trainer.processing_class)), views, named, layers)
+    samples = args.attention_rows == "auto" and args.attention_source == "scoring"
+    return Measurement(needed, ids, tuple(special_token_ids(trainer.processing_class)), views, named, layers, samples)
 
 
 def find_needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
@@ -247,8 +258,14 @@ def completion_inputs(trainer: ConstructedTrainer, rollout: Rollout, completion_
     )
 
 
-def wanted_scores(trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping[str, Any]) -> Want:
-    """Return what the scoring pass over a rollout has to give for everything that reads its signals."""
+def wanted_scores(
+    trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping[str, Any], recorded: Sequence[int] | None = None
+) -> Want:
+    """Return what the scoring pass over a rollout has to give for everything that reads its signals.
+
+    Args:
+        recorded: rows of `inputs` that are recorded; None: those of the rollout.
+    """
     args, measurement = trainer.args, trainer.measurement
     ids, length = inputs["input_ids"], inputs["logits_to_keep"]
     attention, similarity = None, None
@@ -266,7 +283,7 @@ def wanted_scores(trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping
             measurement.special_token_ids,
             mass=measures,
             region=region_mask(trainer, rollout, prompt_ids) if measures else None,
-            keep_rows=_limit_kept_rows(vision, length * len(late), rollout.recorded or ()),
+            keep_rows=_limit_kept_rows(vision, length * len(late), recorded or rollout.recorded or ()),
             keep_layers=late,
             measure_prompt=rollout.generated_mass is None,
             similarity=similarity,
@@ -323,12 +340,88 @@ def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[d
     columns, metrics = named_columns(new, signals), named_metrics(new, signals, gather)
     if signals.attention is None:
         return columns, metrics
-    segmentation = args.attention_segments, args.mdi_balance_ratio
-    segments = measure_segments(signals.attention, *segmentation)
     prompt_mass = None if rollout.scores is None else rollout.scores.prompt_attention
+    of_attention, more = attention_columns(trainer, signals.attention, prompt_mass)
+    columns |= of_attention | {"mdi_balance_ratio": [args.mdi_balance_ratio] * len(rollout.rows)}
+    return columns, more | metrics
+
+
+def attention_columns(
+    trainer: ConstructedTrainer, mass: AttentionMass | None, prompt_mass: AttentionMass | None
+) -> tuple[dict[str, list[Any]], dict[str, float]]:
+    """Return the `SIGNAL_COLUMNS` of completions, and the metrics of those of all processes."""
+    assert mass is not None
+    segmentation = trainer.args.attention_segments, trainer.args.mdi_balance_ratio
+    segments = measure_segments(mass, *segmentation)
     of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, *segmentation)
-    columns |= reward_columns(segments) | {"mdi_balance_ratio": [args.mdi_balance_ratio] * len(rollout.rows)}
-    return columns, attention_metrics(segments, gather, of_prompt) | metrics
+    return reward_columns(segments), attention_metrics(segments, trainer.accelerator.gather, of_prompt)
+
+
+# Attention that only metrics read: of a sample of the rows
+
+
+def choose_sample(rows: int, size: int, first: int, recorded: Sequence[int], draw: int) -> list[int]:
+    """Return rows of this process: the recorded ones, and those of one group, that of the first recorded one if any.
+
+    Args:
+        rows: completions of this process.
+        size: G.
+        first: number of the first row among those of all processes.
+        recorded: rows that are recorded.
+        draw: at least 0; it chooses the group where nothing is recorded.
+    """
+    group = (first + (recorded[0] if recorded else draw % rows)) // size
+    return sorted({*recorded, *(row for row in range(rows) if (first + row) // size == group)})
+
+
+def measure_sample(
+    trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]
+) -> tuple[dict[str, list[Any]], dict[str, float]]:
+    """Measure the attention of a sample of a rollout's rows; return its columns, None for other rows, and metrics.
+
+    The signals of other rows are NaN. Every process measures equally many rows, as sharded parameters demand.
+    """
+    args, accelerator, count = trainer.args, trainer.accelerator, len(completion_ids)
+    first, draw = accelerator.process_index * count, derive_seed(args.seed, trainer.state.global_step, 0)
+    rows = choose_sample(count, trainer.completions_per_prompt, first, rollout.recorded or (), draw)
+    most = int(accelerator.gather(torch.tensor([len(rows)], device=accelerator.device)).max())
+    rows = sorted([*rows, *(row for row in range(count) if row not in rows)][:most])
+    inputs = completion_inputs(trainer, rollout, completion_ids)
+    mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
+    written = torch.tensor([[len(completion_ids[row])] for row in rows]) > torch.arange(mask.size(1))  # (rows, T)
+    prompts, multiple = inputs["attention_mask"][rows, : -mask.size(1)], trainer.pad_to_multiple_of or None
+    window = replace(find_window(written, prompts, rows=False, padding=True, multiple=multiple), rows=rows)
+    part = trim_inputs(inputs, window)
+    recorded = [rows.index(row) for row in rollout.recorded or ()]
+    scores = trainer.score(part, wanted_scores(trainer, rollout, part, recorded))
+    rollout.signals = _spread(make_signals(scores, None), rows, mask)
+    maps = {rows[row]: kept for row, kept in (scores.maps or {}).items()}
+    rollout.scores = Scores(rollout.signals.logps, rollout.signals.mask, maps=maps)
+    columns, metrics = attention_columns(trainer, scores.attention, scores.prompt_attention)
+    places = {row: place for place, row in enumerate(rows)}
+    found = {
+        name: [columns[name][places[row]] if row in places else None for row in range(count)] for name in SINGLE_COLUMNS
+    }
+    return found, metrics
+
+
+def _spread(signals: RolloutSignals, rows: Sequence[int], mask: torch.Tensor) -> RolloutSignals:
+    """Return the signals of some rows, of fewer columns, as those of all rows of `mask`, (N, T); NaN elsewhere."""
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        every = values.new_full((*values.shape[:-2], *mask.shape), torch.nan)
+        every[..., rows, : values.size(-1)] = values
+        return every
+
+    mask, mass = mask.to(signals.mask.device), signals.attention
+    found = RolloutSignals(spread(signals.logps), spread(signals.entropies), mask)
+    if mass is not None:
+        index = torch.tensor(rows, device=mask.device)
+        vision, instruction = (
+            value.new_zeros(len(mask)).index_copy(0, index, value) for value in (mass.num_vision, mass.num_instruction)
+        )
+        found.attention = AttentionMass(spread(mass.vision), spread(mass.instruction), vision, instruction, mask)
+    return found
 
 
 # The pass of a rollout over perturbed images: what its completions depend on the original ones for

@@ -29,6 +29,7 @@ from vgr_trl.measure import (
     completion_inputs,
     data_has_images,
     make_signals,
+    measure_sample,
     pad_to_length,
     plan_measurement,
     score_perturbed,
@@ -297,6 +298,12 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self._log_metrics(metrics)
             self._show_columns(columns)
         if not self.measurement.scoring:
+            return columns
+        if rollout.signals is None and self.measurement.samples and self.model.training:
+            if not rollout.greedy:
+                shown, metrics = measure_sample(self, rollout, completion_ids)
+                self._show_columns(shown)
+                self._log_metrics(metrics)
             return columns
         if rollout.signals is None:
             inputs = completion_inputs(self, rollout, completion_ids)
