@@ -117,6 +117,8 @@ class MeasureOptions(PluginOptions):
         "every completion.", needs="attention")
     attention_segments: Literal["thirds", "ends"] = option("thirds", "thirds: early, middle and late thirds of the "
         "layers; ends: first, middle and last two.", needs="attention")
+    check_pixels: bool = option(True, "Score one group behind a blank image after the first rollout; stop if nothing "
+        "changes.")
     vision_token_ids: list[int] | None = option(None, "Image and video placeholder tokens. None: the model's.", ge=0,
         needs="attention")
     hidden_similarity_layer: int = option(-1, "Layer whose hidden states are compared with those of the image; 0: what "

@@ -40,7 +40,7 @@ from vgr_trl.signals.named import (
     needed_signal_columns,
     reward_columns,
 )
-from vgr_trl.signals.perturbation import derive_seed, drop_images, images_in, perturb_images, perturbed_prompts
+from vgr_trl.signals.perturbation import Perturb, derive_seed, drop_images, images_in, perturb_images, perturbed_prompts
 from vgr_trl.signals.probe import (
     count_attention_layers,
     decoder_layers,
@@ -474,13 +474,36 @@ def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout) -> d
     parameters, step = args.parameters_of(name), trainer.state.global_step
     perturb = partial(perturb_images, name=name, parameters=parameters, seed=args.seed, step=step)
     numbers = [(first + row) // shared_by for row in range(rows)]
-    conversations, own = perturbed_prompts(rollout.messages, numbers, perturb)
+    inputs, images = inputs_with_other_images(trainer, batch, rollout.messages, numbers, perturb)
     if name == args.perturbation:
-        rollout.perturbed_images = [images_in(conversations[place]) for place in own]
+        rollout.perturbed_images = images
+    return inputs
+
+
+def inputs_with_other_images(
+    trainer: ConstructedTrainer,
+    batch: Mapping[str, Any],
+    messages: Sequence[Any],
+    numbers: Sequence[int],
+    perturb: Perturb,
+) -> tuple[dict[str, Any], list[list[Any]]]:
+    """Return scoring inputs of the rows of a batch with perturbed images, and these images of each row.
+
+    Args:
+        messages: per row, its conversation with its images.
+        numbers: per row, a number that rows with the same perturbed images share.
+        perturb: returns the perturbed images of a conversation.
+
+    Raises:
+        DataError: the pixels of the perturbed images cannot take the place of those of the batch.
+    """
+    conversations, own = perturbed_prompts(messages, numbers, perturb)
+    images = [images_in(conversations[place]) for place in own]
     prompts = trainer.tokenize(conversations)
     if prompts.images is None:
-        return scoring_inputs(batch)
-    return scoring_inputs(batch | {"pixel_values": joined(pixels_of_rows(prompts.fields, prompts.images, own, batch))})
+        return scoring_inputs(batch), images
+    pixels = joined(pixels_of_rows(prompts.fields, prompts.images, own, batch))
+    return scoring_inputs({**batch, "pixel_values": pixels}), images
 
 
 # Which vision tokens of a rollout batch stand for what its questions are about

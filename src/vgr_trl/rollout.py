@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         kl: Any
         critic: Any
         selects_groups: bool
+        pixels_unchecked: bool
 
         @property
         def mode(self) -> str: ...
