@@ -12,7 +12,7 @@ from vgr_trl.boxes import BOX_COLUMNS, Box, boxes_of
 from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.credit import builtin_rules
 from vgr_trl.data.read_row import image_columns
-from vgr_trl.efficiency.loss_mask import find_window, trim_inputs
+from vgr_trl.efficiency.loss_mask import find_window, take_rows, trim_inputs
 from vgr_trl.pixels import image_inputs_of, image_tensors, joined, parts_by_counts, tiles_by_tokens
 from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
@@ -26,6 +26,7 @@ from vgr_trl.rows import (
     valid_tokens,
 )
 from vgr_trl.sharing.model_support import causal_model
+from vgr_trl.sharing.sharing import whole_groups
 from vgr_trl.signals.named import (
     SIGNAL_COLUMNS,
     SINGLE_COLUMNS,
@@ -430,21 +431,26 @@ def _spread(signals: RolloutSignals, rows: Sequence[int], mask: torch.Tensor) ->
 def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     """Score the completions given perturbed images; the rollout gets their dependency among its signals.
 
-    Its batch gets `perturbed_pixel_values` where the perception loss is on.
+    Pixels are kept for the rows of one pass only. Where the perception loss is on, the batch gets those of all rows as
+    `perturbed_pixel_values`.
     """
     args, batch, measurement = trainer.args, rollout.batch, trainer.measurement
-    shown = [args.perturbation] if "perception" in measurement.needed else []
-    inputs = {name: _inputs_under(name, trainer, rollout) for name in dict.fromkeys([*measurement.views, *shown])}
-    for name in shown:
-        if "pixel_values" in inputs[name]:
-            batch["perturbed_pixel_values"] = inputs[name]["pixel_values"]
+    every = range(len(batch["prompt_ids"]))
+    if "perception" in measurement.needed:
+        pixels = _inputs_under(args.perturbation, trainer, rollout, every).get("pixel_values")
+        batch |= {} if pixels is None else {"perturbed_pixel_values": pixels}
     if not measurement.views:
         return
     rollout.signals = signals = rollout.signals or build_unmeasured_signals(valid_tokens(batch).bool())
-    scores = trainer.score(
-        stacked_inputs([inputs[name] for name in measurement.views]), Want(hidden=measurement.needs("shift"))
-    )
-    logps = scores.logps.unflatten(0, (len(measurement.views), -1))  # (views, N, T)
+    size = whole_groups(args.per_device_train_batch_size, trainer.completions_per_prompt)
+    parts = [
+        trainer.score(
+            stacked_inputs([_inputs_under(name, trainer, rollout, rows) for name in measurement.views]),
+            Want(hidden=measurement.needs("shift")),
+        )
+        for rows in (every[start : start + size] for start in every[::size])
+    ]
+    logps = torch.cat([part.logps.unflatten(0, (len(measurement.views), -1)) for part in parts], 1)  # (views, N, T)
     if args.perturbation in measurement.views:
         rollout.changes = logps[measurement.views.index(args.perturbation)] - signals.logps
     blind = ~rows_with_images(batch).to(logps.device).unsqueeze(1)  # (N, 1)
@@ -455,28 +461,32 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         seen = torch.stack([views[name] for name in args.perturbations])
         each = visual_dependency(signals.logps.expand_as(seen), seen)
         signals.dependency = each.mean(0) if args.dependency_over == "mean" else each.amin(0)
-    if scores.hidden is not None and rollout.scores is not None and rollout.scores.hidden is not None:
-        others, mask = scores.hidden[: len(signals.mask)], signals.mask.bool()
+    if measurement.needs("shift") and rollout.scores is not None and rollout.scores.hidden is not None:
+        mask = signals.mask.bool()
         with torch.no_grad():
+            others = torch.cat(
+                [part.hidden[: len(part.hidden) // len(views)] for part in parts if part.hidden is not None]
+            )
             shift = Head(causal_model(trainer.model)).shift(rollout.scores.hidden, others, mask, args.temperature)
         signals.jsd, signals.perturbed_entropies = (each.masked_fill(blind, torch.nan) for each in shift)
     rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, trainer.accelerator.gather)
 
 
-def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, Any]:
-    """Return scoring inputs of the rollout's rows with their images perturbed by `name`."""
-    args, batch, rows = trainer.args, rollout.batch, len(rollout.batch["prompt_ids"])
+def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range) -> dict[str, Any]:
+    """Return scoring inputs of rows of the rollout with their images perturbed by `name`."""
+    args, count, messages = trainer.args, len(rollout.batch["prompt_ids"]), rollout.messages[rows.start : rows.stop]
+    batch = rollout.batch if len(rows) == count else take_rows(rollout.batch, rows)
     if name == REMOVE_IMAGE:
-        prompts = trainer.tokenize([drop_images(prompt) for prompt in rollout.messages])
+        prompts = trainer.tokenize([drop_images(prompt) for prompt in messages])
         return text_inputs(batch, prompts, trainer._tokenizer.pad_token_id)
-    first = trainer.accelerator.process_index * rows
+    first = trainer.accelerator.process_index * count
     shared_by = trainer.completions_per_prompt if args.perturb_per == "prompt" else 1
     parameters, step = args.parameters_of(name), trainer.state.global_step
     perturb = partial(perturb_images, name=name, parameters=parameters, seed=args.seed, step=step)
-    numbers = [(first + row) // shared_by for row in range(rows)]
-    inputs, images = inputs_with_other_images(trainer, batch, rollout.messages, numbers, perturb)
+    numbers = [(first + row) // shared_by for row in rows]
+    inputs, images = inputs_with_other_images(trainer, batch, messages, numbers, perturb)
     if name == args.perturbation:
-        rollout.perturbed_images = images
+        rollout.perturbed_images |= zip(rows, images, strict=True)
     return inputs
 
 

@@ -131,8 +131,7 @@ class RolloutRecorder:
             num_vision = None if signals is None or signals.attention is None else int(signals.attention.num_vision)
             grids = find_image_grids(batch, row, merge_size, num_vision)
             images, thumbnails = read_row_images(data, grids)
-            perturbed_images = rollout.perturbed_images[row] if rollout.perturbed_images is not None else []
-            for image, perturbed in zip(images, perturbed_images, strict=False):
+            for image, perturbed in zip(images, rollout.perturbed_images.get(row, []), strict=False):
                 image.perturbed, content = make_thumbnail(perturbed)
                 thumbnails[image.perturbed] = content
             prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
