@@ -142,6 +142,13 @@ $(EASYR1_VENV)/.installed: pyproject.toml tests/with_verl/requirements-easyr1.tx
 	$(EASYR1_VENV)/bin/python -m pip install --quiet --no-deps --editable $(EASYR1_VENV)/EasyR1
 	@touch $@
 
+# A step of TRL's trainer and of ours at the size of Qwen3-VL-2B and Qwen2.5-VL-3B on a CPU with 24 GB, with nothing else
+# running; a command that was cut goes on where it was.
+REAL_SIZE_SHAPES ?= qwen3-vl-2b qwen2.5-vl-3b
+.PHONY: real-size
+real-size: $(DEV)
+	PYTHONPATH=src $(BIN)/python -W ignore benchmarks/real_size.py --shapes $(REAL_SIZE_SHAPES)
+
 # On a GPU, with the torch and transformers that the machine has: benchmarks/results/gpu.md says how. All targets of one
 # command together take GPU_SECONDS at most, and go on where they ended.
 GPU_PYTHON ?= python3

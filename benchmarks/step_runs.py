@@ -106,7 +106,7 @@ class StepRun:
         self.meter = _Meter(read, place.device)
         processor = make_processor(case.shape.patch)
         trainer_class: Any
-        ours: tuple[Any, Any] = (DAPOTrainer, partial(DAPOConfig, rollout_log_steps=0))
+        ours: tuple[Any, Any] = (DAPOTrainer, partial(DAPOConfig, rollout_log_steps=0, check_pixels=False))
         trainer_class, config = (GRPOTrainer, GRPOConfig) if variant == "trl" else ours
         options: dict[str, Any] = {"device": place.device, "dtype": place.dtype, "attention": place.attention}
         model = build_model(case.shape, processor.tokenizer, **options)

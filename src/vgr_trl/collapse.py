@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 
+ENGINE_BOUND = 0.1  # nats per token; numerics alone put an engine in bfloat16 at about 0.02
 WINDOW = 8  # steps whose mean is compared with the means of earlier ones
 SMALLEST_RATE = 0.1  # of correct or well-formed answers; a fall from below it is noise
 WATCHED = (
@@ -126,6 +127,9 @@ def first_signs(logs: Iterable[tuple[int, Mapping[str, float | None]]]) -> list[
             if value is None or not math.isfinite(value):
                 if name in ("loss", "grad_norm"):
                     found.setdefault(name, (step, f"{name} is not finite"))
+            elif name == "pixels/engine_distance" and value > ENGINE_BOUND:
+                seen = f"log-probabilities of the engine are {value:.3g} nats from the trainer's"
+                found.setdefault(name, (step, seen))
             elif name.startswith("reward_weights/"):
                 weights[name.removeprefix("reward_weights/")] = value
             elif name.startswith(WATCHED):

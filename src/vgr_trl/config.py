@@ -112,8 +112,13 @@ class MeasureOptions(PluginOptions):
     attention_source: Literal["scoring", "generate"] = option("scoring", "scoring: measure attention in a scoring "
         "pass per rollout, with any kernel and backend; generate: while transformers generates, with eager attention.",
         needs="attention")
+    attention_rows: Literal["auto", "all"] = option("auto", "auto: measure every completion where a reward, credit "
+        "rule or signal reads attention, else the recorded completions and one group per rollout and process; all: "
+        "every completion.", needs="attention")
     attention_segments: Literal["thirds", "ends"] = option("thirds", "thirds: early, middle and late thirds of the "
         "layers; ends: first, middle and last two.", needs="attention")
+    check_pixels: bool = option(True, "Score one group behind a blank image after the first rollout; stop if nothing "
+        "changes.")
     vision_token_ids: list[int] | None = option(None, "Image and video placeholder tokens. None: the model's.", ge=0,
         needs="attention")
     hidden_similarity_layer: int = option(-1, "Layer whose hidden states are compared with those of the image; 0: what "

@@ -12,6 +12,7 @@ import torch
 from vgr_trl.data.prompts import format_question, texts_of
 from vgr_trl.patches.trl import override_sampling
 from vgr_trl.patches.vllm import answers_of_server
+from vgr_trl.pixel_use import refuse_dropped_images
 from vgr_trl.pixels import image_tensors, joined
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rollout import ConstructedTrainer, Noise, Rollout, weighted_sums
@@ -41,7 +42,10 @@ def generate(
     model, measurement = trainer.model, trainer.measurement
     first_turn = rollout is not None and not hasattr(rollout, "prompts")
     if rollout is not None and first_turn:
-        if measurement.scoring and not trainer.use_vllm:  # scoring reads the pixels of generation where they are
+        if trainer.pixels_unchecked and not rollout.blind:
+            refuse_dropped_images(prompts, measurement.vision_token_ids)
+        scores_all = measurement.scoring and not (measurement.samples and model.training)
+        if scores_all and not trainer.use_vllm:  # scoring reads the pixels of generation where they are
             pixels = image_tensors(prompts.fields).get("pixel_values")
             fields = {} if pixels is None else {"pixel_values": trainer._prepare_input(pixels)}
             prompts = replace(prompts, fields={**prompts.fields, **fields})

@@ -12,11 +12,11 @@ from vgr_trl.boxes import BOX_COLUMNS, Box, boxes_of
 from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.credit import builtin_rules
 from vgr_trl.data.read_row import image_columns
+from vgr_trl.efficiency.loss_mask import find_window, take_rows, trim_inputs
 from vgr_trl.pixels import image_inputs_of, image_tensors, joined, parts_by_counts, tiles_by_tokens
 from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
 from vgr_trl.rows import (
-    ImagesOfRows,
     build_scoring_inputs,
     pixels_of_rows,
     rows_with_images,
@@ -26,9 +26,11 @@ from vgr_trl.rows import (
     valid_tokens,
 )
 from vgr_trl.sharing.model_support import causal_model
+from vgr_trl.sharing.sharing import whole_groups
 from vgr_trl.signals.named import (
     PER_IMAGE,
     SIGNAL_COLUMNS,
+    SINGLE_COLUMNS,
     NamedSignal,
     RolloutSignals,
     add_named,
@@ -40,7 +42,7 @@ from vgr_trl.signals.named import (
     needed_signal_columns,
     reward_columns,
 )
-from vgr_trl.signals.perturbation import drop_images, images_in, perturb_images, perturbed_prompts
+from vgr_trl.signals.perturbation import Perturb, derive_seed, drop_images, images_in, perturb_images, perturbed_prompts
 from vgr_trl.signals.probe import (
     count_attention_layers,
     decoder_layers,
@@ -83,6 +85,7 @@ class Measurement:
         views: perturbations under which completions are scored.
         named: signals that are asked for by name, or read by plug-ins.
         layers: of the model, those that have attention; 0 where attention is not measured.
+        samples_curves: whether attention that only metrics read is measured for a sample.
     """
 
     needed: Mapping[str, str]
@@ -91,6 +94,7 @@ class Measurement:
     views: tuple[str, ...] = ()
     named: tuple[NamedSignal, ...] = ()
     layers: int = 0
+    samples_curves: bool = False
 
     def needs(self, *names: str) -> bool:
         """Whether any of these is needed."""
@@ -105,6 +109,12 @@ class Measurement:
     def scoring(self) -> bool:
         """Whether a pass over the rollout batch is needed."""
         return self.head or self.needs("attention", "similarity", "values")
+
+    @property
+    def samples(self) -> bool:
+        """Whether training rollouts are scored for the attention metrics alone, so that a sample is enough."""
+        only_curves = self.needed.get("attention") == "compute_attention_metrics" and not self.named
+        return self.samples_curves and only_curves and not (self.head or self.needs("similarity", "values"))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -145,7 +155,8 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
         raise ConfigError("The signal stability compares perturbations: name others as further_perturbations.")
     views = tuple(args.read_views("dependency" in needed))
     layers = count_attention_layers(model) if "attention" in needed else 0
-    return Measurement(needed, ids, tuple(special_token_ids(trainer.processing_class)), views, named, layers)
+    samples = args.attention_rows == "auto" and args.attention_source == "scoring" and not trainer.tools
+    return Measurement(needed, ids, tuple(special_token_ids(trainer.processing_class)), views, named, layers, samples)
 
 
 def find_needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
@@ -267,8 +278,14 @@ def completion_inputs(trainer: ConstructedTrainer, rollout: Rollout, completion_
     return inputs
 
 
-def wanted_scores(trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping[str, Any]) -> Want:
-    """Return what the scoring pass over a rollout has to give for everything that reads its signals."""
+def wanted_scores(
+    trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping[str, Any], recorded: Sequence[int] | None = None
+) -> Want:
+    """Return what the scoring pass over a rollout has to give for everything that reads its signals.
+
+    Args:
+        recorded: rows of `inputs` that are recorded; None: those of the rollout.
+    """
     args, measurement = trainer.args, trainer.measurement
     ids, length = inputs["input_ids"], inputs["logits_to_keep"]
     attention, similarity = None, None
@@ -284,7 +301,7 @@ def wanted_scores(trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping
             measurement.special_token_ids,
             mass=measures,
             region=region_mask(trainer, rollout, ids[:, :-length]) if measures else None,
-            keep_rows=_limit_kept_rows(vision, length * len(late), rollout.recorded or ()),
+            keep_rows=_limit_kept_rows(vision, length * len(late), recorded or rollout.recorded or ()),
             keep_layers=late,
             measure_prompt=rollout.generated_mass is None,
             similarity=similarity,
@@ -343,14 +360,90 @@ def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[d
     metrics = named_metrics(new, signals, gather)
     if signals.attention is None:
         return columns, metrics
-    segmentation = args.attention_segments, args.mdi_balance_ratio
-    segments = measure_segments(signals.attention, *segmentation)
     prompt_mass = None if rollout.scores is None else rollout.scores.prompt_attention
-    of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, *segmentation)
-    columns |= reward_columns(segments) | {"mdi_balance_ratio": [args.mdi_balance_ratio] * len(rollout.rows)}
+    of_attention, more = attention_columns(trainer, signals.attention, prompt_mass)
+    columns |= of_attention | {"mdi_balance_ratio": [args.mdi_balance_ratio] * len(rollout.rows)}
     if rollout.scores is not None and rollout.scores.per_image is not None:
         columns |= {PER_IMAGE: rollout.scores.per_image}
-    return columns, attention_metrics(segments, gather, of_prompt) | metrics
+    return columns, more | metrics
+
+
+def attention_columns(
+    trainer: ConstructedTrainer, mass: AttentionMass | None, prompt_mass: AttentionMass | None
+) -> tuple[dict[str, list[Any]], dict[str, float]]:
+    """Return the `SIGNAL_COLUMNS` of completions, and the metrics of those of all processes."""
+    assert mass is not None
+    segmentation = trainer.args.attention_segments, trainer.args.mdi_balance_ratio
+    segments = measure_segments(mass, *segmentation)
+    of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, *segmentation)
+    return reward_columns(segments), attention_metrics(segments, trainer.accelerator.gather, of_prompt)
+
+
+# Attention that only metrics read: of a sample of the rows
+
+
+def choose_sample(rows: int, size: int, first: int, recorded: Sequence[int], draw: int) -> list[int]:
+    """Return rows of this process: the recorded ones, and those of one group, that of the first recorded one if any.
+
+    Args:
+        rows: completions of this process.
+        size: G.
+        first: number of the first row among those of all processes.
+        recorded: rows that are recorded.
+        draw: at least 0; it chooses the group where nothing is recorded.
+    """
+    group = (first + (recorded[0] if recorded else draw % rows)) // size
+    return sorted({*recorded, *(row for row in range(rows) if (first + row) // size == group)})
+
+
+def measure_sample(
+    trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]
+) -> tuple[dict[str, list[Any]], dict[str, float]]:
+    """Measure the attention of a sample of a rollout's rows; return its columns, None for other rows, and metrics.
+
+    The signals of other rows are NaN. Every process measures equally many rows, as sharded parameters demand.
+    """
+    args, accelerator, count = trainer.args, trainer.accelerator, len(completion_ids)
+    first, draw = accelerator.process_index * count, derive_seed(args.seed, trainer.state.global_step, 0)
+    rows = choose_sample(count, trainer.completions_per_prompt, first, rollout.recorded or (), draw)
+    most = int(accelerator.gather(torch.tensor([len(rows)], device=accelerator.device)).max())
+    rows = sorted([*rows, *(row for row in range(count) if row not in rows)][:most])
+    inputs = completion_inputs(trainer, rollout, completion_ids)
+    mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
+    written = torch.tensor([[len(completion_ids[row])] for row in rows]) > torch.arange(mask.size(1))  # (rows, T)
+    prompts, multiple = inputs["attention_mask"][rows, : -mask.size(1)], trainer.pad_to_multiple_of or None
+    window = replace(find_window(written, prompts, rows=False, padding=True, multiple=multiple), rows=rows)
+    part = trim_inputs(inputs, window)
+    recorded = [rows.index(row) for row in rollout.recorded or ()]
+    scores = trainer.score(part, wanted_scores(trainer, rollout, part, recorded))
+    rollout.signals = _spread(make_signals(scores, None), rows, mask)
+    maps = {rows[row]: kept for row, kept in (scores.maps or {}).items()}
+    rollout.scores = Scores(rollout.signals.logps, rollout.signals.mask, maps=maps)
+    columns, metrics = attention_columns(trainer, scores.attention, scores.prompt_attention)
+    places = {row: place for place, row in enumerate(rows)}
+    found = {
+        name: [columns[name][places[row]] if row in places else None for row in range(count)] for name in SINGLE_COLUMNS
+    }
+    return found, metrics
+
+
+def _spread(signals: RolloutSignals, rows: Sequence[int], mask: torch.Tensor) -> RolloutSignals:
+    """Return the signals of some rows, of fewer columns, as those of all rows of `mask`, (N, T); NaN elsewhere."""
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        every = values.new_full((*values.shape[:-2], *mask.shape), torch.nan)
+        every[..., rows, : values.size(-1)] = values
+        return every
+
+    mask, mass = mask.to(signals.mask.device), signals.attention
+    found = RolloutSignals(spread(signals.logps), spread(signals.entropies), mask)
+    if mass is not None:
+        index = torch.tensor(rows, device=mask.device)
+        vision, instruction = (
+            value.new_zeros(len(mask)).index_copy(0, index, value) for value in (mass.num_vision, mass.num_instruction)
+        )
+        found.attention = AttentionMass(spread(mass.vision), spread(mass.instruction), vision, instruction, mask)
+    return found
 
 
 # The pass of a rollout over perturbed images: what its completions depend on the original ones for
@@ -359,21 +452,26 @@ def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[d
 def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     """Score the completions given perturbed images; the rollout gets their dependency among its signals.
 
-    Its batch gets `perturbed_pixel_values` where the perception loss is on.
+    Pixels are kept for the rows of one pass only. Where the perception loss is on, the batch gets those of all rows as
+    `perturbed_pixel_values`.
     """
     args, batch, measurement = trainer.args, rollout.batch, trainer.measurement
-    shown = [args.perturbation] if "perception" in measurement.needed else []
-    inputs = {name: _inputs_under(name, trainer, rollout) for name in dict.fromkeys([*measurement.views, *shown])}
-    for name in shown:
-        if "pixel_values" in inputs[name]:
-            batch["perturbed_pixel_values"] = inputs[name]["pixel_values"]
+    every = range(len(batch["prompt_ids"]))
+    if "perception" in measurement.needed:
+        pixels = _inputs_under(args.perturbation, trainer, rollout, every).get("pixel_values")
+        batch |= {} if pixels is None else {"perturbed_pixel_values": pixels}
     if not measurement.views:
         return
     rollout.signals = signals = rollout.signals or build_unmeasured_signals(valid_tokens(batch).bool())
-    scores = trainer.score(
-        stacked_inputs([inputs[name] for name in measurement.views]), Want(hidden=measurement.needs("shift"))
-    )
-    logps = scores.logps.unflatten(0, (len(measurement.views), -1))  # (views, N, T)
+    size = whole_groups(args.per_device_train_batch_size, trainer.completions_per_prompt)
+    parts = [
+        trainer.score(
+            stacked_inputs([_inputs_under(name, trainer, rollout, rows) for name in measurement.views]),
+            Want(hidden=measurement.needs("shift")),
+        )
+        for rows in (every[start : start + size] for start in every[::size])
+    ]
+    logps = torch.cat([part.logps.unflatten(0, (len(measurement.views), -1)) for part in parts], 1)  # (views, N, T)
     if args.perturbation in measurement.views:
         rollout.changes = logps[measurement.views.index(args.perturbation)] - signals.logps
     turns = rollout.turns
@@ -386,40 +484,67 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         perturbed = torch.stack([views[name] for name in args.perturbations])
         each = visual_dependency(signals.logps.expand_as(perturbed), perturbed)
         signals.dependency = each.mean(0) if args.dependency_over == "mean" else each.amin(0)
-    if scores.hidden is not None and rollout.scores is not None and rollout.scores.hidden is not None:
-        others, mask = scores.hidden[: len(signals.mask)], signals.mask.bool()
+    if measurement.needs("shift") and rollout.scores is not None and rollout.scores.hidden is not None:
+        mask = signals.mask.bool()
         with torch.no_grad():
+            others = torch.cat(
+                [part.hidden[: len(part.hidden) // len(views)] for part in parts if part.hidden is not None]
+            )
             shift = Head(causal_model(trainer.model)).shift(rollout.scores.hidden, others, mask, args.temperature)
         signals.jsd, signals.perturbed_entropies = (each.masked_fill(blind, torch.nan) for each in shift)
     rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, trainer.accelerator.gather)
 
 
-def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, Any]:
-    """Return scoring inputs of the rollout's rows with their images perturbed by `name`."""
-    args, batch, rows = trainer.args, rollout.batch, len(rollout.batch["prompt_ids"])
+def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range) -> dict[str, Any]:
+    """Return scoring inputs of rows of the rollout with their images perturbed by `name`."""
+    args, count, messages = trainer.args, len(rollout.batch["prompt_ids"]), rollout.messages[rows.start : rows.stop]
+    batch = rollout.batch if len(rows) == count else take_rows(rollout.batch, rows)
     if name == REMOVE_IMAGE:
-        prompts = trainer.tokenize([drop_images(prompt) for prompt in rollout.messages])
+        prompts = trainer.tokenize([drop_images(prompt) for prompt in messages])
         return text_inputs(batch, prompts, trainer._tokenizer.pad_token_id)
-    first = trainer.accelerator.process_index * rows
+    first = trainer.accelerator.process_index * count
     shared_by = trainer.completions_per_prompt if args.perturb_per == "prompt" else 1
     parameters, step = args.parameters_of(name), trainer.state.global_step
     perturb = partial(perturb_images, name=name, parameters=parameters, seed=args.seed, step=step)
-    numbers = [(first + row) // shared_by for row in range(rows)]
-    images: ImagesOfRows | None
+    numbers = [(first + row) // shared_by for row in rows]
     if rollout.turns is None:
-        conversations, own = perturbed_prompts(rollout.messages, numbers, perturb)
-        shown = [images_in(conversations[place]) for place in own]
-        prompts = trainer.tokenize(conversations)
-        images, fields = prompts.images, prompts.fields
+        inputs, images = inputs_with_other_images(trainer, batch, messages, numbers, perturb)
     else:
-        shown = perturb_turns(rollout.turns, numbers, args.perturb_images, perturb)
-        images, own = (shown if any(shown) else None), list(range(rows))
-        fields = {} if images is None else process_images(trainer, images)
+        turns = rollout.turns.take(rows)
+        images = perturb_turns(turns, numbers, args.perturb_images, perturb)
+        inputs = scoring_inputs(batch)
+        if any(images):
+            pixels = pixels_of_rows(process_images(trainer, images), images, list(range(len(rows))), batch)
+            inputs = scoring_inputs({**batch, "pixel_values": joined(pixels)})
     if name == args.perturbation:
-        rollout.perturbed_images = shown
-    if images is None:
-        return scoring_inputs(batch)
-    return scoring_inputs(batch | {"pixel_values": joined(pixels_of_rows(fields, images, own, batch))})
+        rollout.perturbed_images |= zip(rows, images, strict=True)
+    return inputs
+
+
+def inputs_with_other_images(
+    trainer: ConstructedTrainer,
+    batch: Mapping[str, Any],
+    messages: Sequence[Any],
+    numbers: Sequence[int],
+    perturb: Perturb,
+) -> tuple[dict[str, Any], list[list[Any]]]:
+    """Return scoring inputs of the rows of a batch with perturbed images, and these images of each row.
+
+    Args:
+        messages: per row, its conversation with its images.
+        numbers: per row, a number that rows with the same perturbed images share.
+        perturb: returns the perturbed images of a conversation.
+
+    Raises:
+        DataError: the pixels of the perturbed images cannot take the place of those of the batch.
+    """
+    conversations, own = perturbed_prompts(messages, numbers, perturb)
+    images = [images_in(conversations[place]) for place in own]
+    prompts = trainer.tokenize(conversations)
+    if prompts.images is None:
+        return scoring_inputs(batch), images
+    pixels = joined(pixels_of_rows(prompts.fields, prompts.images, own, batch))
+    return scoring_inputs({**batch, "pixel_values": pixels}), images
 
 
 # Which vision tokens of a rollout batch stand for what its questions are about

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         kl: Any
         critic: Any
         selects_groups: bool
+        pixels_unchecked: bool
 
         @property
         def mode(self) -> str: ...
@@ -166,7 +167,7 @@ class Rollout:
         token_weights: that reward files have returned, by completion of this process; None without such a file.
         kl_penalty: (N, T), at most 0 for most kinds: the KL in the reward of each token.
         batch: TRL's training batch.
-        perturbed_images: of each row, as they were perturbed for the dependency.
+        perturbed_images: row -> its images as they were perturbed for the dependency.
         changes: of the log-probabilities when images are perturbed, (N, T).
 
         Selected:
@@ -192,7 +193,7 @@ class Rollout:
     token_weights: list[Any] | None = None
     kl_penalty: torch.Tensor | None = None
     batch: dict[str, Any] = field(default_factory=dict)
-    perturbed_images: list[list[Any]] | None = None
+    perturbed_images: dict[int, list[Any]] = field(default_factory=dict)
     changes: torch.Tensor | None = None
     selection: GroupSelection = field(init=False)
     replaced: list[int] = field(default_factory=list)

@@ -66,6 +66,11 @@ class Turns:
     returned: ImagesOfRows
     fields: Mapping[str, torch.Tensor]
 
+    def take(self, rows: range) -> "Turns":
+        """Return those of some rows, without pixel inputs."""
+        part = slice(rows.start, rows.stop)
+        return Turns(self.own[part], self.images[part], self.returned[part], {})
+
 
 def build_scoring_inputs(
     prompts: Prompts,
@@ -191,6 +196,8 @@ def text_inputs(batch: Mapping[str, Any], prompts: Prompts, pad_token_id: int) -
 def stacked_inputs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return inputs of TRL's scoring, of equally long batches, as those of one batch behind the other."""
     first = parts[0]
+    if len(parts) == 1:
+        return dict(first)
     result = dict(first)
     for name, value in first.items():
         if isinstance(value, torch.Tensor):

@@ -31,6 +31,7 @@ from vgr_trl.measure import (
     completion_inputs,
     data_has_images,
     make_signals,
+    measure_sample,
     pad_to_length,
     plan_measurement,
     score_perturbed,
@@ -52,6 +53,7 @@ from vgr_trl.patches.trl import (
     unlogged,
 )
 from vgr_trl.patches.vllm import forget_with_new_weights, plan_vllm_images
+from vgr_trl.pixel_use import check_pixel_use
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
@@ -172,6 +174,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         """Create the state that is kept across steps and saved in checkpoints."""
         args = self.args
         self.has_credit, self.selects_groups = args.shapes_advantages, args.selects_groups
+        self.pixels_unchecked = args.check_pixels and self._is_vlm and data_has_images(self)
         self.has_reward_files = any(isinstance(reward, ScoredFile) for reward in self.reward_funcs)
         self.zero_variance_streak = ZeroVarianceStreak(args)
         self.replay = Replay(self) if args.replay_buffer_size > 0 else None
@@ -314,6 +317,12 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self._show_columns(columns)
         if not self.measurement.scoring:
             return columns
+        if rollout.signals is None and self.measurement.samples and self.model.training:
+            if not rollout.greedy:
+                shown, metrics = measure_sample(self, rollout, completion_ids)
+                self._show_columns(shown)
+                self._log_metrics(metrics)
+            return columns
         if rollout.signals is None:
             inputs = completion_inputs(self, rollout, completion_ids)
             only_attention = not (self.measurement.head or self.measurement.needs("values", "similarity"))
@@ -359,6 +368,9 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             rollout.batch = super()._generate_and_score_completions(rollout.rows)
         if not self.model.training:
             return
+        if self.pixels_unchecked and (metrics := check_pixel_use(self, rollout)) is not None:
+            self.pixels_unchecked = False
+            self._log_metrics(metrics)
         if self.critic is not None:
             self.critic.value_tokens(rollout)
         self.kl.keep_reference(rollout)

@@ -151,7 +151,7 @@ def test_options_without_effect(tmp_path, given, expected):
 def test_the_trainer_names_options_without_effect_and_the_plan_does_not_show_them_as_on(text_trainer, monkeypatch):
     warnings = []
     monkeypatch.setattr("vgr_trl.validate.features.logger.warning", warnings.append)
-    trainer = text_trainer(filter_low=0.1, replay_buffer_size=8, soft_punish_cache=3, max_steps=1)
+    trainer = text_trainer(filter_low=0.1, replay_buffer_size=8, soft_punish_cache=3, max_steps=1, check_pixels=True)
     assert "filter_low is without effect because online_filtering is False." in warnings
     assert "soft_punish_cache is without effect because there is no length reward." in warnings
     plan = describe_run(trainer, "here", None, verbose=True)

@@ -65,7 +65,7 @@ def rows_of(file: str, case: Case) -> Dataset:
 
 def trainer_of(kind: str, case: Case, data: tuple[str, str], output: Path, **changed):
     """The trainer of a case; each of two processes has half of the rows that one alone has."""
-    options = {"max_steps": 3, "gradient_accumulation_steps": 2} | BIG_STEPS | case.options
+    options = {"max_steps": 3, "gradient_accumulation_steps": 2, "check_pixels": True} | BIG_STEPS | case.options
     options |= {"per_device_train_batch_size": 4 // int(os.environ.get("WORLD_SIZE", "1"))}
     adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if case.lora else None
     options = config(output, **options | engines.options_of(kind) | changed)

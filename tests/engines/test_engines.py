@@ -65,6 +65,7 @@ def test_every_feature_trains_as_in_one_process(kind, train):
     folder = train(kind, "mixed")
     check_equal(folder, kind, "mixed")
     history = outcome(folder, kind, "mixed")[0]["history"]
+    assert [entry.get("pixels/change", 0) > 1e-5 for entry in history] == [True, False, False]
     assert [entry["replay/replaced_fraction"] for entry in history] == [0, 0, 0.5]
     assert [entry["reward_weights/vgr_hard_negative_reward"] for entry in history] == [0.5, 1, 1]
     assert all(entry["sharing/prompts_per_row"] < 1 for entry in history), "prompts are shared by default"

@@ -42,11 +42,11 @@ def test_dependency_on_some_of_the_images(make, which):
     rollout = rollout_of(trainer)
     batch, dependency, mask = rollout.batch, rollout.signals.dependency, rollout.signals.mask
     own = [[image.tobytes() for image in of_row] for of_row in rollout.turns.images]
-    shown = [[image.tobytes() for image in of_row] for of_row in rollout.perturbed_images]
+    shown = [[image.tobytes() for image in of_row] for _, of_row in sorted(rollout.perturbed_images.items())]
     changed = [[one != two for one, two in zip(*both, strict=True)] for both in zip(own, shown, strict=True)]
     expected = {"all": (True, True), "prompt": (True, False), "tools": (False, True)}[which]
     assert changed == [[expected[0], *[expected[1]] * calls] for calls in (0, 1, 2, 1) * 2]
-    flat = [image for of_row in rollout.perturbed_images for image in of_row]
+    flat = [image for _, of_row in sorted(rollout.perturbed_images.items()) for image in of_row]
     pixels = trainer.processing_class.image_processor(images=flat, return_tensors="pt")["pixel_values"]
     with torch.no_grad():
         given = {n: v for n, v in scoring_inputs(batch | {"pixel_values": pixels}).items() if n != "logits_to_keep"}

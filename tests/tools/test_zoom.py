@@ -112,7 +112,7 @@ def test_a_run_that_zooms(make, monkeypatch):
     assert rollout.rewards[:, 2].tolist() == [0, -1, -2, -1] * 2
     wide, high = rollout.turns.images[1][0].size
     assert rollout.turns.images[1][1].size == (max(-(-wide // 2), 28), max(-(-high // 2), 28))
-    greys = {image.getcolors()[0][1] for of_row in rollout.perturbed_images for image in of_row}
+    greys = {image.getcolors()[0][1] for of_row in rollout.perturbed_images.values() for image in of_row}
     assert greys == {(128, 128, 128)}
     trainer.train()
     assert torch.isfinite(torch.tensor(trainer.state.log_history[0]["loss"]))

@@ -8,6 +8,8 @@ import torch
 from peft import LoraConfig
 from support.trainers import letters_reward
 
+from vgr_trl.measure import choose_sample
+from vgr_trl.reporting.records import read_run
 from vgr_trl.rewards import mdi_reward, vgr_reward
 from vgr_trl.utils import ConfigError
 
@@ -24,11 +26,13 @@ SCORING, TRAINING = (False, 8), (True, 8)
     ("changed", "expected"),
     [
         ({"compute_attention_metrics": False}, [TRAINING]),
-        ({}, [SCORING, TRAINING]),
+        ({}, [(False, 6), TRAINING]),  # the group of the first recorded completion, and two recorded ones of the other
+        ({"rollout_log_steps": 0}, [(False, 4), TRAINING]),
+        ({"attention_rows": "all"}, [SCORING, TRAINING]),
         ({"rewards": [vgr_reward, mdi_reward], "token_weights": True, "enable_entropy_filtering": True},
          [SCORING, TRAINING]),
         ({"enable_perception_filtering": True, "compute_attention_metrics": False}, [SCORING, SCORING, TRAINING]),
-        ({"beta": 0.1}, [SCORING, SCORING, TRAINING]),
+        ({"beta": 0.1}, [SCORING, (False, 6), TRAINING]),
         ({"kl_coef": 0.1, "use_kl_loss": False}, [SCORING, SCORING, TRAINING]),
         ({"advantage_estimator": "gae", "critic": "model", "compute_attention_metrics": False},
          [SCORING, TRAINING, TRAINING]),
@@ -39,6 +43,45 @@ def test_no_pass_is_made_twice(make, passes, changed, expected):
     """TRL's own pass for old log-probabilities is the measured one; a reference pass and perturbed images cost one."""
     make(max_steps=1, **changed).train()
     assert passes == expected
+
+
+@pytest.mark.parametrize(
+    ("recorded", "draw", "expected"),
+    [((0, 1, 4, 5), 9, [0, 1, 2, 3, 4, 5]), ((6,), 0, [4, 5, 6, 7]), ((), 13, [4, 5, 6, 7]), ((), 11, [0, 1, 2, 3])],
+)
+def test_the_sample_is_what_is_recorded_and_one_group(recorded, draw, expected):
+    assert choose_sample(8, 4, 16, recorded, draw) == expected
+
+
+def test_the_sample_of_a_group_that_several_processes_hold():
+    assert choose_sample(6, 4, 6, (), 0) == [0, 1]  # of the group of rows 4 to 7 of all processes
+    assert choose_sample(6, 4, 6, (), 5) == [2, 3, 4, 5]
+
+
+def test_curves_and_records_of_a_sample_are_those_of_its_rows(make, tmp_path):
+    tables, logs, records = [], [], []
+    for rows in ("all", "auto"):
+        options = {"attention_rows": rows, "output_dir": tmp_path / rows, "rollout_log_samples": 2}
+        trainer = make(max_steps=1, temperature=1.0, **options)
+        trainer.train()
+        tables.append(list(trainer._logs["extra"]["vgr"]))
+        logs.append(next(entry for entry in trainer.state.log_history if "attention/late/vgr" in entry))
+        (record,) = read_run(trainer.args.output_dir).records("train")
+        records.append(record.completions)
+    every, sample = tables
+    assert sample == [*(pytest.approx(value, rel=1e-4) for value in every[:4]), None, None, None, None]
+    means = [logged["attention/late/vgr"] for logged in logs]
+    assert means == pytest.approx([sum(every) / 8, sum(every[:4]) / 4], rel=1e-4)
+    for one, other in zip(*records, strict=True):
+        assert one.attention.scale == pytest.approx(other.attention.scale, rel=1e-4)
+        assert one.metrics["late"] == pytest.approx(other.metrics["late"], rel=1e-4)
+        assert other.entropies == pytest.approx(one.entropies, rel=1e-4)
+
+
+def test_a_signal_that_reads_attention_is_measured_of_all_rows(make):
+    trainer = make(max_steps=1, signals=["token_vgr"])
+    trainer.train()
+    assert None not in trainer._logs["extra"]["vgr"]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +98,7 @@ def test_vgr_is_the_same_however_the_batch_is_passed(make, changed):
     implementation = changed.pop("attn_implementation", None)
     values = []
     for options in ({}, changed):
-        trainer = make(max_steps=1, temperature=1.0, **options)
+        trainer = make(max_steps=1, temperature=1.0, attention_rows="all", **options)
         if implementation and options is changed:
             trainer.model.set_attn_implementation(implementation)
         trainer.train()
@@ -70,7 +113,7 @@ def test_the_policy_is_measured_and_not_its_reference(make):
     values = {}
     for beta in (0.0, 0.5):
         torch.manual_seed(0)
-        trainer = make(max_steps=1, beta=beta, peft_config=copy.deepcopy(lora))
+        trainer = make(max_steps=1, beta=beta, attention_rows="all", peft_config=copy.deepcopy(lora))
         trainer.train()
         values[beta] = list(trainer._logs["extra"]["vgr"])
     assert values[0.5] == pytest.approx(values[0.0], rel=1e-4)

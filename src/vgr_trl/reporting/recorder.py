@@ -133,8 +133,7 @@ class RolloutRecorder:
             returned = [] if rollout.turns is None else rollout.turns.returned[row]
             images, thumbnails = read_row_images(data, grids, returned)
             shown = images[: len(images) - len(returned)]  # in the prompt
-            perturbed_images = rollout.perturbed_images[row] if rollout.perturbed_images is not None else []
-            for image, perturbed in zip(images, perturbed_images, strict=False):
+            for image, perturbed in zip(images, rollout.perturbed_images.get(row, []), strict=False):
                 image.perturbed, content = make_thumbnail(perturbed)
                 thumbnails[image.perturbed] = content
             prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()

@@ -1,0 +1,141 @@
+"""Check once, after the first rollout with images, that the model and the engine that generates use the pixels."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers.utils import logging
+
+from vgr_trl.collapse import ENGINE_BOUND
+from vgr_trl.efficiency.loss_mask import take_rows
+from vgr_trl.measure import find_completion_maker, inputs_with_other_images
+from vgr_trl.rollout import ConstructedTrainer, Rollout
+from vgr_trl.rows import Prompts, rows_with_images, scoring_inputs, stacked_inputs, valid_tokens
+from vgr_trl.signals.perturbation import perturb_images
+from vgr_trl.signals.scoring import Want
+from vgr_trl.utils import DataError
+
+logger = logging.get_logger(__name__)
+UNCHANGED = 1e-5  # nats; smaller changes of every log-probability are rounding
+_REMEDY = "or set check_pixels to False to train all the same"
+
+
+@dataclass(frozen=True)
+class PixelUse:
+    """How log-probabilities of completions with an image differ, in nats.
+
+    Attributes:
+        tokens: number of tokens compared.
+        change: mean |change| behind a blank image.
+        largest: largest |change| behind a blank image.
+        engine: mean distance of the engine's from the trainer's; None without an engine that returns its own.
+        engine_blank: mean distance of the engine's from the trainer's behind a blank image; None likewise.
+    """
+
+    tokens: int
+    change: float
+    largest: float
+    engine: float | None = None
+    engine_blank: float | None = None
+
+    @property
+    def engine_is_far(self) -> bool:
+        """Whether the engine answers another prompt than is trained on, or other weights."""
+        return self.engine is not None and self.engine > ENGINE_BOUND
+
+    @property
+    def engine_is_blind(self) -> bool:
+        """Whether the engine is far from the trainer, and closer to the trainer without the image."""
+        return self.engine_is_far and (self.engine_blank or 0) < (self.engine or 0)
+
+    def describe(self) -> str:
+        """Return the line of a run."""
+        line = f"Behind a blank image log-probabilities change by {self.change:.3g} nats per token"
+        if self.engine is not None:
+            line += f"; those of vLLM are {self.engine:.3g} from the trainer's"
+        if self.engine_is_far:
+            line += f", more than {ENGINE_BOUND}: compare its weights, chat template and image processor"
+        if self.engine_is_blind:
+            line += f". They are {self.engine_blank:.3g} from the trainer's behind a blank image: vLLM gets no images"
+        return line + "."
+
+
+def compare_logps(
+    logps: torch.Tensor,
+    blank: torch.Tensor,
+    engine: torch.Tensor | None,
+    mask: torch.Tensor,
+    gather: Callable[[torch.Tensor], torch.Tensor],
+) -> PixelUse:
+    """Compare log-probabilities (N, T) of completions given their images, given blank ones, and of the engine.
+
+    Args:
+        engine: NaN where it has none; None on every process, or on none.
+        mask: (N, T) bool, tokens that are compared.
+        gather: over processes.
+    """
+    change = (blank - logps).abs()[mask]
+    given = logps if engine is None else engine.to(logps)
+    known = mask & given.isfinite()
+    distances = [(given - other).abs()[known].sum() for other in (logps, blank)]
+    sums = torch.stack([mask.sum().to(logps), change.sum(), known.sum().to(logps), *distances])
+    largest = float(gather(change.max().view(1) if len(change) else logps.new_zeros(1)).max())
+    tokens, changed, both, apart, apart_blank = gather(sums.unsqueeze(0)).double().sum(0).tolist()
+    of_engine = (None, None) if engine is None or not both else (apart / both, apart_blank / both)
+    return PixelUse(int(tokens), changed / max(tokens, 1), largest, *of_engine)
+
+
+def refuse_dropped_images(prompts: Prompts, vision_token_ids: Sequence[int]) -> None:
+    """Raise `DataError` if a prompt with images has no placeholder token, because its chat template drops images."""
+    for ids, images in zip(prompts.ids, prompts.images or (), strict=False):
+        if images and vision_token_ids and not set(vision_token_ids).intersection(ids):
+            raise DataError(
+                f"A prompt of {len(ids)} tokens has {len(images)} images, but no image token: use a chat template that "
+                f"writes images, {_REMEDY}."
+            )
+
+
+def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, float] | None:
+    """Score the first group with an image again behind a blank image; log one line, and return metrics.
+
+    Every process makes the same passes.
+
+    Returns:
+        None: no token is to be compared, so that the next rollout has to be checked.
+
+    Raises:
+        DataError: no log-probability changes; in every process.
+    """
+    batch, accelerator, size = rollout.batch, trainer.accelerator, trainer.completions_per_prompt
+    if find_completion_maker(trainer) is not None:
+        return {}
+    valid = valid_tokens(batch).bool()
+    compared = valid & rows_with_images(batch).to(valid.device).unsqueeze(1)  # (N, T)
+    if not accelerator.gather(compared.sum().view(1)).any():
+        return None
+    start = min(int(compared.any(1).int().argmax()), max(len(valid) - size, 0))
+    rows = list(range(start, min(start + size, len(valid))))
+    part, inputs, why = take_rows(batch, rows), [], ""
+    try:
+        blank = partial(perturb_images, name="mask_image", seed=0, step=0)
+        other, _ = inputs_with_other_images(trainer, part, [rollout.messages[row] for row in rows], rows, blank)
+        inputs = [scoring_inputs(part), other]
+    except DataError as error:
+        why = f": {error}"
+    if not accelerator.gather(torch.tensor([bool(inputs)], device=accelerator.device)).all():
+        logger.warning_once(f"Whether the model uses the pixels is not checked{why}")
+        return {}
+    logps, behind_blank = trainer.score(stacked_inputs(inputs), Want()).logps.float().chunk(2)
+    use = compare_logps(
+        logps, behind_blank, part.get("sampling_per_token_logps"), compared[rows].to(logps.device), accelerator.gather
+    )
+    if use.tokens and use.largest < UNCHANGED:
+        raise DataError(
+            f"The log-probabilities of {use.tokens} tokens do not change behind a blank image, so the model does not "
+            f"use its images: check that it reads pixel_values and that the processor passes them on, {_REMEDY}."
+        )
+    if accelerator.is_main_process:
+        logger.warning(use.describe())
+    metrics = {"pixels/change": use.change, "pixels/engine_distance": use.engine}
+    return {name: value for name, value in metrics.items() if value is not None}

@@ -1,0 +1,97 @@
+"""Whether the model and the engine see the images is checked once, after the first rollout."""
+
+import pytest
+import torch
+from support.vllm import in_place_of_vllm
+
+from vgr_trl.collapse import first_signs
+from vgr_trl.pixel_use import PixelUse, compare_logps
+from vgr_trl.utils import DataError
+
+
+@pytest.fixture
+def make(vision_trainer):
+    def build(**changed):
+        options = {"check_pixels": True, "compute_attention_metrics": False, "rollout_log_steps": 0, "max_steps": 2}
+        return vision_trainer(**{**options, **changed})
+
+    return build
+
+
+def cut_pixels(trainer):
+    """Let the vision tower see black pixels only."""
+    embed = trainer.model.model.visual.patch_embed
+    plain = embed.forward
+    embed.forward = lambda pixels: plain(torch.zeros_like(pixels))
+
+
+def test_one_group_passes_again_once_and_the_change_is_logged(make, passes, caplog):
+    trainer = make()
+    trainer.train()
+    assert [rows for trains, rows in passes if not trains] == [8]  # 4 completions, and they behind a blank image
+    (change,) = [entry["pixels/change"] for entry in trainer.state.log_history if "pixels/change" in entry]
+    (line,) = [text for text in caplog.messages if "blank image" in text]
+    assert line == f"Behind a blank image log-probabilities change by {change:.3g} nats per token."
+    assert change > 1e-5
+
+
+def test_a_model_whose_pixels_are_cut_stops_the_run(make):
+    trainer = make()
+    cut_pixels(trainer)
+    with pytest.raises(DataError, match="tokens do not change behind a blank image, so the model does not use its im"):
+        trainer.train()
+    trained = make(check_pixels=False, max_steps=1)
+    cut_pixels(trained)
+    trained.train()
+
+
+def test_a_template_without_images_stops_the_run(make, monkeypatch):
+    trainer = make()
+    # This processor counts placeholders itself; others, which know no image token, take such a text.
+    monkeypatch.setattr(type(trainer.processing_class), "validate_inputs", lambda *args, **kwargs: None)
+    trainer.processing_class.chat_template = (
+        "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(DataError, match=r"has 1 images, but no image token: use a chat template that writes images"):
+        trainer.train()
+
+
+def test_an_engine_far_from_the_trainer_is_warned_of(make, monkeypatch, caplog):
+    in_place_of_vllm(monkeypatch)
+    trainer = make(use_vllm=True, vllm_mode="colocate", max_steps=1)
+    trainer.train()
+    logged = next(entry for entry in trainer.state.log_history if "pixels/engine_distance" in entry)
+    distance = logged["pixels/engine_distance"]
+    assert distance > 1  # its log-probabilities are all -2.5
+    (line,) = [text for text in caplog.messages if "blank image" in text]
+    assert f"those of vLLM are {distance:.3g} from the trainer's, more than 0.1: compare its weights" in line
+    assert first_signs([(1, logged)]) == [
+        (1, f"log-probabilities of the engine are {distance:.3g} nats from the trainer's")
+    ]
+
+
+def compare(engine=None, processes=1):
+    logps = torch.tensor([[-1.0, -2.0, -9.0], [-1.0, -1.0, -1.0]])
+    blank = torch.tensor([[-1.5, -2.0, -1.0], [-3.0, -1.0, -1.0]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    return compare_logps(logps, blank, engine, mask, lambda values: torch.cat([values] * processes))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_means_over_the_tokens_of_all_processes(processes):
+    # Changes of the five tokens: 0.5, 0, 2, 0, 0.
+    assert compare(processes=processes) == PixelUse(5 * processes, 0.5, 2.0)
+
+
+def test_an_engine_without_images_is_told_from_one_with_other_weights():
+    # The engine has those of the first token of each row: 0.4 and 1.8 off, and 0.1 and 0.2 behind a blank image.
+    engine = torch.full((2, 3), torch.nan)
+    engine[:, 0] = torch.tensor([-1.4, -2.8])
+    blind = compare(engine)
+    assert (blind.engine, blind.engine_blank) == (pytest.approx(1.1), pytest.approx(0.15))
+    assert blind.engine_is_blind
+    assert "They are 0.15 from the trainer's behind a blank image: vLLM gets no images." in blind.describe()
+    near = compare(torch.tensor([[-1.05, -2.0, 0.0], [-1.0, -1.0, -1.0]]))
+    assert near.engine == pytest.approx(0.01)
+    assert not near.engine_is_far
+    assert not near.engine_is_blind
