@@ -91,7 +91,7 @@ step-equality: $(DEV)
 # What is released, into dist/, then tried as a user has it: in a clean environment and outside of the checkout. Needs a
 # package index.
 RELEASE := .venv-release
-.PHONY: release
+.PHONY: release check-tag
 release: $(DEV)
 	rm -rf dist
 	$(BIN)/python -m build
@@ -99,6 +99,10 @@ release: $(DEV)
 	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
 	scripts/try_release.sh $(abspath $(RELEASE)/bin)
+
+# TAG, such as v0.2.0, is that of the version in the package.
+check-tag:
+	grep -qxF "__version__ = \"$${TAG#v}\"" src/vgr_trl/__init__.py || { echo "$$TAG is not the version of the package."; exit 1; }
 
 # Training steps with a real vLLM on a CPU, in an environment of its own; by hand.
 VLLM := .venv-vllm
