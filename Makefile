@@ -61,7 +61,7 @@ clean:
 report-page:
 	cd report_page && npm ci --no-fund --no-audit && npm run build
 
-# The documentation as a site in site/, from docs/ and benchmarks/results; a dead link is an error. Needs no network.
+# The documentation as a site in site/, from docs/ and benchmarks; a dead link is an error. Needs no network.
 .PHONY: docs
 docs: $(DEV)
 	$(BIN)/mkdocs build --strict
