@@ -67,12 +67,12 @@ docs: $(DEV)
 	$(BIN)/mkdocs build --strict
 
 # TRL's own tests of GRPOTrainer against DAPOTrainer, offline. TRL_SNAPSHOT is a clone of TRL; the tests are those of TRL_REV.
-# TRAINER=trl:GRPOTrainer CONFIG=trl:GRPOConfig runs them with TRL's own; TRL_FLAGS are pytest's, such as "-k vlm".
+# TRL_TRAINER=trl:GRPOTrainer TRL_CONFIG=trl:GRPOConfig runs them with TRL's own; TRL_FLAGS are pytest's, such as "-k vlm".
 TRL_REV ?= f2cd57710ae345ea6428ae95363267fcf38a3dc8
 TRL_FLAGS ?=
 TRL_TESTS := .trl-tests
-TRAINER ?= vgr_trl:DAPOTrainer
-CONFIG ?= vgr_trl:DAPOConfig
+TRL_TRAINER ?= vgr_trl:DAPOTrainer
+TRL_CONFIG ?= vgr_trl:DAPOConfig
 .PHONY: trl-tests
 trl-tests: $(DEV)
 	@test -n "$$TRL_SNAPSHOT" || { echo "TRL_SNAPSHOT is not set: give the folder of a git clone of TRL."; exit 2; }
@@ -80,7 +80,7 @@ trl-tests: $(DEV)
 	git -C "$$TRL_SNAPSHOT" archive --output "$(CURDIR)/$(TRL_TESTS)/tests.tar" $(TRL_REV) tests
 	tar -x -C $(TRL_TESTS) -f $(TRL_TESTS)/tests.tar
 	cd $(TRL_TESTS) && HF_HOME="$$PWD/home" PYTHONPATH="$(CURDIR)/src:$(CURDIR)/scripts" OMP_NUM_THREADS=1 \
-	  TRAINER=$(TRAINER) CONFIG=$(CONFIG) $(abspath $(BIN))/python -m pytest -p trl_tests.plugin -c /dev/null --rootdir . \
+	  TRAINER=$(TRL_TRAINER) CONFIG=$(TRL_CONFIG) $(abspath $(BIN))/python -m pytest -p trl_tests.plugin -c /dev/null --rootdir . \
 	  -p no:cacheprovider -W ignore -o faulthandler_timeout=300 -q -rfE tests/test_grpo_trainer.py $(TRL_FLAGS)
 
 # Sixty random mixes of options: the update of DAPOTrainer, with everything on that changes nothing, and TRL's.
