@@ -61,17 +61,27 @@ clean:
 report-page:
 	cd report_page && npm ci --no-fund --no-audit && npm run build
 
-# The documentation as a site in site/, from docs/ and benchmarks/results; a dead link is an error. Needs no network.
+# The documentation as a site in site/, from docs/ and benchmarks; a dead link is an error. Needs no network.
 .PHONY: docs
 docs: $(DEV)
 	$(BIN)/mkdocs build --strict
 
-# TRL's own tests of GRPOTrainer against DAPOTrainer; by hand, with a git copy of TRL.
-HARNESS ?= ../shared/trlcompat
+# TRL's own tests of GRPOTrainer against DAPOTrainer, offline. TRL_SNAPSHOT is a clone of TRL; the tests are those of TRL_REV.
+# TRL_TRAINER=trl:GRPOTrainer TRL_CONFIG=trl:GRPOConfig runs them with TRL's own; TRL_FLAGS are pytest's, such as "-k vlm".
+TRL_REV ?= f2cd57710ae345ea6428ae95363267fcf38a3dc8
+TRL_FLAGS ?=
+TRL_TESTS := .trl-tests
+TRL_TRAINER ?= vgr_trl:DAPOTrainer
+TRL_CONFIG ?= vgr_trl:DAPOConfig
 .PHONY: trl-tests
 trl-tests: $(DEV)
-	PYTHON=$(abspath $(BIN))/python TRAINER_UNDER_TEST=vgr_trl:DAPOTrainer CONFIG_UNDER_TEST=vgr_trl:DAPOConfig \
-	  $(HARNESS)/run.sh --all
+	@test -n "$$TRL_SNAPSHOT" || { echo "TRL_SNAPSHOT is not set: give the folder of a git clone of TRL."; exit 2; }
+	rm -rf $(TRL_TESTS) && mkdir $(TRL_TESTS)
+	git -C "$$TRL_SNAPSHOT" archive --output "$(CURDIR)/$(TRL_TESTS)/tests.tar" $(TRL_REV) tests
+	tar -x -C $(TRL_TESTS) -f $(TRL_TESTS)/tests.tar
+	cd $(TRL_TESTS) && HF_HOME="$$PWD/home" PYTHONPATH="$(CURDIR)/src:$(CURDIR)/scripts" OMP_NUM_THREADS=1 \
+	  TRAINER=$(TRL_TRAINER) CONFIG=$(TRL_CONFIG) $(abspath $(BIN))/python -m pytest -p trl_tests.plugin -c /dev/null --rootdir . \
+	  -p no:cacheprovider -W ignore -o faulthandler_timeout=300 -q -rfE tests/test_grpo_trainer.py $(TRL_FLAGS)
 
 # Sixty random mixes of options: the update of DAPOTrainer, with everything on that changes nothing, and TRL's.
 .PHONY: step-equality
@@ -81,7 +91,7 @@ step-equality: $(DEV)
 # What is released, into dist/, then tried as a user has it: in a clean environment and outside of the checkout. Needs a
 # package index.
 RELEASE := .venv-release
-.PHONY: release
+.PHONY: release check-tag
 release: $(DEV)
 	rm -rf dist
 	$(BIN)/python -m build
@@ -89,6 +99,10 @@ release: $(DEV)
 	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
 	scripts/try_release.sh $(abspath $(RELEASE)/bin)
+
+# TAG, such as v0.2.0, is that of the version in the package.
+check-tag:
+	grep -qxF "__version__ = \"$${TAG#v}\"" src/vgr_trl/__init__.py || { echo "$$TAG is not the version of the package."; exit 1; }
 
 # Training steps with a real vLLM on a CPU, in an environment of its own; by hand.
 VLLM := .venv-vllm

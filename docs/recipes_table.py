@@ -67,12 +67,12 @@ def _sections(recipes: Sequence[Recipe]) -> Iterator[str]:
         yield f"| `{name}` | {values} | {_text(defaults[name])} | {notes.get(name, '')} |"
     yield "\n## Cost\n"
     yield "| recipe | passes without + with gradients | operations of a step over those of `dapo` |\n|---|---:|---:|"
-    counted = dict(OPERATIONS.findall((DOCS / "../benchmarks/results/recipes.md").read_text(encoding="utf-8")))
+    counted = dict(OPERATIONS.findall((DOCS / "../benchmarks/findings.md").read_text(encoding="utf-8")))
     for recipe in recipes:
         yield f"| `{recipe.name}` | {_passes(_about(recipe))} | {counted.get(recipe.name, 'not counted')} |"
     yield (
         "\nPasses are over the completions of a rollout, beside generation; operations are those of\n"
-        "[recipes.md](../../benchmarks/results/recipes.md), of one size. More: [cost](../cost.md)."
+        "[operations](../../benchmarks/findings.md#operations-by-recipe), of one size. More: [cost](../cost.md)."
     )
     yield "\n## Source\n"
     yield from (f"- `{recipe.name}`: {_source(_about(recipe))}" for recipe in recipes)

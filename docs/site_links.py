@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages of benchmarks/results stand on the site, other links become paths, pipes are pipes."""
+"""Hooks of mkdocs: pages of benchmarks stand on the site, other links become paths, pipes are pipes."""
 
 import os
 import re
@@ -14,8 +14,8 @@ LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<target>[^)\s#:]+)(?P<anchor>#[^)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages and pictures of benchmarks/results, at the same path."""
-    for path in sorted(RESULTS.iterdir()):
+    """Add the pages and pictures of benchmarks, at the same path."""
+    for path in (*sorted(RESULTS.iterdir()), RESULTS.parent / "findings.md"):
         if path.suffix in (".md", ".png"):
             files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files

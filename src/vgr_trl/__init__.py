@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
     from vgr_trl.trainer import DAPOTrainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["DAPOConfig", "DAPOTrainer", "__version__"]
 
 

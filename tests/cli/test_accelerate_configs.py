@@ -1,11 +1,10 @@
-from pathlib import Path
-
 import pytest
 from accelerate.commands import launch
 from accelerate.commands.config.config_args import load_config_from_file
 from torch.distributed.run import determine_local_world_size
 
-FOLDER = Path(__file__).parents[2] / "accelerate_configs"
+from vgr_trl.cli.__main__ import main
+
 EXPECTED = {
     "cpu": "MULTI_GPU",
     "single_gpu": "NO",
@@ -21,9 +20,10 @@ EXPECTED = {
 
 @pytest.mark.filterwarnings("ignore:Port `29500` is already in use")  # by another run on this machine
 @pytest.mark.parametrize("name", EXPECTED)
-def test_accelerate_accepts_the_file_and_starts_a_process_for_each_gpu(name, monkeypatch):
-    path = FOLDER / f"{name}.yaml"
-    config = load_config_from_file(str(path))
+def test_accelerate_accepts_the_file_and_starts_a_process_for_each_gpu(name, monkeypatch, capsys):
+    assert main(["path", name]) == 0
+    path = capsys.readouterr().out.strip()
+    config = load_config_from_file(path)
     assert config.distributed_type.value == EXPECTED[name]
     assert config.use_cpu == (name == "cpu")
     if EXPECTED[name] == "DEEPSPEED":
@@ -31,7 +31,7 @@ def test_accelerate_accepts_the_file_and_starts_a_process_for_each_gpu(name, mon
     torchrun = []
     monkeypatch.setattr("torch.distributed.run.run", torchrun.append)
     more = ["--num_processes", "16", "--main_process_ip", "10.0.0.1", "--machine_rank", "1"]
-    given = ["--config_file", str(path), *(more if name == "two_machines" else []), "train.py"]
+    given = ["--config_file", path, *(more if name == "two_machines" else []), "train.py"]
     if name in ("cpu", "single_gpu"):
         return
     launch.launch_command(launch.launch_command_parser().parse_args(given))
@@ -41,3 +41,11 @@ def test_accelerate_accepts_the_file_and_starts_a_process_for_each_gpu(name, mon
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     assert determine_local_world_size(torchrun[0].nproc_per_node) == 3
+
+
+def test_names_are_listed_and_an_unknown_name_is_refused_with_them(capsys):
+    assert main(["path"]) == 0
+    assert set(capsys.readouterr().out.split()) == set(EXPECTED)
+    with pytest.raises(SystemExit):
+        main(["path", "zero4"])
+    assert "invalid choice: 'zero4'" in capsys.readouterr().err

@@ -94,6 +94,8 @@ def commands_of(block: str, folder: Path) -> list[list[str]]:
     for name in PROGRAMS:
         (stubs / name).write_text(f'#!/bin/sh\nprintf "%s\\037" {name} "$@" >> {words}\necho >> {words}\n')
         (stubs / name).chmod(0o755)
+    path = f'if [ "$1" = path ]; then echo {ROOT}/accelerate_configs/"$2".yaml; exit; fi'  # within $(…)
+    (stubs / "vgr-trl").write_text((stubs / "vgr-trl").read_text().replace("\n", f"\n{path}\n", 1))
     script = "set -eu\n" + re.sub(r"^# (.*)", r'remark "\1"', block, flags=re.MULTILINE)
     script = script.replace("experiments/check.sh ", "")  # reads what its script prints: see test_scripts.py
     environment = {**os.environ, "PATH": f"{stubs}:{os.defpath}"}

@@ -4,8 +4,10 @@ Lines are run as they are typed: only model, data and size are those of a test.
 """
 
 import json
+import re
 import runpy
 import shlex
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -145,6 +147,17 @@ def test_the_paths_of_earlier_scripts_lead_to_ours():
     assert (REPOSITORY / "prepare_aokvqa_for_trl.py").samefile(EXAMPLES / "prepare_aokvqa_for_trl.py")
     for name in (*(f"experiment{number}.sh" for number in range(1, 6)), "dapo_train.sh", "data.sh"):
         assert (REPOSITORY / name).samefile(REPOSITORY / "experiments" / name)
+
+
+def test_every_link_of_the_repository_is_listed_and_no_other():
+    listed = subprocess.run(["git", "ls-files", "--stage"], cwd=REPOSITORY, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    links = {line.split("\t")[1] for line in listed.stdout.splitlines() if line.startswith("120000")}
+    page = (REPOSITORY / "experiments" / "README.md").read_text(encoding="utf-8")
+    table = page.partition("| link | leads to |")[2].partition("\n\n")[0]
+    rows = [line.split(" | ")[0] for line in table.splitlines()]
+    assert {name for row in rows for name in re.findall("`(.+?)`", row)} == links
 
 
 def _history(output: Path) -> list[dict]:

@@ -22,6 +22,7 @@ RECIPES_LEGEND = """
 passes: forward passes over the completions of a rollout, without + with gradients, not counting generation.
 vgr-trl recipes NAME prints one, with its departures from the paper; vgr-trl train --recipe NAME starts from it."""
 TEMPLATES = Path(__file__).parent / "templates"
+ACCELERATE_CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 # transformers 5.23 warns at every step of TRL 1.16.
 DEPRECATION_PATTERN = r"`\w*gradient_checkpointing\w*` is deprecated"
 
@@ -180,6 +181,16 @@ def init(argv: Sequence[str]) -> int:
     return 0
 
 
+def path(argv: Sequence[str]) -> int:
+    """Print the path of a configuration for `accelerate launch --config_file`; without a name, list the names."""
+    paths = {file.stem: file for file in sorted(ACCELERATE_CONFIGS.glob("*.yaml"))}
+    parser = _make_parser("path")
+    parser.add_argument("name", nargs="?", choices=paths, metavar="NAME", help=f"one of {', '.join(paths)}")
+    name = parser.parse_args(argv).name
+    print(paths[name] if name else "\n".join(paths))
+    return 0
+
+
 def env(argv: Sequence[str]) -> int:
     """Print package versions and devices."""
     _make_parser("env").parse_args(argv)
@@ -208,6 +219,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "demo": ("train the built-in tiny vision-language model; accuracy before and after", demo),
     "recipes": ("list the methods that `train --recipe NAME` starts from, or show one", recipes),
     "init": ("write a commented YAML file for `vgr-trl train --config`", init),
+    "path": ("print the path of a configuration for `accelerate launch --config_file`", path),
     "env": ("print versions and devices, for bug reports", env),
 }
 

@@ -1,1 +1,0 @@
-../../examples/grpo_vlm.py

@@ -1,1 +1,0 @@
-../../examples/prepare_aokvqa_for_trl.py

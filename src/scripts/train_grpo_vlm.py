@@ -1,1 +1,0 @@
-../../examples/train_grpo_vlm.py

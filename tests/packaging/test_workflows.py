@@ -1,0 +1,68 @@
+"""The workflows call targets of the Makefile and nothing else, on the versions that the package names."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from vgr_trl.utils import SUPPORTED
+
+ROOT = Path(__file__).parents[2]
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+WORKFLOWS = {
+    file.stem: yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)
+    for file in (ROOT / ".github" / "workflows").glob("*.yml")
+}
+
+
+def commands(job: dict[str, Any]) -> Iterator[str]:
+    """Each line that a job runs, once per value of its matrix."""
+    lines = [line for step in job.get("steps", []) for line in step.get("run", "").splitlines()]
+    for line in lines:
+        found = re.findall(r"\$\{\{ matrix\.([\w-]+) \}\}", line)
+        values = job["strategy"]["matrix"][found[0]] if found else [""]
+        yield from (re.sub(r"\$\{\{ matrix\.[\w-]+ \}\}", value, line) for value in values)
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_calls_targets_of_the_makefile_only(name):
+    for job in WORKFLOWS[name]["jobs"].values():
+        for line in commands(job):
+            program, *words = line.split()
+            targets = {word for word in words if "=" not in word}
+            assert program == "make", line
+            assert targets, line
+            assert targets <= TARGETS, line
+            assert not set(";&|`$") & set(line), line
+
+
+def test_every_check_runs_somewhere():
+    run = {
+        word
+        for workflow in WORKFLOWS.values()
+        for job in workflow["jobs"].values()
+        for line in commands(job)
+        for word in line.split()
+    }
+    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    long_targets = set(re.findall(r"^\| `make ([\w-]+)`", table, re.MULTILINE)) - {"gpu"}
+    assert long_targets | {"lint", "types", "tests", "docs", "release", "check-tag"} <= run
+
+
+def test_changes_are_tested_on_the_versions_that_the_package_names():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pythons = [each.split(" :: ")[-1] for each in project["classifiers"] if " :: 3." in each]
+    jobs = WORKFLOWS["tests"]["jobs"]
+    assert jobs["newest-trl"]["strategy"]["matrix"]["python"] == pythons
+    assert jobs["oldest-trl"]["strategy"]["matrix"]["python"] == pythons
+    assert [f"make compat COMPAT=trl-{SUPPORTED[0]} PYTHON=python"] == list(commands(jobs["oldest-trl"]))
+
+
+def test_a_bug_is_reported_with_the_environment():
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text(encoding="utf-8"))
+    asked = [part for part in form["body"] if "`vgr-trl env`" in part["attributes"].get("label", "")]
+    assert [part["validations"] for part in asked] == [{"required": True}]
