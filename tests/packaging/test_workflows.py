@@ -49,7 +49,10 @@ def test_every_check_runs_somewhere():
         for word in line.split()
     }
     table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    long_targets = set(re.findall(r"^\| `make ([\w-]+)`", table, re.MULTILINE)) - {"gpu"}
+    long_targets = set(re.findall(r"^\| `make ([\w-]+)`", table, re.MULTILINE)) - {
+        "gpu",
+        "real-size",
+    }  # what no runner has: a GPU, 24 GB
     assert long_targets | {"lint", "types", "tests", "docs", "release", "check-tag"} <= run
 
 
