@@ -14,13 +14,12 @@ from functools import partial
 from pathlib import Path
 
 from vgr_trl import __version__
-from vgr_trl.recipes import read_recipe, recipe_file, recipe_names
+from vgr_trl.recipes import TEMPLATES, read_recipe, recipe_file, recipe_names
 from vgr_trl.utils import ConfigError, VGRError, naming_full_disk
 
 RECIPES_LEGEND = """
 passes: forward passes over the completions of a rollout, without + with gradients, not counting generation.
 vgr-trl recipes NAME prints one, with its departures from the paper; vgr-trl train --recipe NAME starts from it."""
-TEMPLATES = Path(__file__).parent / "templates"
 # transformers 5.23 warns at every step of TRL 1.16.
 DEPRECATION_PATTERN = r"`\w*gradient_checkpointing\w*` is deprecated"
 
