@@ -43,7 +43,11 @@ def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, 
     lines = [" ".join(line.replace("█", "").split()) for line in found.text.splitlines()]
     assert lines[0] == "train: 8 rows, 4 of them cannot be used; 2 for an answer that cannot be read."
     reasons = lines[lines.index("left out") + 1 :]
-    assert [line.split()[0] for line in reasons[:3]] == ["2", "1", "1"]  # zebra and giraffe are one kind of mistake
+    assert [line.split()[:2] for line in reasons[:3]] == [
+        ["2", "25.0%"],
+        ["1", "12.5%"],
+        ["1", "12.5%"],
+    ]  # zebra and giraffe are one kind of mistake
     assert [line.split(":")[0] for line in reasons[3:7]] == [f"row {n} (id 'q{n}')" for n in (2, 3, 4, 6)]
     answers = {one["row"]: one["answer"] for one in found.sample}
     assert answers == {0: "B. y", 1: "B. y", 5: "B) forty-two", 7: "B. y"}
