@@ -31,6 +31,9 @@ export interface Completion {
   logps: Numbers | null;
   /** Log-probability with the perturbed image less that with the image itself. */
   changes?: Numbers | null;
+  /** Own signals, and weights of credit rules, by name. */
+  signals?: Record<string, Numbers>;
+  credit?: Record<string, Numbers>;
   rewards: Record<string, number | null>;
   reward: number | null;
   advantage: number | null;

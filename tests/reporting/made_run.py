@@ -50,6 +50,7 @@ def completion(
         prompt=prompt if prompt is not None else f"<image> What colour is disc number {question}?",
         weights=[round(1 / value, 4) for value in vgr], dependency=dependency, vgr=vgr, entropies=entropies,
         advantages=[(0.5 if right else -0.5) / value for value in vgr], logps=logps, correct=right,
+        signals={"place": list(map(float, range(count)))}, credit={"odd": [token % 2 for token in range(count)]},
         rewards={"accuracy_reward": float(right), "vgr_reward": 0.25, "format": 1.0 if tokens is None else None},
         reward=1.25 if right else 0.25, advantage=0.5 if right else -0.5, metrics=dict.fromkeys(SEGMENTS, segment),
         images=[RecordedImage(thumbnail(folder, colour, question % cells), *SIZE, GRID)],

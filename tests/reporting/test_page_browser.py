@@ -129,6 +129,11 @@ def test_tokens_are_coloured_by_the_chosen_number(opened: Open) -> None:
     assert now[2] > now[0]
     assert now != before
     expect(page.locator(".scale")).to_contain_text("blue: made less likely, orange: made more likely")
+    control(page, "Colour tokens by").select_option("Signal place")
+    expect(token).to_have_attribute("aria-label", " blue, Signal place 4")
+    control(page, "Colour tokens by").select_option("Credit rule odd")
+    expect(token).to_have_attribute("aria-label", " blue, Credit rule odd 0")
+    expect(page.locator(".scale")).to_contain_text("blue: less credit")
 
 
 def heat(page: Page) -> list[int]:

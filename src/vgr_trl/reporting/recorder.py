@@ -29,7 +29,7 @@ from trl.trainer.utils import nanstd
 
 from vgr_trl.boxes import boxes_of
 from vgr_trl.config import LOG_OPTIONS
-from vgr_trl.credit import attention_weights
+from vgr_trl.credit import OF_REWARD, attention_weights
 from vgr_trl.data.images import images_of, open_image
 from vgr_trl.options import changed_options
 from vgr_trl.reporting.markdown import MarkdownLogs, Summary, print_record
@@ -178,6 +178,7 @@ class RolloutRecorder:
             advantage, credit = before[row], after[row]
             completion.advantage = (advantage[:length].sum() / max(length, 1) if advantage.ndim else advantage).item()
             completion.advantages = credit[:length].tolist() if credit.ndim else [credit.item()] * length
+            completion.credit = {name: weights[row, :length].tolist() for name, weights in selected.credit.items()}
             if self.args.token_weights_positive_only and completion.advantage < 0 and completion.weights is not None:
                 completion.weights = [1.0] * length
 
@@ -356,10 +357,13 @@ def completion_measurements(signals: RolloutSignals, length: int, options: Any) 
             columns["weights"] = attention_weights(mass, signals.mask, options)
         segments = measure_segments(mass, options.attention_segments, options.mdi_balance_ratio)
         found["metrics"] = reward_columns(segments)["attention_metrics"][0]
-    for name, values in columns.items():
-        if values is not None and not values[0, :length].isnan().all():  # all NaN if not measured
-            found[name] = values[0, :length].tolist()
-    return found
+
+    def known(values: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
+        rows = {name: value[0, :length] for name, value in values.items() if value is not None}
+        return {name: row.tolist() for name, row in rows.items() if not row.isnan().all()}  # all NaN if not measured
+
+    own = {name: value for name, value in signals.extra.items() if name != OF_REWARD and name not in columns}
+    return found | known(columns) | {"signals": known(own)}
 
 
 def find_accuracy(values: Mapping[str, Any]) -> Any:

@@ -90,6 +90,8 @@ class Completion:
         advantages: per token, as used by the loss; None if the completion was not trained on.
         entropies, logps: under the policy that generated the tokens, in nats.
         changes: change of the log-probability when the image is perturbed, in nats.
+        signals: of the run, by name: per token.
+        credit: weights of the credit rules, by name: per token; 0 and 1 of a filter.
         rewards: by name, unweighted.
         reward: weighted sum of the rewards.
         advantage: of the completion, before credit is assigned to tokens.
@@ -113,6 +115,8 @@ class Completion:
     entropies: Numbers | None = None
     logps: Numbers | None = None
     changes: Numbers | None = None
+    signals: dict[str, Numbers] = field(default_factory=dict)
+    credit: dict[str, Numbers] = field(default_factory=dict)
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None
     advantage: float | None = None
