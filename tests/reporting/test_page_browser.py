@@ -42,7 +42,7 @@ def browser() -> Iterator[Browser]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Pages of one run, of two, of one with hostile text, and of one with long names."""
     root = tmp_path_factory.mktemp("pages")
-    one, two = make_run(root / "one", steps=6), make_run(root / "two", steps=4, offset=0.1)
+    one, two = make_run(root / "one", steps=6), make_run(root / "two", steps=4, offset=0.1, weight=2.0)
     odd = [completion(root, 0, True, tokens=[HOSTILE, "&lt;b&gt;"], prompt=HOSTILE)]
     hostile = make_run(root / "hostile", steps=1, name=HOSTILE, extra=odd)
     long = make_run(root / "long", steps=4, prompt=CHAT)
@@ -106,8 +106,9 @@ def test_the_first_screen_says_how_each_run_went(opened: Open) -> None:
     # Accuracy 0.2 + 0.6 · step / steps + offset: of 6 steps from 0.3 on, of 4 with an offset of 0.1 from 0.45 on.
     expect(strips.first).to_contain_text("30 % → 80 %")
     expect(strips.last).to_contain_text("45 % → 90 %")
+    expect(strips.first).to_contain_text("sampled, 2 each, T=1, step")
     expect(strips.first).to_contain_text("1.43 → 1.1")  # VGR 1.5 - 0.4 · step / steps
-    expect(strips.first.locator(".spark polyline")).to_have_count(1)
+    expect(strips.first.locator(".spark polyline")).to_have_count(2)  # evaluation and training
     expect(strips.first.get_by_text("No red flag.")).to_be_visible()
     assert page.locator(".charts").first.locator("strong").all_inner_texts() == [
         "Accuracy reward, mean", "Reward", "VGR – smaller: looks more (late layers)", "Entropy",
@@ -176,11 +177,35 @@ def test_attention_of_the_chosen_token_is_drawn_on_its_cell(opened: Open) -> Non
 
 def test_the_configuration_shows_first_what_differs(opened: Open) -> None:
     rows = opened("two", "Configuration").locator("tbody tr")
-    assert rows.all_inner_texts() == ["max_steps\t6\t4"]
+    rewards = [f"accuracy_reward x {weight}, vgr_reward x 1" for weight in (1, 2)]
+    assert rows.all_inner_texts() == ["\t".join(["rewards", *rewards]), "max_steps\t6\t4"]
+    note = opened("two").locator(".legend .note")
+    expect(note).to_contain_text(f"different rewards ({' | '.join(rewards)})")
     page = opened("one", "Configuration")
-    assert page.locator("tbody th").all_inner_texts() == ["beta", "max_steps"]
+    described = ["model", "recipe", "data", "rewards", "device"]
+    assert page.locator("tbody th").all_inner_texts() == [*described, "beta", "max_steps"]
     control(page, "Options").select_option("all")
-    assert page.locator("tbody th").all_inner_texts() == ["beta", "max_steps", "seed"]
+    assert page.locator("tbody th").all_inner_texts() == [
+        *described, "beta", "max_steps", "num_generations", "seed", "temperature",
+    ]  # fmt: skip
+    expect(opened("one").locator(".legend .note")).to_have_count(0)
+
+
+def test_a_completion_shows_the_weights_of_its_rewards(opened: Open) -> None:
+    rows = opened("two", "Completions").locator(".facts").first.locator("tbody tr")
+    assert rows.all_inner_texts()[:2] == ["accuracy_reward\t0\t× 1", "vgr_reward\t0.25\t× 1"]
+
+
+def test_charts_are_whole_on_paper(opened: Open) -> None:
+    page = opened("one")
+    page.set_viewport_size({"width": 1400, "height": 900})
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 700, "height": 900})
+    boxes = page.evaluate("""() => [...document.querySelectorAll(".plot")].map(plot =>
+        [plot.getBoundingClientRect().right, plot.querySelector("canvas").getBoundingClientRect().right])""")
+    assert len(boxes) == 4
+    assert all(inner <= outer + 1 for outer, inner in boxes)
 
 
 def test_curves_over_time_and_as_a_table(opened: Open) -> None:

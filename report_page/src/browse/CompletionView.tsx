@@ -58,7 +58,7 @@ export function CompletionView({ images, entry, quantity, lit, placed }: Props) 
           <Tokens completion={completion} quantity={quantity} chosen={chosen} onChoose={choose} />
           {!completion.drawn && <Scale completion={completion} quantity={quantity} />}
         </div>
-        <Rewards completion={completion} />
+        <Rewards completion={completion} weights={entry.weights} />
         {!completion.images.length && <Metrics completion={completion} />}
         </div>
         {completion.images.length > 0 && (

@@ -1,4 +1,4 @@
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
 import { runColour, runDash } from "../colours";
 import type { Numbers, Run } from "../data";
@@ -98,7 +98,7 @@ export function Chart({ panel, runs, drawing: { smoothing, axis, logarithmic } }
     return positive.some((values) => values.some((value) => typeof value === "number")) ? [places, ...positive] as uPlot.AlignedData : null;
   }, [data, logarithmic]);
 
-  useEffect(() => {
+  useLayoutEffect(() => { // before the page is printed, too
     const element = box.current!;
     const style = getComputedStyle(element);
     const ink = style.getPropertyValue("--muted");

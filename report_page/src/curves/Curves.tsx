@@ -1,6 +1,6 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { Run } from "../data";
-import { plural } from "../format";
+import { plural, visible } from "../format";
 import { useDark } from "../hooks";
 import { go, usePlace } from "../place";
 import { asCsv, axes } from "./axis";
@@ -26,6 +26,7 @@ export function Curves({ runs }: { runs: Run[] }) {
   const logarithmic = place.scale === "log";
   const drawing = useMemo(() => ({ smoothing, axis, logarithmic }), [smoothing, axis, logarithmic]);
   const dark = useDark();
+  const rewards = useMemo(() => new Set(runs.filter(({ scores }) => !scores).map(({ setup }) => setup.rewards ?? "unknown")), [runs]);
   const open = (place.open ?? "").split("|");
   const evaluation = useMemo(() => runs.some((run) => run.curves.some((curve) => curve.mode === "eval")), [runs]);
   const shown = useMemo(() => (wanted ? found(all, wanted.toLowerCase()) : all), [all, wanted]);
@@ -71,6 +72,7 @@ export function Curves({ runs }: { runs: Run[] }) {
       <ul class="legend" aria-label="Lines">
         {runs.length > 1 && runs.map((run, index) => !run.scores && <li key={index}><Swatch colour={index} dash={index} dark={dark} /> is {run.name}.</li>)}
         {evaluation && <li><Swatch colour={0} dash={0} dark={dark} evaluation /> A line with dots is an evaluation.</li>}
+        {rewards.size > 1 && <li class="note">The runs have different rewards ({[...rewards].map(visible).join(" | ")}): their curves of the weighted sum cannot be compared.</li>}
         {logarithmic && <li>What is 0 or below is not drawn on a logarithmic axis.</li>}
       </ul>
       {shown.length === 0 && <p class="empty">No value has “{wanted}” in its name.</p>}

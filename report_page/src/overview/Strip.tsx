@@ -31,6 +31,7 @@ function Strip({ run, index, alone }: { run: Run; index: number; alone: boolean 
         {!alone && <h2><Swatch colour={index} dash={index} dark={dark} /> {run.name}</h2>}
         <span class="muted">{about.filter(Boolean).join(" · ")}</span>
       </header>
+      {run.compared.length > 0 && <Compared compared={run.compared} />}
       <dl>
         {accuracies.map((course) => (
           <div key={course.title} class="main" title={course.name}>
@@ -55,6 +56,29 @@ function Strip({ run, index, alone }: { run: Run; index: number; alone: boolean 
         : run.curves.length > 0 && <p class="calm">No red flag.</p>}
       {run.notes.map((note) => <p key={note} class="note">{note}</p>)}
     </article>
+  );
+}
+
+/** Before and after training, on questions that neither training nor its evaluations saw. */
+function Compared({ compared }: { compared: Run["compared"] }) {
+  const [all] = compared;
+  const sampled = typeof all!.after.mean_at_k === "number";
+  const change = (name: "accuracy" | "mean_at_k" | "format", { before, after }: Run["compared"][number]) =>
+    [before, after].map((scores) => (typeof scores[name] === "number" ? percent(scores[name]!) : "–")).join(" → ");
+  return (
+    <>
+      <p class="lead">Accuracy on {plural(all!.after.questions ?? 0, "new question")}, before → after training: <b>{change(sampled ? "mean_at_k" : "accuracy", all!)}</b></p>
+      <div class="scroll">
+        <table class="compared">
+          <thead><tr><th scope="col">questions</th>{sampled && <th scope="col">sampled, {all!.after.k} each</th>}<th scope="col">greedy</th><th scope="col">format</th></tr></thead>
+          <tbody>
+            {compared.map((row) => (
+              <tr key={row.name}><th scope="row">{row.name} ({row.after.questions})</th>{sampled && <td>{change("mean_at_k", row)}</td>}<td>{change("accuracy", row)}</td><td>{change("format", row)}</td></tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </>
   );
 }
 

@@ -19,7 +19,6 @@ from vgr_trl.reporting.records import Completion, Record, to_json_value
 from vgr_trl.utils import append_atomic, printable
 
 LOG_FOLDER = "training_logs"
-MEAN_LOGS = 10  # logs averaged for the start and the end of a training
 FILE_FULL_NOTE = b"\n\nThis file has reached rollout_log_max_megabytes; see `vgr-trl report` for later completions.\n"
 
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # characters that CommonMark allows to escape
@@ -227,7 +226,7 @@ def progress_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list
     lines = []
     for title, prefix in (("training", ""), ("evaluation", "eval_")):
         logs = [entry for entry in history if f"{prefix}reward" in entry]
-        few = 1 if prefix else min(MEAN_LOGS, (len(logs) + 1) // 2)
+        few = 1 if prefix else -(-len(logs) // 10)  # a tenth, as in the report
         parts = []
         for heading, name, _ in _STEP_QUANTITIES[:3]:
             if values := [entry[prefix + name] for entry in logs if prefix + name in entry]:

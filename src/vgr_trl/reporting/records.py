@@ -135,12 +135,14 @@ class Record:
         step: optimizer steps before the completions were generated.
         mode: `train` or `eval`.
         time: Unix time, in seconds.
+        reward_weights: by the name of the reward, as in `Completion.reward`.
     """
 
     step: int
     mode: str
     time: float
     completions: list[Completion]
+    reward_weights: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -183,7 +185,7 @@ def decode_record(line: bytes) -> Record:
         if (attention := item.get("attention")) is not None:
             values["attention"] = AttentionMap(attention["scale"], base64.b64decode(attention["values"]))
         completions.append(Completion(**values))
-    return Record(content["step"], content["mode"], content["time"], completions)
+    return Record(**_known_fields(Record, content) | {"completions": completions})
 
 
 def _known_fields(kind: type, item: Mapping[str, Any]) -> dict[str, Any]:
