@@ -195,7 +195,7 @@ def test_ctrl_c_names_a_saved_checkpoint(model_folder, question_files, tmp_path,
 def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_folder, question_files, tmp_path, capsys):
     output = tmp_path / "run"
     arguments = flags(model_folder, question_files, output, "--save_steps", "1")
-    assert main(["train", *arguments]) == 0
+    assert main(["train", *arguments, "--eval_on_start"]) == 0, "there is nothing to evaluate on"
     assert main(["train", *arguments]) == 1
     assert "has a run in it (trainer_state.json)" in capsys.readouterr().err
     assert main(["train", *arguments, "--resume_from_checkpoint"]) == 1
@@ -203,6 +203,9 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
     assert main(["train", *arguments, "--max_steps", "4", "--resume_from_checkpoint"]) == 0
     assert "continued from" in " ".join(capsys.readouterr().out.split())
     assert len(losses(output)) == 4
+    more = "--max_steps 5 --resume_from_checkpoint --eval_on_start --eval_strategy steps --eval_steps 9".split()
+    assert main(["train", *arguments, *more]) == 0
+    assert "evaluation at step 4" not in capsys.readouterr().out, "it was evaluated before the interruption"
     assert main(["train", *arguments, "--resume_from_checkpoint", "latest", "--reward_funcs", "format"]) == 1
     assert "has a run in it with reward_funcs" in capsys.readouterr().err
 

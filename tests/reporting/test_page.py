@@ -116,11 +116,11 @@ def test_page_loads_nothing_and_names_its_licences() -> None:
 
 
 def test_a_large_run_is_thinned_and_says_so(tmp_path: Path) -> None:
-    # 30 kB of noise in each of 40 records need 1.2 MB, and the page has 1 with the template.
+    # 28 kB of noise in each of 40 records need 1.1 MB, and the page has 1 with the template.
     dice = random.Random(0)
     run = make_run(tmp_path / "run", steps=40, extra=[completion(tmp_path, 0, True, prompt="NOISE")])
     noise = re.compile("NOISE")
-    rewrite(run, "records-000001.jsonl", lambda text: noise.sub(lambda _: dice.randbytes(30_000).hex(), text))
+    rewrite(run, "records-000001.jsonl", lambda text: noise.sub(lambda _: dice.randbytes(28_000).hex(), text))
     shown = report_of(run, max_megabytes=1)
     assert (run / "page.html").stat().st_size <= 1e6
     steps = [record["step"] for record in shown["records"] if record["mode"] == "train"]

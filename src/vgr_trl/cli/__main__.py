@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import logging
 import os
 import shlex
 import sys
@@ -21,6 +22,8 @@ RECIPES_LEGEND = """
 passes: forward passes over the completions of a rollout, without + with gradients, not counting generation.
 vgr-trl recipes NAME prints one, with its departures from the paper; vgr-trl train --recipe NAME starts from it."""
 # transformers 5.23 warns at every step of TRL 1.16.
+# Warnings of others that nobody can act on here: logger -> part of the message.
+NOISE = {"DeepSpeed": "Setting accelerator to CPU", "transformers.processing_utils": "defines `image_processor_class"}
 DEPRECATION_PATTERN = r"`\w*gradient_checkpointing\w*` is deprecated"
 
 
@@ -175,6 +178,10 @@ def env(argv: Sequence[str]) -> int:
     return 0
 
 
+def _lacks(words: str, record: logging.LogRecord) -> bool:
+    return words not in str(record.msg)
+
+
 def _announce_command(command: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"vgr-trl {__version__}: {command}; loading torch, transformers and TRL", file=sys.stderr, flush=True)
@@ -210,6 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"vgr-trl: there is no command {name!r}: give one of {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
+    for source, words in NOISE.items():
+        logging.getLogger(source).addFilter(partial(_lacks, words))
     try:
         if name in ("train", "evaluate"):
             if name == "train" and rest in (["--help"], ["-h"]):  # print it before the imports, which take seconds

@@ -454,10 +454,10 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
     if given is None:
         return command, list(argv)
     found = convert(given, int(os.environ.get("WORLD_SIZE", "1")))
-    if os.environ.get("RANK", "0") == "0":
-        print(found.format_table(), flush=True)
     flags = {word.partition("=")[0] for word in kept}
     evaluates = command == "evaluate" or bool(found["trainer.val_only"])
+    if os.environ.get("RANK", "0") == "0":
+        print(found.format_table("--verbose" in flags), flush=True)
     found.check("--ignore_unknown_keys" in flags, "--reward_funcs" in flags, evaluates)
     for name in ("WANDB_PROJECT", "SWANLAB_PROJ_NAME", "MLFLOW_EXPERIMENT_NAME"):
         os.environ.setdefault(name, str(found.options["project"]))

@@ -112,6 +112,8 @@ def train(
     output_dir, resume = Path(config.output_dir or "trainer_output"), resume_mode(config.resume_from_checkpoint)
     check_output_dir(output_dir, identity, resume)
     checkpoint = resolve_checkpoint(resume, output_dir)
+    if checkpoint is not None:
+        config.eval_on_start = False  # the run has evaluated this step, or a later one, before it was interrupted
     with raise_config_errors():
         trainer = build()
     trainer.data_source = source_name(data)
@@ -214,6 +216,7 @@ def select_evaluation_rows(
         DataError: evaluation is on, but there are no rows for it.
     """
     if config.eval_strategy == "no":
+        config.eval_on_start = False  # there is nothing to evaluate on
         return train_rows, None, [], None
     try:
         return train_rows, *load(data.dataset_test_split), None

@@ -154,7 +154,7 @@ def inspect_rows(
             usable.append(place)
         else:
             skipped.append(SkippedRow(split, place, name, reason))
-            shown = f"  row {place} (id {str(name)[:60]!a}): {to_one_line(reason)[:200]}"
+            shown = f"  row {place}, counted from 0 (id {str(name)[:60]!a}): {to_one_line(reason)[:200]}"
             examples[kind_of(reason)] = [*examples[kind_of(reason)], shown][:3]
     drawn = sorted(Random(seed).sample(usable, min(samples, len(usable))))
     from_start = islice(enumerate(rows), max(drawn, default=-1) + 1)

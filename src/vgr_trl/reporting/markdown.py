@@ -21,6 +21,7 @@ from vgr_trl.utils import append_atomic, printable
 LOG_FOLDER = "training_logs"
 FILE_FULL_NOTE = b"\n\nThis file has reached rollout_log_max_megabytes; see `vgr-trl report` for later completions.\n"
 
+_REWARD_MEAN = re.compile(r"rewards?/([^/]+)(?:/mean)?")
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # characters that CommonMark allows to escape
 _COLUMNS = {
     "vgr": "VGR", "aei_vision": "AEI image", "aei_instruction": "AEI instruction", "mdi_balance": "MDI balance",
@@ -37,7 +38,7 @@ _STEP_QUANTITIES = (  # heading, logged name (EasyR1 reward files: reward/…), 
     ("format", "reward/format", "{:.2f}"),
     ("length", "completions/mean_length", "{:.0f}"),
     ("VGR", "attention/late/vgr", "{:.3f}"),
-    ("non-zero variance", "sampling/nonzero_variance_fraction", "{:.0%}"),
+    ("groups with non-zero variance", "sampling/nonzero_variance_fraction", "{:.0%}"),
     ("loss", "loss", "{:.4f}"),
 )
 
@@ -191,7 +192,7 @@ def token_shades(completion: Completion) -> list[str]:
 
 
 def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step: float | None) -> str:
-    """Return one line: step, reward, accuracy, length, VGR, groups with non-zero variance, seconds per step, time left.
+    """Return one line: step, every reward, length, VGR, groups with non-zero variance, seconds per step, time left.
 
     Args:
         total: steps of the run.
@@ -201,7 +202,10 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
     if "frac_reward_zero_std" in logs:
         logs = {"sampling/nonzero_variance_fraction": 1 - logs["frac_reward_zero_std"], **logs}
     parts = [f"step {step:>{len(str(total))}}/{total}"]
-    for heading, name, form in _STEP_QUANTITIES:
+    shown = {name for _, name, _ in _STEP_QUANTITIES}
+    own = [(each[1].removesuffix("_reward"), each[0]) for each in map(_REWARD_MEAN.fullmatch, logs) if each]
+    others = [(heading, name, "{:.3f}") for heading, name in own if name not in shown]
+    for heading, name, form in (*_STEP_QUANTITIES[:6], *others, *_STEP_QUANTITIES[6:]):
         if (value := logs.get(name)) is not None:
             parts.append(f"{heading} {form.format(value)}")
     if seconds_per_step is not None:
