@@ -127,6 +127,27 @@ def report(argv: Sequence[str]) -> int:
     return 0
 
 
+def merge(argv: Sequence[str]) -> int:
+    """Merge the LoRA adapter of a run or checkpoint into its base model: a folder for transformers, vLLM and others."""
+    parser = _make_parser("merge")
+    parser.add_argument("run", metavar="RUN", type=Path, help="output_dir or checkpoint of a training with --use_peft")
+    parser.add_argument("--output_dir", type=Path, help="folder of the full model (default: merged in RUN)")
+    flags = parser.parse_args(argv)
+    output = flags.output_dir or flags.run / "merged"
+    if not (flags.run / "adapter_config.json").is_file():
+        raise ConfigError(f"{flags.run} has no LoRA adapter: give the folder of one; a full model needs no merge.")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"output_dir {output} exists: give a new folder.")
+    _announce_command("merge")
+    from vgr_trl.cli.evaluate import load_for_inference
+
+    model, processor = load_for_inference(str(flags.run))
+    for part in (model.merge_and_unload(), processor):
+        part.save_pretrained(output)
+    print(f"The full model is in {output}.")
+    return 0
+
+
 def recipes(argv: Sequence[str]) -> int:
     """List the recipes, or print the file of one recipe."""
     parser = _make_parser("recipes")
@@ -195,6 +216,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "quickstart": ("train on a file of questions, evaluate, and write a report", quickstart),
     "train": ("train a vision-language model with DAPO (the script of `accelerate launch`)", _import_command("train")),
     "evaluate": ("accuracy, mean@k, pass@k and format of a model, without training", _import_command("evaluate")),
+    "merge": ("merge the LoRA adapter of a run into its base model", merge),
     "report": ("write an HTML report of one or several runs: curves, completions, attention", report),
     "data": ("convert public question sets to one schema, merge and inspect them", _import_command("data")),
     "demo": ("train the built-in tiny vision-language model; accuracy before and after", demo),
