@@ -148,6 +148,20 @@ def merge(argv: Sequence[str]) -> int:
     return 0
 
 
+def export(argv: Sequence[str]) -> int:
+    """Write the recorded completions of a run as a table with a row per token, own signals and credit included."""
+    from vgr_trl.reporting.export import export_run
+
+    parser = _make_parser("export")
+    parser.add_argument("run", metavar="RUN", type=Path, help="output_dir of a run")
+    parser.add_argument(
+        "--output", type=Path, default=Path("tokens.parquet"), help=".csv or .parquet (default %(default)s)"
+    )
+    flags = parser.parse_args(argv)
+    print(f"{export_run(flags.run, flags.output):,} rows are in {flags.output}.")
+    return 0
+
+
 def recipes(argv: Sequence[str]) -> int:
     """List the recipes, or print the file of one recipe."""
     parser = _make_parser("recipes")
@@ -218,6 +232,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "evaluate": ("accuracy, mean@k, pass@k and format of a model, without training", _import_command("evaluate")),
     "merge": ("merge the LoRA adapter of a run into its base model", merge),
     "report": ("write an HTML report of one or several runs: curves, completions, attention", report),
+    "export": ("write the completions of a run as CSV or Parquet, a row per token", export),
     "data": ("convert public question sets to one schema, merge and inspect them", _import_command("data")),
     "demo": ("train the built-in tiny vision-language model; accuracy before and after", demo),
     "recipes": ("list the methods that `train --recipe NAME` starts from, or show one", recipes),
