@@ -60,6 +60,8 @@ export interface Curve {
   mode: Mode;
   steps: number[];
   values: Numbers;
+  /** Of the mean of several seeds. */
+  deviation?: Numbers;
 }
 
 export interface Run {

@@ -67,6 +67,7 @@ def make_run(
     extra: Sequence[Completion] = (),
     prompt: str | None = None,
     weight: float = 1.0,
+    seed: int = 0,
 ) -> Path:
     """Write a run: questions 0 and 1 are evaluated first and last, wrong and then right; return its folder.
 
@@ -77,7 +78,7 @@ def make_run(
     description = {"version": 1, "name": name or output_dir.name, "created": "2026-01-02T03:04:05Z", "model": "tiny"}
     description["rewards"] = ["accuracy_reward", "vgr_reward", "format"]
     description |= {
-        "options": {"beta": 0.0, "seed": 0, "max_steps": steps, "temperature": 1.0, "num_generations": 2},
+        "options": {"beta": 0.0, "seed": seed, "max_steps": steps, "temperature": 1.0, "num_generations": 2},
         "changed": ["beta", "max_steps"],
     }
     description["setup"] = {"rewards": f"accuracy_reward x {weight:g}, vgr_reward x 1", "device": "1 x CPU"}

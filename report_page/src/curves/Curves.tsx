@@ -6,6 +6,7 @@ import { go, usePlace } from "../place";
 import { asCsv, axes } from "./axis";
 import { Chart, type Drawing, Swatch } from "./Chart";
 import { Lazy } from "./Lazy";
+import { save } from "./picture";
 import { type Panel, type Section, sections, whatMatters } from "./panels";
 
 const SMOOTHING = [
@@ -15,7 +16,7 @@ const SMOOTHING = [
 ] as const;
 const MOST = 60; // charts of a section at once
 
-export function Curves({ runs }: { runs: Run[] }) {
+export function Curves({ runs, single }: { runs: Run[]; single: Run[] | null }) {
   const all = useMemo(() => sections(runs), [runs]);
   const first = useMemo(() => whatMatters(all), [all]);
   const place = usePlace();
@@ -62,7 +63,12 @@ export function Curves({ runs }: { runs: Run[] }) {
         <label>
           <input type="checkbox" checked={logarithmic} onChange={(event) => go({ scale: event.currentTarget.checked ? "log" : null })} /> Logarithmic
         </label>
-        <button type="button" onClick={() => download(runs)}>Download CSV</button>
+        {single && (
+          <label class="check">
+            <input type="checkbox" checked={place.seeds !== "0"} onChange={(event) => go({ seeds: event.currentTarget.checked ? null : "0" })} /> Mean ± deviation over seeds
+          </label>
+        )}
+        <button type="button" onClick={() => save("curves.csv", new Blob([asCsv(single ?? runs)], { type: "text/csv" }))}>Download CSV</button>
       </div>
       {!wanted && (
         <nav class="index" aria-label="Sections">
@@ -116,14 +122,6 @@ function Folded({ section: { title, note, panels, minor }, open, set, runs, draw
 
 /** How many stand in each of as few rows as there can be, if `most` fit. */
 const even = (count: number, most: number) => Math.ceil(count / Math.ceil(count / most)) || 1;
-
-function download(runs: Run[]) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([asCsv(runs)], { type: "text/csv" }));
-  link.download = "curves.csv";
-  link.click();
-  URL.revokeObjectURL(link.href);
-}
 
 function Charts({ panels, runs, drawing }: { panels: Panel[]; runs: Run[]; drawing: Drawing }) {
   const [most, setMost] = useState(MOST);

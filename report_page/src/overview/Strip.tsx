@@ -24,7 +24,7 @@ function Strip({ run, index, alone }: { run: Run; index: number; alone: boolean 
   const seconds = run.curves.find(({ name }) => name === CLOCK)?.values.at(-1) ?? null;
   const about = run.scores
     ? ["vgr-trl evaluate", plural(run.scores.questions, "question")]
-    : [run.model, run.created.replace("T", " ").replace(/(:\d\d)?Z$/, " UTC"), plural(steps, "step"), plural(run.records.length, "recorded step")];
+    : [run.model, run.created.replace("T", " ").replace(/(:\d\d)?Z$/, " UTC"), plural(steps, "step"), run.records.length > 0 && plural(run.records.length, "recorded step")];
   return (
     <article class="strip">
       <header>
@@ -37,7 +37,7 @@ function Strip({ run, index, alone }: { run: Run; index: number; alone: boolean 
           <div key={course.title} class="main" title={course.name}>
             <dt>{course.title}, {course.of}</dt>
             <dd>
-              <b>{course.points.length > 1 && `${value(course, "first")} → `}{value(course, "last")}</b>
+              <b>{course.points.length > 1 && `${value(course, "first")} → `}{value(course, "last")}{course.deviation !== null && ` ± ${course.share ? percent(course.deviation) : number(course.deviation, 2)}`}</b>
               <Spark points={course.points} colour={runColour(index, dark)} />
             </dd>
           </div>

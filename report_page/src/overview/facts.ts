@@ -12,6 +12,8 @@ export interface Course {
   last: number;
   share: boolean;
   points: number[];
+  /** Of the last value, over seeds. */
+  deviation: number | null;
 }
 
 const PART = 10; // of the logged steps, as on the terminal: noise of single training steps says nothing
@@ -63,6 +65,7 @@ export function courses(run: Run): Course[] {
       of: curve.mode === "train"
         ? `first → last ${plural(width, "logged step")}`
         : sampling(run) + (at.length > 1 ? `step ${at[0]} → ${at.at(-1)}` : `step ${at[0]}`),
+      deviation: curve.deviation?.at(-1) == null ? null : mean(known(curve.deviation).slice(-width)),
       first: mean(points.slice(0, width)), last: mean(points.slice(-width)),
     });
   }
