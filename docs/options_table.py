@@ -1,4 +1,4 @@
-"""Makes the table of docs/options.md of what the options of this library declare.
+"""Makes the lists of docs/options.md of what the options of this library declare.
 
 python docs/options_table.py
 """
@@ -20,25 +20,30 @@ PAGE = Path(__file__).resolve().parent / "options.md"
 MADE = re.compile(r"(?<=<!-- made by docs/options_table.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 # Of `vgr-trl train`, where TRL's ModelConfig stands beside them.
 GROUPS = (RunArguments, DataArguments, RewardArguments, DAPOConfig)
-HEADING = "| group | option | default | accepted | no effect where | what it does |\n|---|---|---|---|---|---|"
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 
 def page() -> str:
     """Return the page with what the options declare."""
-    return MADE.sub(lambda _: "\n".join([HEADING, *_rows(), ""]), PAGE.read_text(encoding="utf-8"))
+    return MADE.sub(lambda _: "\n".join([*_lines(), ""]), PAGE.read_text(encoding="utf-8"))
 
 
-def _rows() -> Iterator[str]:
+def _lines() -> Iterator[str]:
     for group in GROUPS:
         hints, left = get_type_hints(group), {each.name: each for each in fields(group)}
         for base in group.__mro__:
             stage = re.sub("(Options|Arguments|Config)$", "", base.__name__).lower()
             own = inspect.get_annotations(base) if base.__module__.startswith("vgr_trl.") else {}
-            for each in (left.pop(name) for name in own if name in left):
+            found = [left.pop(name) for name in own if name in left]
+            if found:
+                title = re.split(r"[;:(]|\.?\n|\.$", base.__doc__ or stage)[0].strip()
+                yield from ("", f"## {title} (`{stage}`)", "")
+            for each in found:
                 default = each.default if each.default is not MISSING else each.default_factory()
-                cells = (_value(default), _accepted(hints[each.name], each), _unused(each.metadata["needs"]))
-                yield f"| {stage} | `{each.name}` | " + " | ".join([*cells, _cell(each.metadata["help"])]) + " |"
+                unused = _unused(each.metadata["needs"])
+                about = f"{_accepted(hints[each.name], each)}; default {_value(default)}"
+                why = f" *No effect where {unused}.*" if unused else ""
+                yield f"- **`{each.name}`** ({about}): {each.metadata['help']}{why}"
 
 
 def _value(default: Any) -> str:
@@ -85,10 +90,6 @@ def _off(name: str, values: Any) -> str:
     others = [choice for choice in get_args(get_type_hints(DAPOConfig)[name]) if choice not in values]
     shorter = others if len(others) < len(values) else values
     return f"`{name}` is {'not ' * (shorter is values)}{' or '.join(f'`{choice}`' for choice in shorter)}"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":

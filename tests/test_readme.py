@@ -10,7 +10,7 @@ ENGLISH, CHINESE = ((ROOT / name).read_text(encoding="utf-8") for name in ("READ
 def in_step(text: str) -> dict[str, list[str]]:
     return {
         "code": re.findall(r"```.*?```", text, re.DOTALL),
-        "links": sorted(re.findall(r"\]\(((?!README)[^)]+)\)", text)),
+        "links": sorted(link.replace("docs/zh/", "docs/") for link in re.findall(r"\]\(((?!README)[^)]+)\)", text)),
         "levels": re.findall(r"^#+(?= )", text, re.MULTILINE),
         "rows": re.findall(r"^\|", text, re.MULTILINE),
         "figures": sorted(re.findall(r"\d+\.\d+", text)),
@@ -19,6 +19,11 @@ def in_step(text: str) -> dict[str, list[str]]:
 
 def test_the_chinese_page_is_in_step():
     assert in_step(CHINESE) == in_step(ENGLISH)
+
+
+def test_the_chinese_page_links_chinese_pages_where_there_are_any():
+    there = {f"docs/{page.name}" for page in (ROOT / "docs" / "zh").glob("*.md")}
+    assert there.isdisjoint(re.findall(r"\]\(([^)#]+)", CHINESE))
 
 
 def test_links_lead_to_files():

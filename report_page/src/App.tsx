@@ -2,6 +2,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { Browser } from "./browse/Browser";
 import { Compare, recurs } from "./browse/Compare";
 import { Curves } from "./curves/Curves";
+import { bySeed } from "./curves/seeds";
 import type { Data } from "./data";
 import { plural } from "./format";
 import { Options } from "./overview/Options";
@@ -21,6 +22,8 @@ export function App({ data }: { data: Data }) {
   const asked = place.run ? Number(place.run) - 1 : recorded;
   const at = data.runs[asked] ? asked : 0;
   const run = data.runs[at]!;
+  const grouped = useMemo(() => bySeed(data.runs), [data]);
+  const drawn = place.seeds === "0" ? data.runs : grouped;
   return (
     <>
       <header class="top">
@@ -30,7 +33,7 @@ export function App({ data }: { data: Data }) {
       <main>
         <Tabs tabs={tabs} tab={tab} setTab={setTab} />
         <div id="panel" role="tabpanel" aria-label={tab}>
-        {tab === "Curves" && <Strips runs={data.runs} />}
+        {tab === "Curves" && <Strips runs={drawn} />}
         {tab === "Completions" && data.runs.length > 1 && (
           <div class="bar">
             <label class="wide">
@@ -41,7 +44,7 @@ export function App({ data }: { data: Data }) {
             </label>
           </div>
         )}
-        {tab === "Curves" && <Curves runs={data.runs} />}
+        {tab === "Curves" && <Curves runs={drawn} single={grouped === data.runs ? null : data.runs} />}
         {tab === "Completions" && <Browser key={at} data={data} run={run} />}
         {tab === "Same question" && <Compare data={data} />}
         {tab === "Configuration" && <Options runs={data.runs} />}

@@ -1,13 +1,15 @@
 // Colours for numbers per token that colour-blind readers can tell apart: blue below the middle, orange above.
 // The middle is dark in dark mode. Text on any of them has a contrast of at least 7, black in light mode, else white.
-import type { Numbers } from "./data";
+import type { Completion, Numbers, Run } from "./data";
+import { visible } from "./format";
 
 type Colour = [number, number, number];
 
 export type QuantityName = "vgr" | "weights" | "dependency" | "advantages" | "entropies" | "logps" | "changes";
 
 export interface Quantity {
-  name: QuantityName;
+  name: string;
+  of: (completion: Completion) => Numbers | null | undefined;
   title: string;
   below: string;
   above: string;
@@ -17,7 +19,7 @@ export interface Quantity {
   twoSided: boolean;
 }
 
-export const QUANTITIES: Quantity[] = [
+const BUILT_IN: (Omit<Quantity, "of"> & { name: QuantityName })[] = [
   { name: "vgr", title: "Vision gain ratio", below: "looks more", above: "looks less", ratio: true, twoSided: true },
   { name: "weights", title: "Token weight", below: "less credit", above: "more credit", ratio: true, twoSided: true },
   { name: "dependency", title: "Dependency on the image", below: "hardly needs the image", above: "needs the image", ratio: false, twoSided: false },
@@ -26,6 +28,21 @@ export const QUANTITIES: Quantity[] = [
   { name: "entropies", title: "Entropy", below: "sure", above: "unsure", ratio: false, twoSided: false },
   { name: "logps", title: "Log-probability", below: "unlikely", above: "likely", ratio: false, twoSided: false },
 ];
+
+/** What tokens of these runs can be coloured by: what every run may have, and own signals and credit rules by name. */
+export function quantitiesOf(runs: Run[]): Quantity[] {
+  const completions = runs.flatMap(({ records }) => records.flatMap((record) => record.completions));
+  const own = (part: "signals" | "credit", kind: string, below: string, above: string) =>
+    [...new Set(completions.flatMap((completion) => Object.keys(completion[part] ?? {})))].map((name) => ({
+      name: `${part}:${name}`, title: `${kind} ${visible(name)}`, below, above, ratio: part === "credit", twoSided: part === "credit",
+      of: (completion: Completion) => completion[part]?.[name],
+    }));
+  return [
+    ...BUILT_IN.map((item) => ({ ...item, of: (completion: Completion) => completion[item.name] })),
+    ...own("signals", "Signal", "lower", "higher"),
+    ...own("credit", "Credit rule", "less credit", "more credit"),
+  ];
+}
 
 const SCALES: Record<"light" | "dark", { low: Colour; middle: Colour; high: Colour }> = {
   light: { low: [120, 182, 228], middle: [250, 250, 250], high: [246, 164, 82] },

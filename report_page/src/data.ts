@@ -31,6 +31,9 @@ export interface Completion {
   logps: Numbers | null;
   /** Log-probability with the perturbed image less that with the image itself. */
   changes?: Numbers | null;
+  /** Own signals, and weights of credit rules, by name. */
+  signals?: Record<string, Numbers>;
+  credit?: Record<string, Numbers>;
   rewards: Record<string, number | null>;
   reward: number | null;
   advantage: number | null;
@@ -48,6 +51,8 @@ export interface Rollouts {
   mode: Mode;
   time: number;
   completions: Completion[];
+  /** By the name of the reward, as in the weighted sum. */
+  reward_weights?: Record<string, number>;
 }
 
 export interface Curve {
@@ -55,6 +60,8 @@ export interface Curve {
   mode: Mode;
   steps: number[];
   values: Numbers;
+  /** Of the mean of several seeds. */
+  deviation?: Numbers;
 }
 
 export interface Run {
@@ -68,10 +75,22 @@ export interface Run {
   changed: string[] | null;
   /** What `vgr-trl evaluate` measured; null of a run that was trained. */
   scores: { questions: number; k: number; accuracy: number; interval?: [number, number]; mean_at_k?: number | null; pass_at_k?: number | null; format?: number | null } | null;
+  /** What the configuration names before the options: recipe, data, rewards, versions, … */
+  setup: Record<string, string>;
+  /** What `vgr-trl demo` measured before and after training, of all questions and of each group. */
+  compared: { name: string; before: Compared; after: Compared }[];
   /** Signs of collapse, with the step at which each is first seen. */
   signs: { step: number; seen: string }[];
   curves: Curve[];
   records: Rollouts[];
+}
+
+export interface Compared {
+  questions?: number;
+  k?: number;
+  accuracy: number;
+  mean_at_k?: number | null;
+  format?: number | null;
 }
 
 export interface Data {
@@ -109,10 +128,11 @@ export interface Entry {
   step: number;
   mode: Mode;
   completion: Completion;
+  weights: Record<string, number>;
 }
 
 export function entries(run: Run): Entry[] {
-  return run.records.flatMap(({ step, mode, completions }) =>
-    completions.map((completion, index) => ({ key: `${mode}-${step}-${index}`, step, mode, completion })),
+  return run.records.flatMap(({ step, mode, completions, reward_weights: weights = {} }) =>
+    completions.map((completion, index) => ({ key: `${mode}-${step}-${index}`, step, mode, completion, weights })),
   );
 }

@@ -66,6 +66,7 @@ def shape_advantages(
     groups: Tensor | None = None,
     gather: Gather | None = None,
     completion_ids: Tensor | None = None,
+    weights_of: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Return an advantage for every token, A[i] · scale_i · weight[i, t] · keep[i, t], and metrics over all processes.
 
@@ -85,6 +86,7 @@ def shape_advantages(
         gather: returns the concatenation of a 1-D tensor over all processes, which have equally many rows; called
             equally often on each of them, whatever the signals are. None: there is one process.
         completion_ids: (N, T) tokens of the completions, for plug-ins that read them.
+        weights_of: gets the weights (N, T) of each plug-in by its name, 0 and 1 of one that keeps tokens; for records.
 
     Returns:
         (N, T) float32, and the metrics of the rules that are on, NaN for a mean of nothing.
@@ -120,6 +122,8 @@ def shape_advantages(
     context = {"shaped": shaped, "groups": groups, "gather": gather, "completion_ids": completion_ids}
     for spec in options.plugin_rules:
         weights = _plugin_weights(spec, (advantages, signals, mask), options, context, totals)
+        if weights_of is not None:
+            weights_of[short_name(spec)] = weights.float()
         if weights.dtype == torch.bool:
             kept.append(weights)
         else:

@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
+    if stated is None and not any(argument.startswith(("--config", "--help", "-h")) for argument in arguments):
+        print("config= is missing: give config=FILE.yaml, a configuration of EasyR1 or MTRL.", file=sys.stderr)
+        return 1
     if command is None:
         return run_command(["train", *arguments])
     environment = {**os.environ, _LAUNCHED_VARIABLE: "1"}

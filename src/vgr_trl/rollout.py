@@ -175,6 +175,7 @@ class Rollout:
         replaced: numbers of the groups whose place others have taken.
         with_gradient: rows with a gradient, (N,) bool.
         metrics: of the perturbed views.
+        credit: name of a credit rule -> its weights, (N, T).
     """
 
     rows: list[dict[str, Any]]
@@ -199,6 +200,7 @@ class Rollout:
     replaced: list[int] = field(default_factory=list)
     with_gradient: torch.Tensor = field(init=False)
     metrics: dict[str, float] = field(default_factory=dict)
+    credit: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SET_ONCE and vars(self).get(name) is not None:

@@ -627,6 +627,7 @@ def apply_token_credit(trainer: DAPOTrainer, rollout: Rollout) -> dict[str, floa
         groups=torch.arange(first, first + rows, device=device) // trainer.completions_per_prompt,
         gather=trainer.accelerator.gather,
         completion_ids=rollout.batch["completion_ids"],
+        weights_of=rollout.credit,
     )
     rollout.batch = {**rollout.batch, "advantages": advantages}
     return metrics

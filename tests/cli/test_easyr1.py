@@ -1,6 +1,7 @@
 """A run from a configuration of EasyR1, by the command and in the place of their entry point."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -65,7 +66,8 @@ def test_a_run_of_theirs(config, capsys):
     assert main(["train", "--config", str(config), "data.seed=3", *weights, *CPU]) == 0
     printed = capsys.readouterr().out
     assert "worker.actor.optim.lr" in printed
-    assert "* " in printed
+    assert "* " not in printed
+    assert re.search(r"and \d+ defaults of EasyR1, which --verbose lists", printed)
     state = json.loads((config.parent / "run" / "trainer_state.json").read_text())
     assert state["global_step"] == 2
     logged = next(entry for entry in state["log_history"] if "reward" in entry)
@@ -97,6 +99,10 @@ def test_their_entry_point_evaluates_only(config, capsys):
         (["data.answer_key=right"], "Give --solution_key none (data.answer_key=none or"),
         (["trainer.max_steps=1", *CPU], "returned token_weights, but token_weights is off"),
         (["worker.actor.loss_type=dppo", "--ignore_unknown_keys"], "ignoring these would change the training"),
+        (
+            ["worker.actor.loss_type=dppo", "worker.actor.no_such_key=2"],
+            "change the training. worker.actor.no_such_key",
+        ),
     ],
 )
 def test_keys_that_cannot_be_followed_stop_the_run(config, capsys, more, message):
@@ -180,3 +186,8 @@ def test_processes_are_started_as_the_configuration_asks(config, launcher, monke
     assert command[-4:] == ["-m", "vgr_trl.mtrl", *given]
     assert mtrl.main(given) == 0
     assert launcher.pop() == ["train", f"--config={config}", "trainer.n_gpus_per_node=2"]
+
+
+def test_without_a_configuration_the_sentence_names_it(capsys):
+    assert mtrl.main([]) == 1
+    assert capsys.readouterr().err == "config= is missing: give config=FILE.yaml, a configuration of EasyR1 or MTRL.\n"

@@ -43,14 +43,23 @@ def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, 
     lines = [" ".join(line.replace("█", "").split()) for line in found.text.splitlines()]
     assert lines[0] == "train: 8 rows, 4 of them cannot be used; 2 for an answer that cannot be read."
     reasons = lines[lines.index("left out") + 1 :]
-    assert [line.split()[0] for line in reasons[:3]] == ["2", "1", "1"]  # zebra and giraffe are one kind of mistake
-    assert [line.split(":")[0] for line in reasons[3:7]] == [f"row {n} (id 'q{n}')" for n in (2, 3, 4, 6)]
+    assert [line.split()[:2] for line in reasons[:3]] == [
+        ["2", "25.0%"],
+        ["1", "12.5%"],
+        ["1", "12.5%"],
+    ]  # zebra and giraffe are one kind of mistake
+    assert [line.split(":")[0] for line in reasons[3:7]] == [
+        f"row {n}, counted from 0 (id 'q{n}')" for n in (2, 3, 4, 6)
+    ]
     answers = {one["row"]: one["answer"] for one in found.sample}
     assert answers == {0: "B. y", 1: "B. y", 5: "B) forty-two", 7: "B. y"}
 
 
 def test_the_page_shows_text_as_text_and_holds_its_images(folder, capsys):
-    assert main(["rows.jsonl", "--tiny", "--max_prompt_length", "700", "--skipped", "bad.jsonl"]) == 0
+    assert (
+        main(["rows.jsonl", "--tiny", "--max_prompt_length", "700", "--skipped", "bad.jsonl", "--page", "inspect.html"])
+        == 0
+    )
     page = (folder / "inspect.html").read_text(encoding="utf-8")
     assert not re.search(r"<script|<[^>]*\son\w+ *=", page)
     assert page.count("<img") == 4
@@ -63,14 +72,14 @@ def test_the_page_shows_text_as_text_and_holds_its_images(folder, capsys):
     printed = capsys.readouterr().out
     for shown in (
         "train: 8 rows, 4 of them cannot be used; 2 for an answer that cannot be read.",
-        "row 3 (id 'q3'): ",
+        "row 3, counted from 0 (id 'q3'): ",
         "prompt length in tokens",
     ):
         assert shown in printed
 
 
 def test_strict_says_so_by_its_exit_status_and_no_page_is_needed(folder, capsys):
-    assert main(["rows.jsonl", "--samples", "0", "--strict"]) == 1
+    assert main(["rows.jsonl", "--strict"]) == 1
     assert main(["rows.jsonl", "--samples", "0", "--strict", "--max_rows", "2"]) == 0
     assert main(["rows.jsonl", "--samples", "0", "--max_rows", "99"]) == 0
     assert "Prompt lengths are not measured: name the model with --model." in capsys.readouterr().out

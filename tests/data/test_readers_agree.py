@@ -1,5 +1,6 @@
 """`train`, `inspect` and `convert` understand every row alike: what it asks, what is right, what its images show."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from vgr_trl.rewards import resolve_solution
 RED, BLUE = (200, 30, 40), (10, 20, 250)
 MC = {"problem": "Which?", "choices": ["red", "blue"], "image": "red.png"}
 OPEN = {"problem": "How many?", "image": "red.png"}
+PNG = base64.b64encode(picture(RED)["bytes"]).decode()
+JPEG = base64.encodebytes(encoded(Image.new("RGB", (8, 6), BLUE), "JPEG", quality=100)).decode()  # in lines of 76
 
 # What a usable row says: its question, its right answer, and the corner pixel of each of its images. Of the colours
 # that a file changes, JPEG's differ by up to 3.
@@ -42,6 +45,16 @@ USABLE: dict[str, tuple[dict[str, Any], str, str, list[tuple[int, int, int]]]] =
      "blue.png"}, "Which?", "blue", [RED, BLUE]),
     "options by letter": ({"question": "Which?", "options": {"B": "blue", "A": "red"}, "answer": "B", "image":
      "red.png"}, "Which?", "blue", [RED]),
+    "ARC": ({"question": "Which?", "choices": {"text": ["red", "blue"], "label": ["A", "B"]}, "answer": "B"},
+     "Which?", "blue", []),
+    "options with labels": ({"question": "Which?", "options": [{"label": "a", "text": "red"}, {"label": "b", "text":
+     "blue"}], "answer": "b"}, "Which?", "blue", []),
+    "options as lines": ({"question": "Which?", "options": "A. red\nB. blue\n", "answer": "B"}, "Which?", "blue", []),
+    "a column for each option": ({"question": "Which?", "option_a": "red", "option_b": "blue", "option_c": "",
+     "answer": "a"}, "Which?", "red", []),
+    "base64, as in MMBench's TSV": ({**OPEN, "image": PNG, "solution": "x"}, "How many?", "x", [RED]),
+    "base64 that begins like an absolute path": ({**OPEN, "image": JPEG, "solution": "x"}, "How many?", "x", [BLUE]),
+    "data address": ({**OPEN, "image": f"data:image/png;base64,{PNG}", "solution": "x"}, "How many?", "x", [RED]),
     "VQA": ({"question": "What?", "answers": [{"answer": "cup"}, {"answer": "mug"}]}, "What?", "cup", []),
     "DocVQA": ({"question": "What?", "answers": ["12", "12.0"], "image": "red.png"}, "What?", "12", [RED]),
     "true and false": ({"question": "Is it?", "solution": True, "image": "red.png"}, "Is it?", "yes", [RED]),
@@ -70,6 +83,14 @@ UNUSABLE: dict[str, tuple[Any, str]] = {
     "messages of others": ({"messages": [{"role": "tool", "content": "?"}, {"role": "assistant", "content":
      "3"}]}, "one of its messages is {{'role': 'tool'"),
     "address": ({**OPEN, "image": "https://example.org/a.png", "solution": "x"}, "image is an address (https"),
+    "data address without base64": ({**OPEN, "image": "data:image/svg+xml,%3Csvg/%3E", "solution": "x"},
+     "image is an address (data:"),
+    "torn base64": ({**OPEN, "image": f"data:image/png;base64,{PNG[:-1]}", "solution": "x"},
+     "image is unreadable: the text is not base64"),
+    "base64 of nothing known": ({**OPEN, "image": "data:image/png;base64,AAAA", "solution": "x"},
+     "image is unreadable: not in a known image format"),
+    "options with numbers for labels": ({"question": "q", "choices": {"text": ["x", "y"], "label": ["1", "2"]},
+     "answer": "1"}, "its options carry the labels 1, 2: give letters"),
     "outside": ({**OPEN, "image": "/etc/passwd", "solution": "x"}, "file /etc/passwd lies outside of {folder}"),
     "missing": ({**OPEN, "image": "no.png", "solution": "x"}, "image file {folder}/no.png does not exist"),
     "truncated": ({**OPEN, "image": "half.jpg", "solution": "x"}, "image is truncated or damaged"),

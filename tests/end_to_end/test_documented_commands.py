@@ -34,10 +34,12 @@ ENGLISH = {name: text for name, text in PAGES.items() if "/zh/" not in name}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FOUND = [(page, text, found) for page, text in ENGLISH.items() for found in BLOCK.finditer(text) if found[1] == "bash"]
 BASH = {f"{page}:{text.count(chr(10), 0, found.start()) + 1}": found[2] for page, text, found in FOUND}  # by line
-NEEDS = re.compile(r"needs (a GPU|an hour|the hub|a package index|lmms-eval)(, .*)?")
-TESTED_ELSEWHERE = ("docs/extending.md", "docs/sharing.md", "docs/tools.md", "docs/verl.md")  # programs
+NEEDS = re.compile(r"needs (a GPU|an hour|the hub|a package index|lmms-eval|vLLM)(, .*)?")
+TESTED_ELSEWHERE = (  # programs
+    "docs/evaluation.md", "docs/extending.md", "docs/sharing.md", "docs/tools.md", "docs/verl.md",
+)  # fmt: skip
 CLONED = ("accelerate_configs", "examples", "experiments")
-PROGRAMS = "accelerate make nvidia-smi pip pytest python python3 remark unzip vgr-trl".split()
+PROGRAMS = "accelerate make nvidia-smi pip pytest python python3 remark unzip vgr-trl vllm".split()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 NOT_DONE = [f"{module}.{name}" for module in ("demo", "write_folder") for name in ("warm_up", "set_up_process")]

@@ -2,6 +2,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from vgr_trl.cli.evaluate import load_for_inference
 from vgr_trl.cli.train import suggest_options
 from vgr_trl.demo.demo import Questions, draw, draw_questions
 from vgr_trl.utils import ConfigError
+
+EVALUATION_PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 
 
 def flags(model: Path, files: str, output: Path, *more: str) -> list[str]:
@@ -153,7 +156,9 @@ def test_a_run_that_collapses_ends_with_the_sign_if_it_shall(model_folder, quest
     assert not (output / "model.safetensors").exists()
 
 
-def test_lora_from_a_config_file_and_evaluation_of_the_adapter(model_folder, question_files, tmp_path, capsys):
+def test_lora_from_a_config_file_and_evaluation_of_the_adapter(
+    model_folder, question_files, tmp_path, capsys, monkeypatch
+):
     output, settings, numbers = (tmp_path / name for name in ("run", "lora.yaml", "numbers.json"))
     settings.write_text("use_peft: true\nlora_target_modules: [q_proj, v_proj]\nlora_r: 2\nmax_steps: 7\n")
     more = ("--config", str(settings), "--reward_funcs", "format", "length")
@@ -169,6 +174,18 @@ def test_lora_from_a_config_file_and_evaluation_of_the_adapter(model_folder, que
         models = [load_for_inference(str(folder))[0] for folder in (model_folder, output)]
         logits = [each(input_ids=ids, attention_mask=torch.ones_like(ids)).logits for each in models]
     assert (logits[0] - logits[1]).abs().max() > 1e-3, "the adapter is on the base model"
+    assert main(["merge", str(model_folder)]) == 1
+    assert "has no LoRA adapter" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert main(["merge", str(output), "--output_dir", "runs/first/merged"]) == 0
+    (snippet,) = re.findall(r"```python\n(.*?)```", EVALUATION_PAGE.read_text(encoding="utf-8"), re.DOTALL)[:1]
+    merged: dict[str, Any] = {}
+    exec(snippet, merged)
+    with torch.no_grad():
+        found = merged["model"](input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    torch.testing.assert_close(found, logits[1], rtol=1e-4, atol=1e-4)
+    assert "lora" not in " ".join(name for name, _ in merged["model"].named_parameters())
+    assert main(["merge", str(output), "--output_dir", "runs/first/merged"]) == 1, "the folder is there"
     evaluation = f"--model_name_or_path {output} --data_files {question_files} --num_samples 2 --output_file {numbers}"
     assert main(["evaluate", *evaluation.split(), "--max_completion_length", "4", "--group_by", "family"]) == 0
     assert "mean@2" in capsys.readouterr().out
@@ -195,7 +212,7 @@ def test_ctrl_c_names_a_saved_checkpoint(model_folder, question_files, tmp_path,
 def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_folder, question_files, tmp_path, capsys):
     output = tmp_path / "run"
     arguments = flags(model_folder, question_files, output, "--save_steps", "1")
-    assert main(["train", *arguments]) == 0
+    assert main(["train", *arguments, "--eval_on_start"]) == 0, "there is nothing to evaluate on"
     assert main(["train", *arguments]) == 1
     assert "has a run in it (trainer_state.json)" in capsys.readouterr().err
     assert main(["train", *arguments, "--resume_from_checkpoint"]) == 1
@@ -203,6 +220,9 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
     assert main(["train", *arguments, "--max_steps", "4", "--resume_from_checkpoint"]) == 0
     assert "continued from" in " ".join(capsys.readouterr().out.split())
     assert len(losses(output)) == 4
+    more = "--max_steps 5 --resume_from_checkpoint --eval_on_start --eval_strategy steps --eval_steps 9".split()
+    assert main(["train", *arguments, *more]) == 0
+    assert "evaluation at step 4" not in capsys.readouterr().out, "it was evaluated before the interruption"
     assert main(["train", *arguments, "--resume_from_checkpoint", "latest", "--reward_funcs", "format"]) == 1
     assert "has a run in it with reward_funcs" in capsys.readouterr().err
 

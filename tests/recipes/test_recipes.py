@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
+from trl import ModelConfig
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments, parse
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.recipes import load_recipe, read_recipe, recipe_names
+from vgr_trl.recipes import TEMPLATES, load_recipe, read_recipe, recipe_names
 from vgr_trl.registries import rewards as reward_registry
 from vgr_trl.utils import ConfigError
 
@@ -23,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 
 def parsed(*argv):
     """Data, rewards and configuration of a command line."""
-    groups = (RunArguments, DataArguments, RewardArguments, DAPOConfig)
-    return parse(groups, "train", ["--use_cpu", "--bf16", "false", *argv])[1:]
+    groups = (RunArguments, DataArguments, RewardArguments, DAPOConfig, ModelConfig)
+    return parse(groups, "train", ["--use_cpu", "--bf16", "false", *argv])[1:4]
 
 
 def test_every_recipe_says_what_it_is_and_has_known_options(tmp_path):
@@ -48,6 +50,52 @@ def test_a_recipe_gives_way_to_the_file_and_both_to_flags(tmp_path):
     assert config.entropy_penalty_coef == 0.12  # of the file
     assert config.learning_rate == 3e-6
     assert parsed(f"--config={file}", "--recipe=tprl")[2].trajectory_scaling_min == 0.8
+
+
+@pytest.mark.parametrize("template", ["laptop", "gpu"])
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_keeps_its_rewards_over_the_file_that_init_writes(name, template, tmp_path, capsys):
+    text = (TEMPLATES / f"{template}.yaml").read_text(encoding="utf-8")
+    file = tmp_path / "train.yaml"
+    file.write_text(text.format(name=file, tiny=tmp_path, generation="seed: 42"))
+    recipe = load_recipe(name)
+    _, rewards, config = parsed("--recipe", name, "--config", str(file))
+    assert (rewards.reward_funcs, config.reward_weights) == (recipe["reward_funcs"], recipe.get("reward_weights"))
+    for option in ("perturbation", "credit_rules", "token_weights", "early_reward_weights"):
+        assert option not in recipe or getattr(config, option) == recipe[option]
+    is_same = yaml.safe_load(file.read_text())["reward_weights"] == recipe.get("reward_weights")
+    assert is_same or f"reward_funcs, reward_weights of {file} are not used" in capsys.readouterr().err
+    kept = parsed("--recipe", name, "--config", str(file), "--reward_funcs", "vgr", "--reward_weights", "3")
+    assert (kept[1].reward_funcs, kept[2].reward_weights) == (["vgr"], [3.0])
+
+
+def test_a_file_that_states_another_method_than_its_recipe_is_refused(tmp_path):
+    file = tmp_path / "train.yaml"
+    for recipe, text, message in (
+        (
+            "mdi",
+            "reward_funcs: [accuracy, format]",
+            r"reward_funcs \['accuracy', 'format'\], but the recipe mdi has \[",
+        ),
+        ("vppo", "enable_perception_filtering: false", "but the recipe vppo has True: choose one of the two"),
+        ("papo", "perturbation: remove_image", "perturbation remove_image, but the recipe papo has blacken_patches"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            parsed("--recipe", recipe, "--config", str(file))
+    file.write_text("reward_funcs: accuracy\ntop_p_perception_tokens: 0.2\n")  # the same reward, another number
+    assert parsed("--recipe", "vppo", "--config", str(file))[2].top_p_perception_tokens == 0.2
+
+
+def test_a_stated_warmup_displaces_the_other_spelling(tmp_path):
+    file = tmp_path / "train.yaml"
+    file.write_text("warmup_steps: 3\n")
+    config = parsed("--recipe", "mdi", "--config", str(file))[2]  # the recipe has warmup_ratio 0.05
+    assert (config.warmup_steps, config.warmup_ratio) == (3, None)
+    config = parsed("--recipe", "mdi", "--config", str(file), "--warmup_ratio", "0.1")[2]
+    assert config.warmup_steps == 0.1
+    with pytest.raises(ConfigError, match="warmup_ratio is 0.1 and warmup_steps is 3"):
+        parsed("--warmup_steps", "3", "--warmup_ratio", "0.1")
 
 
 def test_a_recipe_of_ones_own_with_the_options_of_its_plug_ins(tmp_path):
@@ -146,15 +194,21 @@ def accuracy_reward(completions, **columns):
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_a_step_in_as_many_passes_as_the_recipe_says(name, model_folder, question_files, tmp_path, monkeypatch, passes):
+def test_a_step_in_as_many_passes_as_the_recipe_says(
+    name, model_folder, question_files, tmp_path, monkeypatch, passes, capsys
+):
     monkeypatch.setitem(reward_registry._own, "accuracy", accuracy_reward)
     no_system_prompt = tmp_path / "empty.txt"
     no_system_prompt.touch()
     recipe = read_recipe(name)
-    flags = f"--recipe {name} --model_name_or_path {model_folder} --data_files {question_files} {TINY}"
+    flags = (
+        f"--recipe {name} --model_name_or_path {model_folder} --data_files {question_files} {TINY} --check_pixels false"
+    )
     flags += f" --output_dir {tmp_path / 'run'} --system_prompt_file {no_system_prompt}"
     flags += "".join(f" --{name} {value}" for name, value in SMALLER.items() if name in recipe.options)
     assert main(["train", *flags.split()]) == 0
+    assert re.search(rf"^ ?recipe +{name} *$", capsys.readouterr().out, re.MULTILINE)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["recipe"] == name
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     assert history[0]["grad_norm"] > 0
     for signal in recipe.about.signals:

@@ -50,6 +50,7 @@ def completion(
         prompt=prompt if prompt is not None else f"<image> What colour is disc number {question}?",
         weights=[round(1 / value, 4) for value in vgr], dependency=dependency, vgr=vgr, entropies=entropies,
         advantages=[(0.5 if right else -0.5) / value for value in vgr], logps=logps, correct=right,
+        signals={"place": list(map(float, range(count)))}, credit={"odd": [token % 2 for token in range(count)]},
         rewards={"accuracy_reward": float(right), "vgr_reward": 0.25, "format": 1.0 if tokens is None else None},
         reward=1.25 if right else 0.25, advantage=0.5 if right else -0.5, metrics=dict.fromkeys(SEGMENTS, segment),
         images=[RecordedImage(thumbnail(folder, colour, question % cells), *SIZE, GRID)],
@@ -65,25 +66,40 @@ def make_run(
     offset: float = 0.0,
     extra: Sequence[Completion] = (),
     prompt: str | None = None,
+    weight: float = 1.0,
+    seed: int = 0,
 ) -> Path:
     """Write a run: questions 0 and 1 are evaluated first and last, wrong and then right; return its folder.
 
-    `prompt` has a `{}` in the place of the question.
+    `prompt` has a `{}` in the place of the question. `weight` is that of the accuracy, as the run says.
     """
     folder = output_dir / "rollouts"
     folder.mkdir(parents=True)
     description = {"version": 1, "name": name or output_dir.name, "created": "2026-01-02T03:04:05Z", "model": "tiny"}
     description["rewards"] = ["accuracy_reward", "vgr_reward", "format"]
-    description |= {"options": {"beta": 0.0, "seed": 0, "max_steps": steps}, "changed": ["beta", "max_steps"]}
+    description |= {
+        "options": {"beta": 0.0, "seed": seed, "max_steps": steps, "temperature": 1.0, "num_generations": 2},
+        "changed": ["beta", "max_steps"],
+    }
+    description["setup"] = {"rewards": f"accuracy_reward x {weight:g}, vgr_reward x 1", "device": "1 x CPU"}
+    (output_dir / "run.json").write_text(json.dumps({"recipe": "mdi", "data": "train.jsonl", "lora": None}))
+    weights = {"accuracy_reward": weight, "vgr_reward": 1.0}
     (folder / "run.json").write_text(json.dumps(description), encoding="utf-8")
     records, logs = [], []
     for step in range(1, steps + 1):
         if step in (1, steps):
             answered = [completion(folder, question, step == steps) for question in (0, 1)]
-            records.append(Record(step, "eval", 0.0, answered))
-            logs.append(LogEntry(step, "eval", 0.0, {"eval_reward": 0.3 + offset + step / 50}))
+            records.append(Record(step, "eval", 0.0, answered, weights))
+            logs.append(
+                LogEntry(
+                    step,
+                    "eval",
+                    0.0,
+                    {"eval_reward": 0.3 + offset + step / 50, "eval_rewards/accuracy_reward/mean": 0.5},
+                )
+            )
         sampled = [completion(folder, 2 * step + index, (step + index) % 2 == 0) for index in range(2)]
-        records.append(Record(step, "train", 0.0, [*sampled, *extra]))
+        records.append(Record(step, "train", 0.0, [*sampled, *extra], weights))
         logs.append(LogEntry(step, "train", 30.0 * step, logged(step, steps, offset)))
     for item in (item for record in records for item in record.completions if prompt is not None):
         item.prompt = str(prompt).format(item.prompt)

@@ -63,6 +63,19 @@ def test_page_holds_curves_completions_and_thumbnails(tmp_path: Path) -> None:
     assert thumbnail == (tmp_path / "run/rollouts" / first["images"][0]["file"]).read_bytes()
 
 
+def test_the_page_of_a_demo_has_its_table_before_and_after(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", steps=1)
+    scores = [{"questions": 320, "k": 8, "accuracy": 0.784 + gain, "mean_at_k": 0.662 + gain} for gain in (0, 0.1)]
+    (tmp_path / "run/metrics.json").write_text('{"eval_reward": 0.5}')  # of `vgr-trl train`
+    assert report_of(tmp_path / "run")["compared"] == []
+    before, after = ({**each, "format": 1.0, "groups": {"colour": each}} for each in scores)
+    (tmp_path / "run/metrics.json").write_text(json.dumps({"seconds": 3, "before": before, "after": after}))
+    compared = report_of(tmp_path / "run")["compared"]
+    assert [row["name"] for row in compared] == ["all", "colour"]
+    assert compared[0] == {"name": "all", "before": {**scores[0], "format": 1}, "after": {**scores[1], "format": 1}}
+    assert compared[1] == {"name": "colour", "before": scores[0], "after": scores[1]}
+
+
 HOSTILE = (
     "</script><script>alert(1)</script><!-- <img src=x onerror=alert(1)> \u2028\u2029\u202e\x00\x1b[31m ]]> ${x} `\\"
 )
@@ -103,18 +116,18 @@ def test_page_loads_nothing_and_names_its_licences() -> None:
 
 
 def test_a_large_run_is_thinned_and_says_so(tmp_path: Path) -> None:
-    # 30 kB of noise in each of 40 records need 1.2 MB, and the page has 1 with the template.
+    # 28 kB of noise in each of 40 records need 1.1 MB, and the page has 1 with the template.
     dice = random.Random(0)
     run = make_run(tmp_path / "run", steps=40, extra=[completion(tmp_path, 0, True, prompt="NOISE")])
     noise = re.compile("NOISE")
-    rewrite(run, "records-000001.jsonl", lambda text: noise.sub(lambda _: dice.randbytes(30_000).hex(), text))
+    rewrite(run, "records-000001.jsonl", lambda text: noise.sub(lambda _: dice.randbytes(28_000).hex(), text))
     shown = report_of(run, max_megabytes=1)
     assert (run / "page.html").stat().st_size <= 1e6
     steps = [record["step"] for record in shown["records"] if record["mode"] == "train"]
     assert 10 < len(steps) < 40
     assert {1, 40} <= set(steps)
     assert max(b - a for a, b in itertools.pairwise(steps)) <= 3  # evenly spread
-    assert [note[:12] for note in shown["notes"]] == [f"{len(shown['records'])} of 42 rec"]
+    assert shown["notes"][0].startswith(f"{len(shown['records'])} of 42 recorded steps")
 
 
 def test_missing_and_foreign_thumbnails_stay_out(tmp_path: Path) -> None:

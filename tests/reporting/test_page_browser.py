@@ -6,9 +6,11 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from made_run import completion, make_run
+from PIL import Image
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.reporting.page import write_report
@@ -42,13 +44,15 @@ def browser() -> Iterator[Browser]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Pages of one run, of two, of one with hostile text, and of one with long names."""
     root = tmp_path_factory.mktemp("pages")
-    one, two = make_run(root / "one", steps=6), make_run(root / "two", steps=4, offset=0.1)
+    one, two = make_run(root / "one", steps=6), make_run(root / "two", steps=4, offset=0.1, weight=2.0)
+    seeds = [make_run(root / f"seed{seed}", steps=4, offset=seed / 10, seed=seed) for seed in range(3)]
     odd = [completion(root, 0, True, tokens=[HOSTILE, "&lt;b&gt;"], prompt=HOSTILE)]
     hostile = make_run(root / "hostile", steps=1, name=HOSTILE, extra=odd)
     long = make_run(root / "long", steps=4, prompt=CHAT)
     records = long / "rollouts/records-000001.jsonl"
     records.write_text(records.read_text("utf-8").replace('"vgr_reward":', f'"{LONG_NAME}":'), "utf-8")
     found = {"one": [one], "two": [one, two], "hostile": [hostile], "long": [long]}
+    found["seeds"] = [*seeds, two]
     return {name: write_report(runs, root / f"{name}.html").path for name, runs in found.items()}
 
 
@@ -106,8 +110,9 @@ def test_the_first_screen_says_how_each_run_went(opened: Open) -> None:
     # Accuracy 0.2 + 0.6 · step / steps + offset: of 6 steps from 0.3 on, of 4 with an offset of 0.1 from 0.45 on.
     expect(strips.first).to_contain_text("30 % → 80 %")
     expect(strips.last).to_contain_text("45 % → 90 %")
+    expect(strips.first).to_contain_text("sampled, 2 each, T=1, step")
     expect(strips.first).to_contain_text("1.43 → 1.1")  # VGR 1.5 - 0.4 · step / steps
-    expect(strips.first.locator(".spark polyline")).to_have_count(1)
+    expect(strips.first.locator(".spark polyline")).to_have_count(2)  # evaluation and training
     expect(strips.first.get_by_text("No red flag.")).to_be_visible()
     assert page.locator(".charts").first.locator("strong").all_inner_texts() == [
         "Accuracy reward, mean", "Reward", "VGR – smaller: looks more (late layers)", "Entropy",
@@ -129,6 +134,11 @@ def test_tokens_are_coloured_by_the_chosen_number(opened: Open) -> None:
     assert now[2] > now[0]
     assert now != before
     expect(page.locator(".scale")).to_contain_text("blue: made less likely, orange: made more likely")
+    control(page, "Colour tokens by").select_option("Signal place")
+    expect(token).to_have_attribute("aria-label", " blue, Signal place 4")
+    control(page, "Colour tokens by").select_option("Credit rule odd")
+    expect(token).to_have_attribute("aria-label", " blue, Credit rule odd 0")
+    expect(page.locator(".scale")).to_contain_text("blue: less credit")
 
 
 def heat(page: Page) -> list[int]:
@@ -171,11 +181,65 @@ def test_attention_of_the_chosen_token_is_drawn_on_its_cell(opened: Open) -> Non
 
 def test_the_configuration_shows_first_what_differs(opened: Open) -> None:
     rows = opened("two", "Configuration").locator("tbody tr")
-    assert rows.all_inner_texts() == ["max_steps\t6\t4"]
+    rewards = [f"accuracy_reward x {weight}, vgr_reward x 1" for weight in (1, 2)]
+    assert rows.all_inner_texts() == ["\t".join(["rewards", *rewards]), "max_steps\t6\t4"]
+    note = opened("two").locator(".legend .note")
+    expect(note).to_contain_text(f"different rewards ({' | '.join(rewards)})")
     page = opened("one", "Configuration")
-    assert page.locator("tbody th").all_inner_texts() == ["beta", "max_steps"]
+    described = ["model", "recipe", "data", "rewards", "device"]
+    assert page.locator("tbody th").all_inner_texts() == [*described, "beta", "max_steps"]
     control(page, "Options").select_option("all")
-    assert page.locator("tbody th").all_inner_texts() == ["beta", "max_steps", "seed"]
+    assert page.locator("tbody th").all_inner_texts() == [
+        *described, "beta", "max_steps", "num_generations", "seed", "temperature",
+    ]  # fmt: skip
+    expect(opened("one").locator(".legend .note")).to_have_count(0)
+
+
+def test_a_completion_shows_the_weights_of_its_rewards(opened: Open) -> None:
+    rows = opened("two", "Completions").locator(".facts").first.locator("tbody tr")
+    assert rows.all_inner_texts()[:2] == ["accuracy_reward\t0\t× 1", "vgr_reward\t0.25\t× 1"]
+
+
+def test_runs_that_differ_by_their_seed_are_one_line_with_its_deviation(opened: Open) -> None:
+    page = opened("seeds")
+    strips = page.locator(".strip")
+    expect(strips).to_have_count(2)
+    # Accuracy in training ends at 80, 90 and 100 %: 90 ± 10; the other run has other rewards.
+    expect(strips.first).to_contain_text("seed0 and 2 more, mean of 3 seeds")
+    expect(strips.first).to_contain_text(re.compile(r"→ 90\s%\s± 10(\.0)?\s%"))
+    expect(strips.last.locator("h2")).to_have_text("two")
+    expect(page.locator(".legend li").first).to_contain_text("mean of 3 seeds")
+    page.get_by_label("Mean ± deviation over seeds").uncheck()
+    expect(strips).to_have_count(4)
+
+
+def test_a_chart_is_saved_as_svg_and_png(opened: Open, tmp_path: Path) -> None:
+    page = opened("seeds")
+    for ending in ("SVG", "PNG"):
+        with page.expect_download() as download:
+            page.get_by_role("button", name=f"Save Reward as {ending}", exact=True).click()
+        download.value.save_as(tmp_path / download.value.suggested_filename)
+    svg = ElementTree.parse(tmp_path / "reward.svg").getroot()
+    texts = [text.text or "" for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[0] == "Reward"
+    assert any("mean of 3 seeds" in text for text in texts)
+    bands = [band.attrib["points"].split() for band in svg.iter("{http://www.w3.org/2000/svg}polygon")]
+    assert sorted(map(len, bands)) == [4, 8]  # up and down, of evaluations at two steps and of four training steps
+    with Image.open(tmp_path / "reward.png") as image:
+        assert image.size == (1280, 2 * int(svg.attrib["height"]))
+        assert len(image.convert("RGB").getcolors(1 << 20) or []) > 10
+
+
+def test_charts_are_whole_on_paper(opened: Open) -> None:
+    page = opened("one")
+    page.set_viewport_size({"width": 1400, "height": 900})
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 700, "height": 900})
+    boxes = page.evaluate("""() => [...document.querySelectorAll(".plot")].map(plot =>
+        [plot.getBoundingClientRect().right, plot.querySelector("canvas").getBoundingClientRect().right])""")
+    assert len(boxes) == 4
+    assert all(inner <= outer + 1 for outer, inner in boxes)
 
 
 def test_curves_over_time_and_as_a_table(opened: Open) -> None:

@@ -139,6 +139,32 @@ def test_batches_without_equal_prompts_run_as_they_are():
     assert report.prompts_per_row == 1
 
 
+def test_a_line_after_the_first_step_says_what_was_shared(capsys):
+    model, batch = with_head(build("qwen2_vl")), make_batch("qwen2_vl")
+    alone = make_batch("qwen2_vl", generations=1)
+    with share_prompts(model):
+        generated(model, batch, sample=False)
+        assert capsys.readouterr().out == ""
+        for _ in range(2):
+            scored(model, batch)[0].sum().backward()
+    assert capsys.readouterr().out == (
+        "share_prompts, until the end of the first step: generation computed 2 prompts for 6 rows; training computed 2 "
+        "prompts for 6 rows.\n"
+    )
+    with share_prompts(model):
+        scored(model, alone)[0].sum().backward()
+    assert capsys.readouterr().out == (
+        "share_prompts, until the end of the first step: training computed 2 prompts for 2 rows (no prompt occurs "
+        "twice).\n"
+    )
+    with patch("vgr_trl.sharing.sharing.why_not_share", return_value="dropout in its router"), share_prompts(model):
+        pass
+    assert capsys.readouterr().out == "share_prompts shares nothing: dropout in its router.\n"
+    with share_prompts(model, batch.completion_length):
+        scored(model, batch)[0].sum().backward()
+    assert capsys.readouterr().out == ""
+
+
 def test_blocks_can_be_nested_and_end_with_errors():
     model, batch = with_head(build("qwen2_vl")), make_batch("qwen2_vl")
     patched = model.forward

@@ -15,7 +15,7 @@ export function Browser({ data, run }: { data: Data; run: Run }) {
   const all = useMemo(() => entries(run), [run]);
   const place = usePlace();
   const filters = useMemo(() => fromPlace(place), [place.when, place.answer, place.reward, place.least, place.most]);
-  const { quantity, lit, controls } = useColouring();
+  const { quantity, lit, controls } = useColouring(useMemo(() => [run], [run]));
   const small = useMedia("(max-width: 820px)");
   const shown = useRef<HTMLDivElement>(null);
   const found = useMemo(() => all.filter((entry) => passes(entry, filters)), [all, filters]);

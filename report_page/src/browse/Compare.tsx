@@ -78,7 +78,7 @@ export function Compare({ data: { runs, images } }: { data: Data }) {
   const all = useMemo(() => questions(runs), [runs]);
   const asked = useMemo(() => distinct(all.map(({ answers }) => answers[0]!.found[0]!.completion.prompt)), [all]);
   const place = usePlace();
-  const { quantity, lit, controls } = useColouring();
+  const { quantity, lit, controls } = useColouring(runs);
   const at = Math.max(0, all.findIndex(({ id }) => id === place.question));
   const question = all[at]!;
   const wanted = (place.columns ?? "").split("|").flatMap((key) => question.answers.find((item) => item.key === key) ?? []);

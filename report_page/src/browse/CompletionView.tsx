@@ -1,6 +1,6 @@
 import { useMemo, useState } from "preact/hooks";
-import { QUANTITIES, type Quantity } from "../colours";
-import { type Data, type Entry, moment } from "../data";
+import { type Quantity, quantitiesOf } from "../colours";
+import { type Data, type Entry, type Run, moment } from "../data";
 import { number, visible } from "../format";
 import { go, usePlace } from "../place";
 import { Metrics, Rewards } from "./Facts";
@@ -58,7 +58,7 @@ export function CompletionView({ images, entry, quantity, lit, placed }: Props) 
           <Tokens completion={completion} quantity={quantity} chosen={chosen} onChoose={choose} />
           {!completion.drawn && <Scale completion={completion} quantity={quantity} />}
         </div>
-        <Rewards completion={completion} />
+        <Rewards completion={completion} weights={entry.weights} />
         {!completion.images.length && <Metrics completion={completion} />}
         </div>
         {completion.images.length > 0 && (
@@ -73,16 +73,17 @@ export function CompletionView({ images, entry, quantity, lit, placed }: Props) 
 }
 
 /** What colours the tokens, and whether the attention is drawn: for all completions of a view. */
-export function useColouring() {
+export function useColouring(runs: Run[]) {
   const place = usePlace();
-  const quantity = QUANTITIES.find((item) => item.name === place.by) ?? QUANTITIES[0]!;
+  const quantities = useMemo(() => quantitiesOf(runs), [runs]);
+  const quantity = quantities.find((item) => item.name === place.by) ?? quantities[0]!;
   const lit = place.lit !== "0";
   const controls = (
     <>
       <label>
         Colour tokens by{" "}
         <select value={quantity.name} onChange={(event) => go({ by: event.currentTarget.value })}>
-          {QUANTITIES.map((item) => <option key={item.name} value={item.name}>{item.title}</option>)}
+          {quantities.map((item) => <option key={item.name} value={item.name}>{item.title}</option>)}
         </select>
       </label>
       <label class="check">

@@ -10,14 +10,16 @@ const METRICS: [string, string][] = [
   ["attention_instruction", "on the instruction"],
 ];
 
-export function Rewards({ completion }: { completion: Completion }) {
+export function Rewards({ completion, weights }: { completion: Completion; weights: Record<string, number> }) {
+  const weighted = Object.keys(weights).length > 0;
   return (
     <div class="facts scroll">
       <table>
         <caption>Rewards</caption>
+        {weighted && <thead><tr><th scope="col"><span class="sr">reward</span></th><th scope="col">value</th><th scope="col">weight</th></tr></thead>}
         <tbody>
           {Object.entries(completion.rewards).map(([name, value]) => (
-            <tr key={name}><th scope="row">{visible(name)}</th><td>{number(value)}</td></tr>
+            <tr key={name}><th scope="row">{visible(name)}</th><td>{number(value)}</td>{weighted && <td>× {number(weights[name])}</td>}</tr>
           ))}
           {completion.reward !== null && <tr class="sum"><th scope="row">weighted sum</th><td>{number(completion.reward)}</td></tr>}
           {completion.advantage !== null && <tr><th scope="row">advantage</th><td>{number(completion.advantage)}</td></tr>}

@@ -20,7 +20,7 @@ export function Tokens({ completion, quantity, chosen, onChoose }: Props) {
   const [stop, setStop] = useState(0); // the one that Tab reaches
   const dark = useDark();
   const { tokens } = completion;
-  const values: Numbers | null = completion[quantity.name] ?? null;
+  const values: Numbers | null = quantity.of(completion) ?? null;
   const styles = useMemo(
     () => (values ? positions(values, quantity.ratio).map((position) => tokenStyle(position, dark)) : []),
     [values, quantity, dark],
@@ -90,11 +90,11 @@ export function Tokens({ completion, quantity, chosen, onChoose }: Props) {
 
 export function Scale({ completion, quantity }: { completion: Completion; quantity: Quantity }) {
   const dark = useDark();
-  const values = (completion[quantity.name] ?? []).filter((value) => value !== null);
+  const values = (quantity.of(completion) ?? []).filter((value) => value !== null);
   if (!values.length) return <p class="muted">{quantity.title} was not measured for this completion.</p>;
   const low = values.reduce((a, b) => Math.min(a, b));
   const high = values.reduce((a, b) => Math.max(a, b));
-  const [steps, below, above] = quantity.twoSided
+  const [steps, below, above] = quantity.twoSided || (low < 0 && high > 0)
     ? [[-1, -0.5, 0, 0.5, 1], "blue", "orange"] as const
     : low < 0 ? [[-1, -0.5, 0], "blue", "pale"] as const : [[0, 0.5, 1], "pale", "orange"] as const;
   return (

@@ -1,4 +1,4 @@
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
 import { runColour, runDash } from "../colours";
 import type { Numbers, Run } from "../data";
@@ -6,6 +6,7 @@ import { number } from "../format";
 import { useDark } from "../hooks";
 import { type Axis, along } from "./axis";
 import type { Line, Panel } from "./panels";
+import { asSvg, save, savePng } from "./picture";
 
 const HEIGHT = 162;
 const FONT = "11px system-ui";
@@ -88,7 +89,13 @@ export function Chart({ panel, runs, drawing: { smoothing, axis, logarithmic } }
       const there = places.flatMap((place, i) => (place === null ? [] : [i]));
       return [there.map((i) => places[i]), there.map((i) => values[i] ?? null)] as uPlot.AlignedData;
     });
-    return uPlot.join(tables);
+    // Behind the lines, in the same order, the upper and the lower ends of those that are means of seeds.
+    const bands = panel.lines.filter(({ curve }) => curve.deviation).flatMap(({ run, curve, mode }) =>
+      [1, -1].map((sign) => {
+        const values = curve.values.map((value, i) => (value === null ? null : value + sign * (curve.deviation![i] ?? 0)));
+        return [along(runs[run]!, axis, curve.steps), mode === "eval" ? values : smoothed(values, smoothing)] as uPlot.AlignedData;
+      }));
+    return uPlot.join([...tables, ...bands]);
   }, [panel, smoothing, axis, runs]);
   // What is 0 or below has no place on a logarithmic axis; a chart of nothing else stays linear.
   const drawn = useMemo(() => {
@@ -98,7 +105,7 @@ export function Chart({ panel, runs, drawing: { smoothing, axis, logarithmic } }
     return positive.some((values) => values.some((value) => typeof value === "number")) ? [places, ...positive] as uPlot.AlignedData : null;
   }, [data, logarithmic]);
 
-  useEffect(() => {
+  useLayoutEffect(() => { // before the page is printed, too
     const element = box.current!;
     const style = getComputedStyle(element);
     const ink = style.getPropertyValue("--muted");
@@ -130,7 +137,12 @@ export function Chart({ panel, runs, drawing: { smoothing, axis, logarithmic } }
               points: { show: mode === "eval" || undefined, size: 7, fill: stroke, stroke },
             };
           }),
+          ...panel.lines.filter(({ curve }) => curve.deviation).flatMap(() => [{ width: 0, points: { show: false } }, { width: 0, points: { show: false } }]),
         ],
+        bands: panel.lines.filter(({ curve }) => curve.deviation).map((line, i) => ({
+          series: [panel.lines.length + 1 + 2 * i, panel.lines.length + 2 + 2 * i] as [number, number],
+          fill: `${runColour(look(line, panel.lines).colour, dark)}33`,
+        })),
         hooks: { setCursor: [(self) => setIndex(self.cursor.idx ?? null)] },
       },
       drawn ?? data,
@@ -146,6 +158,15 @@ export function Chart({ panel, runs, drawing: { smoothing, axis, logarithmic } }
   }, [panel, data, drawn, dark]);
 
   const steps = data[0] as number[];
+  function picture(): string {
+    let band = panel.lines.length + 1;
+    const strokes = panel.lines.map((line, i) => {
+      const { colour, dash } = look(line, panel.lines);
+      const [high, low] = line.curve.deviation ? [data[band++], data[band++]] as Numbers[] : [];
+      return { label: label(line, runs, panel.lines), colour: runColour(colour, false), dash: line.mode === "eval" ? [2, 4] : runDash(dash), values: data[i + 1] as Numbers, high, low };
+    });
+    return asSvg(panel.title, axis.name, steps, strokes, drawn !== null);
+  }
   function move(event: KeyboardEvent) {
     const last = steps.length - 1;
     const now = index ?? -1;
@@ -160,6 +181,10 @@ export function Chart({ panel, runs, drawing: { smoothing, axis, logarithmic } }
       <figcaption>
         <strong title={panel.name}>{panel.title}</strong>
         <code>{panel.name}</code>
+        <span class="save">
+          <button type="button" aria-label={`Save ${panel.title} as SVG`} onClick={() => save(`${panel.name}.svg`, new Blob([picture()], { type: "image/svg+xml" }))}>SVG</button>
+          <button type="button" aria-label={`Save ${panel.title} as PNG`} onClick={() => void savePng(`${panel.name}.png`, picture())}>PNG</button>
+        </span>
       </figcaption>
       <div ref={box} class="plot" tabIndex={0} role="img" aria-label={summary(panel, runs)} onKeyDown={move} onFocus={() => setFocused(true)} onBlur={() => setFocused(false)} />
       <p class="readout" aria-live={focused ? "polite" : "off"}>

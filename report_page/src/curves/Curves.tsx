@@ -1,11 +1,12 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { Run } from "../data";
-import { plural } from "../format";
+import { plural, visible } from "../format";
 import { useDark } from "../hooks";
 import { go, usePlace } from "../place";
 import { asCsv, axes } from "./axis";
 import { Chart, type Drawing, Swatch } from "./Chart";
 import { Lazy } from "./Lazy";
+import { save } from "./picture";
 import { type Panel, type Section, sections, whatMatters } from "./panels";
 
 const SMOOTHING = [
@@ -15,7 +16,7 @@ const SMOOTHING = [
 ] as const;
 const MOST = 60; // charts of a section at once
 
-export function Curves({ runs }: { runs: Run[] }) {
+export function Curves({ runs, single }: { runs: Run[]; single: Run[] | null }) {
   const all = useMemo(() => sections(runs), [runs]);
   const first = useMemo(() => whatMatters(all), [all]);
   const place = usePlace();
@@ -26,6 +27,7 @@ export function Curves({ runs }: { runs: Run[] }) {
   const logarithmic = place.scale === "log";
   const drawing = useMemo(() => ({ smoothing, axis, logarithmic }), [smoothing, axis, logarithmic]);
   const dark = useDark();
+  const rewards = useMemo(() => new Set(runs.filter(({ scores }) => !scores).map(({ setup }) => setup.rewards ?? "unknown")), [runs]);
   const open = (place.open ?? "").split("|");
   const evaluation = useMemo(() => runs.some((run) => run.curves.some((curve) => curve.mode === "eval")), [runs]);
   const shown = useMemo(() => (wanted ? found(all, wanted.toLowerCase()) : all), [all, wanted]);
@@ -61,7 +63,12 @@ export function Curves({ runs }: { runs: Run[] }) {
         <label>
           <input type="checkbox" checked={logarithmic} onChange={(event) => go({ scale: event.currentTarget.checked ? "log" : null })} /> Logarithmic
         </label>
-        <button type="button" onClick={() => download(runs)}>Download CSV</button>
+        {single && (
+          <label class="check">
+            <input type="checkbox" checked={place.seeds !== "0"} onChange={(event) => go({ seeds: event.currentTarget.checked ? null : "0" })} /> Mean ± deviation over seeds
+          </label>
+        )}
+        <button type="button" onClick={() => save("curves.csv", new Blob([asCsv(single ?? runs)], { type: "text/csv" }))}>Download CSV</button>
       </div>
       {!wanted && (
         <nav class="index" aria-label="Sections">
@@ -71,6 +78,7 @@ export function Curves({ runs }: { runs: Run[] }) {
       <ul class="legend" aria-label="Lines">
         {runs.length > 1 && runs.map((run, index) => !run.scores && <li key={index}><Swatch colour={index} dash={index} dark={dark} /> is {run.name}.</li>)}
         {evaluation && <li><Swatch colour={0} dash={0} dark={dark} evaluation /> A line with dots is an evaluation.</li>}
+        {rewards.size > 1 && <li class="note">The runs have different rewards ({[...rewards].map(visible).join(" | ")}): their curves of the weighted sum cannot be compared.</li>}
         {logarithmic && <li>What is 0 or below is not drawn on a logarithmic axis.</li>}
       </ul>
       {shown.length === 0 && <p class="empty">No value has “{wanted}” in its name.</p>}
@@ -114,14 +122,6 @@ function Folded({ section: { title, note, panels, minor }, open, set, runs, draw
 
 /** How many stand in each of as few rows as there can be, if `most` fit. */
 const even = (count: number, most: number) => Math.ceil(count / Math.ceil(count / most)) || 1;
-
-function download(runs: Run[]) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([asCsv(runs)], { type: "text/csv" }));
-  link.download = "curves.csv";
-  link.click();
-  URL.revokeObjectURL(link.href);
-}
 
 function Charts({ panels, runs, drawing }: { panels: Panel[]; runs: Run[]; drawing: Drawing }) {
   const [most, setMost] = useState(MOST);

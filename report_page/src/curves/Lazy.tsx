@@ -19,7 +19,12 @@ export function Lazy({ children }: { children: ComponentChildren }) {
       setSeen(now);
     });
     observer.observe(element);
-    return () => observer.unobserve(element);
+    const print = () => setSeen(true);
+    addEventListener("beforeprint", print);
+    return () => {
+      observer.unobserve(element);
+      removeEventListener("beforeprint", print);
+    };
   }, []);
   return <div ref={box} class="lazy" style={!seen && height ? { height: `${height}px` } : undefined}>{seen && children}</div>;
 }

@@ -130,12 +130,22 @@ export function sections(runs: Run[]): Section[] {
     if (panel.lines.some(({ part }) => part)) panel.lines.sort(byPart);
     bySection.get(places.get(panel)!.section)!.push(panel);
   }
-  return [...bySection].filter(([, found]) => found.length).map(([title, found]) => {
+  const all = [...bySection].filter(([, found]) => found.length).map(([title, found]) => {
     found.sort((a, b) => places.get(a)!.order - places.get(b)!.order);
     const folded = new Set(found.filter(minor));
     return { title, note: SECTIONS[title]!, panels: found.filter((panel) => !folded.has(panel)), minor: [...folded] };
   });
+  // A section in which nothing ever changes would open on nothing.
+  const full = all.filter(({ panels }) => panels.length);
+  const left = all.filter(({ panels }) => !panels.length).flatMap((section) => section.minor);
+  const other = full.find(({ title }) => title === "Other");
+  if (other) other.minor.push(...left);
+  else if (left.length) full.push({ title: "Other", note: SECTIONS.Other!, panels: [], minor: left });
+  return full;
 }
+
+/** Whether a chart would be a line at 0. */
+const flat = ({ lines }: Panel) => lines.every(({ curve: { values } }) => values.every((value) => !value));
 
 // What says first whether a run goes well: of each line, the first that was logged.
 const MATTERS = [
@@ -148,7 +158,7 @@ const MATTERS = [
 ];
 
 export function whatMatters(all: Section[]): Panel[] {
-  const panels = all.flatMap((section) => [...section.panels, ...section.minor]);
+  const panels = all.flatMap((section) => [...section.panels, ...section.minor]).filter((panel) => !flat(panel));
   return MATTERS.flatMap((patterns) => {
     const found = patterns.flatMap((pattern) => panels.find(({ name }) => pattern.test(name)) ?? []);
     return found.slice(0, 1).map(ofLateLayers);

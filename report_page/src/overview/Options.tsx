@@ -5,16 +5,18 @@ import { go, usePlace } from "../place";
 
 const text = (value: unknown) => (value === undefined ? "–" : visible(typeof value === "string" ? value : JSON.stringify(value)));
 
-/** The options of each run side by side. */
+/** What each run is about, and its options, side by side. */
 export function Options({ runs }: { runs: Run[] }) {
   const place = usePlace();
-  const trained = useMemo(() => runs.filter(({ scores, options }) => !scores && Object.keys(options).length), [runs]);
-  const names = useMemo(() => [...new Set(trained.flatMap(({ options }) => Object.keys(options)))].sort(), [trained]);
-  const differs = (name: string) => new Set(trained.map(({ options }) => text(options[name]))).size > 1;
+  const trained = useMemo(() => runs.filter(({ scores, options, setup }) => !scores && Object.keys({ ...setup, ...options }).length), [runs]);
+  const described = useMemo(() => [...new Set(trained.flatMap(({ setup }) => Object.keys(setup)))], [trained]);
+  const names = useMemo(() => [...described, ...[...new Set(trained.flatMap(({ options }) => Object.keys(options)))].sort()], [trained, described]);
+  const of = ({ setup, options }: Run, name: string) => text(described.includes(name) ? setup[name] : options[name]);
+  const differs = (name: string) => new Set(trained.map((run) => of(run, name))).size > 1;
   const known = trained.some(({ changed }) => changed);
   const kinds = [
     trained.length > 1 && { value: "differ", title: "that differ between the runs", fits: differs },
-    known && { value: "changed", title: "that are not at their defaults", fits: (name: string) => trained.some(({ changed }) => !changed || changed.includes(name)) },
+    known && { value: "changed", title: "that are not at their defaults", fits: (name: string) => described.includes(name) || trained.some(({ changed }) => !changed || changed.includes(name)) },
     { value: "all", title: "all", fits: () => true },
   ].filter((kind) => kind !== false);
   const kind = kinds.find(({ value }) => value === place.options) ?? kinds[0]!;
@@ -44,7 +46,7 @@ export function Options({ runs }: { runs: Run[] }) {
               {shown.map((name) => (
                 <tr key={name} class={trained.length > 1 && differs(name) ? "differs" : undefined}>
                   <th scope="row">{visible(name)}</th>
-                  {trained.map(({ options }, i) => <td key={i}>{text(options[name])}</td>)}
+                  {trained.map((run, i) => <td key={i}>{of(run, name)}</td>)}
                 </tr>
               ))}
             </tbody>

@@ -24,19 +24,20 @@ function Strip({ run, index, alone }: { run: Run; index: number; alone: boolean 
   const seconds = run.curves.find(({ name }) => name === CLOCK)?.values.at(-1) ?? null;
   const about = run.scores
     ? ["vgr-trl evaluate", plural(run.scores.questions, "question")]
-    : [run.model, run.created.replace("T", " ").replace(/(:\d\d)?Z$/, " UTC"), plural(steps, "step"), plural(run.records.length, "recorded step")];
+    : [run.model, run.created.replace("T", " ").replace(/(:\d\d)?Z$/, " UTC"), plural(steps, "step"), run.records.length > 0 && plural(run.records.length, "recorded step")];
   return (
     <article class="strip">
       <header>
         {!alone && <h2><Swatch colour={index} dash={index} dark={dark} /> {run.name}</h2>}
         <span class="muted">{about.filter(Boolean).join(" · ")}</span>
       </header>
+      {run.compared.length > 0 && <Compared compared={run.compared} />}
       <dl>
         {accuracies.map((course) => (
           <div key={course.title} class="main" title={course.name}>
             <dt>{course.title}, {course.of}</dt>
             <dd>
-              <b>{course.points.length > 1 && `${value(course, "first")} → `}{value(course, "last")}</b>
+              <b>{course.points.length > 1 && `${value(course, "first")} → `}{value(course, "last")}{course.deviation !== null && ` ± ${course.share ? percent(course.deviation) : number(course.deviation, 2)}`}</b>
               <Spark points={course.points} colour={runColour(index, dark)} />
             </dd>
           </div>
@@ -55,6 +56,29 @@ function Strip({ run, index, alone }: { run: Run; index: number; alone: boolean 
         : run.curves.length > 0 && <p class="calm">No red flag.</p>}
       {run.notes.map((note) => <p key={note} class="note">{note}</p>)}
     </article>
+  );
+}
+
+/** Before and after training, on questions that neither training nor its evaluations saw. */
+function Compared({ compared }: { compared: Run["compared"] }) {
+  const [all] = compared;
+  const sampled = typeof all!.after.mean_at_k === "number";
+  const change = (name: "accuracy" | "mean_at_k" | "format", { before, after }: Run["compared"][number]) =>
+    [before, after].map((scores) => (typeof scores[name] === "number" ? percent(scores[name]!) : "–")).join(" → ");
+  return (
+    <>
+      <p class="lead">Accuracy on {plural(all!.after.questions ?? 0, "new question")}, before → after training: <b>{change(sampled ? "mean_at_k" : "accuracy", all!)}</b></p>
+      <div class="scroll">
+        <table class="compared">
+          <thead><tr><th scope="col">questions</th>{sampled && <th scope="col">sampled, {all!.after.k} each</th>}<th scope="col">greedy</th><th scope="col">format</th></tr></thead>
+          <tbody>
+            {compared.map((row) => (
+              <tr key={row.name}><th scope="row">{row.name} ({row.after.questions})</th>{sampled && <td>{change("mean_at_k", row)}</td>}<td>{change("accuracy", row)}</td><td>{change("format", row)}</td></tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </>
   );
 }
 

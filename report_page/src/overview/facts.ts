@@ -12,9 +12,11 @@ export interface Course {
   last: number;
   share: boolean;
   points: number[];
+  /** Of the last value, over seeds. */
+  deviation: number | null;
 }
 
-const ENDS = 0.1; // of the logged steps: noise of single training steps says nothing
+const PART = 10; // of the logged steps, as on the terminal: noise of single training steps says nothing
 const ACCURACY = [/^rewards\/.*accuracy.*\/mean$/, /accuracy|pass@|mean@/];
 const WANTED: { title: string; patterns: RegExp[]; share: boolean; complement?: boolean; mode?: Mode }[] = [
   { title: "Accuracy in evaluation", patterns: ACCURACY, share: true, mode: "eval" },
@@ -38,6 +40,13 @@ function mean(values: number[]): number {
   return values.reduce((sum, value) => sum + value, 0) / values.length;
 }
 
+/** How the completions of evaluations come about; "" if the run does not say. */
+function sampling({ options }: Run): string {
+  const given = (...names: string[]) => names.map((name) => options[name]).find((value) => typeof value === "number");
+  const [count, temperature] = [given("num_generations_eval", "num_generations"), given("eval_temperature", "temperature")];
+  return count === undefined || temperature === undefined ? "" : `sampled, ${count} each, T=${temperature}, `;
+}
+
 /** First and last of an evaluation; of training, the means of the first and of the last tenth. */
 export function courses(run: Run): Course[] {
   const found: Course[] = [];
@@ -49,13 +58,14 @@ export function courses(run: Run): Course[] {
       .find((item) => item && known(item.values).length);
     if (!curve) continue;
     const points = known(curve.values).map((value) => (complement ? 1 - value : value));
-    const width = curve.mode === "eval" ? 1 : Math.max(1, Math.round(ENDS * points.length));
+    const width = curve.mode === "eval" ? 1 : Math.ceil(points.length / PART);
     const at = curve.steps.filter((_, i) => curve.values[i] !== null);
     found.push({
       title, name: curve.name, share, points,
       of: curve.mode === "train"
         ? `first → last ${plural(width, "logged step")}`
-        : at.length > 1 ? `step ${at[0]} → ${at.at(-1)}` : `step ${at[0]}`,
+        : sampling(run) + (at.length > 1 ? `step ${at[0]} → ${at.at(-1)}` : `step ${at[0]}`),
+      deviation: curve.deviation?.at(-1) == null ? null : mean(known(curve.deviation).slice(-width)),
       first: mean(points.slice(0, width)), last: mean(points.slice(-width)),
     });
   }

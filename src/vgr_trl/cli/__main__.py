@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import logging
 import os
 import shlex
 import sys
@@ -15,15 +16,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from vgr_trl import __version__
-from vgr_trl.recipes import read_recipe, recipe_file, recipe_names
+from vgr_trl.recipes import TEMPLATES, read_recipe, recipe_file, recipe_names
 from vgr_trl.utils import ConfigError, VGRError, naming_full_disk
 
 RECIPES_LEGEND = """
 passes: forward passes over the completions of a rollout, without + with gradients, not counting generation.
 vgr-trl recipes NAME prints one, with its departures from the paper; vgr-trl train --recipe NAME starts from it."""
-TEMPLATES = Path(__file__).parent / "templates"
 ACCELERATE_CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 # transformers 5.23 warns at every step of TRL 1.16.
+# Warnings of others that nobody can act on here: logger -> part of the message.
+NOISE = {"DeepSpeed": "Setting accelerator to CPU", "transformers.processing_utils": "defines `image_processor_class"}
 DEPRECATION_PATTERN = r"`\w*gradient_checkpointing\w*` is deprecated"
 
 
@@ -139,6 +141,41 @@ def report(argv: Sequence[str]) -> int:
     return 0
 
 
+def merge(argv: Sequence[str]) -> int:
+    """Merge the LoRA adapter of a run or checkpoint into its base model: a folder for transformers, vLLM and others."""
+    parser = _make_parser("merge")
+    parser.add_argument("run", metavar="RUN", type=Path, help="output_dir or checkpoint of a training with --use_peft")
+    parser.add_argument("--output_dir", type=Path, help="folder of the full model (default: merged in RUN)")
+    flags = parser.parse_args(argv)
+    output = flags.output_dir or flags.run / "merged"
+    if not (flags.run / "adapter_config.json").is_file():
+        raise ConfigError(f"{flags.run} has no LoRA adapter: give the folder of one; a full model needs no merge.")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"output_dir {output} exists: give a new folder.")
+    _announce_command("merge")
+    from vgr_trl.cli.evaluate import load_for_inference
+
+    model, processor = load_for_inference(str(flags.run))
+    for part in (model.merge_and_unload(), processor):
+        part.save_pretrained(output)
+    print(f"The full model is in {output}.")
+    return 0
+
+
+def export(argv: Sequence[str]) -> int:
+    """Write the recorded completions of a run as a table with a row per token, own signals and credit included."""
+    from vgr_trl.reporting.export import export_run
+
+    parser = _make_parser("export")
+    parser.add_argument("run", metavar="RUN", type=Path, help="output_dir of a run")
+    parser.add_argument(
+        "--output", type=Path, default=Path("tokens.parquet"), help=".csv or .parquet (default %(default)s)"
+    )
+    flags = parser.parse_args(argv)
+    print(f"{export_run(flags.run, flags.output):,} rows are in {flags.output}.")
+    return 0
+
+
 def recipes(argv: Sequence[str]) -> int:
     """List the recipes, or print the file of one recipe."""
     parser = _make_parser("recipes")
@@ -201,6 +238,10 @@ def env(argv: Sequence[str]) -> int:
     return 0
 
 
+def _lacks(words: str, record: logging.LogRecord) -> bool:
+    return words not in str(record.msg)
+
+
 def _announce_command(command: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"vgr-trl {__version__}: {command}; loading torch, transformers and TRL", file=sys.stderr, flush=True)
@@ -214,7 +255,9 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "quickstart": ("train on a file of questions, evaluate, and write a report", quickstart),
     "train": ("train a vision-language model with DAPO (the script of `accelerate launch`)", _import_command("train")),
     "evaluate": ("accuracy, mean@k, pass@k and format of a model, without training", _import_command("evaluate")),
+    "merge": ("merge the LoRA adapter of a run into its base model", merge),
     "report": ("write an HTML report of one or several runs: curves, completions, attention", report),
+    "export": ("write the completions of a run as CSV or Parquet, a row per token", export),
     "data": ("convert public question sets to one schema, merge and inspect them", _import_command("data")),
     "demo": ("train the built-in tiny vision-language model; accuracy before and after", demo),
     "recipes": ("list the methods that `train --recipe NAME` starts from, or show one", recipes),
@@ -237,6 +280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"vgr-trl: there is no command {name!r}: give one of {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
+    for source, words in NOISE.items():
+        logging.getLogger(source).addFilter(partial(_lacks, words))
     try:
         if name in ("train", "evaluate"):
             if name == "train" and rest in (["--help"], ["-h"]):  # print it before the imports, which take seconds

@@ -35,7 +35,7 @@ from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, special_tokens
 from vgr_trl.data.read_row import keys_of
 from vgr_trl.data.rows import SkippedRow, prepare_rows
 from vgr_trl.options import check_options, check_value, option, read_mapping
-from vgr_trl.recipes import load_recipe
+from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe
 from vgr_trl.rewards.loading import FileOptions, ScoredFile, load_rewards
 from vgr_trl.utils import ConfigError, VGRError, error_text, naming_torchvision, parse_yaml
 
@@ -225,6 +225,8 @@ def raise_config_errors(model: str | None = None) -> Iterator[None]:
 
 
 MAX_STAGES_ON_A_PAGE = 4  # with more stages, --help lists the stages only
+# Stages that say what a method is: what is rewarded, measured and credited.
+METHOD_STAGES = "reward", "credit", "plugin", "perturbation", "measure", "noisy", "blind"
 # Defaults of a command that differ from those of its dataclasses.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {"train": {"logging_steps": 1}}
 
@@ -388,10 +390,12 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
     values = {} if given.config is None else _read_config_file(Path(given.config), parser.options, ignored)
     recipe = getattr(given, "recipe", None) or values.get("recipe")
     if recipe is not None:
-        values = _check_names(load_recipe(str(recipe)), f"The recipe {recipe}", parser.options) | values
+        options = _check_names(load_recipe(str(recipe)), f"The recipe {recipe}", parser.options)
+        method = {action.dest for stage in METHOD_STAGES for action in parser.stages[stage]._group_actions}
+        values = override_recipe(str(recipe), options, drop_displaced(values, stated), str(given.config), method)
     if left_out:
         print(f"Without effect here: {', '.join(left_out)}.", file=sys.stderr)
-    words = parser.to_words({name: value for name, value in values.items() if name not in stated})
+    words = parser.to_words(drop_displaced(values, stated))
     with raise_config_errors():
         return parser.parse_args_into_dataclasses(
             [*words, *argv], return_remaining_strings=True, look_for_args_file=False
@@ -450,10 +454,10 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
     if given is None:
         return command, list(argv)
     found = convert(given, int(os.environ.get("WORLD_SIZE", "1")))
-    if os.environ.get("RANK", "0") == "0":
-        print(found.format_table(), flush=True)
     flags = {word.partition("=")[0] for word in kept}
     evaluates = command == "evaluate" or bool(found["trainer.val_only"])
+    if os.environ.get("RANK", "0") == "0":
+        print(found.format_table("--verbose" in flags), flush=True)
     found.check("--ignore_unknown_keys" in flags, "--reward_funcs" in flags, evaluates)
     for name in ("WANDB_PROJECT", "SWANLAB_PROJ_NAME", "MLFLOW_EXPERIMENT_NAME"):
         os.environ.setdefault(name, str(found.options["project"]))

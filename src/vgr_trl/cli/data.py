@@ -98,7 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     inspect("--model_revision", help="branch, tag or commit of a hub name")
     inspect("--trust_remote_code", action="store_true", help="the model may bring its own code")
     inspect("--max_prompt_length", type=int, help="as in training: longer prompts are left out")
-    inspect("--page", type=Path, default=Path("inspect.html"), help="(default inspect.html)")
+    inspect("--page", type=Path, help="write a page with some of the questions there")
     inspect("--samples", type=int, default=12, help="questions on the page; 0: no page (default 12)")
     inspect("--seed", type=int, default=0, help="of the questions drawn (default 0)")
     inspect("--skipped", type=Path, help="list every row that cannot be used there, as JSONL")
@@ -216,9 +216,11 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
     print(findings.text + "\n")
     if processor is None:
         print("Prompt lengths are not measured: name the model with --model.")
-    if flags.samples:
+    if flags.samples and flags.page:
         write_atomic(flags.page, page(findings, flags.path, flags.seed))
         print(f"{len(findings.sample)} questions to look at are in {flags.page}.")
+    elif flags.samples:
+        print("--page FILE.html writes some of the questions with their images.")
     return findings
 
 

@@ -88,9 +88,10 @@ def main(argv: Sequence[str]) -> int:
     build = partial(build_trainer, data, rewards, config, model)
     if how.dry_run:
         with raise_config_errors():
-            dry_run(config, source_name(data), build, how.verbose)
+            dry_run(config, source_name(data), build, how)
         return 0
-    trainer = train(data, config, run_identity(data, rewards, config, model), build, how.verbose)
+    identity = run_identity(data, rewards, config, model) | {"recipe": how.recipe}
+    trainer = train(data, config, identity, build, how.verbose)
     return EXIT_STATUS if trainer.termination.stopped else 0
 
 
@@ -100,7 +101,7 @@ def train(
     """Train, save model, state and metrics to `output_dir`, and return the trainer.
 
     Args:
-        identity: as `run_identity` returns it.
+        identity: as `run_identity` returns it, and the recipe.
         build: makes the trainer from `config`.
         verbose: as `describe_run` takes it.
 
@@ -111,6 +112,8 @@ def train(
     output_dir, resume = Path(config.output_dir or "trainer_output"), resume_mode(config.resume_from_checkpoint)
     check_output_dir(output_dir, identity, resume)
     checkpoint = resolve_checkpoint(resume, output_dir)
+    if checkpoint is not None:
+        config.eval_on_start = False  # the run has evaluated this step, or a later one, before it was interrupted
     with raise_config_errors():
         trainer = build()
     trainer.data_source = source_name(data)
@@ -121,7 +124,7 @@ def train(
     trainer.add_callback(RecordBeforeTraining(trainer))
     if is_main:
         write_identity(output_dir, identity)
-        print_plan(describe_run(trainer, source_name(data), checkpoint, verbose))
+        print_plan(describe_run(trainer, source_name(data), checkpoint, verbose, identity["recipe"]))
     trainer.accelerator.wait_for_everyone()  # every process has checked for the metrics file
     if is_trained:
         load_trained(trainer, str(checkpoint))
@@ -213,6 +216,7 @@ def select_evaluation_rows(
         DataError: evaluation is on, but there are no rows for it.
     """
     if config.eval_strategy == "no":
+        config.eval_on_start = False  # there is nothing to evaluate on
         return train_rows, None, [], None
     try:
         return train_rows, *load(data.dataset_test_split), None
@@ -310,13 +314,14 @@ def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
 
 
 def describe_run(
-    trainer: DAPOTrainer, source: str, checkpoint: str | None, verbose: bool = False
+    trainer: DAPOTrainer, source: str, checkpoint: str | None, verbose: bool = False, recipe: str | None = None
 ) -> list[tuple[str, str]]:
     """Describe the run as (label, text) pairs, printed before the first step.
 
     Args:
         checkpoint: that the run resumes from, or None.
         verbose: also list every feature with the reason why it is off, and options without effect.
+        recipe: that the run starts from, or None.
     """
     args, idle = trainer.args, trainer.idle_options
     switched_on = [name for name in changed_options(args) if name in OWN_OPTIONS and name not in idle]
@@ -336,6 +341,8 @@ def describe_run(
         ("rewards", _format_rewards(trainer)),
         ("options", _format_options(args, PLAN_OPTIONS)),
     ]
+    if recipe is not None:
+        rows.insert(3, ("recipe", recipe))
     if switched_on:
         rows.append(("on", _format_options(args, switched_on)))
     if verbose:
@@ -400,13 +407,13 @@ def steps_per_rollout(config: DAPOConfig) -> float:
     return (config.steps_per_generation or 1) * config.num_iterations / config.gradient_accumulation_steps
 
 
-def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], verbose: bool) -> None:
+def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], how: RunArguments) -> None:
     """Run one small step, and print its completions and an estimate of the time and memory of the whole run.
 
     Args:
         config: of the run; modified in place so that the step is small and writes to a temporary folder.
         build: makes the trainer from `config`.
-        verbose: as `describe_run` takes it.
+        how: `verbose` and `recipe`, for the description of the run.
     """
     whole = copy(config)
     with tempfile.TemporaryDirectory(prefix="vgr_trl_dry_run_") as folder:
@@ -415,7 +422,9 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], v
         trainer.remove_callback(PrinterCallback)
         trainer.args.eval_strategy = "no"
         if trainer.accelerator.is_main_process:
-            print_plan(describe_run(trainer, source, None, verbose)[:-2])  # without its steps and output
+            print_plan(
+                describe_run(trainer, source, None, how.verbose, how.recipe)[:-2]
+            )  # without its steps and output
         started = time.monotonic()
         trainer.train()
         seconds = time.monotonic() - started

@@ -209,12 +209,19 @@ class Conversion:
         rows += [(key, "—", f"stops: {why}") for key, why in reasons.items()]
         return rows + [("(none)*", name, str(self.options[name])) for name in self.options_by_key.get("", ())]
 
-    def format_table(self) -> str:
-        """Return the table as text, and a note if the configuration asks for another number of processes."""
-        rows = [("key", "option", "value"), *self.table_rows()]
+    def format_table(self, verbose: bool = False) -> str:
+        """Return the table of stated keys as text, and a note if the file asks for another number of processes.
+
+        Args:
+            verbose: also list EasyR1's defaults.
+        """
+        found = self.table_rows()
+        rows = [("key", "option", "value"), *(row for row in found if verbose or not row[0].endswith("*"))]
         first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
         text = ["EasyR1 configuration converted to options of this library (*: default of EasyR1):"]
         text += [f"  {key:<{first}}  {option:<{second}}  {value}" for key, option, value in rows]
+        if left := len(found) + 1 - len(rows):
+            text.append(f"  and {left} defaults of EasyR1, which --verbose lists.")
         theirs = self["trainer.nnodes"] * self["trainer.n_gpus_per_node"]
         if theirs != self.processes:
             text.append(
@@ -233,13 +240,19 @@ class Conversion:
         """
         always = ("data.", "worker.reward.")
         reasons = {k: why for k, why in self.refused.items() if not is_evaluation or easyr1_name(k).startswith(always)}
-        cure = "Give other values; ignoring these would change the training."
-        if not reasons and not ignore_unknown:
-            reasons = {k: why for k, why in self.unsupported.items() if not (has_rewards and "reward.reward_f" in k)}
-            cure = "Change or remove these keys, or pass --ignore_unknown_keys to ignore them."
-        if reasons:
-            sentences = [f"{key} {why}{'' if why.endswith(('.', '?')) else '.'}" for key, why in reasons.items()]
-            raise ConfigError(" ".join([*sentences, cure]))
+        unknown = {k: why for k, why in self.unsupported.items() if not (has_rewards and "reward.reward_f" in k)}
+        cures = {
+            "Give other values; ignoring these would change the training.": reasons,
+            "Change or remove these keys, or pass --ignore_unknown_keys to ignore them.": unknown,
+        }
+        if ignore_unknown:
+            cures.popitem()
+        sentences = []
+        for cure, keys in cures.items():
+            sentences += [f"{key} {why}{'' if why.endswith(('.', '?')) else '.'}" for key, why in keys.items()]
+            sentences += [cure] * bool(keys)
+        if sentences:
+            raise ConfigError(" ".join(sentences))
 
     def evaluation_options(self) -> dict[str, Any]:
         """Return the options with the names that `vgr-trl evaluate` uses added."""

@@ -1,5 +1,6 @@
 """The images and videos of a row: find their files, check their headers, decode them."""
 
+import base64
 import io
 import math
 import os
@@ -35,6 +36,9 @@ FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF"
 # No playlists, which name other files and addresses.
 VIDEO_FORMATS = "asf,avi,flv,gif,matroska,mov,mp4,mpeg,mpegts,ogg,webm"
 ADDRESS = re.compile(r"(?:https?|ftp|s3|gs|hf|file)://[^/]*|data:[\w/+.-]*(?=[;,])", re.IGNORECASE)
+DATA_ADDRESS = re.compile(r"data:[\w/+.-]*;base64,", re.IGNORECASE)
+# How the base64 of a JPEG, PNG, GIF or WEBP begins, and what it consists of: the text of a file, not its path.
+BASE64_IMAGE = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR)[A-Za-z0-9+/\s]*={0,2}\s*")
 # Fields of a message part that transformers reads or fetches a file from.
 FILE_FIELDS = ("url", "path", "base64", "image_url", "video", "video_url", "audio", "audio_url")
 ORIENTATION = 0x0112  # the EXIF tag
@@ -115,7 +119,7 @@ def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = N
     """Return `value` as a fully decoded image of any mode, turned as its EXIF data say.
 
     Args:
-        value: an image, a path, or a dict with `bytes` or `path` as `datasets` stores undecoded images.
+        value: an image, a path, base64 text, or a dict with `bytes` or `path` as `datasets` stores undecoded images.
         max_image_pixels: larger images are refused before they are decoded; None: Pillow's limit.
 
     Raises:
@@ -201,6 +205,8 @@ def _opened(value: Any, root: Path, kind: str = "image") -> BinaryIO:
     """Return the open file of an undecoded image or video."""
     if isinstance(value, Mapping):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    if isinstance(value, str) and ((address := DATA_ADDRESS.match(value)) or BASE64_IMAGE.fullmatch(value)):
+        value = _decode_base64(value[address.end() :] if address else value, kind)
     if isinstance(value, bytes):
         return io.BytesIO(value)
     if not isinstance(value, str | Path):
@@ -214,6 +220,13 @@ def _opened(value: Any, root: Path, kind: str = "image") -> BinaryIO:
     if kind == "image" and (size := path.stat().st_size) > LARGEST_FILE:
         raise DataError(f"image file {str(path)[:200]} has {size} bytes: at most {LARGEST_FILE} are read")
     return path.open("rb")
+
+
+def _decode_base64(text: str, kind: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError as error:
+        raise DataError(f"{kind} is unreadable: the text is not base64 ({error})") from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

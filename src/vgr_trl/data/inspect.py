@@ -36,7 +36,9 @@ BY_COUNT = ("rows by source", "commonest answers to open questions", "left out")
 def report(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return what rows with the columns of `SUMMARY` consist of, and why others are left out, as tables with bars."""
     counts, left_out = defaultdict[str, Counter[str]](Counter), Counter[str]()  # title → line → rows or images
+    total = 0
     for row in rows:
+        total += 1
         if row[REASON] is not None:
             left_out[kind_of(row[REASON])] += 1
             continue
@@ -55,7 +57,7 @@ def report(rows: Iterable[Mapping[str, Any]]) -> str:
         lines = sorted(table.items(), key=lambda line: (len(line[0]), line[0]))
         text += ["", title] * bool(lines)
         for name, count in table.most_common(12) if title in BY_COUNT else lines:
-            share = count / table.total()
+            share = count / (total if table is left_out else table.total())
             text.append(f"  {count:>9,}  {share:>6.1%}  {'█' * round(20 * share):20}  {name}")
     return "\n".join(text)
 
@@ -152,7 +154,7 @@ def inspect_rows(
             usable.append(place)
         else:
             skipped.append(SkippedRow(split, place, name, reason))
-            shown = f"  row {place} (id {str(name)[:60]!a}): {to_one_line(reason)[:200]}"
+            shown = f"  row {place}, counted from 0 (id {str(name)[:60]!a}): {to_one_line(reason)[:200]}"
             examples[kind_of(reason)] = [*examples[kind_of(reason)], shown][:3]
     drawn = sorted(Random(seed).sample(usable, min(samples, len(usable))))
     from_start = islice(enumerate(rows), max(drawn, default=-1) + 1)

@@ -32,6 +32,8 @@ _IMAGE_FILE = re.compile(r"[^\s]+\.(?:png|jpe?g|webp|bmp|gif|tiff?)", re.IGNOREC
 _MISREAD = re.compile(r"[\a\b\t\v\f\r]")
 _LABELLED = re.compile(r"(?:\(([A-J])\)|([A-J])\s?[).:])\s*(\S.*)", re.DOTALL)
 
+_OPTION_COLUMN = re.compile(r"([A-J])|(?:option|choice)_?([A-Ja-j])")  # A, option_a, optionA, choice_a, …
+
 
 @dataclass(frozen=True)
 class Keys:
@@ -96,9 +98,11 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question |
 
 def _rename_known_formats(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a row of MMMU-Pro, ArxivQA or MMBench as one with `question`, `options`, `answer` and `images`."""
-    if value_of(row, *KEYS.choices) is None and _is_option(row.get("A")) and _is_option(row.get("B")):
-        options = [str(row[letter]) for letter in LETTERS if _is_option(row.get(letter))]
-        row = {name: value for name, value in row.items() if name not in LETTERS} | {"options": options}
+    columns = [match for name in row if (match := _OPTION_COLUMN.fullmatch(name)) and _is_option(row[name])]
+    by_letter = {(match[1] or match[2]).upper(): str(row[match[0]]) for match in columns}
+    if value_of(row, *KEYS.choices) is None and {"A", "B"} <= by_letter.keys():
+        options = [by_letter[letter] for letter in sorted(by_letter)]
+        row = {name: value for name, value in row.items() if not _OPTION_COLUMN.fullmatch(name)} | {"options": options}
     numbers = [number for number, name in enumerate(NUMBERED_IMAGES, start=1) if row.get(name) is not None]
     question = row.get("question")
     if isinstance(question, str) and (numbers or (NUMBERED_IMAGES[0] in row and _NUMBERED.search(question))):
@@ -185,11 +189,13 @@ def value_of(row: Mapping[str, Any], *names: str) -> Any:
 
 
 def options_of(value: Any) -> list[str]:
-    """Return 2 to 10 options, stored as a list, by letter in a mapping, or as the text of either, as texts.
+    """Return 2 to 10 options, stored as a list, by letter in a mapping, as the text of either, or as lines, as texts.
 
     Letters that the options carry themselves (`A) red`, `B) blue`) are taken off if all carry their own.
     """
-    options = list_of(value, "options")
+    lines = value.strip().splitlines() if isinstance(value, str) else []
+    are_lines = len(lines) > 1 and all(_LABELLED.fullmatch(line.strip()) for line in lines)
+    options = lines if are_lines else list_of(value, "options")
     if not 2 <= len(options) <= len(LETTERS):
         raise DataError(f"it has {len(options)} options: there must be 2 to {len(LETTERS)}")
     if not all(map(_is_option, options)):
@@ -231,12 +237,28 @@ def list_of(value: Any, name: str) -> list[Any]:
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             continue
     if isinstance(found, Mapping):
-        found = [found[letter] for letter in sorted(found) if found[letter] is not None]
+        texts, labels = found.get("text"), found.get("label")  # ARC's lists
+        if isinstance(texts, list) and isinstance(labels, list) and len(texts) == len(labels):
+            found = [{"label": label, "text": text} for label, text in zip(labels, texts, strict=True)]
+        else:
+            found = [found[letter] for letter in sorted(found) if found[letter] is not None]
+    if isinstance(found, list) and found and all(isinstance(item, Mapping) and "text" in item for item in found):
+        found = _join_labels(found)
     if not isinstance(found, list | tuple):
         raise DataError(f"its {name} is {value!r:.80}: it must be a list, or the text of one")
     if isinstance(value, str) and any(isinstance(item, str) and _MISREAD.search(item) for item in found):
         raise DataError(f"its {name} is {value!r:.80}: backslashes in it stand for control characters")
     return list(found)
+
+
+def _join_labels(options: list[Mapping[str, Any]]) -> list[str]:
+    """Return options like `{"label": "A", "text": "red"}` as `A. red`; raise `DataError` if a label is no letter."""
+    labels = [str(value_of(option, "label", "key", "id", "letter") or "").strip().upper() for option in options]
+    if any(labels) and not all(len(label) == 1 and label in LETTERS for label in labels):
+        raise DataError(f"its options carry the labels {', '.join(labels)}: give letters from {LETTERS[0]} on")
+    return [
+        f"{label}. {option['text']}" if label else option["text"] for label, option in zip(labels, options, strict=True)
+    ]
 
 
 # Columns

@@ -29,7 +29,6 @@ from vgr_trl.data.prompts import LETTERS, build_prompt
 from vgr_trl.demo import Options
 from vgr_trl.demo.tiny_model import EOS, build_tiny_vlm
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
-from vgr_trl.reporting.markdown import progress_lines
 from vgr_trl.reporting.recorder import RecordBeforeTraining
 from vgr_trl.rewards.simple import accuracy_reward, think_format_reward
 from vgr_trl.trainer import DAPOTrainer
@@ -349,10 +348,8 @@ def warm_up(model: Any, processor: Any, questions: Questions, options: Options) 
     warm_start(model, processor, shown, accuracy=accuracy, target_accuracy=target, seed=seed)
 
 
-def reinforce(
-    model: Any, processor: Any, questions: Questions, options: Options, output_dir: Path
-) -> list[dict[str, float]]:
-    """Train `model` in place with `DAPOTrainer`; leave model, state and rollouts in `output_dir`; return the logs.
+def reinforce(model: Any, processor: Any, questions: Questions, options: Options, output_dir: Path) -> None:
+    """Train `model` in place with `DAPOTrainer`; leave model, state and rollouts in `output_dir`.
 
     The first validation questions are answered before the first step and after the last one, for the records; in
     between they would change what is sampled in training.
@@ -373,7 +370,6 @@ def reinforce(
     trainer.train()
     trainer.save_model(str(output_dir))
     trainer.save_state()
-    return trainer.state.log_history
 
 
 def trainer_options(options: Options, output_dir: Path, **changed: Any) -> DAPOConfig:
@@ -432,17 +428,16 @@ def run_demo(options: Options, output_dir: Path, questions: Questions | None = N
 
     warm_up(model, processor, questions, options)
     before = measure()
-    history = reinforce(model, processor, questions, options, output_dir)
+    reinforce(model, processor, questions, options, output_dir)
     results = {"before": before, "after": measure()}
     seconds, rose = round(time.monotonic() - started, 1), (results["after"].mean_at_k or 0) > (before.mean_at_k or 0)
     metrics = {name: result.to_dict() for name, result in results.items()}
     content = {"options": asdict(options), "seconds": seconds, "rose": rose, **metrics}
     (output_dir / "metrics.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    print(f"On {len(questions.test)} held-out questions, of which the report shows none:")
+    print(f"On {len(questions.test)} held-out questions:")
     print_scores(results)
-    print(*progress_lines(history, f"{RECORDED_QUESTIONS} validation questions"), sep="\n")
     first, last = (f"{result.mean_at_k or 0:.3f}" for result in results.values())
     verdict = f"{'rose' if rose else 'did not rise'}: {first} → {last}"
-    print(f"In {seconds:.0f} s sampled accuracy on {len(questions.test)} new questions {verdict}.")
+    print(f"In {seconds:.0f} s sampled accuracy (mean@{before.k}) on {len(questions.test)} new questions {verdict}.")
     print(f"Model, metrics and completions are in {output_dir}. Next: vgr-trl report {output_dir}")
     return rose

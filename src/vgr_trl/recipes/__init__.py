@@ -1,6 +1,7 @@
 """Options of published methods, as YAML files: `load_recipe("vppo")`, `vgr-trl train --recipe vppo`."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,9 +11,12 @@ import yaml
 
 from vgr_trl.utils import ConfigError, parse_yaml
 
-__all__ = ["About", "Recipe", "load_recipe", "read_recipe", "recipe_names"]
+__all__ = ["About", "Recipe", "load_recipe", "override_recipe", "read_recipe", "recipe_names"]
 
 RECIPE_FOLDER = Path(__file__).parent
+TEMPLATES = RECIPE_FOLDER.parent / "cli" / "templates"  # the files that `vgr-trl init` writes
+REWARDS = "reward_funcs", "reward_weights"
+SPELLINGS = {"warmup_ratio", "warmup_steps"}, {"generation_batch_size", "steps_per_generation"}  # of one setting each
 
 
 @dataclass(frozen=True)
@@ -94,3 +98,44 @@ def load_recipe(spec: str) -> dict[str, Any]:
         ConfigError: as `read_recipe`.
     """
     return read_recipe(spec).options
+
+
+def override_recipe(
+    spec: str, options: Mapping[str, Any], stated: Mapping[str, Any], file: str, method: Collection[str]
+) -> dict[str, Any]:
+    """Return the options of a recipe, overridden by those of a file, except rewards as `vgr-trl init` writes them.
+
+    Args:
+        spec: the recipe, and `options`, which it has.
+        stated: the options of `file`.
+        method: options that say what is rewarded, measured and credited.
+
+    Raises:
+        ConfigError: the file has another value than the recipe for an option of `method` that is not a number.
+    """
+    rewards = {name: stated[name] for name in REWARDS if name in stated}
+    if "reward_funcs" in options and rewards in _template_rewards():
+        stated = {name: value for name, value in stated.items() if name not in rewards}
+        if any(options.get(name) != value for name, value in rewards.items()):
+            print(f"{', '.join(rewards)} of {file} are not used, for the recipe {spec} has its own.", file=sys.stderr)
+    for name in sorted(options.keys() & stated.keys() & set(method)):
+        recipe, own = options[name], stated[name]
+        is_number = isinstance(recipe, int | float | dict) and not isinstance(recipe, bool)
+        if not (is_number or own == recipe or [own] == recipe):
+            raise ConfigError(
+                f"{file} has {name} {own}, but the recipe {spec} has {recipe}: choose one of the two by removing the "
+                f"line from the file, or give --{name}."
+            )
+    return {**drop_displaced(options, stated), **stated}
+
+
+def drop_displaced(options: Mapping[str, Any], stated: Collection[str]) -> dict[str, Any]:
+    """Return the options whose setting is not among the stated ones, under this name or another spelling."""
+    displaced = set(stated).union(*(names for names in SPELLINGS if names & set(stated)))
+    return {name: value for name, value in options.items() if name not in displaced}
+
+
+def _template_rewards() -> list[dict[str, Any]]:
+    given = {"name": "", "tiny": "", "generation": ""}
+    texts = [file.read_text(encoding="utf-8").format(**given) for file in TEMPLATES.glob("*.yaml")]
+    return [{name: values[name] for name in REWARDS} for values in map(yaml.safe_load, texts)]

@@ -19,9 +19,9 @@ from vgr_trl.reporting.records import Completion, Record, to_json_value
 from vgr_trl.utils import append_atomic, printable
 
 LOG_FOLDER = "training_logs"
-MEAN_LOGS = 10  # logs averaged for the start and the end of a training
 FILE_FULL_NOTE = b"\n\nThis file has reached rollout_log_max_megabytes; see `vgr-trl report` for later completions.\n"
 
+_REWARD_MEAN = re.compile(r"rewards?/([^/]+)(?:/mean)?")
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # characters that CommonMark allows to escape
 _COLUMNS = {
     "vgr": "VGR", "aei_vision": "AEI image", "aei_instruction": "AEI instruction", "mdi_balance": "MDI balance",
@@ -38,7 +38,7 @@ _STEP_QUANTITIES = (  # heading, logged name (EasyR1 reward files: reward/…), 
     ("format", "reward/format", "{:.2f}"),
     ("length", "completions/mean_length", "{:.0f}"),
     ("VGR", "attention/late/vgr", "{:.3f}"),
-    ("non-zero variance", "sampling/nonzero_variance_fraction", "{:.0%}"),
+    ("groups with non-zero variance", "sampling/nonzero_variance_fraction", "{:.0%}"),
     ("loss", "loss", "{:.4f}"),
 )
 
@@ -192,7 +192,7 @@ def token_shades(completion: Completion) -> list[str]:
 
 
 def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step: float | None) -> str:
-    """Return one line: step, reward, accuracy, length, VGR, groups with non-zero variance, seconds per step, time left.
+    """Return one line: step, every reward, length, VGR, groups with non-zero variance, seconds per step, time left.
 
     Args:
         total: steps of the run.
@@ -202,7 +202,10 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
     if "frac_reward_zero_std" in logs:
         logs = {"sampling/nonzero_variance_fraction": 1 - logs["frac_reward_zero_std"], **logs}
     parts = [f"step {step:>{len(str(total))}}/{total}"]
-    for heading, name, form in _STEP_QUANTITIES:
+    shown = {name for _, name, _ in _STEP_QUANTITIES}
+    own = [(each[1].removesuffix("_reward"), each[0]) for each in map(_REWARD_MEAN.fullmatch, logs) if each]
+    others = [(heading, name, "{:.3f}") for heading, name in own if name not in shown]
+    for heading, name, form in (*_STEP_QUANTITIES[:6], *others, *_STEP_QUANTITIES[6:]):
         if (value := logs.get(name)) is not None:
             parts.append(f"{heading} {form.format(value)}")
     if seconds_per_step is not None:
@@ -227,7 +230,7 @@ def progress_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list
     lines = []
     for title, prefix in (("training", ""), ("evaluation", "eval_")):
         logs = [entry for entry in history if f"{prefix}reward" in entry]
-        few = 1 if prefix else min(MEAN_LOGS, (len(logs) + 1) // 2)
+        few = 1 if prefix else -(-len(logs) // 10)  # a tenth, as in the report
         parts = []
         for heading, name, _ in _STEP_QUANTITIES[:3]:
             if values := [entry[prefix + name] for entry in logs if prefix + name in entry]:

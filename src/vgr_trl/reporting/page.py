@@ -6,6 +6,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from itertools import zip_longest
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 from vgr_trl.collapse import first_signs
 from vgr_trl.reporting.records import (
     LOGS_FILE,
+    RUN_FILE,
     Completion,
     RecordedImage,
     Run,
@@ -112,6 +114,8 @@ def build_pages(
         else:
             run = read_run(path)
             page = make_page(name or run.name, run.description)
+            page["setup"] = read_setup(run)
+            page["compared"] = read_comparison(run.folder.parent)
             add_curves(page, run.folder)
             found.append((page, run.folder.parent, run))
     pages = [page for page, _, _ in found]
@@ -143,8 +147,34 @@ def make_page(name: str, description: Mapping[str, Any], scores: Mapping[str, An
     model, created = (str(description.get(key) or "") for key in ("model", "created"))
     options = to_json_value(description.get("options") or {})
     page = {"name": name, "model": model, "created": created, "rewards": description.get("rewards", [])}
-    page |= {"options": options, "changed": description.get("changed"), "scores": scores}
+    page |= {"options": options, "changed": description.get("changed"), "scores": scores, "setup": {}, "compared": []}
     return page | {key: [] for key in ("notes", "signs", "curves", "records")}
+
+
+def read_setup(run: Run) -> dict[str, str]:
+    """Return what the configuration names before the options: recipe, data, and what the recorder described."""
+    identity: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        identity = json.loads((run.folder.parent / RUN_FILE).read_bytes())
+    named = {name: identity.get(name) for name in ("recipe", "data", "dataset_train_split")}
+    setup = {"model": run.description.get("model"), **named, "rewards": ", ".join(run.rewards)}
+    setup |= run.description.get("setup") or {}
+    return {name: str(value) for name, value in setup.items() if value}
+
+
+def read_comparison(folder: Path) -> list[dict[str, Any]]:
+    """Return the scores before and after training that `vgr-trl demo` writes, of all questions and of each group."""
+    try:
+        content = json.loads((folder / "metrics.json").read_bytes())
+        before, after = content["before"], content["after"]
+        groups = {"all": (before, after)} | {
+            name: (group, after["groups"][name]) for name, group in before["groups"].items()
+        }
+        names = "questions", "k", "accuracy", "mean_at_k", "format"
+        pick = [{name: scores[name] for name in names if name in scores} for pair in groups.values() for scores in pair]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+    return [{"name": name, "before": pick[2 * i], "after": pick[2 * i + 1]} for i, name in enumerate(groups)]
 
 
 def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[AnsweredQuestion]]]:

@@ -9,11 +9,16 @@ import copy
 import io
 import random
 import re
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha1
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import chain, cycle, groupby, islice, repeat
 from math import isnan, isqrt, prod
 from pathlib import Path
@@ -24,12 +29,13 @@ import torch
 from accelerate.utils import gather_object
 from PIL import Image
 from transformers import TrainerCallback
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import logging
 from trl.trainer.utils import nanstd
 
 from vgr_trl.boxes import boxes_of
 from vgr_trl.config import LOG_OPTIONS
-from vgr_trl.credit import attention_weights
+from vgr_trl.credit import OF_REWARD, attention_weights
 from vgr_trl.data.images import images_of, open_image
 from vgr_trl.options import changed_options
 from vgr_trl.reporting.markdown import MarkdownLogs, Summary, print_record
@@ -79,7 +85,8 @@ class RolloutRecorder:
         self.trainer, self.args = trainer, trainer.args
         self.is_on = self.args.rollout_log_steps > 0
         self.output_dir = Path(str(self.args.output_dir))
-        self._changed = list(changed_options(self.args))
+        unlike_default = changed_options(self.args).items()
+        self._changed = [name for name, value in unlike_default if value not in ([], AcceleratorConfig())]
         has_attention = "attention" in trainer.measurement.needed
         self.logs = MarkdownLogs(self.args, time.strftime("%Y%m%d_%H%M%S"), has_attention)
         self._last: dict[str, int] = {}  # mode -> step of the last record
@@ -179,6 +186,7 @@ class RolloutRecorder:
             advantage, credit = before[row], after[row]
             completion.advantage = (advantage[:length].sum() / max(length, 1) if advantage.ndim else advantage).item()
             completion.advantages = credit[:length].tolist() if credit.ndim else [credit.item()] * length
+            completion.credit = {name: weights[row, :length].tolist() for name, weights in selected.credit.items()}
             if self.args.token_weights_positive_only and completion.advantage < 0 and completion.weights is not None:
                 completion.weights = [1.0] * length
 
@@ -190,7 +198,8 @@ class RolloutRecorder:
         recorded = sorted(gather_object(recorded), key=lambda item: item.place)
         if not trainer.accelerator.is_main_process:
             return
-        record = Record(trainer.state.global_step, trainer.mode, time.time(), [item.completion for item in recorded])
+        completions, by_name = [item.completion for item in recorded], trainer.named_reward_weights()
+        record = Record(trainer.state.global_step, trainer.mode, time.time(), completions, by_name)
         with self._log_failures():
             self._open_writer(record.step).add(record, dict(chain(*(item.thumbnails.items() for item in recorded))))
         with self._log_failures():
@@ -226,10 +235,32 @@ class RolloutRecorder:
                 "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
                 "options": self.args.to_sanitized_dict(),
                 "changed": self._changed,
+                "setup": describe_setup(self.trainer),
             }
             max_bytes = int(self.args.rollout_log_max_megabytes * 1e6)
             self._writer = RecordWriter(self.output_dir, description, max_bytes, resumed=step > 0)
         return self._writer
+
+
+def describe_setup(trainer: ConstructedTrainer) -> dict[str, str]:
+    """Return rewards, LoRA, command (without tokens), device, versions and commit of a run, as text by name."""
+    weights, adapters = trainer.named_reward_weights(), getattr(trainer.model, "peft_config", None) or {}
+    lora = [f"r={each.r}, alpha={each.lora_alpha}, {each.target_modules}" for each in adapters.values()]
+    commit = ""
+    with suppress(OSError, subprocess.CalledProcessError):
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, check=True, text=True).stdout.strip()
+    command = shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
+    device = trainer.accelerator.device
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    packages = ("vgr_trl", "trl", "transformers", "torch", "peft", "vllm")
+    return {
+        "rewards": ", ".join(f"{name} x {weight:g}" for name, weight in weights.items()),
+        "LoRA": "; ".join(lora) or "no",
+        "command": re.sub(r"(--\w*(?:token|key)[= ])\S+", r"\1…", command),
+        "device": f"{trainer.accelerator.num_processes} x {place}",
+        "versions": ", ".join(f"{name} {version(name)}" for name in packages if find_spec(name)),
+        "commit": commit,
+    }
 
 
 def read_row_images(
@@ -364,10 +395,13 @@ def completion_measurements(signals: RolloutSignals, length: int, options: Any) 
             columns["weights"] = attention_weights(mass, signals.mask, options)
         segments = measure_segments(mass, options.attention_segments, options.mdi_balance_ratio)
         found["metrics"] = reward_columns(segments)["attention_metrics"][0]
-    for name, values in columns.items():
-        if values is not None and not values[0, :length].isnan().all():  # all NaN if not measured
-            found[name] = values[0, :length].tolist()
-    return found
+
+    def known(values: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
+        rows = {name: value[0, :length] for name, value in values.items() if value is not None}
+        return {name: row.tolist() for name, row in rows.items() if not row.isnan().all()}  # all NaN if not measured
+
+    own = {name: value for name, value in signals.extra.items() if name != OF_REWARD and name not in columns}
+    return found | known(columns) | {"signals": known(own)}
 
 
 def find_accuracy(values: Mapping[str, Any]) -> Any:

@@ -90,6 +90,8 @@ class Completion:
         advantages: per token, as used by the loss; None if the completion was not trained on.
         entropies, logps: under the policy that generated the tokens, in nats.
         changes: change of the log-probability when the image is perturbed, in nats.
+        signals: of the run, by name: per token.
+        credit: weights of the credit rules, by name: per token; 0 and 1 of a filter.
         rewards: by name, unweighted.
         reward: weighted sum of the rewards.
         advantage: of the completion, before credit is assigned to tokens.
@@ -113,6 +115,8 @@ class Completion:
     entropies: Numbers | None = None
     logps: Numbers | None = None
     changes: Numbers | None = None
+    signals: dict[str, Numbers] = field(default_factory=dict)
+    credit: dict[str, Numbers] = field(default_factory=dict)
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None
     advantage: float | None = None
@@ -131,12 +135,14 @@ class Record:
         step: optimizer steps before the completions were generated.
         mode: `train` or `eval`.
         time: Unix time, in seconds.
+        reward_weights: by the name of the reward, as in `Completion.reward`.
     """
 
     step: int
     mode: str
     time: float
     completions: list[Completion]
+    reward_weights: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -179,7 +185,7 @@ def decode_record(line: bytes) -> Record:
         if (attention := item.get("attention")) is not None:
             values["attention"] = AttentionMap(attention["scale"], base64.b64decode(attention["values"]))
         completions.append(Completion(**values))
-    return Record(content["step"], content["mode"], content["time"], completions)
+    return Record(**_known_fields(Record, content) | {"completions": completions})
 
 
 def _known_fields(kind: type, item: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,10 @@ class SharingReport:
         """Prompts computed per row, in (0, 1]; 1 / G where all G completions of each prompt were shared."""
         return self.prompts / self.rows if self.rows else 1.0
 
+    def __str__(self) -> str:
+        reasons = f" ({'; '.join(self.plain)})" if self.plain else ""
+        return f"computed {self.prompts} prompts for {self.rows} rows{reasons}"
+
     def add(self, rows: int, prompts: int, plain: Iterable[str] = ()) -> None:
         """Count `rows` rows, for which `prompts` prompts were computed, and the reasons of calls that ran plainly."""
         self.rows += rows

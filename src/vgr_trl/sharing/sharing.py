@@ -1,5 +1,6 @@
 """`share_prompts`: equal prompts computed once in forward, backward and `generate`, and where a run does so."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -72,6 +73,8 @@ def share_prompts(
     which that cannot be had runs plainly, and the report says why. Dropout at work, or noise in routers, is the
     exception: the completions of a prompt then share what is drawn over their prompt, where plain passes draw for each.
 
+    After the first step the main process prints how many prompts were computed, if `completion_length` is None.
+
     Calls from several threads take turns.
 
     Args:
@@ -102,8 +105,11 @@ def share_prompts(
     causal = causal_model(model)
     report = SharingReport()
     found = checks or ModelChecks(model)
+    tells = completion_length is None and agree is None and checks is None and os.environ.get("RANK", "0") == "0"
     if found.reason is not None:
         report.plain[found.reason] += 1
+        if tells:
+            print(f"share_prompts shares nothing: {found.reason}.", flush=True)
         with ignore_empty_images(model):
             yield report
         return
@@ -114,6 +120,7 @@ def share_prompts(
         lending = own = Lending(base)
     plain = base.forward
     forward = SharedForward(base, plain, report, completion_length, agree, sharded, packs, lending, again, checks)
+    forward.first_step = {} if tells else None
     changes: list[tuple[Any, str, Any]] = [(base, "forward", forward)]
     if base is not causal and hasattr(causal, "generate"):
         changes.append((causal, "generate", SharedGeneration(causal, causal.generate, forward)))
@@ -252,6 +259,7 @@ class SharedForward:
         self.paused = False  # `generate` makes its own arrangements
         self.lock = RLock()  # the model keeps the offsets of one batch at a time
         self.refused: dict[str, str] = {}  # kind of call -> why the model turned out to be unsupported
+        self.first_step: dict[str, SharingReport] | None = None  # by kind of call, until it is printed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -272,6 +280,10 @@ class SharedForward:
             outputs = self.share(kind, rows, partial(self._split, inputs), shared, partial(self.plain, **inputs))
             if gradients and self.lending is not None and self.lending.open and is_last_micro_batch():
                 outputs.last_hidden_state = self.lending.close_all(outputs.last_hidden_state)
+            if gradients and self.first_step is not None and is_last_micro_batch():
+                kinds = "; ".join(f"{kind} {counts}" for kind, counts in self.first_step.items())
+                print(f"share_prompts, until the end of the first step: {kinds}.", flush=True)
+                self.first_step = None
             return outputs
 
     @property
@@ -330,11 +342,16 @@ class SharedForward:
             except UnsupportedModel as error:
                 self.refused[kind] = reason = str(error)
             else:
-                self.report.add(found.rows, found.computed)
+                self._count(kind, found.rows, found.computed)
                 return outputs
         count = len(rows) if isinstance(rows, torch.Tensor) else 0
-        self.report.add(count, count, [reason])
+        self._count(kind, count, count, [reason])
         return plain()
+
+    def _count(self, kind: str, *counts: Any) -> None:
+        self.report.add(*counts)
+        if self.first_step is not None:
+            self.first_step.setdefault(kind, SharingReport()).add(*counts)
 
 
 class SharedPasses:

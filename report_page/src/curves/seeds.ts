@@ -1,0 +1,44 @@
+// Runs that differ by their seed alone, as one: the means of their curves, and the deviations around them.
+import type { Curve, Numbers, Run } from "../data";
+
+const OWN = new Set(["seed", "data_seed", "output_dir", "run_name", "logging_dir", "command", "commit"]);
+const shared = (values: Record<string, unknown>) => Object.entries(values).filter(([name]) => !OWN.has(name)).sort();
+
+/** The runs with those of equal options but for the seed replaced by one; the same array if there are none. */
+export function bySeed(runs: Run[]): Run[] {
+  const groups = new Map<string, Run[]>();
+  runs.forEach((run, index) => {
+    const key = run.scores || !("seed" in run.options) ? String(index) : JSON.stringify([shared(run.setup), shared(run.options)]);
+    groups.set(key, [...(groups.get(key) ?? []), run]);
+  });
+  if (groups.size === runs.length) return runs;
+  return [...groups.values()].map((group) => (group.length === 1 ? group[0]! : joined(group)));
+}
+
+function joined(group: Run[]): Run {
+  const curves = new Map<string, Curve[]>();
+  for (const curve of group.flatMap((run) => run.curves)) {
+    const key = `${curve.mode} ${curve.name}`;
+    curves.set(key, [...(curves.get(key) ?? []), curve]);
+  }
+  const name = `${group[0]!.name} and ${group.length - 1} more, mean of ${group.length} seeds`;
+  const notes = [`Mean ± deviation of ${group.map((run) => run.name).join(", ")}.`];
+  return { ...group[0]!, name, notes, signs: group.flatMap(({ signs }) => signs), compared: [], records: [], curves: [...curves.values()].map(mean) };
+}
+
+function mean(curves: Curve[]): Curve {
+  const at = new Map<number, number[]>();
+  for (const { steps, values } of curves) {
+    steps.forEach((step, i) => {
+      const value = values[i];
+      if (value !== null && value !== undefined) at.set(step, [...(at.get(step) ?? []), value]);
+    });
+  }
+  const steps = [...at.keys()].sort((a, b) => a - b);
+  const values = steps.map((step) => at.get(step)!.reduce((sum, value) => sum + value, 0) / at.get(step)!.length);
+  const deviation: Numbers = steps.map((step, i) => {
+    const found = at.get(step)!;
+    return found.length < 2 ? null : Math.sqrt(found.reduce((sum, value) => sum + (value - values[i]!) ** 2, 0) / (found.length - 1));
+  });
+  return { ...curves[0]!, steps, values, deviation };
+}
