@@ -1,4 +1,4 @@
-"""Makes what the pages of docs/methods say of the recipes: their options, cost, source and departures, and the index.
+"""Write what the pages of docs/methods say of the recipes: options, source and departures, and the index.
 
 python docs/recipes_table.py
 """
@@ -12,13 +12,12 @@ from typing import Any
 
 from vgr_trl.cli.arguments import DEFAULT_REWARDS, DEFAULTS, DataArguments, RewardArguments
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.recipes import RECIPE_FOLDER, About, Recipe, read_recipe
+from vgr_trl.recipes import About, Recipe, read_recipe
 from vgr_trl.registries import credit_rules
 
 DOCS = Path(__file__).resolve().parent
 MADE = re.compile(r"(?<=<!-- made by docs/recipes_table.py: )(.+?) -->\n.*?(?=<!-- end -->)", re.DOTALL)
 OPERATIONS = re.compile(r"^\| `(\w+)` \|.*\| ([\d.]+) \|$", re.MULTILINE)
-NOTE = re.compile(r"^ *(\w+):[^#\n]+# +(.+)$", re.MULTILINE)  # behind an option in a recipe
 
 
 def pages() -> dict[Path, str]:
@@ -35,62 +34,32 @@ def pages() -> dict[Path, str]:
 
 
 def _index(shown: dict[Path, list[Recipe]]) -> Iterator[str]:
-    yield "| recipe | method | paper, code read | reads | passes |\n|---|---|---|---|---|"
+    counted = dict(OPERATIONS.findall((DOCS / "../benchmarks/results/recipes.md").read_text(encoding="utf-8")))
+    yield "| recipe | method | reads | passes | operations |\n|---|---|---|---|---:|"
     rows = [(recipe, page) for page, recipes in shown.items() for recipe in recipes]
     for recipe, page in sorted(rows, key=lambda row: row[0].name):
         about = _about(recipe)
-        reads = ", ".join(about.signals) or "no signal"
-        yield f"| [`{recipe.name}`]({page.name}) | {about.method} | {_source(about)} | {reads} | {_passes(about)} |"
-
-
-def _measured(recipes: Sequence[Recipe]) -> Iterator[str]:
-    """What the runs of experiments/recipe_runs.yaml came to."""
-    page = DOCS.parent / "benchmarks" / "results" / "recipe_runs.md"
-    text = page.read_text(encoding="utf-8") if page.exists() else ""
-    if rows := [line for recipe in recipes for line in text.splitlines() if line.startswith(f"| {recipe.name} |")]:
-        yield "\n### From the demo's start, at its sizes and learning rate\n"
-        yield from re.findall(r"^\| run .*\n.*\n\| start .*", text, re.MULTILINE)
-        yield from rows
-        yield "\nHow: [recipe_runs](../../benchmarks/results/recipe_runs.md)."
+        cells = (about.method, ", ".join(about.signals), " + ".join(map(str, about.passes)))
+        yield f"| [`{recipe.name}`]({page.name}) | " + " | ".join([*cells, counted.get(recipe.name, "")]) + " |"
 
 
 def _sections(recipes: Sequence[Recipe]) -> Iterator[str]:
-    yield from _measured(recipes)
-    linked = ", ".join(f"[`{recipe.name}`](../../src/vgr_trl/recipes/{recipe.name}.yaml)" for recipe in recipes)
-    yield f"\n## Options\n\nOf {linked}, beside the defaults of `vgr-trl train`."
-    yield "Notes are the file's: the name in the code that was read, where a number stands, what it is elsewhere.\n"
-    columns = " | ".join(f"`{recipe.name}`" for recipe in recipes)
-    yield f"| option | {columns} | default | note |\n|---|{'---|' * len(recipes)}---|---|"
-    options, notes, defaults = [_flat(recipe) for recipe in recipes], _notes(recipes), _defaults(recipes)
-    for name in dict.fromkeys(name for given in options for name in given):
-        values = " | ".join(_text(given[name]) if name in given else "default" for given in options)
-        yield f"| `{name}` | {values} | {_text(defaults[name])} | {notes.get(name, '')} |"
-    yield "\n## Cost\n"
-    yield "| recipe | passes without + with gradients | operations of a step over those of `dapo` |\n|---|---:|---:|"
-    counted = dict(OPERATIONS.findall((DOCS / "../benchmarks/results/recipes.md").read_text(encoding="utf-8")))
+    yield "\n## Options\n\nWhere they differ from the defaults of `vgr-trl train`; the files have notes on each.\n"
+    defaults = _defaults(recipes)
     for recipe in recipes:
-        yield f"| `{recipe.name}` | {_passes(_about(recipe))} | {counted.get(recipe.name, 'not counted')} |"
-    yield (
-        "\nPasses are over the completions of a rollout, beside generation; operations are those of\n"
-        "[recipes.md](../../benchmarks/results/recipes.md), of one size. More: [cost](../cost.md)."
-    )
-    yield "\n## Source\n"
-    yield from (f"- `{recipe.name}`: {_source(_about(recipe))}" for recipe in recipes)
-    yield "\n## Departures\n"
+        options = {name: _text(value) for name, value in _flat(recipe).items()}
+        given = [f"`{name} {value}`" for name, value in options.items() if value != _text(defaults[name])]
+        yield f"- [`{recipe.name}`](../../src/vgr_trl/recipes/{recipe.name}.yaml): {', '.join(given)}"
+    yield "\n## Source and departures\n"
     for recipe in recipes:
-        departures = _about(recipe).departures
-        yield f"`{recipe.name}`" + (":\n" if departures else ": none stated.")
-        yield from (f"- {sentence}" for sentence in departures)
-        yield ""
+        yield f"`{recipe.name}`: {_source(_about(recipe))}\n"
+        if departures := _about(recipe).departures:
+            yield "\n".join(f"- {sentence}" for sentence in departures) + "\n"
 
 
 def _about(recipe: Recipe) -> About:
     assert recipe.about is not None
     return recipe.about
-
-
-def _passes(about: About) -> str:
-    return " + ".join(map(str, about.passes))
 
 
 def _source(about: About) -> str:
@@ -102,22 +71,6 @@ def _flat(recipe: Recipe) -> dict[str, Any]:
     """The options of a recipe, those of plug-ins among them."""
     options = dict(recipe.options)
     return options | options.pop("plugin_options", {})
-
-
-def _notes(recipes: Sequence[Recipe]) -> dict[str, str]:
-    """What stands behind the options in the files, with the name of the recipe unless all say the same."""
-    found = [
-        dict(NOTE.findall((RECIPE_FOLDER / f"{recipe.name}.yaml").read_text(encoding="utf-8"))) for recipe in recipes
-    ]
-    common = {name: note for name, note in found[0].items() if all(notes.get(name) == note for notes in found)}
-    named = {
-        name: "; ".join(
-            f"`{recipe.name}`: {notes[name]}" for recipe, notes in zip(recipes, found, strict=True) if name in notes
-        )
-        for notes in found
-        for name in notes
-    }
-    return named | common
 
 
 def _defaults(recipes: Sequence[Recipe]) -> dict[str, Any]:
