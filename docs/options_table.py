@@ -43,23 +43,24 @@ def _lists() -> Iterator[str]:
             if shared:
                 yield f"{_condition(shared)}\n"
             for each, why in zip(options, unused, strict=True):
-                text = f"- `{each.name}` ({_values(hints[each.name], each)}): {each.metadata['help']}"
+                values = _values(hints[each.name], each)
+                text = f"- `{each.name}`{f' ({values})' * bool(values)}: {each.metadata['help']}"
                 yield text + f" {_condition(why)}" * bool(why and not shared)
     yield ""
 
 
 def _values(hint: Any, each: Field[Any]) -> str:
-    """The default, and what else is accepted where the default does not show it."""
+    """Return the default unless it is none, and what else is accepted where the default does not show it."""
     default = each.default if each.default is not MISSING else each.default_factory()
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kind = next(kind for kind in kinds if kind is not NoneType)
     if get_origin(kind) is Literal:
-        others = [f"`{choice}`" for choice in get_args(kind) if choice != default]
-        return f"{_default(default)}; or {', '.join(others)}" if others else _default(default)
+        others = ", ".join(f"`{choice}`" for choice in get_args(kind) if choice != default)
+        return others if default is None else f"{_default(default)}; or {others}"
     name = "" if default is not None else NAMES.get(kind, "")
     limits = [f"{sign} {each.metadata[bound]:g}" for bound, sign in SIGNS.items() if each.metadata[bound] is not None]
     accepted = f"{name} {', '.join(limits)}".strip()
-    return f"{_default(default)}; {accepted}" if accepted else _default(default)
+    return "; ".join(part for part in ("" if default is None else _default(default), accepted) if part)
 
 
 def _condition(why: str) -> str:
@@ -67,11 +68,12 @@ def _condition(why: str) -> str:
     needed = [part.removesuffix(" is off") for part in why.split(" and ")]
     if all(re.fullmatch(r"`\w+`", name) for name in needed):
         return f"Needs {' or '.join(needed)}."
-    return f"No effect if {why}."
+    _, only, perturbations = why.partition(" on perturbed images by ")
+    return f"For {perturbations} only." if only else f"No effect if {why}."
 
 
 def _default(value: Any) -> str:
-    if value is None or isinstance(value, bool):
+    if isinstance(value, bool):
         return str(value).lower()
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     return f"`{text}`" if len(text) < 40 else "a text of its own"
