@@ -21,6 +21,7 @@ MADE = re.compile(r"(?<=<!-- made by docs/options_table.py -->\n).*?(?=<!-- end 
 # Of `vgr-trl train`, where TRL's ModelConfig stands beside them.
 GROUPS = (RunArguments, DataArguments, RewardArguments, DAPOConfig)
 NAMES = {int: "integer", float: "number", list[int]: "integers", list[float]: "numbers"}
+PLAIN = {"≥": (0, 1), ">": (), "<": (), "≤": ()}  # bounds that are left out
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 
@@ -58,7 +59,11 @@ def _values(hint: Any, each: Field[Any]) -> str:
         others = ", ".join(f"`{choice}`" for choice in get_args(kind) if choice != default)
         return others if default is None else f"{_default(default)}; or {others}"
     name = "" if default is not None else NAMES.get(kind, "")
-    limits = [f"{sign} {each.metadata[bound]:g}" for bound, sign in SIGNS.items() if each.metadata[bound] is not None]
+    limits = [
+        f"{sign} {each.metadata[bound]:g}"
+        for bound, sign in SIGNS.items()
+        if each.metadata[bound] not in (None, *PLAIN[sign])
+    ]
     accepted = f"{name} {', '.join(limits)}".strip()
     return "; ".join(part for part in ("" if default is None else _default(default), accepted) if part)
 
