@@ -1,4 +1,4 @@
-"""Makes the lists of docs/options.md of what the options of this library declare.
+"""Write the lists of docs/options.md from what the options of this library declare.
 
 python docs/options_table.py
 """
@@ -20,54 +20,68 @@ PAGE = Path(__file__).resolve().parent / "options.md"
 MADE = re.compile(r"(?<=<!-- made by docs/options_table.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 # Of `vgr-trl train`, where TRL's ModelConfig stands beside them.
 GROUPS = (RunArguments, DataArguments, RewardArguments, DAPOConfig)
+NAMES = {int: "integer", float: "number", list[int]: "integers", list[float]: "numbers"}
+PLAIN = {"≥": (0, 1), ">": (), "<": (), "≤": ()}  # bounds that are left out
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 
 def page() -> str:
     """Return the page with what the options declare."""
-    return MADE.sub(lambda _: "\n".join([*_lines(), ""]), PAGE.read_text(encoding="utf-8"))
+    return MADE.sub(lambda _: "\n".join([*_lists(), ""]), PAGE.read_text(encoding="utf-8"))
 
 
-def _lines() -> Iterator[str]:
+def _lists() -> Iterator[str]:
+    """Yield a heading per group and an item per option; what a whole group needs follows its heading."""
     for group in GROUPS:
         hints, left = get_type_hints(group), {each.name: each for each in fields(group)}
         for base in group.__mro__:
-            stage = re.sub("(Options|Arguments|Config)$", "", base.__name__).lower()
             own = inspect.get_annotations(base) if base.__module__.startswith("vgr_trl.") else {}
-            found = [left.pop(name) for name in own if name in left]
-            if found:
-                title = re.split(r"[;:(]|\.?\n|\.$", base.__doc__ or stage)[0].strip()
-                yield from ("", f"## {title} (`{stage}`)", "")
-            for each in found:
-                default = each.default if each.default is not MISSING else each.default_factory()
-                unused = _unused(each.metadata["needs"])
-                about = f"{_accepted(hints[each.name], each)}; default {_value(default)}"
-                why = f" *No effect where {unused}.*" if unused else ""
-                yield f"- **`{each.name}`** ({about}): {each.metadata['help']}{why}"
+            options = [left.pop(name) for name in own if name in left]
+            unused = [_unused(each.metadata["needs"]) for each in options]
+            shared = unused[0] if len(set(unused)) == 1 else ""
+            if options:
+                yield f"\n## {re.sub('(Options|Arguments|Config)$', '', base.__name__).lower()}\n"
+            if shared:
+                yield f"{_condition(shared)}\n"
+            for each, why in zip(options, unused, strict=True):
+                values = _values(hints[each.name], each)
+                text = f"- `{each.name}`{f' ({values})' * bool(values)}: {each.metadata['help']}"
+                yield text + f" {_condition(why)}" * bool(why and not shared)
+    yield ""
 
 
-def _value(default: Any) -> str:
-    if default is None or isinstance(default, bool):
-        return str(default).lower()
-    text = " ".join(map(str, default)) if isinstance(default, list) else str(default)
-    return f"`{text}`" if len(text) < 40 else "a text of its own"
-
-
-def _accepted(hint: Any, each: Field[Any]) -> str:
+def _values(hint: Any, each: Field[Any]) -> str:
+    """Return the default unless it is none, and what else is accepted where the default does not show it."""
+    default = each.default if each.default is not MISSING else each.default_factory()
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kind = next(kind for kind in kinds if kind is not NoneType)
-    limits = " ".join(
-        f"{sign} {each.metadata[bound]:g}" for bound, sign in SIGNS.items() if each.metadata[bound] is not None
-    )
-    return f"{_kind(kind)} {limits}".strip()
-
-
-def _kind(kind: Any) -> str:
     if get_origin(kind) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(kind))
-    if get_origin(kind) is list:
-        return {"text": "texts", "number": "numbers", "integer": "integers"}[_kind(*get_args(kind))]
-    return {bool: "true, false", int: "integer", float: "number", str: "text"}.get(kind, "JSON object")
+        others = ", ".join(f"`{choice}`" for choice in get_args(kind) if choice != default)
+        return others if default is None else f"{_default(default)}; or {others}"
+    name = "" if default is not None else NAMES.get(kind, "")
+    limits = [
+        f"{sign} {each.metadata[bound]:g}"
+        for bound, sign in SIGNS.items()
+        if each.metadata[bound] not in (None, *PLAIN[sign])
+    ]
+    accepted = f"{name} {', '.join(limits)}".strip()
+    return "; ".join(part for part in ("" if default is None else _default(default), accepted) if part)
+
+
+def _condition(why: str) -> str:
+    """Say when an option has an effect, in the fewest words."""
+    needed = [part.removesuffix(" is off") for part in why.split(" and ")]
+    if all(re.fullmatch(r"`\w+`", name) for name in needed):
+        return f"Needs {' or '.join(needed)}."
+    _, only, perturbations = why.partition(" on perturbed images by ")
+    return f"For {perturbations} only." if only else f"No effect if {why}."
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"`{text}`" if len(text) < 40 else "a text of its own"
 
 
 def _unused(needs: Any) -> str:

@@ -1,4 +1,4 @@
-"""Makes the table of docs/sharing.md: which model families share prompts, are measured, and get images through vLLM.
+"""Write the table of docs/sharing.md: which model families share prompts, are measured, and get images through vLLM.
 
 python docs/sharing_table.py
 """
@@ -35,7 +35,7 @@ TITLES = {
     "qwen3_vl": "Qwen3-VL",
     "qwen3_vl_moe": "Qwen3-VL-MoE",
     "qwen3_5": "Qwen3.5",
-    "qwen3_5_moe": "Qwen3.5-MoE, text",
+    "qwen3_5_moe": "Qwen3.5-MoE",
     "gemma3": "Gemma 3",
     "gemma4": "Gemma 4",
     "gemma4_published": "Gemma 4, as published",
@@ -51,42 +51,43 @@ TITLES = {
     "ovis2": "Ovis2",
     "lfm2_vl": "LFM2-VL",
     "llama4": "Llama 4",
-    "qwen3": "Qwen3, text",
-    "llama": "Llama, text",
-    "llama4_text": "Llama 4, text",
-    "gemma3_text": "Gemma 3, text",
-    "gemma3n": "Gemma 3n, text",
-    "mistral": "Mistral, text",
-    "qwen2": "Qwen2, text",
-    "qwen3_moe": "Qwen3-MoE, text",
-    "qwen3_next": "Qwen3-Next, text",
-    "gemma2": "Gemma 2, text",
-    "gpt_oss": "GPT-OSS, text",
-    "phi3": "Phi-3, text",
-    "phi3_longrope": "Phi-3 with longrope, text",
-    "falcon_h1": "Falcon-H1, text",
-    "jamba": "Jamba, text",
-    "mamba": "Mamba, text",
+    "qwen3": "Qwen3",
+    "llama": "Llama",
+    "llama4_text": "Llama 4",
+    "gemma3_text": "Gemma 3",
+    "gemma3n": "Gemma 3n",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3_moe": "Qwen3-MoE",
+    "qwen3_next": "Qwen3-Next",
+    "gemma2": "Gemma 2",
+    "gpt_oss": "GPT-OSS",
+    "phi3": "Phi-3",
+    "phi3_longrope": "Phi-3 with longrope",
+    "falcon_h1": "Falcon-H1",
+    "jamba": "Jamba",
+    "mamba": "Mamba",
 }
 
 COLUMNS = ("family", "text", "one image", "several images", "attention", "dependency", "colocated vLLM")
 NUM_IMAGES = ((0, 0), (1, 1), (2, 3))  # of the two prompts of a batch
-NOTHING = "–"
 
 
 def make_table() -> str:
-    """The table as Markdown, one row per family."""
+    """Return the table as Markdown, one row per family that takes images, and below it the text models."""
     families = {**FAMILIES, **OTHERS}
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    lines += [" | ".join([f"| {TITLES[name]}", *cells_of(families[name])]) + " |" for name in TITLES]
-    return "\n".join(lines) + "\n"
+    with_images = [name for name in TITLES if families[name].picture]
+    lines += [" | ".join([f"| {TITLES[name]}", *cells_of(families[name])]) + " |" for name in with_images]
+    text = {TITLES[name]: shared(families[name], NUM_IMAGES[0]) for name in TITLES if not families[name].picture}
+    refused = "; ".join(f"{title} ({why.removeprefix('no: ')})" for title, why in text.items() if why != "yes")
+    alike = ", ".join(title for title, why in text.items() if why == "yes")
+    return "\n".join([*lines, "", f"Text models, shared: {alike}.", "", f"Not shared: {refused}."]) + "\n"
 
 
 def cells_of(family: Family) -> list[str]:
-    """What is shared, measured and given to vLLM; for a text model what it shares alone."""
-    text, *with_images = [shared(family, images) for images in NUM_IMAGES[: 1 + 2 * bool(family.picture)]]
-    if not family.picture:
-        return [text, *[NOTHING] * (len(COLUMNS) - 2)]
+    """Return what is shared, measured and given to vLLM."""
+    text, *with_images = [shared(family, images) for images in NUM_IMAGES]
     alike = ["likewise" if cell == text != "yes" else cell for cell in with_images]
     return [text, *alike, attention(family), dependency(family), for_vllm(family)]
 
