@@ -19,7 +19,8 @@ COMMANDS = ("train --help-all", "evaluate -h", "quickstart -h", "init -h", "repo
 
 
 def test_the_site_builds(tmp_path):
-    pytest.importorskip("material", reason="mkdocs-material is in the extras docs and dev")
+    for name in ("material", "mkdocstrings"):
+        pytest.importorskip(name, reason="mkdocs-material and mkdocstrings are in the extras docs and dev")
     words = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     built = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stderr
@@ -29,6 +30,9 @@ def test_the_site_builds(tmp_path):
     )
     assert [found for page in pages for found in loads.findall(page)] == []
     assert len(pages) > len(list((ROOT / "docs").glob("*.md")))
+    reference = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
+    for name in ("trainer.DAPOTrainer", "rewards.accuracy_reward", "signals.RolloutScorer", "sharing.share_prompts"):
+        assert f'id="vgr_trl.{name}"' in reference, name
 
 
 def test_pages_of_results_have_a_command_that_is_there():

@@ -113,7 +113,7 @@ CASES = {
 
 
 def run(name, model_folder, question_file, output, rows_per_process):
-    options = {"gradient_accumulation_steps": 2, "max_steps": 3} | BIG_STEPS | CASES[name]
+    options = {"gradient_accumulation_steps": 2, "max_steps": 3, "attention_rows": "all"} | BIG_STEPS | CASES[name]
     (output / "scored.py").parent.mkdir(exist_ok=True)
     (output / "scored.py").write_text(SCORED)
     rewards = [

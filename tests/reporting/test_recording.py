@@ -49,6 +49,9 @@ def test_records_hold_what_was_generated_measured_and_rewarded(make, tmp_path):
     assert run.description["options"]["rollout_log_steps"] == 1
     assert "rollout_log_steps" in run.description["changed"]
     assert "hf_secret" not in json.dumps(run.description)
+    assert run.description["setup"]["rewards"] == "accuracy_reward x 1, vgr_reward x 0.5, letters_reward x 2"
+    assert re.search(r"trl 1\.1[56]\..*, torch 2\.", run.description["setup"]["versions"])
+    assert not {"debug", "accelerator_config"} & set(run.description["changed"])
     tokenizer = trainer._tokenizer
     for record, (inputs, batch) in zip(run.records(), seen, strict=True):
         assert [completion.group for completion in record.completions] == [0, 0, 1, 1]

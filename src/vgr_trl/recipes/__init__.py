@@ -11,7 +11,7 @@ import yaml
 
 from vgr_trl.utils import ConfigError, parse_yaml
 
-__all__ = ["About", "Recipe", "load_recipe", "override_recipe", "read_recipe", "recipe_names"]
+__all__ = ["About", "Recipe", "load_recipe", "read_recipe", "recipe_names"]
 
 RECIPE_FOLDER = Path(__file__).parent
 TEMPLATES = RECIPE_FOLDER.parent / "cli" / "templates"  # the files that `vgr-trl init` writes

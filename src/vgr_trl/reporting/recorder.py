@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha1
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, cycle, groupby, islice, repeat
 from math import isnan, isqrt, prod
 from pathlib import Path
@@ -33,6 +32,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import logging
 from trl.trainer.utils import nanstd
 
+from vgr_trl import __version__
 from vgr_trl.boxes import boxes_of
 from vgr_trl.config import LOG_OPTIONS
 from vgr_trl.credit import OF_REWARD, attention_weights
@@ -252,13 +252,16 @@ def describe_setup(trainer: ConstructedTrainer) -> dict[str, str]:
     command = shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
     device = trainer.accelerator.device
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    packages = ("vgr_trl", "trl", "transformers", "torch", "peft", "vllm")
+    versions = [f"vgr_trl {__version__}"]
+    for name in ("trl", "transformers", "torch", "peft", "vllm"):
+        with suppress(PackageNotFoundError):
+            versions.append(f"{name} {version(name)}")
     return {
         "rewards": ", ".join(f"{name} x {weight:g}" for name, weight in weights.items()),
         "LoRA": "; ".join(lora) or "no",
         "command": re.sub(r"(--\w*(?:token|key)[= ])\S+", r"\1…", command),
         "device": f"{trainer.accelerator.num_processes} x {place}",
-        "versions": ", ".join(f"{name} {version(name)}" for name in packages if find_spec(name)),
+        "versions": ", ".join(versions),
         "commit": commit,
     }
 

@@ -415,7 +415,8 @@ class RolloutScorer:
         share_prompts: `auto` computes each prompt once where that is exact, `on` raises where it is not, `off` never.
         batch_size: rows that pass at a time, made whole groups where prompts are shared. None: all.
         temperature: logits are divided by it; above 0.
-        similarity_layer, similarity_over: hidden states that are compared, and how, as `SimilarityProbe` takes them.
+        similarity_layer: hidden states that are compared, as `SimilarityProbe` takes it.
+        similarity_over: how they are compared, likewise.
 
     Raises:
         ConfigError: an argument is not accepted.
