@@ -52,7 +52,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Turns:
-    """What N completions of policies with tools hold beside one answer.
+    """The turns of N completions that may call tools: own tokens, and the images of prompts and tools.
 
     Attributes:
         own: per row, 1 for each token of the policy and 0 for each of a tool.

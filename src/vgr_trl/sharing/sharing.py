@@ -129,7 +129,7 @@ def share_prompts(
 
 
 class ModelChecks:
-    """What sharing asks of all modules of a model, thousands of them, once while it stays wrapped as it is.
+    """Answers about all modules of a model, thousands of them, found once while it stays wrapped as it is.
 
     Args:
         model: as `share_prompts` takes it.
@@ -147,7 +147,7 @@ class ModelChecks:
         self.gathers = shards_layers(self._base)
 
     @cached_property
-    def with_gradients(self) -> str | None:
+    def why_not_train(self) -> str | None:
         """Why no pass with gradients shares prompts."""
         try:
             check_model(self._base, gradients=True)
@@ -298,7 +298,7 @@ class SharedForward:
         if self.checks is None or not torch.is_grad_enabled():
             check_model(self.base, torch.is_grad_enabled())
         else:
-            require(self.checks.with_gradients is None, str(self.checks.with_gradients))
+            require(self.checks.why_not_train is None, str(self.checks.why_not_train))
         check_inputs(inputs, self.base.config)
         stop, width = inputs["input_ids"].size(1) - 1, self._width
         columns = None if width is None else (stop - width, stop)  # the last column emits nothing
