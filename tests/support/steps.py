@@ -61,11 +61,12 @@ def build_trainer(classes, model, processor, rows, settings, **more):
     tokenizer = getattr(processor, "tokenizer", processor)
     allowed = {tokenizer.eos_token_id, *tokenizer(WORDS)["input_ids"][:6]}
     others = sorted(set(range(len(tokenizer))) - allowed)
-    ours = {} if classes[0] is STOCK[0] else {"check_pixels": False}  # it makes passes of its own; tests count passes
+    # Tests count passes: those of the check of the pixels are its own, and a sample would make smaller ones.
+    ours = {} if classes[0] is STOCK[0] else {"check_pixels": False, "attention_rows": "all"}
     return trainer_class(
         model=copy.deepcopy(model),
         reward_funcs=uneven_reward,
-        args=config_class(**ours, **settings, generation_kwargs={"suppress_tokens": others}),
+        args=config_class(**ours | settings, generation_kwargs={"suppress_tokens": others}),
         train_dataset=rows,
         processing_class=processor,
         **more,
