@@ -40,6 +40,9 @@ def page(found: dict[str, Any], place: Place) -> str:
     lines += [f"`{found['command']}`", ""] if "command" in found else []
     lines += ["Sizes are those of `--quick`: they say nothing about times.", ""] if "quick" in flags else []
     measured = {name: (place.case(name), of_case) for name, of_case in found["cases"].items()}
+    if "signals" in measured:
+        lines += ["## Where a step with every signal goes", "", STAGES, "", *stages_table(measured["signals"][1]), ""]
+        lines += ["## Against TRL", ""]
     lines += table(found, place)
     lines += ["", LIMIT_OF_SIGNALS, "", "## Rollouts", ""]
     lines += [f"- {_describe(case)}" for case, _ in measured.values()]
@@ -66,6 +69,35 @@ def table(found: dict[str, Any], place: Place) -> list[str]:
         other, *ours = case.variants
         parts = ("update", "step") if other == "trl" else ("update",) if other == "whole" else ("step",)
         lines += [_row(name, case, of_case, part, other, variant) for variant in ours for part in parts]
+    return lines
+
+
+STAGES = """\
+Stage by stage, of the rollout `signals` below: seconds and 10⁹ operations without any signal, with attention for the
+metrics alone, and with every signal. `generation`, `old_logps` and `perturbed` are passes without gradients: sampling, the
+scoring pass (log-probabilities, attention, what else is read there) and the pass over perturbed images; `update` is all
+training passes and what stands between the stages."""
+
+
+def stages_table(of_case: dict[str, Any]) -> list[str]:
+    """Return the lines of the table of the stages of a step, for each variant."""
+    seconds, counts = of_case.get("seconds", {}), of_case.get("counts", {})
+    variants = [*(seconds or counts)]
+    ways = {
+        f"{variant}, {unit}": kind
+        for variant in variants
+        for unit, kind in (
+            ("s", {part: median(run.get(part, 0) for run in seconds[variant]) for part in seconds[variant][0]})
+            if variant in seconds else ("s", {}),
+            ("G", {part: amounts["together"] / 1e9 for part, amounts in counts[variant]["operations"].items()})
+            if variant in counts else ("G", {}),
+        )
+    }  # fmt: skip
+    stages = [*dict.fromkeys(part for kind in ways.values() for part in kind if part.startswith("stage "))]
+    lines = ["| stage | " + " | ".join(ways) + " |", "|---|" + "---:|" * len(ways)]
+    for stage in stages:
+        cells = [_number(kind[stage]) if stage in kind else "" for kind in ways.values()]
+        lines.append(f"| {stage.removeprefix('stage ')} | " + " | ".join(cells) + " |")
     return lines
 
 

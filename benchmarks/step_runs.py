@@ -60,10 +60,11 @@ class _Meter(TrainerCallback):
     def __init__(self, read: Callable[[], Amounts], device: str) -> None:
         self.read, self.device = read, device
         self.started, self.step, self.rollout = Amounts(), Amounts(), Amounts()
+        self.stages: dict[str, Amounts] = {}
         self.peaks = {"rollout": 0, "update": 0}  # bytes
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.started, self.rollout = self.read(), Amounts()
+        self.started, self.rollout, self.stages = self.read(), Amounts(), {}
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.step = _difference(self.read(), self.started)
@@ -74,7 +75,9 @@ class _Meter(TrainerCallback):
         self.peaks[part] = max(self.peaks[part], take_peak(self.device))
 
     def watch(self, trainer: Any) -> None:
-        """Tell the rollouts of a trainer from its training passes."""
+        """Tell the rollouts of a trainer from its training passes, and of ours the stages of a step."""
+        if hasattr(trainer, "clock"):
+            self._watch_stages(trainer.clock)
         plain = trainer._prepare_inputs
 
         def prepare(*args: Any) -> Any:
@@ -88,10 +91,24 @@ class _Meter(TrainerCallback):
 
         trainer._prepare_inputs = prepare
 
+    def _watch_stages(self, clock: Any) -> None:
+        turn, since = clock._turn, Amounts()
+
+        def counted() -> None:
+            nonlocal since
+            now = self.read()
+            if clock._running:
+                self.stages.setdefault(clock._running[-1], Amounts()).update(_difference(now, since))
+            since = now
+            turn()
+
+        clock._turn = counted
+
     @property
     def found(self) -> dict[str, Amounts]:
-        """Of the latest step."""
-        return {"step": self.step, "update": _difference(self.step, self.rollout)}
+        """Of the latest step; its stages are named as in `time/...`."""
+        stages = {f"stage {name}": amounts for name, amounts in self.stages.items()}
+        return {"step": self.step, "update": _difference(self.step, self.rollout), **stages}
 
 
 def _difference(later: Amounts, earlier: Amounts) -> Amounts:
