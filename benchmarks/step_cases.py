@@ -151,7 +151,12 @@ def cases(*, quick: bool = False, shape: str | None = None) -> dict[str, Case]:
             realistic,
             title="signals: as b, all groups alive (a buffer then replaces none); every signal against none",
             dead=0,
-            variants={"none": NONE, "metrics": {"compute_attention_metrics": True}, "signals": SIGNALS},
+            variants={
+                "none": NONE,
+                "metrics": {"compute_attention_metrics": True},
+                "signals": SIGNALS,
+                "generated": {**SIGNALS, "attention_source": "generate"},
+            },
             goals={"step seconds": 1.40, "step bytes": 1.3},
         ),
         "one": one_group,

@@ -21,8 +21,8 @@ would not be in a GPU's memory, and so do the pixels of every completion, which 
 LIMIT_OF_SIGNALS = """\
 The limit of a step with every signal, and of c, has one pass more than that without any: dependence on the image is
 the difference of two log-probabilities of each token, and the second, given another image, is in no other pass. The
-first ones and attention it takes from generation; here a scoring pass gives them. All rows are generated up to T, which
-counts against ours and TRL's alike, and is no part of the limit."""
+first ones and attention it takes from generation, as the line `generated` does; by default a scoring pass gives them.
+All rows are generated up to T, which counts against ours and TRL's alike, and is no part of the limit."""
 COLUMNS = ("rollout", "", "time", "goal", "peak memory", "goal", "operations", "limit", "ours / limit", "goal")
 
 
@@ -74,9 +74,10 @@ def table(found: dict[str, Any], place: Place) -> list[str]:
 
 STAGES = """\
 Stage by stage, of the rollout `signals` below: seconds and 10⁹ operations without any signal, with attention for the
-metrics alone, and with every signal. `generation`, `old_logps` and `perturbed` are passes without gradients: sampling, the
-scoring pass (log-probabilities, attention, what else is read there) and the pass over perturbed images; `update` is all
-training passes and what stands between the stages."""
+metrics alone, and with every signal, read off a scoring pass or off generation (`attention_source generate`).
+`generation`, `old_logps` and `perturbed` are passes without gradients: sampling, the scoring pass (log-probabilities,
+attention, what else is read there) and the pass over perturbed images; `update` is all training passes and what stands
+between the stages."""
 
 
 def stages_table(of_case: dict[str, Any]) -> list[str]:
@@ -127,9 +128,9 @@ def _describe(case: Case) -> str:
 def _row(name: str, case: Case, of_case: dict[str, Any], part: str, other: str, ours: str) -> str:
     pair = other, ours
     seconds, counts = (of_case.get(kind, {}) for kind in ("seconds", "counts"))
-    goals = case.goals if ours == [*case.variants][-1] else {}
+    goals = case.goals if ours in ("signals", [*case.variants][-1]) else {}
     limit = sum(update_limit(case).values()) if part == "update" else step_limit(case)
-    if part == "step" and (ours == "signals" or case.scored_share < 1):
+    if part == "step" and (ours in ("signals", "generated") or case.scored_share < 1):
         limit = signals_limit(case)
     operations = [counts[one]["operations"][part]["together"] for one in pair if one in counts]
     peaks = [counts[one]["bytes"][part] for one in pair if one in counts]

@@ -110,8 +110,8 @@ class MeasureOptions(PluginOptions):
     # fmt: off
     compute_attention_metrics: bool | None = option(None, "Log attention to image and instruction. None: if possible.")
     attention_source: Literal["scoring", "generate"] = option("scoring", "scoring: measure attention in a scoring "
-        "pass per rollout, with any kernel and backend; generate: while transformers generates, with eager attention.",
-        needs="attention")
+        "pass per rollout, with any backend; generate: while transformers generates, log-probabilities and entropies "
+        "too, without that pass (but for records, hidden states, and KL in the reward).", needs="attention")
     attention_rows: Literal["auto", "all"] = option("auto", "auto: measure every completion where a reward, credit "
         "rule or signal reads attention, else the recorded completions and one group per rollout and process; all: "
         "every completion.", needs="attention")

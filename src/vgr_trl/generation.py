@@ -17,6 +17,7 @@ from vgr_trl.pixels import image_tensors, joined
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rollout import ConstructedTrainer, Noise, Rollout, weighted_sums
 from vgr_trl.rows import OLD_LOGPS, Prompts, pixels_of_rows, scoring_inputs
+from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.perturbation import perturb_images, perturbed_prompts
 from vgr_trl.signals.probe import GenerationProbe
 from vgr_trl.signals.scoring import Want
@@ -66,9 +67,9 @@ def generate(
         if rollout is None or rollout.blind or not (first_turn and measures):
             return plain(ids, images, prompts.fields, num_generations)
         tokens = {"vision_token_ids": measurement.vision_token_ids, "special_token_ids": measurement.special_token_ids}
-        with GenerationProbe(model, **tokens) as probe:
+        with GenerationProbe(model, **tokens, temperature=trainer.temperature) as probe:
             generated = plain(ids, images, prompts.fields, num_generations)
-        rollout.generated_mass = probe.mass
+        rollout.generated = RolloutSignals(probe.logps, probe.entropies, probe.mass.mask, probe.mass)
         return generated
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch.nn import functional
 
 from vgr_trl.boxes import BOX_COLUMNS, Box, boxes_of
 from vgr_trl.config import REMOVE_IMAGE
@@ -291,7 +292,7 @@ def wanted_scores(
     attention, similarity = None, None
     if measurement.needs("similarity"):
         similarity = args.hidden_similarity_layer, args.hidden_similarity_over
-    measures = measurement.needs("attention") and (rollout.generated_mass is None or bool(rollout.recorded))
+    measures = measurement.needs("attention") and (rollout.generated is None or bool(rollout.recorded))
     if measures or similarity is not None:
         late = late_layers(measurement.layers, args.attention_segments) if measures else []
         vision = torch.isin(ids, torch.tensor(measurement.vision_token_ids, device=ids.device))  # (N, P + T)
@@ -303,7 +304,7 @@ def wanted_scores(
             region=region_mask(trainer, rollout, ids[:, :-length]) if measures else None,
             keep_rows=_limit_kept_rows(vision, length * len(late), recorded or rollout.recorded or ()),
             keep_layers=late,
-            measure_prompt=rollout.generated_mass is None,
+            measure_prompt=rollout.generated is None,
             similarity=similarity,
             per_image=measurement.needs("per_image"),
         )
@@ -315,9 +316,9 @@ def wanted_scores(
     )
 
 
-def make_signals(scores: Scores, generated_mass: AttentionMass | None) -> RolloutSignals:
+def make_signals(scores: Scores, generated: RolloutSignals | None) -> RolloutSignals:
     """Return the signals of a rollout, with the attention that was measured in generation where there is some."""
-    mass = scores.attention if generated_mass is None else pad_to_length(generated_mass, scores.mask)
+    mass = scores.attention if generated is None else pad_signals(generated, scores.mask).attention
     assert scores.entropies is not None
     return RolloutSignals(
         scores.logps.float(), scores.entropies.float(), scores.mask, mass, similarity=scores.similarity
@@ -340,15 +341,14 @@ def _limit_kept_rows(vision: torch.Tensor, queries: int, rows: Sequence[int]) ->
     return fitting
 
 
-def pad_to_length(mass: AttentionMass, mask: torch.Tensor) -> AttentionMass:
-    """Return a mass of T' tokens for the T tokens of `mask`, (N, T): padded with zeros, or cut."""
-    missing = mask.size(1) - mass.mask.size(1)  # the longest completion may have been cut or padded
-    padded: Any = {
-        name: torch.nn.functional.pad(value, (0, missing))
-        for name, value in vars(mass).items()
-        if value is not None and not name.startswith("num_")
-    }
-    return replace(mass, **padded | {"mask": mask})
+def pad_signals(generated: RolloutSignals, mask: torch.Tensor) -> RolloutSignals:
+    """Return signals of T' tokens for the T tokens of `mask`, (N, T): padded with zeros, or cut."""
+    mass, mask = generated.attention, mask.to(generated.mask.device)
+    assert mass is not None
+    missing = mask.size(1) - generated.mask.size(1)  # the longest completion may have been cut or padded
+    values = generated.logps, generated.entropies, mass.vision, mass.instruction
+    logps, entropies, vision, instruction = (functional.pad(each, (0, missing)) * mask for each in values)
+    return RolloutSignals(logps, entropies, mask, replace(mass, vision=vision, instruction=instruction, mask=mask))
 
 
 def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[dict[str, list[Any]], dict[str, float]]:

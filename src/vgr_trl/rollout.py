@@ -19,7 +19,6 @@ from vgr_trl.metrics import StageClock
 from vgr_trl.rows import Placement, Prompts, Turns
 from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import RolloutSignals
-from vgr_trl.signals.ratios import AttentionMass
 from vgr_trl.signals.scoring import Scores, Want
 from vgr_trl.utils import DataError, Feature
 
@@ -154,7 +153,7 @@ class Rollout:
         messages: the prompts as conversations with their images.
         prompts: of the first generation of the batch, with their own images.
         noise: how some were perturbed for generation; None: they were not.
-        generated_mass: attention measured while generating; None: it was not.
+        generated: signals of the tokens as they were generated, (N, T'); None: they were not measured then.
         turns: of completions that may call tools; None without tools.
 
         Scored:
@@ -185,7 +184,7 @@ class Rollout:
     messages: list[Any] = field(init=False)
     prompts: Prompts = field(init=False)
     noise: Noise | None = None
-    generated_mass: AttentionMass | None = None
+    generated: RolloutSignals | None = None
     turns: Turns | None = None
     scores: Scores | None = None
     reference: Scores | None = None

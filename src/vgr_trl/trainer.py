@@ -32,7 +32,7 @@ from vgr_trl.measure import (
     data_has_images,
     make_signals,
     measure_sample,
-    pad_to_length,
+    pad_signals,
     plan_measurement,
     score_perturbed,
     signals_as_columns,
@@ -325,11 +325,10 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             return columns
         if rollout.signals is None:
             inputs = completion_inputs(self, rollout, completion_ids)
-            only_attention = not (self.measurement.head or self.measurement.needs("values", "similarity"))
-            if only_attention and rollout.generated_mass is not None and rollout.recorded is None:
-                signals = build_unmeasured_signals(inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool())
-                signals.attention = pad_to_length(rollout.generated_mass, signals.mask)
-                rollout.signals = signals
+            reads_pass = self.kl.penalises or self.measurement.needs("values", "similarity", "shift")
+            if rollout.generated is not None and rollout.recorded is None and not reads_pass:
+                mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
+                rollout.signals = pad_signals(rollout.generated, mask)
             else:
                 self._score_rollout(rollout, inputs)
         measured, metrics = signals_as_columns(self, rollout)
@@ -527,7 +526,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     def _score_rollout(self, rollout: Rollout, inputs: dict[str, Any]) -> Scores:
         """Make the scoring pass of a rollout, which gives its signals too."""
         rollout.scores = scores = self.score(inputs, wanted_scores(self, rollout, inputs))
-        rollout.signals = make_signals(scores, rollout.generated_mass)
+        rollout.signals = make_signals(scores, rollout.generated)
         return scores
 
     def tokenize(self, prompts: list[Any]) -> Prompts:

@@ -187,12 +187,16 @@ STEPS = 7
 WORDS_ONLY = {"do_sample": True, "suppress_tokens": [IMAGE, VIDEO, OPEN, CLOSE]}
 
 
+TEMPERATURE = 0.7
+
+
 def probe_of(model):
-    return GenerationProbe(model, vision_token_ids=VISION_IDS, special_token_ids=SPECIAL_IDS)
+    tokens = {"vision_token_ids": VISION_IDS, "special_token_ids": SPECIAL_IDS}
+    return GenerationProbe(model, **tokens, temperature=TEMPERATURE)
 
 
 def scored(model, batch, sequences):
-    """Mass of `sequences` (N, P + T) by scoring, and which of their new tokens count, (N, T)."""
+    """Mass, log-probabilities and entropies of `sequences` (N, P + T) by scoring; which new tokens count, (N, T)."""
     prompt = batch.inputs["input_ids"].size(1) - batch.completion_length
     new = sequences[:, prompt:]
     ended = (new == EOS).cumsum(1)
@@ -205,8 +209,9 @@ def scored(model, batch, sequences):
             inputs[name] = torch.nn.functional.pad(inputs[name][:, :prompt], (0, new.size(1)))
     again = Batch(inputs, new.size(1), batch.prompts)
     with torch.no_grad(), AttentionProbe(model, masks_of(again)) as probe:
-        model(**inputs)
-    return probe.mass, valid
+        logits = model(**inputs).logits[:, prompt - 1 : -1].double()
+    drawn_from = torch.distributions.Categorical(logits=logits / TEMPERATURE)
+    return probe.mass, drawn_from.log_prob(new), drawn_from.entropy(), valid
 
 
 @pytest.mark.parametrize(
@@ -222,12 +227,14 @@ def test_generation_and_scoring_agree(name, shares):
         sequences = model.generate(**batch.prompt_inputs(), **WORDS_ONLY, max_new_tokens=STEPS)
     assert not shares or report.prompts_per_row == 1 / 3
     assert model.config.get_text_config()._attn_implementation == "sdpa"
-    expected, valid = scored(model, batch, sequences)
+    expected, logps, entropies, valid = scored(model, batch, sequences)
     assert probe.mass.vision.shape == (len(model.get_decoder().layers) - (name == "qwen3_5"), 6, STEPS)
     assert difference(probe.mass.vision, expected.vision, valid) < 1e-5
     assert difference(probe.mass.instruction, expected.instruction, valid) < 1e-5
     assert torch.equal(probe.mass.num_vision, expected.num_vision)
     assert probe.mass.mask.all()
+    assert difference(probe.logps, logps, valid) < 1e-5
+    assert difference(probe.entropies, entropies, valid) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ SCORING, TRAINING = (False, 8), (True, 8)
         ({"advantage_estimator": "gae", "critic": "model", "compute_attention_metrics": False},
          [SCORING, TRAINING, TRAINING]),
         ({"perception_loss_weight": 0.01, "compute_attention_metrics": False}, [TRAINING, TRAINING]),
+        ({"attention_source": "generate", "token_weights": True, "enable_perception_filtering": True,
+          "rollout_log_steps": 0}, [SCORING, TRAINING]),
     ],
 )  # fmt: skip
 def test_no_pass_is_made_twice(make, passes, changed, expected):
@@ -105,6 +107,20 @@ def test_vgr_is_the_same_however_the_batch_is_passed(make, changed):
         values.append(list(trainer._logs["extra"]["vgr"]))
     plain, other = values
     assert other == pytest.approx(plain, rel=1e-4)
+
+
+def test_signals_of_generation_are_those_of_a_scoring_pass(make):
+    credit = {"token_weights": True, "enable_trajectory_reweighting": True, "replay_buffer_size": 8}
+    logs = []
+    for source in ("scoring", "generate"):
+        trainer = make(temperature=0.8, attention_source=source, rollout_log_steps=0, **credit)
+        trainer.train()
+        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+    for scored, generated in zip(*logs, strict=True):
+        compared = [name for name in scored if name.startswith(("loss", "grad_norm", "attention/late", "credit/"))]
+        assert len(compared) > 5
+        expected = {name: scored[name] for name in compared}
+        assert {name: generated[name] for name in compared} == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 def test_the_policy_is_measured_and_not_its_reference(make):

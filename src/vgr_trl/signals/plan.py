@@ -129,7 +129,7 @@ class PassPlan:
         self._base_seen = True
         inputs: Any = kwargs.get("input_ids", args[0] if args else None)
         inputs = kwargs["inputs_embeds"] if inputs is None else inputs
-        if _positions_seen(_cache_of(kwargs)):
+        if positions_seen(cache_of(kwargs)):
             raise ConfigError("Attention is measured of whole sequences: pass them without a cache.")
         self._plan_positions(inputs.size(1))
 
@@ -154,8 +154,8 @@ class PassPlan:
         count, length, _ = hidden.shape
         if not self._base_seen:  # a head that calls the decoder inside of its base model: the batch passes as it is
             self._plan_positions(length)
-        cache = _cache_of(kwargs)
-        seen = _positions_seen(cache)
+        cache = cache_of(kwargs)
+        seen = positions_seen(cache)
         groups: list[int] | None = getattr(cache, "groups", None)  # of a prefix that is written
         some: list[int] | None = getattr(cache, "rows", None)  # of one that is read
         self._to_come = len(groups) if groups is not None else self._to_come if some is not None else count
@@ -184,11 +184,12 @@ def _queries(positions: list[int], seen: int, device: torch.device) -> Queries |
     return Queries(on_device(positions, device) - seen, positions[0] - seen, positions[-1] + 1 - seen)
 
 
-def _cache_of(kwargs: dict[str, Any]) -> Any:
+def cache_of(kwargs: dict[str, Any]) -> Any:
     """Return the cache of a call, whose name differs between models and releases of transformers."""
     return next((kwargs[name] for name in ("past_key_values", "cache", "layer_past") if name in kwargs), None)
 
 
-def _positions_seen(cache: Cache | None) -> int:
+def positions_seen(cache: Cache | None) -> int:
+    """Return how many positions of a row are in a cache."""
     layers = [] if cache is None else cache.layers
     return max((int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")), default=0)

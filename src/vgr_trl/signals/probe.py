@@ -26,8 +26,8 @@ from vgr_trl.sharing.model_support import (
     why_adapter_reads_whole_rows,
     wrap_attention,
 )
-from vgr_trl.signals.plan import Pass, PassPlan, Queries
-from vgr_trl.signals.ratios import AttentionMass, ModalityMasks, build_modality_masks
+from vgr_trl.signals.plan import Pass, PassPlan, Queries, cache_of, positions_seen
+from vgr_trl.signals.ratios import AttentionMass, ModalityMasks, build_modality_masks, entropies_of
 from vgr_trl.utils import ConfigError
 
 SUPPORTED = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
@@ -463,35 +463,54 @@ def hidden_state_number(layer: int, layers: int) -> int:
 
 
 class GenerationProbe:
-    """Measures, while it is active, the attention of the tokens that `model.generate` makes.
+    """Measures, while it is active, the tokens that `model.generate` makes, each in the pass that makes it.
 
         with GenerationProbe(model, vision_token_ids=..., special_token_ids=...) as probe:
             model.generate(**inputs)
-        probe.mass
+        probe.mass, probe.logps, probe.entropies
 
-    The language model attends eagerly meanwhile, the vision tower as before. All weights of all steps are in memory at
-    the end of a generation, L x H x (P x P + T x (P + T)) numbers per row: for long prompts use `AttentionProbe`. Goes
-    around `share_prompts`, if both are used: enter it last.
+    Goes around `share_prompts`, if both are used: enter it last.
 
     Args:
         model: transformers model, also wrapped by DDP or PEFT.
         vision_token_ids: placeholder tokens of images and videos.
         special_token_ids: tokens that belong to no modality.
+        temperature: logits are divided by it.
+
+    Attributes:
+        logps: (N, T) float32, log-probabilities of the tokens of the latest generation under the model's own
+            distribution, whatever `top_p` and the like leave of it.
+        entropies: (N, T) float32, of that distribution, in nats.
 
     Raises:
-        ConfigError: the model cannot attend eagerly, or generates with beams, an assistant or a cache of fixed length.
+        ConfigError: the attention of the model cannot be measured, or it generates with beams, an assistant or a cache
+            of fixed length.
     """
 
-    def __init__(self, model: nn.Module, *, vision_token_ids: Sequence[int], special_token_ids: Sequence[int]) -> None:
+    logps: torch.Tensor
+    entropies: torch.Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        vision_token_ids: Sequence[int],
+        special_token_ids: Sequence[int],
+        temperature: float = 1.0,
+    ) -> None:
+        if (why := why_not_measurable(model)) is not None:
+            raise ConfigError(f"Attention cannot be measured: {why}")
         self.causal: Any = causal_model(model)
+        decoder = find_decoder(model)
+        self._attention, self._modules = attention_modules(decoder), set(indexed_modules(decoder))
         self._ids = {"vision_token_ids": vision_token_ids, "special_token_ids": special_token_ids}
+        self._temperature = temperature
         self._mass: AttentionMass | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> "GenerationProbe":
-        generate, config = partial(self._generate, self.causal.generate), find_decoder(self.causal).config
-        eager = config, "_attn_implementation_internal", "eager"
-        self._stack.enter_context(replaced((self.causal, "generate", generate), eager))
+        generate = partial(self._generate, self.causal.generate)
+        self._stack.enter_context(replaced((self.causal, "generate", generate)))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -512,42 +531,69 @@ class GenerationProbe:
         ids: Any = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))  # (N, P)
         mask = kwargs.get("attention_mask")
         masks = build_modality_masks(ids, torch.ones_like(ids) if mask is None else mask, **self._ids)
-        options = {"generation_config": None, **kwargs}
-        config, _ = self.causal._prepare_generation_config(**options)
+        config, _ = self.causal._prepare_generation_config(**{"generation_config": None, **kwargs})
         mode = config.get_generation_mode(kwargs.get("assistant_model"))
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise ConfigError(f"Attention cannot be measured during {mode.value}: generate greedily or by sampling.")
-        outputs = generate(*args, **kwargs | {"output_attentions": True, "return_dict_in_generate": True})
-        if not outputs.attentions or not outputs.attentions[0]:
-            raise ConfigError(f"{type(self.causal).__name__} returned no attention weights: measure it by scoring.")
-        sets = torch.stack([masks.vision, masks.instruction], dim=-1)  # (prompts, P, 2)
-        sets = sets.repeat_interleave(len(outputs.sequences) // len(ids), dim=0)  # (N, P, 2)
-        self._mass = mass_of_steps(outputs.attentions, sets)
-        return outputs if config.return_dict_in_generate else outputs.sequences
+        self._sets = torch.stack([masks.vision, masks.instruction], dim=-1)  # (prompts, P, 2)
+        self._masses: dict[int, list[torch.Tensor]] = {}  # layer -> per token (N, 2)
+        self._scored: list[torch.Tensor] = []  # per token (2, N): log-probability and entropy
+        self._drawn_from: torch.Tensor | None = None  # (N, vocabulary), of the token that is drawn next
+        with ExitStack() as stack:
+            hook = self._attention[0].register_forward_pre_hook(self._begin_step, with_kwargs=True)
+            stack.callback(hook.remove)
+            stack.callback(self.causal.register_forward_hook(self._read_logits, with_kwargs=True).remove)
+            stack.enter_context(wrap_attention(self._wrap))
+            outputs = generate(*args, **kwargs)
+        sequences: torch.Tensor = outputs if isinstance(outputs, torch.Tensor) else outputs.sequences
+        self._score(sequences[:, -1])
+        self.logps, self.entropies = torch.stack(self._scored, dim=-1)
+        sides = torch.stack([torch.stack(steps, dim=1) for _, steps in sorted(self._masses.items())])  # (L, N, T, 2)
+        counts = self._sets.sum(1).repeat_interleave(len(sequences) // len(ids), dim=0).to(sides.device)  # (N, 2)
+        valid = torch.ones(sides.shape[1:3], dtype=torch.bool, device=sides.device)
+        self._mass = AttentionMass(sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1], valid)
+        return outputs
 
+    def _begin_step(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before tokens pass: number the new token that comes of them; the pass that fills a shared cache has none."""
+        passing = (args[0] if args else kwargs["hidden_states"]).size(1)
+        self._seen = positions_seen(cache_of(kwargs)) + passing
+        self._makes_token = self._seen >= self._sets.size(1)
+        self._of_keys: dict[int, torch.Tensor] = {}
 
-def mass_of_steps(steps: Sequence[Sequence[torch.Tensor | None]], sets: torch.Tensor) -> AttentionMass:
-    """Return the mass of the emitting queries, each the last one of its step.
+    def _wrap(self, attention: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an attention function that measures the last query of its calls."""
 
-    Args:
-        steps: per new token and layer, (N, H, Q, K) weights; step 0 comes after the P tokens of the prompt.
-        sets: (N, P, 2), vision and instruction.
-    """
-    prompt = sets.size(1)
-    of_tokens = []
-    for step, layers in enumerate(steps):
-        sides = []
-        for weights in layers:
-            if weights is None:
-                continue
-            mean = weights[:, :, -1].mean(1, dtype=torch.float32)  # (N, K)
-            first = prompt + step - mean.size(1)  # a cache with a window has dropped the keys before
+        def measured(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs = attention(module, query, key, value, *args, **kwargs)
+            if module in self._modules and self._makes_token:
+                options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
+                self._measure(module, AttentionCall(attention, module, query, key, options))
+            return outputs
+
+        return measured
+
+    @torch.no_grad()
+    def _measure(self, module: Any, call: AttentionCall) -> None:
+        rows, queries, keys, device = call.shape
+        if keys not in self._of_keys:
+            first = self._seen - keys  # a cache with a window has dropped the keys before
             if first < 0:
                 raise ConfigError("Attention cannot be measured with a cache of fixed length: use a dynamic one.")
-            keys = sets[:, first:].to(mean)  # (N, K', 2)
-            sides.append(torch.einsum("nk,nkc->nc", mean[:, : keys.size(1)], keys))
-        of_tokens.append(torch.stack(sides))  # (L, N, 2)
-    mass = torch.stack(of_tokens, dim=2)  # (L, N, T, 2)
-    counts = sets.sum(1)
-    mask = torch.ones(mass.shape[1:3], dtype=torch.bool, device=mass.device)
-    return AttentionMass(mass[..., 0], mass[..., 1], counts[:, 0], counts[:, 1], mask)
+            sets = self._sets.repeat_interleave(rows // len(self._sets), dim=0)[:, first:]  # (N, K', 2)
+            self._of_keys[keys] = nn.functional.pad(sets, (0, 0, 0, keys - sets.size(1))).to(device)
+        last = Queries(torch.tensor([queries - 1], device=device), queries - 1, queries)
+        self._masses.setdefault(module.layer_idx, []).append(call.mass_on_keys(self._of_keys[keys], last)[:, 0])
+
+    @torch.no_grad()
+    def _read_logits(self, causal: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
+        if self._makes_token:
+            if self._drawn_from is not None:
+                self._score(kwargs["input_ids"][:, -1])
+            self._drawn_from = torch.log_softmax(outputs.logits[:, -1].float() / self._temperature, dim=-1)
+
+    def _score(self, tokens: torch.Tensor) -> None:
+        """Take the log-probability of the tokens (N,) that were drawn."""
+        logps = self._drawn_from
+        assert logps is not None
+        self._scored.append(torch.stack([logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropies_of(logps)]))

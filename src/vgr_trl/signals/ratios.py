@@ -303,6 +303,14 @@ def visual_dependency(logps: torch.Tensor, perturbed_logps: torch.Tensor) -> tor
     return (torch.expm1(difference) - difference).clamp(0, 10)
 
 
+def entropies_of(logps: torch.Tensor) -> torch.Tensor:
+    """Return the entropies of (C, vocabulary) log-probabilities, which are changed in place."""
+    probabilities = logps.exp()
+    # A forbidden token has the logit -inf and adds nothing.
+    sums: torch.Tensor = torch.linalg.vecdot(probabilities, logps.clamp_(min=torch.finfo(logps.dtype).min))
+    return -sums
+
+
 def jensen_shannon(logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Return the Jensen-Shannon divergence of two distributions, half the KL of each from their mean, in [0, ln 2].
 

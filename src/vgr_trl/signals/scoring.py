@@ -30,6 +30,7 @@ from vgr_trl.signals.probe import AttentionProbe, SimilarityProbe, find_decoder
 from vgr_trl.signals.ratios import (
     AttentionMass,
     build_modality_masks,
+    entropies_of,
     jensen_shannon,
     join_masses,
     vision_token_ids,
@@ -104,7 +105,7 @@ class Head:
 
         def measure(states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
             logps = torch.log_softmax(self.logits(states).float() / temperature, dim=-1)  # (C, vocabulary)
-            return torch.stack([logps.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), _entropies(logps)])
+            return torch.stack([logps.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropies_of(logps)])
 
         return self._measure_by_position(measure, mask, hidden, tokens)
 
@@ -125,7 +126,7 @@ class Head:
 
         def measure(states: torch.Tensor, other_states: torch.Tensor) -> torch.Tensor:
             logits, other = (self.logits(each).float() / temperature for each in (states, other_states))
-            return torch.stack([jensen_shannon(logits, other), _entropies(torch.log_softmax(other, dim=-1))])
+            return torch.stack([jensen_shannon(logits, other), entropies_of(torch.log_softmax(other, dim=-1))])
 
         return self._measure_by_position(measure, mask, hidden, others, passes=2)
 
@@ -144,14 +145,6 @@ class Head:
             parts = zip(*(values[mask].split(count) for values in of_tokens), strict=True)
             found[:, mask] = torch.cat([measure(*part) for part in parts], dim=1)
         return found[0], found[1]
-
-
-def _entropies(logps: torch.Tensor) -> torch.Tensor:
-    """Return the entropies of (C, vocabulary) log-probabilities, which are changed in place."""
-    probabilities = logps.exp()
-    # A forbidden token has the logit -inf and adds nothing.
-    sums: torch.Tensor = torch.linalg.vecdot(probabilities, logps.clamp_(min=torch.finfo(logps.dtype).min))
-    return -sums
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from vgr_trl.credit import token_weights
 from vgr_trl.integrations.verl.credit import SignalOptions
 from vgr_trl.options import changed_options
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.signals.probe import AttentionProbe, mass_of_steps
+from vgr_trl.signals.probe import AttentionProbe
 from vgr_trl.signals.ratios import (
     AttentionMass,
     build_modality_masks,
@@ -83,7 +83,7 @@ def build_token_vgr_weights_for_batch(
         input_ids, torch.ones_like(input_ids), vision_token_ids=vision, special_token_ids=special
     )
     sets = torch.stack([masks.vision, masks.instruction], dim=-1)  # (N, P, 2)
-    mass = mass_of_steps(outputs_attentions[:length], sets.repeat_interleave(count // len(input_ids), dim=0))
+    mass = _mass_of_steps(outputs_attentions[:length], sets.repeat_interleave(count // len(input_ids), dim=0))
     tokens = sequences[:, -length:]
     ends = tokens == tokenizer.eos_token_id
     before_end = ends.cumsum(1) - ends.long() == 0  # up to and including the first end of sequence
@@ -91,6 +91,33 @@ def build_token_vgr_weights_for_batch(
     return token_vgr_weights(
         mass, clip=clip, smooth_sigma=smooth_sigma, last_k_layers=last_k_layers, topk_ratio=topk_ratio
     )
+
+
+def _mass_of_steps(steps: Sequence[Sequence[torch.Tensor | None]], sets: torch.Tensor) -> AttentionMass:
+    """Return the mass of the emitting queries, each the last one of its step.
+
+    Args:
+        steps: per new token and layer, (N, H, Q, K) weights; step 0 comes after the P tokens of the prompt.
+        sets: (N, P, 2), vision and instruction.
+    """
+    prompt = sets.size(1)
+    of_tokens = []
+    for step, layers in enumerate(steps):
+        sides = []
+        for weights in layers:
+            if weights is None:
+                continue
+            mean = weights[:, :, -1].mean(1, dtype=torch.float32)  # (N, K)
+            first = prompt + step - mean.size(1)  # a cache with a window has dropped the keys before
+            if first < 0:
+                raise ConfigError("Attention cannot be measured with a cache of fixed length: use a dynamic one.")
+            keys = sets[:, first:].to(mean)  # (N, K', 2)
+            sides.append(torch.einsum("nk,nkc->nc", mean[:, : keys.size(1)], keys))
+        of_tokens.append(torch.stack(sides))  # (L, N, 2)
+    mass = torch.stack(of_tokens, dim=2)  # (L, N, T, 2)
+    counts = sets.sum(1)
+    mask = torch.ones(mass.shape[1:3], dtype=torch.bool, device=mass.device)
+    return AttentionMass(mass[..., 0], mass[..., 1], counts[:, 0], counts[:, 1], mask)
 
 
 def token_vgr_weights(
