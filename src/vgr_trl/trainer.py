@@ -237,9 +237,12 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     # A step, in its order
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Forget prompts that an interrupted training has left without their backward pass."""
-        self.shared_passes.begin()
-        return super().train(*args, **kwargs)
+        """Train; prompts that an interruption leaves without their backward pass are forgotten."""
+        self.shared_passes.reset()
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.shared_passes.reset()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Time the step, without the stages within it."""
