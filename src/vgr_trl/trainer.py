@@ -30,6 +30,7 @@ from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
 from vgr_trl.measure import (
     completion_inputs,
     data_has_images,
+    keep_random_state,
     make_signals,
     measure_sample,
     pad_to_length,
@@ -329,12 +330,14 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         if rollout.signals is None:
             inputs = completion_inputs(self, rollout, completion_ids)
             only_attention = not (self.measurement.head or self.measurement.needs("values", "similarity"))
-            if only_attention and rollout.generated_mass is not None and rollout.recorded is None:
+            is_measured = only_attention and rollout.generated_mass is not None
+            if is_measured and rollout.recorded is None:
                 signals = build_unmeasured_signals(inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool())
                 signals.attention = pad_to_length(rollout.generated_mass, signals.mask)
                 rollout.signals = signals
             else:
-                self._score_rollout(rollout, inputs)
+                with keep_random_state(self.accelerator.device) if is_measured else nullcontext():
+                    self._score_rollout(rollout, inputs)
         measured, metrics = signals_as_columns(self, rollout)
         if "vgr" in measured:
             self._show_columns({name: measured[name] for name in SINGLE_COLUMNS})
