@@ -1,6 +1,7 @@
 """Plan the measurements of rollouts, and score completions and perturbed views for them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -382,6 +383,15 @@ def attention_columns(
 # Attention that only metrics read: of a sample of the rows
 
 
+def keep_random_state(device: torch.device) -> AbstractContextManager[None]:
+    """Restore the random state behind this block, in which dropout draws from it.
+
+    For passes that only metrics, records and checks read. A resumed run makes more of them than a run that went on, and
+    has to draw the same numbers for training.
+    """
+    return torch.random.fork_rng([device] * (device.type != "cpu"))
+
+
 def choose_sample(rows: int, size: int, first: int, recorded: Sequence[int], draw: int) -> list[int]:
     """Return rows of this process: the recorded ones, and those of one group, that of the first recorded one if any.
 
@@ -415,7 +425,8 @@ def measure_sample(
     window = replace(find_window(written, prompts, rows=False, padding=True, multiple=multiple), rows=rows)
     part = trim_inputs(inputs, window)
     recorded = [rows.index(row) for row in rollout.recorded or ()]
-    scores = trainer.score(part, wanted_scores(trainer, rollout, part, recorded))
+    with keep_random_state(accelerator.device):
+        scores = trainer.score(part, wanted_scores(trainer, rollout, part, recorded))
     rollout.signals = _spread(make_signals(scores, None), rows, mask)
     maps = {rows[row]: kept for row, kept in (scores.maps or {}).items()}
     rollout.scores = Scores(rollout.signals.logps, rollout.signals.mask, maps=maps)

@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from vgr_trl.collapse import ENGINE_BOUND
 from vgr_trl.efficiency.loss_mask import take_rows
-from vgr_trl.measure import find_completion_maker, inputs_with_other_images
+from vgr_trl.measure import find_completion_maker, inputs_with_other_images, keep_random_state
 from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.rows import Prompts, rows_with_images, scoring_inputs, stacked_inputs, valid_tokens
 from vgr_trl.signals.perturbation import perturb_images
@@ -126,7 +126,8 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
     if not accelerator.gather(torch.tensor([bool(inputs)], device=accelerator.device)).all():
         logger.warning_once(f"Whether the model uses the pixels is not checked{why}")
         return {}
-    logps, behind_blank = trainer.score(stacked_inputs(inputs), Want()).logps.float().chunk(2)
+    with keep_random_state(accelerator.device):
+        logps, behind_blank = trainer.score(stacked_inputs(inputs), Want()).logps.float().chunk(2)
     use = compare_logps(
         logps, behind_blank, part.get("sampling_per_token_logps"), compared[rows].to(logps.device), accelerator.gather
     )

@@ -30,6 +30,7 @@ from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
 from vgr_trl.measure import (
     completion_inputs,
     data_has_images,
+    keep_random_state,
     make_signals,
     measure_sample,
     pad_signals,
@@ -237,9 +238,12 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     # A step, in its order
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Forget prompts that an interrupted training has left without their backward pass."""
-        self.shared_passes.begin()
-        return super().train(*args, **kwargs)
+        """Train; prompts that an interruption leaves without their backward pass are forgotten."""
+        self.shared_passes.reset()
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.shared_passes.reset()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Time the step, without the stages within it."""
@@ -326,11 +330,13 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         if rollout.signals is None:
             inputs = completion_inputs(self, rollout, completion_ids)
             reads_pass = self.kl.penalises or self.measurement.needs("values", "similarity", "shift")
-            if rollout.generated is not None and rollout.recorded is None and not reads_pass:
+            generated = None if reads_pass else rollout.generated
+            if generated is not None and rollout.recorded is None:
                 mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
-                rollout.signals = pad_signals(rollout.generated, mask)
+                rollout.signals = pad_signals(generated, mask)
             else:
-                self._score_rollout(rollout, inputs)
+                with nullcontext() if generated is None else keep_random_state(self.accelerator.device):
+                    self._score_rollout(rollout, inputs)
         measured, metrics = signals_as_columns(self, rollout)
         if "vgr" in measured:
             self._show_columns({name: measured[name] for name in SINGLE_COLUMNS})

@@ -106,7 +106,9 @@ def _may_run_nothing(trainer: ConstructedTrainer) -> bool:
     whole = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     skips = features["skip_zero_advantage"].enabled and features["skip_padding"].enabled
     reads_hidden = trainer.critic is not None or trainer.kl.full is not None
-    if not (alone and whole and skips) or reads_hidden or trainer.optimizer is None:
+    lending = trainer.shared_passes.lending
+    closes = lending is not None and lending.open and is_last_micro_batch()  # its pass runs open prompts backward
+    if not (alone and whole and skips) or reads_hidden or closes or trainer.optimizer is None:
         return False
     weights = (weight for group in trainer.optimizer.param_groups for weight in group["params"])
     return all(weight.grad is not None for weight in weights)

@@ -62,9 +62,14 @@ def test_steps_of_other_adapters(name):
 CASES = {
     "one micro-batch": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
     "several steps per rollout": {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "credit": True},
+    # A micro-batch without loss ends a step, and a prompt's next reader stands behind it.
+    "optimizer steps begin within a rollout": {
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "steps_per_generation": 8,
+        "max_steps": 4, "seed": 2, "learning_rate": 0.1,
+    },
     "truncated completions masked": {"mask_truncated_completions": True, **TWICE},
     "padded to a multiple": {"pad_to_multiple_of": 4, "credit": True},
-}
+}  # fmt: skip
 READ = {"beta": 0.1, "entropy_coef": 0.1, "top_entropy_quantile": 0.5}
 READ_TOKENS = {"importance_sampling_level": "sequence", "off_policy_mask_threshold": 1e-4}
 

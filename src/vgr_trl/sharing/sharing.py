@@ -373,8 +373,8 @@ class SharedPasses:
         self.lending: Lending | None = None  # of the model that is trained
         self._checks: WeakKeyDictionary[nn.Module, ModelChecks] = WeakKeyDictionary()
 
-    def begin(self) -> None:
-        """Forget the prompts of a training that was interrupted, and how models were wrapped before this one."""
+    def reset(self) -> None:
+        """Forget the prompts of a training that was interrupted, and how models are wrapped."""
         if self.lending is not None:
             self.lending.clear()
         self._checks.clear()

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import IterableDataset
+from peft import LoraConfig
 from support.checkpoints import complete_checkpoints
+from support.trainers import weights
 from torch.utils._pytree import tree_leaves
 
 from vgr_trl.checkpoints import (
@@ -191,3 +193,25 @@ def test_all_tensors_of_a_rollout_go_back_to_the_device(tmp_path):
     (found,) = trainer._buffered_inputs
     assert {value.device.type for value in tree_leaves(found) if torch.is_tensor(value)} == {"meta"}
     assert found["num_images"] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [
+        {"check_pixels": True, "compute_attention_metrics": False},
+        {"attention_rows": "auto"},
+        {"attention_source": "generate"},
+    ],
+    ids=str,
+)
+def test_dropout_draws_the_same_after_passes_that_a_run_made_at_its_start_only(vision_trainer, tmp_path, passes):
+    """The check of the pixels, and the attention of recorded rows: a resumed run makes these passes again."""
+
+    def trained(checkpoint=None):
+        lora = LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "v_proj"])
+        sizes = {"gradient_accumulation_steps": 1, "max_steps": 2, "rollout_log_samples": 3, "rollout_log_steps": 10}
+        trainer = vision_trainer(**sizes, save_strategy="steps", save_steps=1, peft_config=lora, **passes)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return weights(trainer)
+
+    assert torch.equal(trained(), trained(str(tmp_path / "run" / "checkpoint-1")))
