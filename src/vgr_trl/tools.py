@@ -72,6 +72,9 @@ class LookAgain(_OfRow):
         return [{"type": "image", "image": show_part(self._image, (0, 0, *self._image.size))}]
 
 
+RETURN_IMAGES = {Zoom.zoom, LookAgain.look_again}
+
+
 def _pixels(start: float, stop: float, side: int) -> tuple[int, int]:
     """Return the pixels at which a part of a side begins and ends; one that is too short grows about its middle."""
     first, last = math.floor(start * side), math.ceil(stop * side)
