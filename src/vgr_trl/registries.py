@@ -83,6 +83,33 @@ def _make_importable(folder: str) -> None:
     importlib.invalidate_caches()
 
 
+def import_attribute(
+    spec: str,
+    kind: str,
+    error_type: type[VGRError] = ConfigError,
+    is_meant: Callable[[Any], bool] = inspect.isfunction,
+) -> Any:
+    """Return what a dotted path (`my_package.my_module.my_name`) or a file (`my_file.py:my_name`) names.
+
+    Args:
+        spec: the path; that of a file is absolute, or relative to the working directory.
+        kind: kind of plug-in, for messages.
+        error_type: raised if the module cannot be imported or has no such name.
+        is_meant: whether an object of the module can be that kind of plug-in, for the message.
+    """
+    path, _, attribute = spec.rpartition(":" if ":" in spec else ".")
+    if path.endswith(".py"):
+        module = import_file(path, kind, error_type)
+    else:
+        _make_importable(os.getcwd())
+        with _naming_import_errors(path, kind, error_type):
+            module = importlib.import_module(path)
+    if not hasattr(module, attribute):
+        names = [key for key, value in vars(module).items() if is_meant(value) and key[0] != "_"]
+        raise error_type(f"{path} has no {kind} {attribute!r}: give one of {', '.join(names) or 'another module'}.")
+    return getattr(module, attribute)
+
+
 class Registry:
     """The plug-ins of one kind.
 
@@ -131,24 +158,9 @@ class Registry:
         if not isinstance(spec, str):
             return self.check_function(spec, repr(spec))
         name = spec.strip()
-        path, colon, attribute = name.rpartition(":")
-        if not colon and ("." not in name or name in self.names()):
+        if ":" not in name and ("." not in name or name in self.names()):
             return self.check_function(self._find(name), repr(name))
-        if not colon:
-            path, _, attribute = name.rpartition(".")
-        if path.endswith(".py"):
-            module = import_file(path, self.kind, self.error_type)
-        else:
-            _make_importable(os.getcwd())
-            with _naming_import_errors(path, self.kind, self.error_type):
-                module = importlib.import_module(path)
-        if not hasattr(module, attribute):
-            functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
-            raise self.error_type(
-                f"{path} has no {self.kind} {attribute!r}: give one of its functions "
-                f"({', '.join(functions) or 'it has none'})."
-            )
-        return self.check_function(getattr(module, attribute), repr(name))
+        return self.check_function(import_attribute(name, self.kind, self.error_type), repr(name))
 
     def check_function(self, plugin: Any, shown: str) -> Any:
         """Return the plug-in, or raise if it is not a function; `shown` is its name for the message."""

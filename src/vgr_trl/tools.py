@@ -5,13 +5,16 @@
 TRL makes one environment per completion, tells it its row by `reset`, and offers its other methods to the policy.
 """
 
+import inspect
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from PIL import Image
 
 from vgr_trl.data.images import images_of, open_image
-from vgr_trl.utils import DataError
+from vgr_trl.registries import import_attribute
+from vgr_trl.utils import ConfigError, DataError
 
 SMALLEST = 28  # pixels of a side: a token of Qwen's models
 _PART = "vgr_trl_part"  # key in `Image.info`: the box in pixels that an image shows of the first image of its row
@@ -70,6 +73,29 @@ class LookAgain(_OfRow):
             The image.
         """
         return [{"type": "image", "image": show_part(self._image, (0, 0, *self._image.size))}]
+
+
+RETURN_IMAGES = {Zoom.zoom, LookAgain.look_again}
+ENVIRONMENTS: Mapping[str, type] = {"zoom": Zoom, "look_again": LookAgain}
+
+
+def load_environment(spec: str) -> Any:
+    """Return the class that an option `environment` names: a key of `ENVIRONMENTS`, a dotted path or a file.
+
+    Raises:
+        ConfigError: there is none, it cannot be imported, or it is not a class.
+    """
+    if spec in ENVIRONMENTS:
+        return ENVIRONMENTS[spec]
+    if "." not in spec:
+        raise ConfigError(
+            f"environment is {spec!r}: give {' or '.join(ENVIRONMENTS)}, a dotted path (my_package.tools.MyTools) or a "
+            "file (my_tools.py:MyTools)."
+        )
+    found = import_attribute(spec, "environment", is_meant=inspect.isclass)
+    if not inspect.isclass(found):
+        raise ConfigError(f"environment is {spec}, which is of type {type(found).__name__}: give a class.")
+    return found
 
 
 def _pixels(start: float, stop: float, side: int) -> tuple[int, int]:

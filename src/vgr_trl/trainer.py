@@ -53,7 +53,7 @@ from vgr_trl.patches.trl import (
     shuffle_by,
     unlogged,
 )
-from vgr_trl.patches.vllm import forget_with_new_weights, plan_vllm_images
+from vgr_trl.patches.vllm import AFTER_IMAGES, forget_with_new_weights, plan_vllm_images
 from vgr_trl.pixel_use import check_pixel_use
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
@@ -79,7 +79,7 @@ from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
 from vgr_trl.training_pass import shuffle_rows, training_pass
 from vgr_trl.turns import TURN_COLUMNS, collect_turns, count_turns
-from vgr_trl.utils import RewardError, check_release, initialise_loader, patched_attribute
+from vgr_trl.utils import ConfigError, RewardError, check_release, initialise_loader, patched_attribute
 from vgr_trl.validate.data import check_data, prepare_trainer
 from vgr_trl.validate.features import announce, is_sharded, plan_dummy_image, plan_features, plan_vision
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
@@ -280,7 +280,13 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Share prompts during generation and measure attention; sample evaluations with their own options."""
+        """Share prompts during generation and measure attention; sample evaluations with their own options.
+
+        Raises:
+            ConfigError: vLLM would have to read an image that a tool has returned.
+        """
+        if self.use_vllm and kwargs.get("has_tool_images"):
+            raise ConfigError(f"A tool has returned images, {AFTER_IMAGES}")
         plain = super()._generate_single_turn
         prompts = Prompts(prompt_ids, images, multimodal_fields)
         return generate(self, self._rollout, prompts, num_generations, lambda *batch: plain(*batch, *args, **kwargs))

@@ -68,6 +68,14 @@ def deal_turns(trainer, turns=TURNS, asked=lambda place, turn: call("look", wide
     return generate
 
 
+def tool_processor(folder):
+    """The processor of the tiny model with a template that has tools."""
+    processor = AutoProcessor.from_pretrained(folder)
+    processor.chat_template = processor.tokenizer.chat_template = TEMPLATE
+    processor.tokenizer.response_template = qwen3_template
+    return processor
+
+
 def tool_trainer(
     folder, rows, output, reward=letters_reward, *, kind=(DAPOTrainer, None), model=None, deal=None, **more
 ):
@@ -75,9 +83,7 @@ def tool_trainer(
     given = {name: more.pop(name) for name in ("tools", "environment_factory", "rollout_func") if name in more}
     if not given:
         given = {"tools": [look]}
-    processor = AutoProcessor.from_pretrained(folder)
-    processor.chat_template = processor.tokenizer.chat_template = TEMPLATE
-    processor.tokenizer.response_template = qwen3_template
+    processor = tool_processor(folder)
     trainer, options = kind
     sizes = {"max_completion_length": 400, "learning_rate": 1e-2, "max_steps": 1, **more}
     options = config(output, **sizes) if options is None else config(output, options, **sizes)

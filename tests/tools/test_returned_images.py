@@ -1,17 +1,21 @@
 """Images that tools have returned: perturbed by row and place, and taken along with groups and to other processes."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
 from support.launching import results_of
-from support.tool_runs import call, deal_turns, tool_trainer
-from support.trainers import BIG_STEPS, prompts, train_file, weights
+from support.tool_runs import call, deal_turns, look, tool_trainer
+from support.trainers import BIG_STEPS, begin, prompts, train_file, weights
+from support.vllm import in_place_of_vllm
 from test_turns import rollout_of
 
-from vgr_trl.rows import Turns, scoring_inputs
+from vgr_trl.rows import Turns, pad_rows, scoring_inputs
+from vgr_trl.tools import LookAgain, Zoom
 from vgr_trl.turns import perturb_turns, rows_perturbed
+from vgr_trl.utils import ConfigError
 
 
 def grey(images, *, index, first=0):
@@ -95,3 +99,48 @@ def test_two_processes_with_different_numbers_of_turns(model_folder, question_fi
         assert vgr == pytest.approx(other, rel=1e-4)
         assert images == pytest.approx(others, rel=1e-4)
     assert logged == also == pytest.approx(metrics, rel=1e-4)
+
+
+class Both(Zoom, LookAgain):
+    """An environment of a user, from those of the library."""
+
+
+def test_vllm_never_reads_returned_images(make, monkeypatch):
+    """Whether its log-probabilities then are the model's is not known; tools that return text are as before."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    in_place_of_vllm(monkeypatch)
+    for environment, name in ((Both, "look_again"), (Zoom, "zoom")):
+        with pytest.raises(ConfigError, match=f"^The tool {name} returns images, .* set use_vllm=False"):
+            make(use_vllm=True, environment_factory=environment)
+    seen = []
+
+    def answered_by_vllm(tool):
+        trainer = make(use_vllm=True, tools=[tool])
+        vllm, dealt = trainer.vllm_generation, trainer.model.generate
+
+        def generate(prompts, images, **options):
+            seen.append(len(prompts))
+            ids, _ = pad_rows(prompts, trainer._tokenizer.pad_token_id, "left", None)
+            completions = dealt(ids)[:, ids.size(1) :].tolist()
+            end = trainer._tokenizer.eos_token_id
+            completions = [tokens[: tokens.index(end) + 1] for tokens in completions]
+            return prompts, completions, [[[-2.5]] * len(tokens) for tokens in completions], None
+
+        vllm.generate, vllm.llm.llm_engine.model_config = generate, SimpleNamespace(max_model_len=4096)
+        return trainer._generate_and_score_completions(begin(trainer))
+
+    def described(wide: int) -> str:
+        """Return a description of the image.
+
+        Args:
+            wide: is not read.
+        """
+        return "a circle is teal"
+
+    described.__name__ = look.__name__
+    assert answered_by_vllm(described)["tool_mask"].eq(0).any()
+    assert seen == [8, 6, 2], "three turns"
+    seen.clear()
+    with pytest.raises(ConfigError, match=r"^A tool has returned images, .* set use_vllm=False"):
+        answered_by_vllm(look)
+    assert seen == [8], "vLLM was asked for no turn after an image"

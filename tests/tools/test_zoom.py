@@ -15,9 +15,9 @@ from trl.chat_template_utils import qwen3_vl_chat_template
 from vgr_trl import DAPOConfig
 from vgr_trl.rewards.loading import load_reward
 from vgr_trl.rows import Turns
-from vgr_trl.tools import LookAgain, Zoom
+from vgr_trl.tools import LookAgain, Zoom, load_environment
 from vgr_trl.turns import perturb_turns
-from vgr_trl.utils import DataError
+from vgr_trl.utils import ConfigError, DataError
 
 
 def zoomed(box, size=(200, 100)):
@@ -66,6 +66,32 @@ def test_look_again():
     assert environment.look_again()[0]["image"].tobytes() == image.tobytes()
     with pytest.raises(DataError, match="A row has no column `image` or `images`"):
         environment.reset(prompt="")
+
+
+def test_environments_by_name(tmp_path):
+    file = tmp_path / "my_tools.py"
+    file.write_text("from vgr_trl.tools import Zoom\nclass Mine(Zoom):\n    pass\nmade = Mine()\n")
+    assert load_environment("look_again") is load_environment("vgr_trl.tools.LookAgain") is LookAgain
+    assert issubclass(load_environment(f"{file}:Mine"), Zoom)
+    for spec, message in (
+        ("zoomed", "environment is 'zoomed': give zoom or look_again, a dotted path"),
+        (f"{file}:Yours", "my_tools.py has no environment 'Yours': give one of Zoom, Mine"),
+        (f"{file}:made", "my_tools.py:made, which is of type Mine: give a class"),
+        ("no_such_package.Mine", "Importing no_such_package for a environment failed"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_environment(spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("<think>a</think><answer>B</answer>", 0), ("B", 0), ("<think>a<answer>B</answer>", -1), ("<answer>B", -1),
+     ("<answer>" + "B" * 1000 + "</answer>", -1), ("<think><answer></think><answer>B</answer>", 0)],
+)  # fmt: skip
+def test_paired_tags(text, value):
+    """Thoughts that the parser of calls has taken out are missing on both sides; what tools say does not count."""
+    completion = [{"role": "assistant", "content": text}, {"role": "tool", "name": "zoom", "content": "<think>"}]
+    assert load_reward("paired_tags")(completions=[completion]) == [value]
 
 
 def test_a_part_of_a_perturbed_image():

@@ -164,13 +164,15 @@ class RewardFileArguments:
 # fmt: off
 @dataclass
 class RewardArguments(RewardFileArguments):
-    """Rewards"""
+    """Rewards and tools"""
 
     reward_funcs: list[str] | None = option(None, "Rewards, in the order of reward_weights (default: accuracy format "
         "length): names (accuracy, vgr, vgr_hard_negative, mdi, region, blind_accuracy, format, think_only_format, "
-        "tag_count, length, or of installed packages), dotted paths (my_package.rewards.my_reward) or files "
-        "(my_rewards.py:my_reward).")
+        "tag_count, paired_tags, tool_reward, tool_cost, length, or of installed packages), dotted paths "
+        "(my_package.rewards.my_reward) or files (my_rewards.py:my_reward).")
     reward_model_name_or_path: str | None = option(None, "Sequence classifier whose score is the first reward.")
+    environment: str | None = option(None, "Tools that completions may call: zoom, look_again, or a class of your own, "
+        "as a dotted path (my_package.tools.MyTools) or file (my_tools.py:MyTools).")
 
 
 @dataclass

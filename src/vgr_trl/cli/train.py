@@ -59,6 +59,7 @@ from vgr_trl.reporting.recorder import RecordBeforeTraining, needs_record_before
 from vgr_trl.reporting.records import read_run, refuse_unwritable
 from vgr_trl.rewards.attention import ATTENTION_REWARDS
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
+from vgr_trl.tools import load_environment
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.utils import CollapseError, ConfigError, DataError, MissingSplitError, describe_features, write_atomic
 from vgr_trl.validate.data import reads_boxes
@@ -201,6 +202,7 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
         processing_class=processor(),
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
+        environment_factory=None if rewards.environment is None else load_environment(rewards.environment),
     )
 
 
@@ -262,7 +264,7 @@ def separate_lora_modules(model: ModelConfig) -> None:
 def run_identity(
     data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig
 ) -> dict[str, Any]:
-    """Return the settings that must not change when a run is resumed: model, data, rewards, adapter."""
+    """Return the settings that must not change when a run is resumed: model, data, rewards, tools, adapter."""
     source = data.dataset_name or str(Path(str(data.dataset_path)).resolve())
     if data.data_files:  # independent of how the paths are written
         files = parse_data_files(data.data_files)
@@ -276,6 +278,7 @@ def run_identity(
         "dataset_train_split": data.dataset_train_split,
         "reward_funcs": replace_by_hard_negative(names) if config.vgr_hard_negative else list(names),
         "reward_model": rewards.reward_model_name_or_path,
+        "environment": rewards.environment,
         "lora": [model.lora_r, model.lora_target_modules, model.use_dora] if model.use_peft else None,
     }
 
@@ -343,6 +346,8 @@ def describe_run(
     ]
     if recipe is not None:
         rows.insert(3, ("recipe", recipe))
+    if trainer.tools:
+        rows.append(("tools", ", ".join(tool.__name__ for tool in trainer.tools)))
     if switched_on:
         rows.append(("on", _format_options(args, switched_on)))
     if verbose:

@@ -59,6 +59,10 @@ def forget_with_new_weights(trainer: GRPOTrainer) -> None:
 # https://github.com/huggingface/trl/issues/6294.
 
 PROBE_SIZE = (64, 64)
+AFTER_IMAGES = (
+    "and whether completions that vLLM goes on with behind them have the model's log-probabilities is untested: set "
+    "use_vllm=False, or use tools that return text."
+)
 
 
 def collapse_images(

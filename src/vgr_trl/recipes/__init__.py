@@ -92,7 +92,7 @@ def read_recipe(spec: str) -> Recipe:
 
 
 def load_recipe(spec: str) -> dict[str, Any]:
-    """Return the options of a recipe: of `DAPOConfig`, and the flags `reward_funcs` and `max_short_side`.
+    """Return the options of a recipe: of `DAPOConfig`, and the flags `reward_funcs`, `environment`, `max_short_side`.
 
     Raises:
         ConfigError: as `read_recipe`.

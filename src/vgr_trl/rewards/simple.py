@@ -104,6 +104,29 @@ def tool_cost(num_tool_calls: Sequence[int], **kwargs: Any) -> list[float]:
     return [-float(count) for count in num_tool_calls]
 
 
+@registries.rewards.register("paired_tags", "paired_tags_reward")
+def paired_tags_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """Return −1 for each completion whose tags do not pair up or whose answer is too long, else 0, as in DeepEyes.
+
+    It counts `<think>` and `<answer>`. Thoughts that TRL has taken out of the messages of tool calls need no tags. An
+    answer of 1,000 characters or more is too long.
+
+    Args:
+        completions: N completions as TRL passes them, lists of messages or strings.
+        kwargs: further arguments of TRL; not used.
+
+    Raises:
+        RewardError: a completion is not text.
+    """
+    return [-float(_has_faults(completion_text(completion))) for completion in completions]
+
+
+def _has_faults(text: str) -> bool:
+    behind = text.rpartition("</think>")[2]
+    pairs = text.count("<think>") == text.count("</think>") and behind.count("<answer>") == behind.count("</answer>")
+    return not pairs or len(text.rpartition("<answer>")[2].partition("</answer>")[0].strip()) >= 1000
+
+
 _HANGUL_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters in Unicode, but invisible
 _TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _TAG = re.compile(r"</?\w+>")

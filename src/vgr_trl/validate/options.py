@@ -20,10 +20,12 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.loss import kl_penalty_reward
 from vgr_trl.measure import find_completion_maker
 from vgr_trl.options import unused_options
+from vgr_trl.patches.vllm import AFTER_IMAGES
 from vgr_trl.rewards.attention import gather_groups, needed_columns, scale_by_accuracy
 from vgr_trl.rewards.loading import RewardSchedule, is_reward_name, load_reward, replace_by_hard_negative
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.sampling.zero_variance import filter_index
+from vgr_trl.tools import RETURN_IMAGES
 from vgr_trl.utils import ConfigError, UnsupportedTRLError, naming_torchvision, release
 from vgr_trl.validate.features import why_rows_matter
 
@@ -128,6 +130,9 @@ def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images:
         )
     if args.perturb_images == "tools" and not trainer.tools:
         raise ConfigError('perturb_images is "tools", but there are none: give tools, or "all".')
+    shown = [tool.__name__ for tool in trainer.tools if getattr(tool, "__func__", None) in RETURN_IMAGES]
+    if trainer.use_vllm and shown:
+        raise ConfigError(f"The tool {shown[0]} returns images, {AFTER_IMAGES}")
     if args.max_tokens_per_micro_batch is not None:
         # The losses of parts of a micro-batch add up to its loss; those of bnpo, if they are weighed by their tokens.
         parts = why_rows_matter(trainer, "dapo" if trainer.loss_type == "bnpo" else trainer.loss_type)
