@@ -130,7 +130,7 @@ def test_sizes_by_hand(limits, size, expected):
     assert ImageLimits(**limits).size_of(*size[::-1]) == expected[::-1]
     assert ImageLimits(**limits).fitted(Image.new("RGB", size)).size == expected
     if max(size) > 1024:
-        with pytest.raises(DataError, match="filter_big_images leaves out sides above 1024"):
+        with pytest.raises(DataError, match="filter_big_images skips sides above 1024"):
             ImageLimits(**limits, filter_big_images=True).size_of(*size)
 
 
@@ -163,7 +163,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked():
 def test_a_file_of_a_terabyte_of_nothing_is_not_read(tmp_path):
     (tmp_path / "a.png").write_bytes(png(8, 8))
     os.truncate(tmp_path / "a.png", 2**40)
-    with pytest.raises(DataError, match="has 1099511627776 bytes: at most 1073741824 are read"):
+    with pytest.raises(DataError, match="has 1099511627776 bytes; the limit is 1073741824"):
         open_image("a.png", tmp_path)
 
 

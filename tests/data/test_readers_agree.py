@@ -82,7 +82,7 @@ UNUSABLE: dict[str, tuple[Any, str]] = {
      "it refers to <image 2>, but there is no"),
     "messages of others": ({"messages": [{"role": "tool", "content": "?"}, {"role": "assistant", "content":
      "3"}]}, "one of its messages is {{'role': 'tool'"),
-    "address": ({**OPEN, "image": "https://example.org/a.png", "solution": "x"}, "image is an address (https"),
+    "address": ({**OPEN, "image": "https://example.org/a.png", "solution": "x"}, "image is a URL (https"),
     "data address without base64": ({**OPEN, "image": "data:image/svg+xml,%3Csvg/%3E", "solution": "x"},
      "image is an address (data:"),
     "torn base64": ({**OPEN, "image": f"data:image/png;base64,{PNG[:-1]}", "solution": "x"},
@@ -91,7 +91,7 @@ UNUSABLE: dict[str, tuple[Any, str]] = {
      "image is unreadable: not in a known image format"),
     "options with numbers for labels": ({"question": "q", "choices": {"text": ["x", "y"], "label": ["1", "2"]},
      "answer": "1"}, "its options carry the labels 1, 2: give letters"),
-    "outside": ({**OPEN, "image": "/etc/passwd", "solution": "x"}, "file /etc/passwd lies outside of {folder}"),
+    "outside": ({**OPEN, "image": "/etc/passwd", "solution": "x"}, "file /etc/passwd is outside {folder}"),
     "missing": ({**OPEN, "image": "no.png", "solution": "x"}, "image file {folder}/no.png does not exist"),
     "truncated": ({**OPEN, "image": "half.jpg", "solution": "x"}, "image is truncated or damaged"),
     "bomb": ({**OPEN, "image": "bomb.png", "solution": "x"}, "image is unreadable: Image size (3000 pixels) exceeds"),

@@ -44,7 +44,7 @@ def validate_config(args: DAPOConfig | None, model: str | PreTrainedModel, optio
     if not isinstance(args, DAPOConfig):
         raise ConfigError(f"args is a {type(args).__name__}: give a DAPOConfig, which takes the same options.")
     if missing := {"mlflow", "swanlab", "tensorboard", "trackio", "wandb"} & {*(args.report_to or ())} - {*trackers()}:
-        raise ConfigError(f"report_to names {min(missing)}, which is missing or off: pip install it, or give none.")
+        raise ConfigError(f"report_to names {min(missing)}, which is not available: pip install it, or give none.")
     if args.max_prompt_length is not None and options.get("environment_factory") is not None:
         raise ConfigError("max_prompt_length needs prompts of the data, but environment_factory makes them.")
     return args
@@ -127,7 +127,7 @@ def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images:
             "mask_image."
         )
     if args.perturb_images == "tools" and not trainer.tools:
-        raise ConfigError('perturb_images is "tools", but there are none: give tools, or "all".')
+        raise ConfigError('perturb_images is "tools", but the run has none: give tools, or "all".')
     if args.max_tokens_per_micro_batch is not None:
         # The losses of parts of a micro-batch add up to its loss; those of bnpo, if they are weighed by their tokens.
         parts = why_rows_matter(trainer, "dapo" if trainer.loss_type == "bnpo" else trainer.loss_type)
@@ -148,7 +148,7 @@ def refuse_unfit_noise(trainer: ConstructedTrainer, has_images: bool) -> None:
         "the data have no images": not has_images,
         "rollout_func and tools generate otherwise": trainer.rollout_func or trainer.tools,
         'attention_source "generate" would measure the noise': trainer.args.attention_source == "generate",
-        "continuous batching shows no images": trainer.use_transformers_continuous_batching,
+        "continuous batching takes no images": trainer.use_transformers_continuous_batching,
         "vllm_importance_sampling_correction would compare perturbed with clean images": trainer.use_vllm
         and trainer.vllm_importance_sampling_correction,
     }
