@@ -27,7 +27,7 @@ def options_of(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--lerning_rate 1e-4", "no flag --lerning_rate. Did you mean --learning_rate?"),
+        ("--lerning_rate 1e-4", "Unknown flag --lerning_rate. Did you mean --learning_rate?"),
         ("stray --max_steps 1", "'stray' is not a flag or its value"),
         ("--num_generations four", "--num_generations: invalid int value: 'four'"),
         ("--image_key=", "image_key is '': give the name of a column"),

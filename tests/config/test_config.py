@@ -156,7 +156,7 @@ def test_the_trainer_names_options_without_effect_and_the_plan_does_not_show_the
     assert "soft_punish_cache has no effect: there is no length reward." in warnings
     plan = describe_run(trainer, "here", None, verbose=True)
     assert ("changed", "replay_buffer_size=8") in plan
-    assert ("without effect", "filter_low=0.1 because online_filtering is False") in plan
+    assert ("without effect", "filter_low=0.1: online_filtering is False") in plan
     assert "token_weights_clip" not in changed_options(trainer.args)
 
 

@@ -96,7 +96,7 @@ def test_images_with_too_many_pixels_are_left_out_before_they_are_decoded(monkey
     data = {"bytes": encoded(Image.new("RGB", (40, 40)))}
     assert encode_image(data, HERE, ImageLimits(max_image_pixels=1600))[1].width == 40
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
-    with pytest.raises(DataError, match="image has size 40x40: it needs 1 to 1599 pixels"):
+    with pytest.raises(DataError, match="image has size 40x40: give 1 to 1599 pixels"):
         encode_image(data, HERE, ImageLimits(max_image_pixels=1599))
 
 

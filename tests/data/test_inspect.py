@@ -66,7 +66,7 @@ def test_the_page_shows_text_as_text_and_holds_its_images(folder, capsys):
     sources = re.findall(r"<[^>]*\s(?:src|href)=\W?([^>]*)", page)
     assert all(source.startswith(("data:image/jpeg;base64,", "#")) for source in sources)
     assert HOSTILE.replace("\u2028\u202e\x1b", r"\u2028\u202e\x1b") in unescape(page)
-    for shown in ("which 1?", "forty-two", "zebra", "q6", "40 × 30", "max_prompt_length=700 leaves 0 rows out"):
+    for shown in ("which 1?", "forty-two", "zebra", "q6", "40 × 30", "max_prompt_length=700 skips 0 rows"):
         assert shown in unescape(page)
     assert [json.loads(line)["row"] for line in (folder / "bad.jsonl").read_text().splitlines()] == [2, 3, 4, 6]
     printed = capsys.readouterr().out
@@ -98,5 +98,5 @@ def test_images_in_two_splits_are_named_and_lengths_are_compared_with_three_limi
     for text in (printed, page):
         assert "2 rows of train have an image that is also in test." in text
         for limit in (10, 20, 40):
-            assert f"max_prompt_length={limit} leaves 3 rows out (100.0%)" in text
+            assert f"max_prompt_length={limit} skips 3 rows (100.0%)" in text
         assert "images by tokens" in text

@@ -35,8 +35,8 @@ def test_a_template_is_filled_in_for_each_question(text, choices, system):
     ("text", "role", "message"),
     [
         ("{% if choices %}", "system", "is not a Jinja2 template"),
-        ("{{ question }}", "system", "names question, but knows problem, choices, letters, source only"),
-        ("{{ answer }}", "user", "names answer, but knows content, problem only"),
+        ("{{ question }}", "system", "uses question, but only problem, choices, letters, source are defined"),
+        ("{{ answer }}", "user", "uses answer, but only content, problem are defined"),
     ],
 )
 def test_a_wrong_template_is_a_sentence(text, role, message):

@@ -84,7 +84,7 @@ UNUSABLE: dict[str, tuple[Any, str]] = {
      "3"}]}, "one of its messages is {{'role': 'tool'"),
     "address": ({**OPEN, "image": "https://example.org/a.png", "solution": "x"}, "image is a URL (https"),
     "data address without base64": ({**OPEN, "image": "data:image/svg+xml,%3Csvg/%3E", "solution": "x"},
-     "image is an address (data:"),
+     "image is a URL (data:"),
     "torn base64": ({**OPEN, "image": f"data:image/png;base64,{PNG[:-1]}", "solution": "x"},
      "image is unreadable: the text is not base64"),
     "base64 of nothing known": ({**OPEN, "image": "data:image/png;base64,AAAA", "solution": "x"},
