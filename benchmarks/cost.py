@@ -291,21 +291,27 @@ GENERATED_BY = {"an engine": 0.0, "a static cache": 0.43e-3, "transformers": 1e-
 
 
 def regime_table() -> str:
-    """Return ours divided by TRL's, for a GPU with eight prompts of eight completions: update, step, memory."""
-    head = ["update", *(f"step, {by}" for by in GENERATED_BY), "GB, whole groups", "GB, one by one"]
-    lines = [f"| LoRA | P | T | {' | '.join(head)} |", "|---|---:|---:|" + "---:|" * len(head)]
+    """Return ours divided by TRL's, for a GPU with eight prompts of eight completions: update, step, memory.
+
+    Each cell has two values, for completions of 256 and of 1,024 tokens.
+    """
+    head = ["update", *(f"step, {by}" for by in GENERATED_BY), "GB, whole groups"]
+    lines = [f"| LoRA, T 256 and 1,024 | P | {' | '.join(head)} |", "|---|---:|" + "---:|" * len(head)]
     for name in REGIMES:
-        for prompt, completion in ((p, t) for p in (512, 1536, 4096, 8192) for t in (256, 1024)):
-            size = Size(prompt, prompt - 256, completion, 8)
-            ours = Load(MODEL_SHAPES[name], size, 8, Update(True), scored=False)
-            stock = replace(ours, shared=False)
-            cells = [_ratio(ours, stock, Machine(), ["update"])]
-            cells += [_ratio(ours, stock, Machine(launch=launch), None) for launch in GENERATED_BY.values()]
-            for rows in (8, 1):
-                pair = [sum(memory(replace(load, prompts=1, rows=rows)).values()) / 1e9 for load in (stock, ours)]
-                cells.append("{:.0f} → {:.0f}".format(*pair))
-            lines.append(f"| {name} | {prompt:,} | {completion:,} | {' | '.join(cells)} |")
+        for prompt in (512, 1536, 4096, 8192):
+            pairs = [_regime(name, Size(prompt, prompt - 256, completion, 8)) for completion in (256, 1024)]
+            cells = " | ".join(map(", ".join, zip(*pairs, strict=True)))
+            lines.append(f"| {name} | {prompt:,} | {cells} |")
     return "\n".join([*lines, ""])
+
+
+def _regime(name: str, size: Size) -> list[str]:
+    ours = Load(MODEL_SHAPES[name], size, 8, Update(True), scored=False)
+    stock = replace(ours, shared=False)
+    cells = [_ratio(ours, stock, Machine(), ["update"])]
+    cells += [_ratio(ours, stock, Machine(launch=launch), None) for launch in GENERATED_BY.values()]
+    whole = [sum(memory(replace(load, prompts=1, rows=8)).values()) / 1e9 for load in (stock, ours)]
+    return [*cells, "{:.0f} → {:.0f}".format(*whole)]
 
 
 def _ratio(ours: Load, stock: Load, machine: Machine, stages: list[str] | None) -> str:

@@ -36,7 +36,7 @@ def _lists() -> Iterator[str]:
         hints, left = get_type_hints(group), {each.name: each for each in fields(group)}
         for base in group.__mro__:
             own = inspect.get_annotations(base) if base.__module__.startswith("vgr_trl.") else {}
-            options = [left.pop(name) for name in own if name in left]
+            options = [left.pop(name) for name in own if name in left and base is not DataArguments]
             unused = [_unused(each.metadata["needs"]) for each in options]
             shared = unused[0] if len(set(unused)) == 1 else ""
             if options:

@@ -69,7 +69,7 @@ TITLES = {
     "mamba": "Mamba",
 }
 
-COLUMNS = ("family", "text", "one image", "several images", "attention", "dependency", "colocated vLLM")
+COLUMNS = ("family", "shared", "attention", "dependency", "colocated vLLM")
 NUM_IMAGES = ((0, 0), (1, 1), (2, 3))  # of the two prompts of a batch
 
 
@@ -87,9 +87,11 @@ def make_table() -> str:
 
 def cells_of(family: Family) -> list[str]:
     """Return what is shared, measured and given to vLLM."""
-    text, *with_images = [shared(family, images) for images in NUM_IMAGES]
-    alike = ["likewise" if cell == text != "yes" else cell for cell in with_images]
-    return [text, *alike, attention(family), dependency(family), for_vllm(family)]
+    given = ("text", "one image", "several images")
+    found = {name: shared(family, images) for name, images in zip(given, NUM_IMAGES, strict=True)}
+    alike = len({*found.values()}) == 1
+    cell = found["text"] if alike else "; ".join(f"{name}: {each}" for name, each in found.items())
+    return [cell, attention(family), dependency(family), for_vllm(family)]
 
 
 def shared(family: Family, images: tuple[int, int]) -> str:

@@ -28,11 +28,11 @@ failed() { # with the last error that was printed, or else the last line
 }
 
 if ! train --dry_run; then
-    [[ -z "$(said '( to train on, )')" ]] && failed "start"
+    [[ -z "$(said '(: training )')" ]] && failed "start"
     failed "step, memory"
 fi
-passed "data" "$(said ': ([^:]* to train on, .* to evaluate on) rewards ')"
-grep -o 'Left out .*' "$log" | sed 's/^/                      /' || true
+passed "data" "$(said ': (training [^:]*, evaluation .*) rewards ')"
+grep -o 'Skipped .*' "$log" | sed 's/^/                      /' || true
 passed "model" "$(said '(trains [0-9,]+ of [0-9,]+ parameters)')"
 passed "step, memory" "$(sed -n 's/^measured: //p' "$log")"
 passed "whole run" "$(sed -n 's/^total: //p' "$log")"

@@ -114,7 +114,7 @@ def test_long_prompts_are_left_out_and_counted(build, text_rows, monkeypatch):
     rows = Dataset.from_list([{"prompt": long, "solution": "red"}, *text_rows])
     trainer = build(rows=rows, max_prompt_length=15, eval_rows=rows)
     assert [len(trainer.train_dataset), len(trainer.eval_dataset)] == [len(text_rows)] * 2
-    assert warnings[0].startswith("max_prompt_length=15: left out 1 of 13 rows of the train data (the longest prompt")
+    assert warnings[0].startswith("max_prompt_length=15: skipped 1 of 13 rows of the train data (the longest prompt")
     stream = build(rows=rows.to_iterable_dataset(), max_prompt_length=15, shuffle_dataset=False)
     stream.train()
     assert logged(stream, "data/prompts_too_long")[-1] >= 1

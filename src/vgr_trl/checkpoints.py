@@ -147,7 +147,7 @@ def load_shares(folder: Path, kind: str, only: int | None = None) -> list[dict[s
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         raise ConfigError(
             f"The {len(paths)} files {SHARE.format(kind, '*', '*')} in {folder} cannot be read "
-            f"({type(error).__name__}): bring those of all processes there, or give an earlier checkpoint."
+            f"({type(error).__name__}): copy the files of all processes there, or give an earlier checkpoint."
         ) from error
 
 
@@ -178,7 +178,7 @@ class SavedState(ABC):
         if states := load_shares(folder, self.kind):
             self.load_states(states)
         elif PartialState().is_main_process:
-            logger.warning(f"{folder} has no state of {self.kind}, which starts from zero.")
+            logger.warning(f"{folder} has no state of the {self.kind}, which starts empty.")
 
 
 TRACES = ("trainer_state.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
@@ -231,7 +231,7 @@ def _find(resume: str, output_dir: Path) -> str | None:
         wrong = why_incomplete(checkpoint)
         if wrong is None:
             return str(checkpoint)
-        logger.warning(f"resume_from_checkpoint latest passes over {checkpoint}, which is not complete: {wrong}.")
+        logger.warning(f"resume_from_checkpoint latest skips {checkpoint}, which is not complete: {wrong}.")
     if models := [name for name in TRACES if (output_dir / name).exists()]:
         raise ConfigError(
             f"resume_from_checkpoint is latest, but output_dir {output_dir} has no complete checkpoint, only a "
@@ -251,18 +251,18 @@ def how_to_go_on(output_dir: Path) -> str:
     """Return in words how a run that was interrupted goes on."""
     if saved := [each for each in checkpoints_of(output_dir) if read_manifest(each) is not None]:
         return f"--resume_from_checkpoint continues from {saved[-1]}"
-    return "no checkpoint had been saved, so the same command starts again (save_steps says how often they are)"
+    return "no checkpoint was saved (see save_steps), so the same command starts over"
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
     """Return why a run cannot be continued from `checkpoint`, None if it can."""
     if not checkpoint.is_dir():
-        return "it is no folder"
+        return "it is not a folder"
     manifest = read_manifest(checkpoint)
     if manifest is None:
         return (
-            f"no readable {MANIFEST}, which is written last; a complete checkpoint of TRL gets one by "
-            "vgr_trl.checkpoints.write_manifest"
+            f"{MANIFEST}, which is written last, is missing or unreadable; vgr_trl.checkpoints.write_manifest adds one "
+            "to a complete checkpoint of TRL"
         )
     for name, size in manifest["files"].items():
         path = checkpoint / name
@@ -271,7 +271,7 @@ def why_incomplete(checkpoint: Path) -> str | None:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
         if (written := manifest["checksums"].get(name)) is not None and checksum(path) != written:
-            return f"{name} is damaged, its checksum differs from the saved one"
+            return f"{name} is damaged: its checksum has changed"
     if not any((checkpoint / name).exists() for name in OPTIMIZERS):  # as with save_only_model
         return "no optimizer was saved"
     return None
@@ -289,8 +289,8 @@ def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
     """Raise `ConfigError` for a checkpoint that has all steps behind it: training would go one too far."""
     if is_finished(checkpoint, max_steps):
         raise ConfigError(
-            f"The run is finished: {checkpoint}, which has its model, was saved after all {max_steps} steps; raise "
-            "max_steps or num_train_epochs to train on."
+            f"The run is finished: {checkpoint} has the model after all {max_steps} steps; raise max_steps "
+            "or num_train_epochs to continue training."
         )
 
 
@@ -392,9 +392,9 @@ class ResumableTrainer(ConstructedTrainer):
                 _check_shapes(getattr(self.optimizer, "optimizer", self.optimizer))
         except (AttributeError, KeyError, TypeError, ValueError, UnpicklingError) as error:
             raise ConfigError(
-                f"The optimizer or scheduler in {checkpoint} is not of the weights that this run trains "
-                f"({error_text(error)}): continue with the model, the adapter and the optim that it was saved with, or "
-                "give another checkpoint."
+                f"The optimizer or scheduler in {checkpoint} does not fit the weights that this run trains "
+                f"({error_text(error)}): continue with the model, adapter and optim that saved it, or give another "
+                "checkpoint."
             ) from error
         if checkpoint is not None:
             for part in self.resumed:
@@ -486,7 +486,7 @@ def load_place(trainer: ResumableTrainer, folder: Path) -> None:
         if differs:
             logger.warning(
                 f"The run that saved {folder} differs from this one in {', '.join(differs)}: in this epoch some "
-                "prompts may come twice, and others not at all."
+                "prompts may be repeated, and others skipped."
             )
     epochs, batches = _behind(trainer, folder)
     if trainer.shuffle_dataset and trainer.train_sampler is not None:
@@ -522,7 +522,7 @@ def _behind(trainer: ConstructedTrainer, folder: Path) -> tuple[int, int]:
         if (trainer.state.epoch or 0) >= 1 and not args.ignore_data_skip:
             raise ConfigError(
                 f"{folder} was saved in a later epoch of the stream ({trainer.state.epoch:.2f}), whose order is not "
-                "known: give ignore_data_skip to go on at the head of the stream, or an earlier checkpoint."
+                "known: give ignore_data_skip to restart at the beginning of the stream, or an earlier checkpoint."
             )
         return 0, 0 if args.ignore_data_skip else step * window
     batches = len(trainer.train_dataset) // args.prompts_per_rollout * _generates_every(trainer)  # of an epoch

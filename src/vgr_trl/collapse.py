@@ -75,12 +75,12 @@ def find_collapse(histories: Mapping[str, MetricHistory], reward_weights: Mappin
         if ("accuracy" in name or "format" in name) and reward.highest >= SMALLEST_RATE:
             fell(name, reward, slower, *([f"less weight on {vgr_rewards}"] if vgr_rewards else []))
         elif "vgr" in name and share > 0.5:
-            note = f" while it is {share:.0%} of the rewards' deviation"
+            note = f" and makes up {share:.0%} of the rewards' deviation"
             fell(name, reward, f"less weight on {name}", "scale_rewards none", note=note)
     if (length := known.get("completions/mean_length")) and length.now < length.highest / 4:
         fell("the length of completions", length, slower)
     if (clipped := known.get("completions/clipped_ratio")) and clipped.now > 0.9 and clipped.lowest < 0.5:
-        seen = f"{clipped.now:.0%} of the completions are truncated (at the lowest {clipped.lowest:.0%})"
+        seen = f"{clipped.now:.0%} of the completions are truncated (lowest so far {clipped.lowest:.0%})"
         signs.append(CollapseSign("truncated", seen, (slower, "a length reward")))
     if (entropy := known.get("entropy")) and entropy.first is not None:
         if entropy.now < 0.005 and entropy.highest > 0.05:
@@ -94,10 +94,10 @@ def find_collapse(histories: Mapping[str, MetricHistory], reward_weights: Mappin
         rising = [entropy, perturbed, *([ratio] if ratio and ratio.highest + ratio.now > 0 else [])]
         if all(each.now > each.highest for each in rising):  # as in PAPO (https://huggingface.co/papers/2507.06448)
             seen = f"the perception loss fell from {divergence.lowest:.3g} to {divergence.now:.3g} while entropies rose"
-            remedies = ("a lower perception_loss_weight", "higher weights of both entropy terms")
+            remedies = ("a lower perception_loss_weight", "higher weights for both entropy terms")
             signs.append(CollapseSign("perception", seen, remedies))
     if (equal := known.get("frac_reward_zero_std")) and equal.now >= 0.95 and equal.lowest < 0.8:
-        seen = f"{equal.now:.0%} of the groups have equal rewards (at the lowest {equal.lowest:.0%})"
+        seen = f"{equal.now:.0%} of the groups have equal rewards (lowest so far {equal.lowest:.0%})"
         signs.append(CollapseSign("equal rewards", seen, ("other questions", "a reward that differs within a group")))
     return signs
 

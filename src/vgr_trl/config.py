@@ -96,7 +96,7 @@ class PluginOptions:
         for kind in ("credit_rules", "signals"):
             names = [short_name(name) for name in getattr(self, kind) or ()]
             if len(set(names)) < len(names):
-                raise ConfigError(f"{kind} is {getattr(self, kind)}, two of which have one name: rename one.")
+                raise ConfigError(f"{kind} is {getattr(self, kind)}, where two have the same name: rename one.")
         self.readers()
 
 
@@ -121,10 +121,10 @@ class MeasureOptions(PluginOptions):
         "changes.")
     vision_token_ids: list[int] | None = option(None, "Image and video placeholder tokens. None: the model's.", ge=0,
         needs="attention")
-    hidden_similarity_layer: int = option(-1, "Layer whose hidden states are compared with those of the image; 0: what "
-        "enters the first, -1: the last.", ge=-1000, needs="similarity")
+    hidden_similarity_layer: int = option(-1, "Layer whose hidden states are compared with those of the image; 0: the "
+        "embeddings, -1: the last layer.", ge=-1000, needs="similarity")
     hidden_similarity_over: Literal["max", "mean", "centre"] = option("max", "Similarity of a hidden state to the "
-        "image: max or mean of its cosines to the image tokens', or centre: to their mean.", needs="similarity")
+        "image: max or mean of its cosines with the image tokens; centre: cosine with their mean.", needs="similarity")
     mdi_balance_ratio: float = option(2.0, "VGR (or inverse) at which the MDI balance is 0.", gt=1, needs="attention")
     # fmt: on
 
@@ -154,8 +154,9 @@ class PerturbationOptions(PluginOptions):
     # fmt: off
     perturbation: str = option("blacken_patches", f"How images are perturbed: {', '.join(PERTURBATIONS)}, those of "
         "installed packages, dotted paths or files (my_perturbations.py:my_perturbation).", needs=used_by())
-    further_perturbations: list[str] | None = option(None, "More of them for the dependency.", needs=_unless_views)
-    dependency_over: Literal["mean", "min"] = option("mean", "Of a token's dependencies under them, the mean or min.",
+    further_perturbations: list[str] | None = option(None, "Further perturbations; the dependency is "
+        "taken over all of them.", needs=_unless_views)
+    dependency_over: Literal["mean", "min"] = option("mean", "Mean or min of the dependency over all perturbations.",
         needs="further_perturbations")
     patch_size: int = option(14, "Side of the squares, in pixels.", ge=1,
         needs=used_by("blacken_patches", "shuffle_patches"))
@@ -163,12 +164,12 @@ class PerturbationOptions(PluginOptions):
     noise_std: float = option(189.0, "Std of add_gaussian_noise.", ge=0, le=1e6, needs=used_by("add_gaussian_noise"))
     blur_radius: float = option(6.0, "Radius of gaussian_blur.", ge=0, le=1e6, needs=used_by("gaussian_blur"))
     diffusion_steps: int = option(500, "Steps of diffusion_noise.", ge=0, le=999, needs=used_by("diffusion_noise"))
-    crop_share: float = option(0.5, "Share that crop_image keeps.", gt=0, le=1, needs=used_by("crop_image"))
+    crop_share: float = option(0.5, "Image share that crop_image keeps.", gt=0, le=1, needs=used_by("crop_image"))
     mask_value: int = option(128, "Grey of mask_image, 0 to 255.", ge=0, le=255, needs=used_by("mask_image"))
-    perturb_per: Literal["prompt", "completion"] = option("prompt", "One perturbed image per prompt, or completion.",
+    perturb_per: Literal["prompt", "completion"] = option("prompt", "Draw a perturbed image per prompt, or completion.",
         needs=used_by())
-    perturb_images: Literal["all", "prompt", "tools"] = option("all", "With tools: which images of a completion are "
-        "perturbed, those of its prompt or those that tools returned.", needs=used_by())
+    perturb_images: Literal["all", "prompt", "tools"] = option("all", "With tools: perturb all images of a "
+        "completion, those of the prompt, or those that tools returned.", needs=used_by())
     perception_loss_weight: float = option(0.0, "Weight of PAPO's perception loss (one more gradient pass).", ge=0)
     der_loss_weight1: float = option(0.0, "Weight of the entropy on the original image (eta 1 of PAPO).", ge=0)
     der_loss_weight2: float = option(0.0, "Weight of the entropy on the perturbed image (eta 2 of PAPO).", ge=0)
@@ -219,16 +220,16 @@ class NoisyOptions(PerturbationOptions):
 
     # fmt: off
     noisy_generations: int = option(0, "Completions per prompt sampled from a perturbed image.", ge=0)
-    noisy_perturbation: str = option("diffusion_noise", "Perturbation of these images.", needs="noisy_generations")
-    noisy_importance: Literal["clean", "perturbed"] = option("clean", "Image of their old log-probabilities: as "
-        "published, or as generated (one more pass).", needs="noisy_generations")
-    noisy_decay: Literal["none", "linear", "power", "exponential", "sigmoid"] = option("none", "How the noise falls "
+    noisy_perturbation: str = option("diffusion_noise", "Perturbation of their image.", needs="noisy_generations")
+    noisy_importance: Literal["clean", "perturbed"] = option("clean", "Image for their old log-probabilities: "
+        "clean, as published, or perturbed, as generated (one more pass).", needs="noisy_generations")
+    noisy_decay: Literal["none", "linear", "power", "exponential", "sigmoid"] = option("none", "Decay of the noise "
         "over the run.", needs="noisy_generations")
-    noisy_decay_of: Literal["strength", "generations", "both"] = option("strength", "What noisy_decay lowers.",
-        needs={"noisy_decay": ("linear", "power", "exponential", "sigmoid")})
+    noisy_decay_of: Literal["strength", "generations", "both"] = option("strength", "Decay the strength of "
+        "the noise, noisy_generations, or both.", needs={"noisy_decay": ("linear", "power", "exponential", "sigmoid")})
     noisy_decay_coef: float = option(30.0, "c of noisy_decay: 1 - s^c, 1 - c^(steps left), 1 - sigmoid(c (s - "
         "midpoint)).", gt=0, le=1e6, needs={"noisy_decay": ("power", "exponential", "sigmoid")})
-    noisy_decay_midpoint: float = option(40.0, "Step of half the sigmoid decay.", ge=0,
+    noisy_decay_midpoint: float = option(40.0, "Step at which the sigmoid is at one half.", ge=0,
         needs={"noisy_decay": ("sigmoid",)})
     # fmt: on
 
@@ -301,8 +302,8 @@ class BlindOptions:
 
     # fmt: off
     blind_tag: str = option("description", "Tag around the image's description in a completion.", needs="blind_answers")
-    blind_without_tag: Literal["wrong", "completion"] = option("wrong", "Blind answers of completions without a "
-        "description: wrong, or from all of it.", needs="blind_answers")
+    blind_without_tag: Literal["wrong", "completion"] = option("wrong", "Blind answer to a completion without a "
+        "description: wrong, or sampled from the whole completion.", needs="blind_answers")
     blind_prompt: str = option(BLIND_PROMPT, "Prompt of a blind answer, with {description} and {question}.",
         needs="blind_answers")
     # fmt: on
@@ -317,26 +318,26 @@ GROUP_ESTIMATORS = tuple(name for name in ESTIMATORS if name != "gae")
 
 @dataclass
 class GroupOptions:
-    """Advantages within a group, and zero-variance groups, which have no gradient."""
+    """Advantages, zero-variance groups and the replay buffer."""
 
     # fmt: off
-    advantage_estimator: Estimator = option("grpo", "How completions of a prompt are compared.")
+    advantage_estimator: Estimator = option("grpo", "How rewards become advantages.")
     replay_buffer_size: int = option(0, "Groups kept to replace zero-variance groups; 0: none.", ge=0)
     replay_var_epsilon: float = option(1e-6, "Largest |advantage| (grpo: deviation of rewards) of a zero-variance "
         "group.", ge=0, needs={"replay_buffer_size": True, "dynamic_sampling": True, "online_filtering": True,
         "enable_trajectory_reweighting": True})
-    filter_min_reward: float | None = option(None, "Least mean reward in the buffer.", needs="replay_buffer_size")
-    replay_max_age: int | None = option(None, "Steps that the buffer keeps a group.", ge=1, needs="replay_buffer_size")
+    filter_min_reward: float | None = option(None, "Minimum mean reward of a stored group.", needs="replay_buffer_size")
+    replay_max_age: int | None = option(None, "Drop stored groups after N steps.", ge=1, needs="replay_buffer_size")
     dynamic_sampling: Literal["resample"] | None = option(None, "resample: sample more prompts while there are "
         "zero-variance groups.", needs={"advantage_estimator": GROUP_ESTIMATORS, "online_filtering": True})
-    dynamic_sampling_max_rounds: int = option(3, "Most rounds of prompts per batch.", ge=1, needs="dynamic_sampling")
+    dynamic_sampling_max_rounds: int = option(3, "Maximum sampling rounds per batch.", ge=1, needs="dynamic_sampling")
     online_filtering: bool = option(False, "Drop groups whose mean filter_key is outside (filter_low, filter_high).")
-    filter_key: str = option("accuracy", "Reward function, or a part of its name, that online filtering looks at; or "
-        "overall, the weighted sum.", needs="online_filtering")
+    filter_key: str = option("accuracy", "Reward that online filtering reads: a reward function, or part of its name; "
+        "or overall, the weighted sum.", needs="online_filtering")
     filter_mode: Literal["bounds", "quantile"] = option("bounds", "Whether filter_low and filter_high are values, or "
         "quantiles of the rollout.", needs="online_filtering")
-    filter_low: float = option(0.01, "Exclusive lower bound of online filtering or quantile.", needs="online_filtering")
-    filter_high: float = option(0.99, "Upper bound of online filtering, or quantile.", needs="online_filtering")
+    filter_low: float = option(0.01, "Exclusive lower bound, or quantile.", needs="online_filtering")
+    filter_high: float = option(0.99, "Exclusive upper bound, or quantile.", needs="online_filtering")
     # fmt: on
 
     @property
@@ -350,17 +351,17 @@ class CreditOptions(PluginOptions):
     """Token credit: the share of the advantage that each token gets."""
 
     # fmt: off
-    token_weights: bool = option(False, "Weigh tokens by how much they look at the image (VGR per token).")
+    token_weights: bool = option(False, "Weight tokens by their attention to the image (VGR per token).")
     token_weights_topk_ratio: float | None = option(None, "Share of tokens that keep their weight; others get 1.",
         gt=0, le=1, needs="token_weights")
     token_weights_clip: list[float] = option([0.2, 3.0], "Smallest and largest weight before normalisation, around 1.",
         ge=0, needs={"token_weights": True, "perception_weighting": ("soft",)})
     token_weights_smooth_sigma: float = option(0.0, "Gaussian sigma, in tokens.", ge=0, le=1e6, needs="token_weights")
-    token_weights_last_k_layers: int | None = option(None, "Weigh by the attention of the last so many layers. None: "
+    token_weights_last_k_layers: int | None = option(None, "Read attention of the last N layers. None: "
         "the late segment.", ge=1, needs="token_weights")
-    token_weights_positive_only: bool = option(False, "Weigh positive advantages only.", needs="token_weights")
+    token_weights_positive_only: bool = option(False, "Weight positive advantages only.", needs="token_weights")
     enable_perception_filtering: bool = option(False, "Give credit only to the tokens that depend most on the image.")
-    top_p_perception_tokens: float = option(0.2, "Share of tokens the filter keeps.", gt=0, le=1,
+    top_p_perception_tokens: float = option(0.2, "Share of tokens that the filter keeps.", gt=0, le=1,
         needs={"perception_weighting": ("filter",)})
     perception_weighting: Literal["filter", "soft"] = option("filter", "filter: other tokens get no credit; soft: "
         "weights by the dependency.", needs="enable_perception_filtering")
@@ -405,8 +406,8 @@ class CriticOptions:
         "model: a copy of the policy with a scalar head.", needs=GAE)
     critic_learning_rate: float | None = option(None, "Default: 1e-3 (head), 1e-5 (model).", gt=0, needs=GAE)
     critic_warmup_steps: int = option(0, "Learning-rate warm-up, in steps.", ge=0, needs=GAE)
-    critic_warmup: int = option(0, "Steps in which only the critic is trained.", ge=0, needs=GAE)
-    cliprange_value: float = option(0.5, "How far a value may move from that of the rollout.", gt=0, needs=GAE)
+    critic_warmup: int = option(0, "Train only the critic in the first N steps.", ge=0, needs=GAE)
+    cliprange_value: float = option(0.5, "Clip range around the rollout's value.", gt=0, needs=GAE)
     # fmt: on
 
 
@@ -418,13 +419,13 @@ class KLOptions:
     """KL to the reference model; TRL's `beta` is the alternative, and excludes these."""
 
     # fmt: off
-    kl_coef: float = option(0.0, "Coefficient of the KL to the reference, besides TRL's beta; 0: none.", ge=0)
-    kl_penalty: KLKind = option("low_var_kl", "Estimate of the KL of a token.", needs="kl_coef")
+    kl_coef: float = option(0.0, "Coefficient of the KL to the reference, in place of beta; 0: none.", ge=0)
+    kl_penalty: KLKind = option("low_var_kl", "Estimator of a token's KL.", needs="kl_coef")
     use_kl_loss: bool = option(True, "KL in the loss; False: subtracted from the rewards, per token.", needs="kl_coef")
-    kl_type: Literal["fixed", "adaptive"] = option("fixed", "fixed, or adaptive, to keep kl_target.", needs="kl_coef")
-    kl_target: float = option(6.0, "KL to keep where adaptive, in nats per token.", gt=0,
+    kl_type: Literal["fixed", "adaptive"] = option("fixed", "Keep the coefficient, or adapt it.", needs="kl_coef")
+    kl_target: float = option(6.0, "Target of the adaptive coefficient, in nats per token.", gt=0,
         needs={"kl_type": ("adaptive",)})
-    kl_horizon: float = option(10_000.0, "Completions over which it adapts.", gt=0, needs={"kl_type": ("adaptive",)})
+    kl_horizon: float = option(10_000.0, "Its horizon, in completions.", gt=0, needs={"kl_type": ("adaptive",)})
     # fmt: on
 
     @property
@@ -457,16 +458,16 @@ class EfficiencyOptions:
     """
 
     # fmt: off
-    skip_zero_advantage: AutoOrOff = option("auto", "Leave rows without an advantage out of training passes.")
-    skip_zero_advantage_tokens: AutoOrOff = option("auto", "Leave tokens without an advantage out of the head.")
-    skip_padding: AutoOrOff = option("auto", "Cut passes to the longest prompt and the last scored token.")
+    skip_zero_advantage: AutoOrOff = option("auto", "Skip rows with zero advantage in training passes.")
+    skip_zero_advantage_tokens: AutoOrOff = option("auto", "Skip tokens with zero advantage in the LM head.")
+    skip_padding: AutoOrOff = option("auto", "Trim padding to the longest prompt and last scored token.")
     pack_completions: AutoOrOff = option("auto", "Pack completions behind shared prompts (flash attention).")
-    group_by_length: AutoOrOff = option("auto", "Give rows of like length to one micro-batch.")
+    group_by_length: AutoOrOff = option("auto", "Group rows of similar length into micro-batches.")
     reuse_first_pass: AutoOrOff = option("auto", "Take old log-probabilities from the first training pass.")
-    cudnn_attention: bool = option(False, "Let sdpa take cuDNN's kernel first, as torch does from 2.11 on with Hopper "
-        "and Blackwell; give pad_to_multiple_of 128 with it.")
-    max_tokens_per_micro_batch: int | None = option(None, "Split micro-batches so that no pass computes more tokens "
-        "than this, as far as single rows allow; the update is the same. None: do not.", ge=1)
+    cudnn_attention: bool = option(False, "Let sdpa prefer cuDNN's kernel, as torch does from 2.11 on with Hopper and "
+        "Blackwell; combine with pad_to_multiple_of 128.")
+    max_tokens_per_micro_batch: int | None = option(None, "Split micro-batches so that no pass has more tokens than "
+        "this, unless one row has; the update is the same. None: off.", ge=1)
     # fmt: on
 
 
@@ -500,19 +501,19 @@ class ReportOptions:
     # fmt: off
     rollout_log_steps: int = option(10, "Record completions every N steps and in evaluations; 0: never.", ge=0)
     rollout_log_samples: int = option(4, "Completions per record: two per prompt.", ge=1, needs="rollout_log_steps")
-    rollout_log_max_megabytes: float = option(512, "Bound of records and thumbnails, of the tables of log_completions, "
-        "and of each Markdown file; the oldest but the first go.", ge=1,
+    rollout_log_max_megabytes: float = option(512, "Maximum size of records with thumbnails, of log_completions tables "
+        "and of each Markdown file; the oldest records after the first are deleted.", ge=1,
         needs={"log_completions": True, "rollout_log_steps": True})
-    markdown_logs: bool = option(True, "Write recorded completions and token weights as Markdown, too.")
+    markdown_logs: bool = option(True, "Also write recorded completions and token weights as Markdown.")
     rollout_log_path: str | None = option(None, "Markdown file for completions of training.", needs="rollout_log_steps")
     eval_log_path: str | None = option(None, "Markdown file for completions of evaluations.", needs="evaluation")
     attention_diag_log_path: str | None = option(None, "Markdown file for attention.", needs="rollout_log_steps")
     token_weights_log_path: str | None = option(None, "Markdown file for token weights.", needs="rollout_log_steps")
-    realtime_rollout_logging: bool = option(False, "Accepted for older scripts, no effect.", needs=_no_markdown)
+    realtime_rollout_logging: bool = option(False, "Accepted for older scripts; no effect.", needs=_no_markdown)
     prompt_preview_length: int | None = option(600, "Prompt characters in Markdown.", ge=1, needs=_no_markdown)
     completion_preview_length: int | None = option(2000, "Completion characters in Markdown.", ge=1, needs=_no_markdown)
     metric_names: Literal["trl", "verl", "mtrl"] = option("trl", "Metric names in trackers; mtrl: verl's, with agent/.")
-    colorize_output: bool = option(False, "Print recorded completions in colours.", needs="rollout_log_steps")
+    colorize_output: bool = option(False, "Print recorded completions in colour.", needs="rollout_log_steps")
     # fmt: on
 
 
@@ -557,7 +558,7 @@ CONFLICTS: Conflicts = (
      "advantage_estimator is gae with replay_buffer_size {o.replay_buffer_size}, whose groups would keep advantages "
      "of an earlier critic: drop one."),
     (lambda o: o.uses_critic and o.critic_warmup > 0 and o.weight_decay > 0,
-     "critic_warmup is {o.critic_warmup} and weight_decay is {o.weight_decay}, which would move the policy meanwhile: "
+     "critic_warmup is {o.critic_warmup} and weight_decay is {o.weight_decay}, which would move the policy in it: "
      "set one to 0."),
     (lambda o: o.uses_critic and o.torch_compile,
      "advantage_estimator is gae with torch_compile, which hides the hidden states from the critic: drop one."),
@@ -576,7 +577,7 @@ CONFLICTS: Conflicts = (
      "noisy_perturbation is {o.noisy_perturbation}, which has no strength to decay: give noisy_decay_of generations, "
      "or another perturbation."),
     (lambda o: any(name not in o.blind_prompt for name in ("{description}", "{question}")),
-     "blind_prompt lacks {{description}} or {{question}}: write both where they belong."),
+     "blind_prompt lacks {{description}} or {{question}}: it needs both."),
 )
 # fmt: on
 

@@ -506,7 +506,7 @@ class PGPOOptions(_Checked):
     pgpo_threshold: float = option(
         0.4, "Importance above which tokens are amplified, in (0, 1); PGPO's tau.", gt=0, lt=1
     )
-    pgpo_boost: float = option(2.0, "How far the most important token is amplified; PGPO's beta.", ge=0)
+    pgpo_boost: float = option(2.0, "Amplification of the most important token; PGPO's beta.", ge=0)
 
 
 @registries.credit_rules.register("pgpo")
@@ -536,7 +536,7 @@ class VEPOOptions(_Checked):
     """Numbers of VEPO."""
 
     top_p_vepo_tokens: float = option(0.2, "Share of a completion's tokens that VEPO keeps, in (0, 1].", gt=0, le=1)
-    vepo_alpha: float = option(0.7, "How much the divergence counts against the change of entropy.", ge=0, le=1)
+    vepo_alpha: float = option(0.7, "Weight of the divergence relative to the change of entropy.", ge=0, le=1)
 
 
 @registries.credit_rules.register("vepo")
@@ -576,13 +576,11 @@ COMPLETION_CLAMP = (0.9, 2.0)
 class VGPOOptions(_Checked):
     """Numbers of VGPO."""
 
-    vgpo_compensation: float = option(
-        0.3, "By how much the score of a completion's last token is raised; VGPO's beta.", ge=0
-    )
+    vgpo_compensation: float = option(0.3, "Increase of the score at a completion's last token; VGPO's beta.", ge=0)
     vgpo_gate_share: float = option(
         0.2, "Share of the late tokens whose score is raised, in (0, 1]; VGPO's kappa.", gt=0, le=1
     )
-    vgpo_gate_start: float = option(0.5, "Share of a completion behind which tokens are late.", ge=0, lt=1)
+    vgpo_gate_start: float = option(0.5, "Share of a completion after which tokens are late.", ge=0, lt=1)
 
 
 @registries.credit_rules.register("vgpo")

@@ -78,20 +78,20 @@ class DAPOConfig(
         "complete one.", nargs="?", const="latest")
     max_prompt_length: int | None = option(None, "Skip rows with longer prompts, image tokens included.", ge=1)
     share_prompts: Literal["auto", "on", "off"] = option("auto", "Compute each prompt once for its completions. auto: "
-        "wherever that changes nothing; on: also where it changes a normaliser of the loss; off.")
-    vision_cache_megabytes: int = option(1024, "Compute the features of an image once per rollout, where the vision "
-        "tower is frozen; as many MiB are kept. 0: in every pass.", ge=0)
-    warmup_ratio: float | None = option(None, "Share of all steps that warm the learning rate up.", ge=0, lt=1)
+        "where results stay the same; on: also where a normaliser of the loss changes; off.")
+    vision_cache_megabytes: int = option(1024, "Compute image features once per rollout if the vision tower is "
+        "frozen, and keep up to this many MiB. 0: off.", ge=0)
+    warmup_ratio: float | None = option(None, "Share of all steps for learning-rate warm-up.", ge=0, lt=1)
     early_reward_weights: list[float] | None = option(None, "Reward weights during warm-up (or the first tenth).",
         needs="changing_weights")
-    vgr_hard_negative: bool = option(False, "Give the reward vgr to right completions only.")
-    attention_reward_scale: Literal["accuracy", "none"] = option("accuracy", "accuracy: rewards made of attention "
-        "count as far as the completions of a prompt differ in accuracy; none: everywhere.")
+    vgr_hard_negative: bool = option(False, "Give the vgr reward to right completions only.")
+    attention_reward_scale: Literal["accuracy", "none"] = option("accuracy", "accuracy: scale attention rewards by "
+        "how much the accuracy of a prompt's completions differs; none: do not scale.")
     soft_punish_cache: int | None = option(None, "Tokens before max_completion_length over which the length reward "
         "falls to -1; None: a fifth of it.", ge=0, needs="length_reward")
-    stop_on_collapse: bool = option(False, "End at the first sign of collapse instead of a warning.")
-    reward_timeout: float | None = option(None, "Seconds after which the log names a reward function that is still "
-        "running, with its rows and stack. Not covered: asynchronous rewards, reward models, a call of C code.", gt=0)
+    stop_on_collapse: bool = option(False, "Stop at the first sign of collapse instead of warning.")
+    reward_timeout: float | None = option(None, "Seconds after which a warning names a reward function that is "
+        "still running, with its rows and stack; not for asynchronous rewards, reward models or C code.", gt=0)
     # fmt: on
 
     def __post_init__(self) -> None:

@@ -112,7 +112,7 @@ def refuse_nan(logps: torch.Tensor, mask: torch.Tensor, step: int) -> None:
     """Raise `NotFiniteError` if log-probabilities are NaN; signals would take them for those of rows without images."""
     if count := int((logps.isnan() & mask).any(dim=1).sum()):
         raise NotFiniteError(
-            f"The model's log-probabilities of {count} of {len(mask)} completions are NaN, at step {step + 1}: its "
+            f"The model's log-probabilities of {count} of {len(mask)} completions are NaN at step {step + 1}: its "
             "weights are broken, or what it computes overflows, so look at the newest checkpoint, or use bfloat16 "
             "instead of float16."
         )

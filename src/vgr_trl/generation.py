@@ -166,8 +166,8 @@ def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prom
     shown = trainer.tokenize(seen)
     if [list(ids) for ids in shown.ids] != [list(ids) for ids in prompts.ids]:
         raise DataError(
-            f"Images perturbed by {args.noisy_perturbation} make other tokens than the images themselves: switch "
-            "noisy_generations off for this processor."
+            f"Images perturbed by {args.noisy_perturbation} give other image tokens than the originals: set "
+            "noisy_generations to 0 for this processor."
         )
     rollout.noise.prompts = shown
     return shown

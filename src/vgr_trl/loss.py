@@ -185,7 +185,7 @@ class FullKL:
         causal = causal_model(policy)
         if reference is None and isinstance(causal.get_output_embeddings(), AuxiliaryTrainingWrapper):
             raise ConfigError(
-                "kl_penalty is full with an adapter that trains the model's head, which the reference would have too: "
+                "kl_penalty is full with an adapter that trains the model's head, which the reference would share: "
                 "leave the head out of modules_to_save, or use low_var_kl."
             )
         self._policy, self._reference = causal, causal if reference is None else causal_model(reference)

@@ -154,7 +154,7 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     of_rewards = [need for reward in trainer.reward_funcs for need in needed_signals(reward) if need != BLIND_ANSWERS]
     named = named_signals(args, of_rewards)
     if any(signal.name == "stability" for signal in named) and not args.further_perturbations:
-        raise ConfigError("The signal stability compares perturbations: name others as further_perturbations.")
+        raise ConfigError("The signal stability compares at least two perturbations: add further_perturbations.")
     views = tuple(args.read_views("dependency" in needed))
     layers = count_attention_layers(model) if "attention" in needed else 0
     samples = args.attention_rows == "auto" and args.attention_source == "scoring" and not trainer.tools
@@ -218,9 +218,9 @@ def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequ
     table: list[tuple[Any, str]] = [
         (maker == "rollout_func", "with rollout_func the tokens of a completion are not all the policy's answer to its "
          "prompt; switch one of the two off."),
-        (maker and need == "regions", f"boxes are of the prompt's image, and with {maker} there may be others; switch "
+        (maker and need == "regions", f"boxes refer to the prompt's image, but {maker} may add images; switch "
          "one of the two off."),
-        (maker and need == "blind", f"with {maker} an answer without the image could still look at it; switch one of "
+        (maker and need == "blind", f"with {maker} a blind answer could still see the image; switch one of "
          "the two off."),
         (maker and need == "attention" and in_generation, f'attention_source is "generate" with {maker}, which '
          'generates several times; use "scoring".'),

@@ -18,7 +18,7 @@ from vgr_trl.utils import DataError
 
 logger = logging.get_logger(__name__)
 UNCHANGED = 1e-5  # nats; smaller changes of every log-probability are rounding
-_REMEDY = "or set check_pixels to False to train all the same"
+_REMEDY = "or set check_pixels to False to train anyway"
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class PixelUse:
 
     def describe(self) -> str:
         """Return the line of a run."""
-        line = f"Behind a blank image log-probabilities change by {self.change:.3g} nats per token"
+        line = f"With a blank image, log-probabilities change by {self.change:.3g} nats per token"
         if self.engine is not None:
             line += f"; those of vLLM are {self.engine:.3g} from the trainer's"
         if self.engine_is_far:
             line += f", more than {ENGINE_BOUND}: compare its weights, chat template and image processor"
         if self.engine_is_blind:
-            line += f". They are {self.engine_blank:.3g} from the trainer's behind a blank image: vLLM gets no images"
+            line += f". With a blank image they are {self.engine_blank:.3g} from the trainer's: vLLM gets no images"
         return line + "."
 
 
@@ -124,7 +124,7 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
     except DataError as error:
         why = f": {error}"
     if not accelerator.gather(torch.tensor([bool(inputs)], device=accelerator.device)).all():
-        logger.warning_once(f"Whether the model uses the pixels is not checked{why}")
+        logger.warning_once(f"Skipped the check that the model uses the pixels{why}")
         return {}
     with keep_random_state(accelerator.device):
         logps, behind_blank = trainer.score(stacked_inputs(inputs), Want()).logps.float().chunk(2)
@@ -133,7 +133,7 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
     )
     if use.tokens and use.largest < UNCHANGED:
         raise DataError(
-            f"The log-probabilities of {use.tokens} tokens do not change behind a blank image, so the model does not "
+            f"The log-probabilities of {use.tokens} tokens do not change with a blank image, so the model does not "
             f"use its images: check that it reads pixel_values and that the processor passes them on, {_REMEDY}."
         )
     if accelerator.is_main_process:

@@ -134,7 +134,7 @@ class Registry:
         def add(plugin: Plugin) -> Plugin:
             for name in names:
                 if self._own.setdefault(name, plugin) is not plugin:
-                    raise self.error_type(f"There is a {self.kind} {name!r} already: register yours by another name.")
+                    raise self.error_type(f"A {self.kind} {name!r} is already registered: use another name.")
             return plugin
 
         return add
@@ -248,7 +248,7 @@ def find_measurements(names: Iterable[str]) -> list[str]:
 
 def _find_measurements(name: str, within: tuple[str, ...] = ()) -> Iterator[str]:
     if name in within:
-        raise ConfigError(f"The signal {name} needs itself ({' needs '.join([*within, name])}): remove one need.")
+        raise ConfigError(f"The signal {name} needs itself ({' needs '.join([*within, name])}): remove one dependency.")
     if is_measurement(name):
         yield name
         return

@@ -476,7 +476,7 @@ def _missing_counts(name: str, part: Rows) -> list[int]:
 
 def _lacking(name: str) -> DataError:
     return DataError(
-        f"A group to be put into the batch has no {name}, which the batch has: it was stored under other options, so "
+        f"A stored group has no {name}, which the batch has: it was stored with other options, so "
         "continue with those, or start with an empty replay buffer."
     )
 

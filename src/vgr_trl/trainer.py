@@ -597,7 +597,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self._rewards_with_nan.add(name)
             logger.warning(
                 f"The reward {name} returned NaN for {count} completions: they count as not applicable, as None does "
-                f"(metric rewards/{name}/not_applicable; warned of once). Return None where that is meant."
+                f"(metric rewards/{name}/not_applicable; logged once). Return None where a reward does not apply."
             )
 
 

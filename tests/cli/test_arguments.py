@@ -27,8 +27,8 @@ def options_of(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--lerning_rate 1e-4", "no flag --lerning_rate. Did you mean --learning_rate?"),
-        ("stray --max_steps 1", "'stray' belongs to no flag"),
+        ("--lerning_rate 1e-4", "Unknown flag --lerning_rate. Did you mean --learning_rate?"),
+        ("stray --max_steps 1", "'stray' is not a flag or its value"),
         ("--num_generations four", "--num_generations: invalid int value: 'four'"),
         ("--image_key=", "image_key is '': give the name of a column"),
         ("--problem_key none", "problem_key is 'none': give the name of a column"),
@@ -131,10 +131,10 @@ def test_flags_of_other_scripts_set_the_options_they_stand_for(options_of, tmp_p
     assert (made.early_reward_weights, made.reward_weights) == ([1, 0], [1.0, 0.5])
     assert options_of("loss_avg_mode: token")[2].loss_type == "dapo"
     for flags, message in (
-        (["--loss_avg_mode=seq", "--loss_type", "bnpo"], "loss_avg_mode and loss_type, which are one option"),
+        (["--loss_avg_mode=seq", "--loss_type", "bnpo"], "loss_avg_mode and loss_type, which are the same option"),
         (["--use_segmented_reward_weights"], "needs --early_reward_weights"),
     ):
         with pytest.raises(ConfigError, match=message):
             parse([DAPOConfig], "train", flags)
-    with pytest.raises(ConfigError, match="out_dir and output_dir, which are one option"):
+    with pytest.raises(ConfigError, match="out_dir and output_dir, which are the same option"):
         options_of("out_dir: x\noutput_dir: y")

@@ -96,7 +96,7 @@ def test_their_entry_point_evaluates_only(config, capsys):
         (["worker.actor.ulysses_size=2"], "worker.actor.ulysses_size is 2: sequence parallelism is refused"),
         (["worker.rollout.n=1"], "TRL needs at least 2 completions per prompt"),
         (["worker.actor.model.peft_type=lora"], "give worker.actor.model.lora_rank=64, for example"),
-        (["data.answer_key=right"], "Give --solution_key none (data.answer_key=none or"),
+        (["data.answer_key=right"], "give --solution_key none (data.answer_key=none or"),
         (["trainer.max_steps=1", *CPU], "returned token_weights, but token_weights is off"),
         (["worker.actor.loss_type=dppo", "--ignore_unknown_keys"], "ignoring these would change the training"),
         (

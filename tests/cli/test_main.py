@@ -19,7 +19,7 @@ def test_commands_are_listed_and_the_nearest_is_named(capsys):
     assert "\n  train " in capsys.readouterr().out
     assert main([]) == 2
     assert main(["trian"]) == 2
-    assert "there is no command 'trian': give one of quickstart, train," in capsys.readouterr().err
+    assert "unknown command 'trian': give one of quickstart, train," in capsys.readouterr().err
 
 
 def test_version_and_environment(capsys):

@@ -28,7 +28,7 @@ RUN = {"model": "m", "data": "d", "reward_funcs": ["accuracy"]}
 
 def test_a_finished_run_of_trl_and_a_file_are_refused_too(tmp_path):
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match="has a run in it \\(model.safetensors\\)"):
+    with pytest.raises(ConfigError, match="holds a run \\(model.safetensors\\)"):
         check_output_dir(tmp_path, RUN, None)
     with pytest.raises(ConfigError, match="model.safetensors, which cannot be written to"):
         check_output_dir(tmp_path / "model.safetensors", RUN, None)
@@ -72,8 +72,8 @@ EVERY_STEP = "--eval_strategy", "steps", "--eval_steps", "1"
 @pytest.mark.parametrize(
     ("validation", "note", "counts"),
     [
-        (0, "The data have no split test: 1 of 16 rows are held out for evaluation", (15, 1)),
-        (3, "The data have no split test: evaluating on validation.", (16, 1)),
+        (0, "The data have no test split: 1 of 16 rows are held out for evaluation", (15, 1)),
+        (3, "The data have no test split: evaluating on validation.", (16, 1)),
     ],
 )
 def test_a_hub_data_set_without_test(train, rows, tmp_path, validation, note, counts):
@@ -83,7 +83,7 @@ def test_a_hub_data_set_without_test(train, rows, tmp_path, validation, note, co
         save(rows.select(range(validation)), tmp_path / HUB / "validation.parquet")
     printed, is_evaluated = train("--dataset_name", str(HUB), *EVERY_STEP, "--max_test_rows", "1")
     assert note in printed
-    assert "{} rows to train on, {} rows to evaluate on".format(*counts) in printed
+    assert "training {} rows, evaluation {} rows".format(*counts) in printed
     assert is_evaluated
 
 
@@ -112,7 +112,7 @@ def test_a_folder_with_test_is_evaluated_where_it_is_asked_for(train, rows, tmp_
     save(rows.select(range(8)), tmp_path / "set" / "train.parquet")
     save(rows.select(range(8, 10)), tmp_path / "set" / "test.parquet")
     printed, is_evaluated = train("--dataset_path", "set", *EVERY_STEP)
-    assert "8 rows to train on, 2 rows to evaluate on" in printed
+    assert "training 8 rows, evaluation 2 rows" in printed
     assert "at step 0 4 evaluation completions and their rewards" in printed
     assert (0, "eval") in read_run(tmp_path / "out").steps()
     assert is_evaluated
@@ -121,7 +121,7 @@ def test_a_folder_with_test_is_evaluated_where_it_is_asked_for(train, rows, tmp_
 def test_text_alone_trains_on_the_default_rewards(train, tmp_path):
     (tmp_path / "text.jsonl").write_text("\n".join(['{"question": "what", "answer": "red"}'] * 8))
     printed, _ = train("--data_files", "text.jsonl")
-    assert "8 rows to train on, none to evaluate on" in printed
+    assert "training 8 rows, evaluation none" in printed
     assert "vgr_reward" not in printed
     assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == {}
 

@@ -152,11 +152,11 @@ def test_the_trainer_names_options_without_effect_and_the_plan_does_not_show_the
     warnings = []
     monkeypatch.setattr("vgr_trl.validate.features.logger.warning", warnings.append)
     trainer = text_trainer(filter_low=0.1, replay_buffer_size=8, soft_punish_cache=3, max_steps=1, check_pixels=True)
-    assert "filter_low is without effect because online_filtering is False." in warnings
-    assert "soft_punish_cache is without effect because there is no length reward." in warnings
+    assert "filter_low has no effect: online_filtering is False." in warnings
+    assert "soft_punish_cache has no effect: there is no length reward." in warnings
     plan = describe_run(trainer, "here", None, verbose=True)
-    assert ("on", "replay_buffer_size=8") in plan
-    assert ("without effect", "filter_low=0.1 because online_filtering is False") in plan
+    assert ("changed", "replay_buffer_size=8") in plan
+    assert ("without effect", "filter_low=0.1: online_filtering is False") in plan
     assert "token_weights_clip" not in changed_options(trainer.args)
 
 

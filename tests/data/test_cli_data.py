@@ -39,7 +39,7 @@ def test_a_set_is_converted_and_reported(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "train: 12 rows" in printed
     assert "12  100.0%  ████████████████████  B" in printed
-    assert f"1 left out are listed in {tmp_path / 'out' / 'skipped.jsonl'}" in printed
+    assert f"1 skipped are listed in {tmp_path / 'out' / 'skipped.jsonl'}" in printed
     assert (tmp_path / "out" / "report.txt").read_text(encoding="utf-8") in printed
     assert [(row["file"], row["row"]) for row in skipped_in(tmp_path / "out")] == [(f"{file},{tmp_path}/b.parquet", 12)]
     rows, skipped = prepare_rows(load_split("train", dataset_path=str(tmp_path / "out")))
@@ -54,7 +54,7 @@ def test_a_split_gets_a_name_that_is_found_again(tmp_path, capsys):
     assert len(load_dataset(str(tmp_path / "out"), split="validation", cache_dir=str(tmp_path / "cache"))) == 3
     other = ("--data_files", tmp_path / "in" / "dev.parquet", "--split", "mine")
     assert convert(tmp_path, *other, out="mine") == 1
-    assert "The split is 'mine': say what it becomes by --output_split train" in (capsys.readouterr().err)
+    assert "The split 'mine' needs a name in the result: give --output_split" in (capsys.readouterr().err)
     assert convert(tmp_path, *other, "--output_split", "test", out="mine") == 0
     assert ids(tmp_path / "mine", "test") == ["q0", "q1", "q2"]
 
@@ -128,7 +128,7 @@ def test_what_the_accuracy_reward_reads_of_completions_is_shown(tmp_path, capsys
     assert lines[1] == "1: 0 line 'It has 3 dogs.', reference '4'"
     assert lines[2] == "2: 0 no answer, reference '4'"
     assert lines[3].startswith("3: no reward: solution is None")
-    assert lines[4] == "1 of 4 are right; statement 1, line 1, no answer 1, left out 1."
+    assert lines[4] == "1 of 4 are right; statement 1, line 1, no answer 1, no reward 1."
 
 
 def test_several_accepted_answers_stay_in_a_converted_set(tmp_path, monkeypatch):

@@ -90,10 +90,10 @@ REPORTED = (
     ("rows by source", "3 75.0% $5 set", "1 25.0% other"),
     ("rows by number of choices", "3 75.0% 2", "1 25.0% open"),
     ("multiple-choice rows by right letter", "2 66.7% A", "1 33.3% B"),
-    ("commonest answers to open questions", "1 100.0% B"),
+    ("most frequent answers to open questions", "1 100.0% B"),
     ("rows by number of images", "3 75.0% 1", "1 25.0% 2"),
     ("images by pixels of the shorter side", "2 40.0% 8 to 15", "3 60.0% 256 to 511"),
-    ("left out", "2 100.0% image file … does not exist"),
+    ("skipped", "2 100.0% image file … does not exist"),
 )
 
 

@@ -87,8 +87,8 @@ def test_training_reads_no_file_outside_of_the_data(place, server, kind, streami
     rows, reasons = loaded(**given, dataset_streaming=streaming)
     assert colours(rows) == [OWN] * len(INSIDE)
     assert sorted(reasons) == list(range(len(OUTSIDE) + len(NOT_READ)))
-    assert all(f"lies outside of {place / 'data'}" in reasons[row] for row in range(len(OUTSIDE)))
-    assert "which is not fetched" in reasons[len(OUTSIDE)]
+    assert all(f"is outside {place / 'data'}" in reasons[row] for row in range(len(OUTSIDE)))
+    assert "which is not downloaded" in reasons[len(OUTSIDE)]
     assert asked == []
 
 
@@ -112,7 +112,7 @@ def test_no_part_of_a_prompt_names_a_file(place, server, name, streaming):
     file = jsonl(place / "data/rows.jsonl", rows)
     found, reasons = loaded(data_files=str(file), dataset_streaming=streaming)
     assert colours(found) == [OWN]
-    assert all("which is neither read nor fetched" in reason for reason in reasons.values())
+    assert all("only image and video columns are read" in reason for reason in reasons.values())
     assert len(reasons) == len(PARTS)
     assert asked == []
 
@@ -130,7 +130,7 @@ def test_a_card_leads_to_no_files_elsewhere(place, server, name, named):
         said = f"configs: [{{config_name: default, data_files: {files}}}]".replace("PATH", f"'{named}'")
         said = said.replace("PLACE", str(place)).replace("URL", url)
         (place / "data" / name).write_text(f"---\n{said}\n---\n# A set\n" if name.endswith("md") else said)
-        with pytest.raises(DataError, match="card says that rows are in .*, which is not in"):
+        with pytest.raises(DataError, match="The data set card .*(names a URL|which is outside)"):
             loaded(dataset_path=str(place / "data"))
     assert asked == []
 

@@ -96,7 +96,7 @@ def test_images_with_too_many_pixels_are_left_out_before_they_are_decoded(monkey
     data = {"bytes": encoded(Image.new("RGB", (40, 40)))}
     assert encode_image(data, HERE, ImageLimits(max_image_pixels=1600))[1].width == 40
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
-    with pytest.raises(DataError, match="image has size 40x40: it needs 1 to 1599 pixels"):
+    with pytest.raises(DataError, match="image has size 40x40: give 1 to 1599 pixels"):
         encode_image(data, HERE, ImageLimits(max_image_pixels=1599))
 
 
@@ -130,7 +130,7 @@ def test_sizes_by_hand(limits, size, expected):
     assert ImageLimits(**limits).size_of(*size[::-1]) == expected[::-1]
     assert ImageLimits(**limits).fitted(Image.new("RGB", size)).size == expected
     if max(size) > 1024:
-        with pytest.raises(DataError, match="filter_big_images leaves out sides above 1024"):
+        with pytest.raises(DataError, match="filter_big_images skips sides above 1024"):
             ImageLimits(**limits, filter_big_images=True).size_of(*size)
 
 
@@ -163,7 +163,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked():
 def test_a_file_of_a_terabyte_of_nothing_is_not_read(tmp_path):
     (tmp_path / "a.png").write_bytes(png(8, 8))
     os.truncate(tmp_path / "a.png", 2**40)
-    with pytest.raises(DataError, match="has 1099511627776 bytes: at most 1073741824 are read"):
+    with pytest.raises(DataError, match="has 1099511627776 bytes; the limit is 1073741824"):
         open_image("a.png", tmp_path)
 
 

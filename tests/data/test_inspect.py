@@ -41,8 +41,8 @@ def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, 
     found = inspect_rows(loads[split](), Looks(RowOptions(root=folder)), split)
     assert [(row.row, row.id) for row in found.skipped] == [(2, "q2"), (3, "q3"), (4, "q4"), (6, "q6")]
     lines = [" ".join(line.replace("█", "").split()) for line in found.text.splitlines()]
-    assert lines[0] == "train: 8 rows, 4 of them cannot be used; 2 for an answer that cannot be read."
-    reasons = lines[lines.index("left out") + 1 :]
+    assert lines[0] == "train: 8 rows, 4 unusable; 2 because of an unreadable answer."
+    reasons = lines[lines.index("skipped") + 1 :]
     assert [line.split()[:2] for line in reasons[:3]] == [
         ["2", "25.0%"],
         ["1", "12.5%"],
@@ -66,12 +66,12 @@ def test_the_page_shows_text_as_text_and_holds_its_images(folder, capsys):
     sources = re.findall(r"<[^>]*\s(?:src|href)=\W?([^>]*)", page)
     assert all(source.startswith(("data:image/jpeg;base64,", "#")) for source in sources)
     assert HOSTILE.replace("\u2028\u202e\x1b", r"\u2028\u202e\x1b") in unescape(page)
-    for shown in ("which 1?", "forty-two", "zebra", "q6", "40 × 30", "max_prompt_length=700 leaves 0 rows out"):
+    for shown in ("which 1?", "forty-two", "zebra", "q6", "40 × 30", "max_prompt_length=700 skips 0 rows"):
         assert shown in unescape(page)
     assert [json.loads(line)["row"] for line in (folder / "bad.jsonl").read_text().splitlines()] == [2, 3, 4, 6]
     printed = capsys.readouterr().out
     for shown in (
-        "train: 8 rows, 4 of them cannot be used; 2 for an answer that cannot be read.",
+        "train: 8 rows, 4 unusable; 2 because of an unreadable answer.",
         "row 3, counted from 0 (id 'q3'): ",
         "prompt length in tokens",
     ):
@@ -82,7 +82,7 @@ def test_strict_says_so_by_its_exit_status_and_no_page_is_needed(folder, capsys)
     assert main(["rows.jsonl", "--strict"]) == 1
     assert main(["rows.jsonl", "--samples", "0", "--strict", "--max_rows", "2"]) == 0
     assert main(["rows.jsonl", "--samples", "0", "--max_rows", "99"]) == 0
-    assert "Prompt lengths are not measured: name the model with --model." in capsys.readouterr().out
+    assert "Prompt lengths not measured; pass --model." in capsys.readouterr().out
     assert not (folder / "inspect.html").exists()
 
 
@@ -96,7 +96,7 @@ def test_images_in_two_splits_are_named_and_lengths_are_compared_with_three_limi
     assert main([".", "--tiny", "--samples", "1", "--max_prompt_length", "20", "--page", "p.html"]) == 0
     printed, page = capsys.readouterr().out, (tmp_path / "p.html").read_text(encoding="utf-8")
     for text in (printed, page):
-        assert "2 rows of train show an image that test has too." in text
+        assert "2 rows of train have an image that is also in test." in text
         for limit in (10, 20, 40):
-            assert f"max_prompt_length={limit} leaves 3 rows out (100.0%)" in text
+            assert f"max_prompt_length={limit} skips 3 rows (100.0%)" in text
         assert "images by tokens" in text

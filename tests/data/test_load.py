@@ -133,17 +133,17 @@ def test_json_keeps_its_types_and_csv_its_texts(tmp_path):
         assert list(rows["choices"]) == [None, "['1', '2']", None]
         assert rows[2]["__unreadable__"] == "the line has 1 values for 3 columns"
     path.write_text("problem,problem\nq,x\n")
-    with pytest.raises(DataError, match="give each a name of its own"):
+    with pytest.raises(DataError, match="give each column a different name"):
         load_split("train", data_files=str(path))
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({}, "one of dataset_name, dataset_path, data_files, but none was given"),
+        ({}, "one of dataset_name, dataset_path, data_files, not none"),
         ({"data_files": "train=FOLDER/no.parquet"}, "no.parquet does not exist"),
         ({"dataset_path": "FOLDER/no"}, "which is not a folder; for single files use data_files"),
-        ({"dataset_path": "FOLDER/two"}, "two/b.parquet, are no one set: name those to read by data_files"),
+        ({"dataset_path": "FOLDER/two"}, "two/b.parquet are of different kinds: give the files to read as data_files"),
         ({"data_files": "FOLDER/text.txt"}, "text.txt does not exist, is empty, or is none of .parquet"),
         ({"dataset_name": "no-such-owner/no-such-set"}, "No data set is found at no-such-owner/no-such-set"),
     ],

@@ -35,8 +35,8 @@ def test_a_template_is_filled_in_for_each_question(text, choices, system):
     ("text", "role", "message"),
     [
         ("{% if choices %}", "system", "is not a Jinja2 template"),
-        ("{{ question }}", "system", "names question, but knows problem, choices, letters, source only"),
-        ("{{ answer }}", "user", "names answer, but knows content, problem only"),
+        ("{{ question }}", "system", "uses question, but only problem, choices, letters, source are defined"),
+        ("{{ answer }}", "user", "uses answer, but only content, problem are defined"),
     ],
 )
 def test_a_wrong_template_is_a_sentence(text, role, message):
@@ -49,7 +49,7 @@ def test_a_wrong_template_is_a_sentence(text, role, message):
 )
 def test_a_template_that_fails_or_reaches_out_of_the_sandbox_is_a_reason(text):
     options = RowOptions(system_prompt=PromptTemplate(text, "mine.txt"))
-    with pytest.raises(DataError, match=r"^mine.txt cannot be filled in for it \(.+\)$"):
+    with pytest.raises(DataError, match=r"^mine.txt fails on it \(.+\)$"):
         ready_row({"problem": "q", "solution": "x"}, options)
 
 
@@ -79,7 +79,7 @@ def test_a_question_template_is_what_the_user_says(tmp_path):
         {"role": "user", "content": "2 + 2? Put the answer in \\boxed{}."}
     ]
     dialogue = {"prompt": [{"role": "user", "content": "q"}], "solution": "x"}
-    with pytest.raises(DataError, match="cannot be filled in with"):
+    with pytest.raises(DataError, match="its question is a conversation, but .* needs a text"):
         ready_row(dialogue, RowOptions(system_prompt=template))
 
 

@@ -110,9 +110,9 @@ OPTIONS = {"question": "Which?", "answer": 1, "opts": ["red", "blue"]}
     ("row", "words"),
     [
         ({"text": "Which?", "gold": "B"}, "the columns `text` ('Which?'), `gold` ('B'): it needs `prompt`"),
-        ({"question": "q", "answer": "B", "img": "a.png"}, "`img` seems to hold images; say so by --image_key img"),
+        ({"question": "q", "answer": "B", "img": "a.png"}, "`img` seems to hold images; give --image_key img"),
         ({"question": "q", "answer": "B", "img": [{"bytes": "?", "path": None}]}, "`img` seems to hold images"),
-        (OPTIONS, "`opts` seems to hold the options of which the answer, 1, is one; say so by --choices_key opts"),
+        (OPTIONS, "`opts` seems to hold the options, with the answer 1 among them; give --choices_key opts"),
     ],
 )
 def test_columns_that_are_not_understood_are_shown_with_the_flag(tmp_path, row, words):

@@ -52,7 +52,7 @@ def test_a_short_run_leaves_model_metrics_and_rollouts(tmp_path, monkeypatch):
     assert asked[0] == asked[1]
 
 
-def test_warm_start_lowers_the_loss_and_stops_at_the_target():
+def test_warm_start_lowers_the_loss_and_stops_at_the_target(capsys):
     demo_rows = draw_questions(64, seed=0, split="train")
     model, processor = build_tiny_vlm(words_of(demo_rows), seed=0)
     before = supervised_loss(model, processor, demo_rows[:16], images=True)[0].item()
@@ -63,6 +63,7 @@ def test_warm_start_lowers_the_loss_and_stops_at_the_target():
     assert [step for step, _ in history] == [4, 8, 10]
     assert supervised_loss(model, processor, demo_rows[:16], images=True)[0].item() < 0.8 * before
     assert warm_start(model, processor, demo_rows, accuracy=lambda: 0.9, target_accuracy=0.5, **settings) == [(4, 0.9)]
+    assert "100%|" in capsys.readouterr().err.rpartition("\r")[2]  # a bar that ends early ends full
 
 
 def test_the_answer_is_what_stands_between_its_tags():

@@ -68,7 +68,7 @@ def test_from_a_file_to_a_trained_model_an_evaluation_and_a_page(model_folder, t
     history = json.loads((run / "trainer_state.json").read_text())["log_history"]
     evaluated = [entry["step"] for entry in history if "eval_rewards/accuracy_reward/mean" in entry]
     assert evaluated == [0, 1], "before and after, on rows that are not trained on"
-    assert "11 rows to train on, 1 rows to evaluate on" in " ".join(screen.split())
+    assert "training 11 rows, evaluation 1 rows" in " ".join(screen.split())
     again = shlex.split(re.search(r"^ *vgr-trl (train .*)$", screen, re.M)[1])
     assert main([*again, "--dry_run", "--output_dir", "other"]) == 0, "the command to go on from"
 
@@ -100,7 +100,7 @@ def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, cap
     assert main(["train", *flags(model_folder, question_files, output, *more.split())]) == 0
     screen = capsys.readouterr().out
     for part in (
-        "16 rows to train on, 6 rows to evaluate on",
+        "training 16 rows, evaluation 6 rows",
         "accuracy_reward x 2.5 (early 1), vgr_reward x 1 (early 0), think_format_reward x 0.5 (early 2)",
         "2 prompts x 4 completions = 8",
     ):
@@ -175,7 +175,7 @@ def test_lora_from_a_config_file_and_evaluation_of_the_adapter(
         logits = [each(input_ids=ids, attention_mask=torch.ones_like(ids)).logits for each in models]
     assert (logits[0] - logits[1]).abs().max() > 1e-3, "the adapter is on the base model"
     assert main(["merge", str(model_folder)]) == 1
-    assert "has no LoRA adapter" in capsys.readouterr().err
+    assert "is no LoRA adapter" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     assert main(["merge", str(output), "--output_dir", "runs/first/merged"]) == 0
     (snippet,) = re.findall(r"```python\n(.*?)```", EVALUATION_PAGE.read_text(encoding="utf-8"), re.DOTALL)[:1]
@@ -214,9 +214,9 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
     arguments = flags(model_folder, question_files, output, "--save_steps", "1")
     assert main(["train", *arguments, "--eval_on_start"]) == 0, "there is nothing to evaluate on"
     assert main(["train", *arguments]) == 1
-    assert "has a run in it (trainer_state.json)" in capsys.readouterr().err
+    assert "holds a run (trainer_state.json)" in capsys.readouterr().err
     assert main(["train", *arguments, "--resume_from_checkpoint"]) == 1
-    assert "was saved after all 2 steps; raise max_steps" in capsys.readouterr().err
+    assert "has the model after all 2 steps; raise max_steps" in capsys.readouterr().err
     assert main(["train", *arguments, "--max_steps", "4", "--resume_from_checkpoint"]) == 0
     assert "continued from" in " ".join(capsys.readouterr().out.split())
     assert len(losses(output)) == 4
@@ -234,7 +234,7 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
         ("--max_prompt_length 5", "max_prompt_length=5 leaves no row"),
         ("--per_device_train_batch_size 128", "The train data has 16 rows, but a rollout takes 32 prompts"),
         ("--dataset_streaming --max_steps -1", "max_steps"),
-        ("--lora_r 8 --max_train_rows 1", "Without effect: lora_r; use_peft is False"),
+        ("--lora_r 8 --max_train_rows 1", "Without effect: lora_r. Add --use_peft"),
     ],
 )
 def test_bad_input_is_one_sentence_and_trains_nothing(model_folder, question_files, tmp_path, capsys, more, message):

@@ -186,7 +186,7 @@ def test_each_trains_the_embedded_model(script, tiny_folder, tmp_path, monkeypat
 FAILS = """#!/usr/bin/env bash
 printf "%s\n" "$@" > given
 if [[ " $* " == *" --dry_run "* ]]; then
-    printf " data   a.parquet: 8 rows  \n        to train on, none to evaluate on \n rewards   accuracy\n"
+    printf " data   a.parquet: training  \n        8 rows, evaluation none \n rewards   accuracy\n"
 else
     echo "vgr-trl train: There is no room." >&2
     echo "subprocess.CalledProcessError: it returned non-zero exit status 1." >&2
@@ -204,7 +204,7 @@ def test_a_check_says_where_a_run_would_fail_and_why(tiny_folder, tmp_path):
     words = [str(EXPERIMENTS / "tprl.sh"), "--token_weights", "false", "--max_prompt_length", "99"]
     done = run("check.sh", tmp_path, *words, TINY="1", TINY_FOLDER=str(tiny_folder))
     assert done.returncode == 1
-    assert "data          ok      8 rows to train on, none to evaluate on\n" in done.stdout
+    assert "data          ok      training 8 rows, evaluation none\n" in done.stdout
     assert "every signal  FAILED  vgr-trl train: There is no room.\n" in done.stdout
     given = (tmp_path / "given").read_text().splitlines()
     script = next(index for index, word in enumerate(given) if word.endswith("train_grpo_vlm.py"))

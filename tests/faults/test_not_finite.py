@@ -63,7 +63,7 @@ def test_an_update_whose_gradient_is_nan_is_left_out(options, vision_trainer):
 def test_nan_in_scoring_ends_the_run(options, vision_trainer):
     trainer = vision_trainer(max_steps=4, **options)
     faulty = Faulty(trainer, "scoring", {2})
-    with pytest.raises(NotFiniteError, match="log-probabilities of 1 of 8 completions are NaN, at step 3: its weights"):
+    with pytest.raises(NotFiniteError, match="log-probabilities of 1 of 8 completions are NaN at step 3: its weights"):
         trainer.train()
     assert trainer.state.global_step == 2
     assert torch.equal(faulty.weights[2], weights(trainer))

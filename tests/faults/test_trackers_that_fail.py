@@ -28,7 +28,7 @@ def test_a_tracker_that_fails_later_is_said_once_and_outlived(text_trainer, fail
 def test_a_tracker_that_is_missing_is_named_and_its_callback_is_not_made(text_trainer, monkeypatch):
     """MLflow's raises in its constructor, and again in its destructor."""
     monkeypatch.setattr(integration_utils, "is_mlflow_available", lambda: False)
-    with pytest.raises(ConfigError, match="report_to names mlflow, which is missing or off"):
+    with pytest.raises(ConfigError, match="report_to names mlflow, which is not available"):
         text_trainer(report_to="mlflow")
 
 

@@ -83,7 +83,7 @@ def test_a_file_that_states_another_method_than_its_recipe_is_refused(tmp_path):
             "reward_funcs: [accuracy, format]",
             r"reward_funcs \['accuracy', 'format'\], but the recipe mdi has \[",
         ),
-        ("vppo", "enable_perception_filtering: false", "but the recipe vppo has True: choose one of the two"),
+        ("vppo", "enable_perception_filtering: false", "but the recipe vppo has True: remove the line from the file"),
         ("papo", "perturbation: remove_image", "perturbation remove_image, but the recipe papo has blacken_patches"),
     ):
         file.write_text(text)

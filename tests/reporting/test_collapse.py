@@ -36,12 +36,12 @@ def signs(weights=WEIGHTS, steps=8, healthy=HEALTHY, **changed):
     [
         ({"accuracy_reward_mean": 0.2}, "accuracy_reward fell from 0.6 to 0.2"),
         ({"mean_length": 20.0}, "the length of completions fell from 100 to 20"),
-        ({"clipped_ratio": 0.95}, "95% of the completions are truncated (at the lowest 10%)"),
+        ({"clipped_ratio": 0.95}, "95% of the completions are truncated (lowest so far 10%)"),
         ({"entropy": 0.001}, "entropy fell from 0.3 to 0.001"),
-        ({"zero_std": 0.97}, "97% of the groups have equal rewards (at the lowest 40%)"),
+        ({"zero_std": 0.97}, "97% of the groups have equal rewards (lowest so far 40%)"),
         (
             {"vgr_reward_mean": 0.1, "accuracy_reward_std": 0.04, "format_reward_std": 0.0},
-            "vgr_reward fell from 0.5 to 0.1 while it is 75% of the rewards' deviation",
+            "vgr_reward fell from 0.5 to 0.1 and makes up 75% of the rewards' deviation",
         ),
         (HACKED | {"^entropy": 0.5}, "the perception loss fell from -0.1 to -1.5 while entropies rose"),
         (

@@ -30,7 +30,7 @@ def test_the_command_writes_a_file_that_pandas_reads(tmp_path, capsys, ending):
     run = make_run(tmp_path / "run", steps=2)
     file = tmp_path / f"tokens.{ending}"
     assert main(["export", str(run), "--output", str(file)]) == 0
-    assert capsys.readouterr().out == f"88 rows are in {file}.\n"
+    assert capsys.readouterr().out == f"Wrote 88 rows to {file}.\n"
     read = pd.read_csv(file) if ending == "csv" else pd.read_parquet(file)
     pd.testing.assert_frame_equal(read, to_pandas(run), check_dtype=False)
     assert main(["export", str(run), "--output", str(tmp_path / "tokens.txt")]) == 1

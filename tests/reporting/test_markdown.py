@@ -135,7 +135,10 @@ def test_no_text_brings_its_own_control_characters_to_the_terminal(text):
 def test_the_ends_of_a_training_are_tenths_of_its_logs_as_in_the_report():
     history = [{"reward": float(step), "rewards/accuracy_reward/mean": 0.5} for step in range(1, 26)]
     (line,) = progress_lines(history, "")
-    assert line == "training    reward 2.000 → 24.000, accuracy 0.500 → 0.500 in the first and last 3 of 25 logs"
+    assert (
+        line
+        == "training    reward 2.000 → 24.000, accuracy 0.500 → 0.500 (means of the first and last tenth of 25 logs)"
+    )
 
 
 def test_the_line_of_a_step_has_every_reward():

@@ -144,7 +144,7 @@ def test_what_is_refused():
     holes[2, 3] = 0
     with pytest.raises(DataError, match="pad prompts on the left"):
         RolloutScorer(build("llama")).score(ids.flip(1), mask.flip(1), new_ids, new_mask, attention=False)
-    with pytest.raises(DataError, match="a 0 in front of a 1"):
+    with pytest.raises(DataError, match="a 0 before a 1"):
         RolloutScorer(build("llama")).score(ids, mask, new_ids, holes, attention=False)
     with pytest.raises(ConfigError, match="Give vision_token_ids, for attention special_token_ids too"):
         score(RolloutScorer(build("llava")), make_batch("llava"))

@@ -142,7 +142,7 @@ def test_models_whose_image_tokens_trl_cannot_mark():
 
 
 REFUSED = [
-    ({"signals": ["region_share"]}, "boxes are of the prompt's image, and with tools there may be others"),
+    ({"signals": ["region_share"]}, "boxes refer to the prompt's image, but tools may add images"),
     ({"attention_source": "generate", "compute_attention_metrics": True}, "with tools, which generates several times"),
     ({"enable_perception_filtering": True, "perturbation": "remove_image"}, "perturbed by remove_image with tools"),
 ]
@@ -155,5 +155,5 @@ def test_what_is_refused_with_tools(make, changed, sentence):
 
 
 def test_what_is_refused_without_tools(vision_trainer):
-    with pytest.raises(ConfigError, match='perturb_images is "tools", but there are none'):
+    with pytest.raises(ConfigError, match='perturb_images is "tools", but the run has none'):
         vision_trainer(enable_perception_filtering=True, perturb_images="tools")

@@ -31,14 +31,14 @@ def test_one_group_passes_again_once_and_the_change_is_logged(make, passes, capl
     assert [rows for trains, rows in passes if not trains] == [8]  # 4 completions, and they behind a blank image
     (change,) = [entry["pixels/change"] for entry in trainer.state.log_history if "pixels/change" in entry]
     (line,) = [text for text in caplog.messages if "blank image" in text]
-    assert line == f"Behind a blank image log-probabilities change by {change:.3g} nats per token."
+    assert line == f"With a blank image, log-probabilities change by {change:.3g} nats per token."
     assert change > 1e-5
 
 
 def test_a_model_whose_pixels_are_cut_stops_the_run(make):
     trainer = make()
     cut_pixels(trainer)
-    with pytest.raises(DataError, match="tokens do not change behind a blank image, so the model does not use its im"):
+    with pytest.raises(DataError, match="tokens do not change with a blank image, so the model does not use its im"):
         trainer.train()
     trained = make(check_pixels=False, max_steps=1)
     cut_pixels(trained)
@@ -90,7 +90,7 @@ def test_an_engine_without_images_is_told_from_one_with_other_weights():
     blind = compare(engine)
     assert (blind.engine, blind.engine_blank) == (pytest.approx(1.1), pytest.approx(0.15))
     assert blind.engine_is_blind
-    assert "They are 0.15 from the trainer's behind a blank image: vLLM gets no images." in blind.describe()
+    assert "With a blank image they are 0.15 from the trainer's: vLLM gets no images." in blind.describe()
     near = compare(torch.tensor([[-1.05, -2.0, 0.0], [-1.0, -1.0, -1.0]]))
     assert near.engine == pytest.approx(0.01)
     assert not near.engine_is_far

@@ -115,7 +115,7 @@ def report(argv: Sequence[str]) -> int:
     from vgr_trl.utils import printable
 
     parser = _make_parser("report")
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir, or a file of `evaluate`")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir, or output_file of `evaluate`")
     parser.add_argument("--output", type=Path, help="HTML file (default: report.html in or beside the first RUN)")
     parser.add_argument("--names", nargs="+", help="names to show for the runs, in order")
     parser.add_argument("--max_megabytes", type=float, default=9.5, help="maximum size, 1 to 100 (default 9.5)")
@@ -149,7 +149,7 @@ def merge(argv: Sequence[str]) -> int:
     flags = parser.parse_args(argv)
     output = flags.output_dir or flags.run / "merged"
     if not (flags.run / "adapter_config.json").is_file():
-        raise ConfigError(f"{flags.run} has no LoRA adapter: give the folder of one; a full model needs no merge.")
+        raise ConfigError(f"{flags.run} is no LoRA adapter: give a folder with one; a full model needs no merge.")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"output_dir {output} exists: give a new folder.")
     _announce_command("merge")
@@ -158,7 +158,7 @@ def merge(argv: Sequence[str]) -> int:
     model, processor = load_for_inference(str(flags.run))
     for part in (model.merge_and_unload(), processor):
         part.save_pretrained(output)
-    print(f"The full model is in {output}.")
+    print(f"Wrote the full model to {output}.")
     return 0
 
 
@@ -172,7 +172,7 @@ def export(argv: Sequence[str]) -> int:
         "--output", type=Path, default=Path("tokens.parquet"), help=".csv or .parquet (default %(default)s)"
     )
     flags = parser.parse_args(argv)
-    print(f"{export_run(flags.run, flags.output):,} rows are in {flags.output}.")
+    print(f"Wrote {export_run(flags.run, flags.output):,} rows to {flags.output}.")
     return 0
 
 
@@ -198,7 +198,7 @@ def init(argv: Sequence[str]) -> int:
     """Write a commented YAML file; with `--laptop` also the tiny model and questions it uses, in `tiny_vlm`."""
     parser = _make_parser("init")
     parser.add_argument("file", nargs="?", type=Path, default=Path("train.yaml"), help="(default train.yaml)")
-    parser.add_argument("--laptop", action="store_true", help="for a CPU, with a tiny model and data (1-2 minutes)")
+    parser.add_argument("--laptop", action="store_true", help="for a CPU: also write a tiny model and questions")
     flags = parser.parse_args(argv)
     folder = flags.file.parent / "tiny_vlm"
     template = (TEMPLATES / ("laptop.yaml" if flags.laptop else "gpu.yaml")).read_text(encoding="utf-8")
@@ -253,13 +253,13 @@ def _import_command(name: str) -> Callable[[Sequence[str]], int]:
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "quickstart": ("train on a file of questions, evaluate, and write a report", quickstart),
-    "train": ("train a vision-language model with DAPO (the script of `accelerate launch`)", _import_command("train")),
-    "evaluate": ("accuracy, mean@k, pass@k and format of a model, without training", _import_command("evaluate")),
+    "train": ("train a vision-language model with DAPO, also under accelerate launch", _import_command("train")),
+    "evaluate": ("measure accuracy, mean@k, pass@k and format of a model", _import_command("evaluate")),
     "merge": ("merge the LoRA adapter of a run into its base model", merge),
     "report": ("write an HTML report of one or several runs: curves, completions, attention", report),
-    "export": ("write the completions of a run as CSV or Parquet, a row per token", export),
-    "data": ("convert public question sets to one schema, merge and inspect them", _import_command("data")),
-    "demo": ("train the built-in tiny vision-language model; accuracy before and after", demo),
+    "export": ("write the completions of a run as CSV or Parquet, one row per token", export),
+    "data": ("convert, merge and inspect question sets; grade completions", _import_command("data")),
+    "demo": ("train a built-in tiny vision-language model and compare its accuracy before and after", demo),
     "recipes": ("list the methods that `train --recipe NAME` starts from, or show one", recipes),
     "init": ("write a commented YAML file for `vgr-trl train --config`", init),
     "path": ("print the path of a configuration for `accelerate launch --config_file`", path),
@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vgr_trl {__version__}")
         return 0
     if name not in COMMANDS:
-        print(f"vgr-trl: there is no command {name!r}: give one of {', '.join(COMMANDS)}.", file=sys.stderr)
+        print(f"vgr-trl: unknown command {name!r}: give one of {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     for source, words in NOISE.items():
         logging.getLogger(source).addFilter(partial(_lacks, words))

@@ -51,7 +51,7 @@ class RunArguments:
         "or of your own file (my.yaml). --config overrides it; flags override both.")
     dry_run: bool = option(False, "Load everything, run one step on a few prompts, print completions and an "
         "estimate of the whole run's time and memory; write nothing.")
-    verbose: bool = option(False, "Print every feature at the start: on, or off and why.")
+    verbose: bool = option(False, "Print at the start which features are on, and why the others are off.")
     ignore_unknown_keys: bool = option(False, "If --config is a file of EasyR1, MTRL or verl: ignore keys that have "
         "no equivalent here instead of stopping.")
 
@@ -60,7 +60,7 @@ class RunArguments:
 class DataArguments:
     """Data"""
 
-    dataset_name: str | None = option(None, "Hub data set to train on.")
+    dataset_name: str | None = option(None, "Hub data set.")
     dataset_config: str | None = option(None, "Configuration of the hub data set.")
     dataset_path: str | None = option(None, "Data set folder: files of one format, or written by save_to_disk.")
     data_files: str | None = option(None, "train=a.parquet,test=b.parquet; several files: train=a.jsonl+b.jsonl, "
@@ -79,12 +79,12 @@ class DataArguments:
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
     dataset_streaming: bool = option(False, "Stream rows instead of loading the split; requires max_steps.")
-    test_dataset: str | None = option(None, "Evaluation data (hub name, folder or file), if elsewhere.")
+    test_dataset: str | None = option(None, "Separate evaluation data: hub name, folder or file.")
     max_train_rows: int | None = option(None, "Use only the first N training rows.", ge=1)
     max_test_rows: int | None = option(None, "Use only the first N evaluation rows.", ge=1)
     system_prompt_file: str | None = option(None, "System prompt file: text, or a Jinja2 template with problem, "
         "choices, letters and source; an empty file, or none: no system prompt.")
-    question_template_file: str | None = option(None, "Jinja2 template of the whole prompt; content: the question.")
+    question_template_file: str | None = option(None, "Jinja2 template of the whole prompt; content is the question.")
     prompt_language: Literal["en", "zh"] | None = option(None, "Language of the default system prompt.")
     video_fps: float = option(2.0, "Frames sampled per second of video.", gt=0, le=1000)
     max_video_frames: int = option(16, "Maximum frames per row; rows with more are skipped and listed.", ge=1)
@@ -128,7 +128,7 @@ def earlier_rewards(flags: Sequence[str]) -> list[str]:
     rewards = ["accuracy", "vgr", "format", *["tag_count"] * (count == 5), "length"]
     added = ["--reward_funcs", *rewards, "--attention_reward_scale", "none"]
     if os.environ.get("RANK", "0") == "0":
-        print(f"{count} reward weights without names, read as by the earlier scripts: {' '.join(added)}", flush=True)
+        print(f"{count} reward weights without reward_funcs: adding {' '.join(added)}", flush=True)
     return added
 
 
@@ -137,7 +137,7 @@ class RewardFileArguments:
     """Reward files"""
 
     # fmt: off
-    reward_type: str | None = option(None, "Form of EasyR1 reward files: batch or sequential (default: as they say).")
+    reward_type: str | None = option(None, "Form of EasyR1 reward files: batch or sequential (default: detected).")
     reward_num_cpus: int = option(1, "Worker processes for a sequential EasyR1 reward file.")
     reward_function_kwargs: dict[str, Any] | str | None = option(None, "JSON object: extra arguments of EasyR1 reward "
         "files, and options that other rewards declare.")
@@ -382,9 +382,9 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
     left_out = [_option_name(flag) for flag in flags]
     for flag, name in zip(flags, left_out, strict=True):
         if name not in ignored:
-            raise ConfigError(f"There is no flag {flag}.{did_you_mean(flag, parser._option_string_actions)}")
+            raise ConfigError(f"Unknown flag {flag}.{did_you_mean(flag, parser._option_string_actions)}")
     if rest and not rest[0].startswith("--"):
-        raise ConfigError(f"{rest[0]!r} belongs to no flag: remove it, or quote the value that it is part of.")
+        raise ConfigError(f"{rest[0]!r} is not a flag or its value: remove it, or quote the value that it is part of.")
     typed = [_option_name(word) for word in argv if word.startswith("--")]
     stated = _rename_aliases(dict.fromkeys(typed), "The command line")
     if SEGMENTED in typed and not {"early_reward_weights", "config", "recipe"} & stated.keys():
@@ -412,7 +412,7 @@ def _rename_aliases(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return options under their own names; raise `ConfigError` if an option and its alias are both given."""
     for alias, name in ALIASES.items():
         if {alias, name} <= values.keys():
-            raise ConfigError(f"{where} has {alias} and {name}, which are one option: give one of them.")
+            raise ConfigError(f"{where} has {alias} and {name}, which are the same option: give one of them.")
     return {ALIASES.get(name, name): value for name, value in values.items()}
 
 

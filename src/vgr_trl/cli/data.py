@@ -69,42 +69,42 @@ def make_parser() -> argparse.ArgumentParser:
         return made.add_argument
 
     convert = command("convert", "Convert a public set, or your own files, to one schema.", *SOURCE, *COLUMNS, *IMAGES)
-    convert("source", help=f"the set: {', '.join(CONVERTERS)}, or a reader of yours (my_sets.py:my_set)")
+    convert("source", help=f"the set: {', '.join(CONVERTERS)}, or your own reader (my_sets.py:my_set)")
     convert("--data_files", nargs="+", help="files; arxivqa: corpus=a queries=b qrels=c")
-    convert("--split", help="which split to read (default: test of mmmu_pro, else train)")
-    convert("--output_split", choices=sorted({*MEANT.values()}), help="the split to write (default: the same)")
+    convert("--split", help="split to read (default: test for mmmu_pro, else train)")
+    convert("--output_split", choices=sorted({*MEANT.values()}), help="split to write (default: the same)")
     convert("--question_id_file", type=Path, help="keep only these ids: one per line, or a JSON list")
-    convert("--subset_size", type=int, help="stop after so many rows")
-    merge = command("merge", "Merge several sets to one, split into train and test.", *IMAGES)
+    convert("--subset_size", type=int, help="stop after N rows")
+    merge = command("merge", "Merge several sets into one, split into train and test.", *IMAGES)
     merge("sets", nargs="+", help="folders that `convert` wrote, FOLDER:SPLIT for one split, or files")
-    merge("--test_share", type=float, default=0.1, help="of the rows; 0: no split (default 0.1)")
+    merge("--test_share", type=float, default=0.1, help="share of the test split; 0: no split (default 0.1)")
     for name, add in {"convert": convert, "merge": merge}.items():
-        add("--output_dir", "--out_dir", type=Path, required=True, help="folder; an earlier result in it is replaced")
-        add("--rows_per_file", type=int, default=2000, help="(default %(default)s)")
-        add("--shuffle_choices", action="store_true", help="put options in another order, letters balanced")
-        add("--seed", type=int, default=0, help="of split and order of options (default 0)")
-        add("--workers", type=int, default=2, help="processes that decode images; 0: none (default 2)")
-        add("--max_image_pixels", type=int, help="leave out rows with larger images")
-        add("--page", type=Path, help="also inspect the result, and write a page with some of its questions there")
+        add("--output_dir", "--out_dir", type=Path, required=True, help="output folder; replaces an earlier result")
+        add("--rows_per_file", type=int, default=2000, help="rows per Parquet file (default 2000)")
+        add("--shuffle_choices", action="store_true", help="shuffle the choices, with balanced right letters")
+        add("--seed", type=int, default=0, help="seed of split and shuffle (default 0)")
+        add("--workers", type=int, default=2, help="worker processes for decoding; 0: none (default 2)")
+        add("--max_image_pixels", type=int, help="skip rows with larger images (width x height)")
+        add("--page", type=Path, help="inspect the result, and write some questions to this HTML file")
         commands.choices[name].set_defaults(max_short_side=MAX_SHORT_SIDE)
     inspect = command("inspect", "Check a set before training, and look at some rows.", *READING)
     inspect("path", help="a file, a folder, or a name on the hub")
     inspect("--split", help="(default: train, or the only one)")
-    inspect("--max_rows", type=int, help="look at the first so many rows only")
-    inspect("--no_solution", action="store_true", help="rows need no solution: no accuracy reward is used")
+    inspect("--max_rows", type=int, help="read only the first N rows")
+    inspect("--no_solution", action="store_true", help="accept rows without a solution: no accuracy reward is used")
     inspect("--strict", action="store_true", help="exit with status 1 if a row cannot be used")
-    inspect("--model", help="folder or hub name whose processor counts the tokens of prompts")
+    inspect("--model", help="model (folder or hub name) whose processor counts prompt tokens")
     inspect("--tiny", action="store_true", help="count with the embedded demo's processor, byte by byte")
     inspect("--model_revision", help="branch, tag or commit of a hub name")
-    inspect("--trust_remote_code", action="store_true", help="the model may bring its own code")
-    inspect("--max_prompt_length", type=int, help="as in training: longer prompts are left out")
-    inspect("--page", type=Path, help="write a page with some of the questions there")
+    inspect("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
+    inspect("--max_prompt_length", type=int, help="count longer prompts, which training skips")
+    inspect("--page", type=Path, help="write some of the questions to this HTML file")
     inspect("--samples", type=int, default=12, help="questions on the page; 0: no page (default 12)")
-    inspect("--seed", type=int, default=0, help="of the questions drawn (default 0)")
-    inspect("--skipped", type=Path, help="list every row that cannot be used there, as JSONL")
+    inspect("--seed", type=int, default=0, help="seed for drawing the questions (default 0)")
+    inspect("--skipped", type=Path, help="JSONL file for the rows that cannot be used, with reasons")
     score = command("score", "Show how the accuracy reward reads completions.")
-    score("path", type=Path, help="JSONL with output (or completion), solution and, if there are any, choices")
-    score("--limit", type=int, help="read only the first so many lines")
+    score("path", type=Path, help="JSONL file with output (or completion), solution and optional choices")
+    score("--limit", type=int, help="read only the first N lines")
     return parser
 
 
@@ -119,7 +119,7 @@ def convert_run(flags: argparse.Namespace) -> None:
     asked = flags.split or converter.split
     split = flags.output_split or MEANT.get(asked)
     if split is None:
-        raise ConfigError(f"The split is {asked!r}: say what it becomes by --output_split train, for example.")
+        raise ConfigError(f"The split {asked!r} needs a name in the result: give --output_split, for example train.")
     if not (data.dataset_name or data.dataset_path or data.data_files):
         data = replace(data, dataset_name=converter.hub_name)
     source: dict[str, Any] = {name: getattr(data, name) for name in DATA_SOURCES} | {"with_folders": False}
@@ -173,7 +173,7 @@ def _write(
         rows = shuffle_choices(rows, sides.values(), flags.seed)
     text = write_rows(rows, sides, columns, working, flags.rows_per_file)
     left_out = len(rows) - sum(map(len, sides.values()))
-    print(f"{text}\nRows are in {flags.output_dir}; {left_out:,} left out are listed in {flags.output_dir / SKIPPED}.")
+    print(f"{text}\nRows are in {flags.output_dir}; {left_out:,} skipped are listed in {flags.output_dir / SKIPPED}.")
     if flags.page:
         words = ["inspect", str(flags.output_dir), "--split", next(iter(sides)), "--page", str(flags.page)]
         inspect_run(make_parser().parse_args(words))
@@ -184,7 +184,7 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
     data, path = _data_arguments(flags), Path(flags.path).absolute()
     for output in (flags.page, flags.skipped):
         if output and (not output.parent.is_dir() or output.resolve() == path.resolve()):
-            raise ConfigError(f"{output} cannot be written: give a file of its own in a folder that exists.")
+            raise ConfigError(f"{output} cannot be written: give a new file in an existing folder.")
     processor = build_processor([]) if flags.tiny else None
     if flags.model:
         processor = load_processor(flags.model, flags.model_revision, flags.trust_remote_code)
@@ -209,18 +209,18 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
         for name in others:
             other = inspect_rows(loads[name](), looks, name, samples=0).digests
             if shared := sum(findings.digests[image] for image in findings.digests.keys() & other.keys()):
-                findings.text += f"\n{shared:,} rows of {split} show an image that {name} has too."
+                findings.text += f"\n{shared:,} rows of {split} have an image that is also in {name}."
     if flags.skipped:
         lines = [json.dumps(asdict(row), default=str) + "\n" for row in findings.skipped]
         flags.skipped.write_text("".join(lines), encoding="utf-8")
     print(findings.text + "\n")
     if processor is None:
-        print("Prompt lengths are not measured: name the model with --model.")
+        print("Prompt lengths not measured; pass --model.")
     if flags.samples and flags.page:
         write_atomic(flags.page, page(findings, flags.path, flags.seed))
-        print(f"{len(findings.sample)} questions to look at are in {flags.page}.")
+        print(f"Wrote {len(findings.sample)} questions to {flags.page}.")
     elif flags.samples:
-        print("--page FILE.html writes some of the questions with their images.")
+        print("--page FILE.html shows some of the questions with their images.")
     return findings
 
 
@@ -233,7 +233,7 @@ def score_run(flags: argparse.Namespace) -> None:
             text = completion_text(row["output"] if "output" in row else row.get("completion"))
             gold = resolve_solution(row.get("solution"), row.get("choices"))
         except RewardError as error:
-            counts["left out"] += 1
+            counts["no reward"] += 1
             print(to_one_line(f"{number}: no reward: {error}"))
             continue
         found = stated_answer(text, gold.choices, is_open=gold.index is None)

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     data, options = parse((DataArguments, EvaluationArguments), "evaluate", argv, TRAINING_OPTIONS)
     output = Path(options.output_file) if options.output_file else None
     if options.save_completions and output is None:
-        raise ConfigError("save_completions is on, but there is no file to save them in: give --output_file FILE.")
+        raise ConfigError("save_completions needs a file: give --output_file FILE.")
     if output is not None:
         with raise_config_errors():  # fail before the evaluation, not after it
             output.parent.mkdir(parents=True, exist_ok=True)

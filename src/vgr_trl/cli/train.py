@@ -137,7 +137,7 @@ def train(
         except KeyboardInterrupt as interrupted:
             raise KeyboardInterrupt(how_to_go_on(output_dir)) from interrupted
     if trainer.state.global_step == 0:
-        raise DataError("Nothing was trained: fewer usable rows than a rollout needs; see the skipped rows above.")
+        raise DataError("Nothing was trained: a rollout needs more rows than are usable; see the skipped rows above.")
     collapsed = None
     if trainer.termination.stopped:
         if is_main:
@@ -150,8 +150,7 @@ def train(
         metrics = final_metrics(trainer)
         if is_main:
             write_atomic(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
-            evaluated = f"{_count_rows(trainer.eval_dataset)} of {source_name(evaluation_source(data))}"
-            print(*progress_lines(trainer.state.log_history, evaluated), sep="\n")
+            print(*progress_lines(trainer.state.log_history, _count_rows(trainer.eval_dataset)), sep="\n")
             print(f"Model, metrics and completions are in {output_dir}. Next: vgr-trl report {output_dir}")
     trainer.accelerator.wait_for_everyone()
     wait_for_gloo()
@@ -225,13 +224,13 @@ def select_evaluation_rows(
     except MissingSplitError as missing:
         others = [split for split in missing.splits if MEANT.get(split) == "validation"]
         if data.dataset_test_split == "test" and others and data.dataset_train_split not in others:
-            return train_rows, *load(others[0]), f"The data have no split test: evaluating on {others[0]}."
+            return train_rows, *load(others[0]), f"The data have no test split: evaluating on {others[0]}."
         if data.test_dataset is not None or data.dataset_streaming:
             raise
     root = image_root(data, data.dataset_train_split)
     kept, test_rows = train_test_split(train_rows, config.seed, root, data.max_test_rows)
     held_out = f"{len(test_rows)} of {len(train_rows)} rows are held out for evaluation, chosen by image and seed"
-    return kept, test_rows, [], f"The data have no split {data.dataset_test_split}: {held_out} {config.seed}."
+    return kept, test_rows, [], f"The data have no {data.dataset_test_split} split: {held_out} {config.seed}."
 
 
 def attention_scale_warning(functions: list[Any], config: DAPOConfig) -> str | None:
@@ -245,7 +244,7 @@ def _adapter_options_warning(model: ModelConfig) -> str | None:
     unused = [name for name in changed_options(model) if name.startswith(("lora_", "use_rslora", "use_dora"))]
     if model.use_peft or not unused:
         return None
-    return f"Without effect: {', '.join(unused)}; use_peft is False: add --use_peft."
+    return f"Without effect: {', '.join(unused)}. Add --use_peft to train an adapter."
 
 
 def separate_lora_modules(model: ModelConfig) -> None:
@@ -301,7 +300,7 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
         present += sorted(path.name for path in output_dir.glob("checkpoint-*"))
         if present:
             cure = "" if may_repeat else ", or continue that run with --resume_from_checkpoint latest"
-            raise ConfigError(f"output_dir {output_dir} has a run in it ({present[0]}): choose another one{cure}.")
+            raise ConfigError(f"output_dir {output_dir} holds a run ({present[0]}): choose another one{cure}.")
     for name, value in identity.items() if resume is not None else ():
         if before.get(name, value) != value:
             raise ConfigError(
@@ -332,7 +331,7 @@ def describe_run(
     # ZeRO-3 keeps only the number of elements of a parameter.
     sizes = [(getattr(each, "ds_numel", each.numel()), each.requires_grad) for each in model.parameters()]
     trained = f"{sum(size for size, trains in sizes if trains):,} of {sum(size for size, _ in sizes):,} parameters"
-    data = f"{_count_rows(trainer.train_dataset)} to train on, {_count_rows(trainer.eval_dataset)} to evaluate on"
+    data = f"training {_count_rows(trainer.train_dataset)}, evaluation {_count_rows(trainer.eval_dataset)}"
     per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     uses = steps_per_rollout(args)
     rollout = f"{args.prompts_per_rollout} prompts x {args.num_generations} completions = {args.generation_batch_size}"
@@ -349,10 +348,10 @@ def describe_run(
     if trainer.tools:
         rows.append(("tools", ", ".join(tool.__name__ for tool in trainer.tools)))
     if switched_on:
-        rows.append(("on", _format_options(args, switched_on)))
+        rows.append(("changed", _format_options(args, switched_on)))
     if verbose:
         rows += [("passes", describe_features(trainer.features)), ("images", str(trainer.vision_cache))]
-        rows += [("without effect", f"{_format_options(args, [name])} because {why}") for name, why in idle.items()]
+        rows += [("without effect", f"{_format_options(args, [name])}: {why}") for name, why in idle.items()]
     if checkpoint is None and needs_record_before_training(trainer):
         before = args.eval_batch_size * trainer.accelerator.num_processes
         rows.append(("at step 0", f"{before} evaluation completions and their rewards are recorded for the report"))

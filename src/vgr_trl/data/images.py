@@ -86,7 +86,7 @@ def path_within(root: Path, name: str | Path) -> Path:
         return path
     allowed = (Path(folder).resolve() for folder in (root, HF_HUB_CACHE, downloaded()))
     if root != Path() and not any(real.is_relative_to(folder) for folder in allowed):
-        raise DataError(f"file {str(path)[:200]} lies outside of {root}: give the folder of the files by --image_dir")
+        raise DataError(f"file {str(path)[:200]} is outside {root}: give the folder of the files with --image_dir")
     return path
 
 
@@ -104,7 +104,7 @@ def refuse_named_files(conversation: Sequence[Mapping[str, Any]]) -> None:
         named = [name for name in FILE_FIELDS if part.get(name) is not None]
         named += ["image"] * isinstance(part.get("image"), str | bytes | dict)
         if named:
-            raise DataError(f"a part of its prompt names a file ({named[0]}), which is neither read nor fetched")
+            raise DataError(f"a part of its prompt names a file ({named[0]}); only image and video columns are read")
 
 
 # Images
@@ -173,7 +173,7 @@ def _require_size(size: Size, limit: int | None = None, kind: str = "image") -> 
     limit = limit or Image.MAX_IMAGE_PIXELS
     if min(size) == 0 or max(size) >= MOST_ELONGATED * min(size) or (limit and size[0] * size[1] > limit):
         found = f"{kind} has size {size[0]}x{size[1]}"
-        raise DataError(f"{found}: it needs 1 to {limit} pixels, and sides of at most {MOST_ELONGATED} to 1")
+        raise DataError(f"{found}: give 1 to {limit} pixels, with an aspect ratio below {MOST_ELONGATED}")
 
 
 @contextmanager
@@ -212,13 +212,13 @@ def _opened(value: Any, root: Path, kind: str = "image") -> BinaryIO:
     if not isinstance(value, str | Path):
         raise DataError(f"{kind} is of type {type(value).__name__}, not a path, bytes or decoded")
     if address := ADDRESS.match(str(value)):
-        raise DataError(f"{kind} is an address ({address[0]}…), which is not fetched: save it, and give its path")
+        raise DataError(f"{kind} is a URL ({address[0]}…), which is not downloaded: save the file and give its path")
     path = path_within(root, value)
     if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
         problem = "is a folder" if os.path.isdir(path) else "does not exist"
         raise DataError(f"{kind} file {str(path)[:200]} {problem}")
     if kind == "image" and (size := path.stat().st_size) > LARGEST_FILE:
-        raise DataError(f"image file {str(path)[:200]} has {size} bytes: at most {LARGEST_FILE} are read")
+        raise DataError(f"image file {str(path)[:200]} has {size} bytes; the limit is {LARGEST_FILE}")
     return path.open("rb")
 
 
@@ -283,9 +283,7 @@ class ImageLimits:
     def size_of(self, width: int, height: int) -> Size:
         """Return the size that an image of `width` x `height` pixels is brought to, or raise `DataError`."""
         if self.filter_big_images and max(width, height) > MAX_SHORT_SIDE:
-            raise DataError(
-                f"image has size {width}x{height}: filter_big_images leaves out sides above {MAX_SHORT_SIDE}"
-            )
+            raise DataError(f"image has size {width}x{height}: filter_big_images skips sides above {MAX_SHORT_SIDE}")
         area, scale = width * height, 1.0
         if self.max_short_side:
             scale = min(scale, self.max_short_side / min(width, height))
@@ -367,7 +365,7 @@ def _sampled(value: Any, fps: float, root: Path) -> Iterator[Image.Image]:
                 turn = getattr(frame, "rotation", 0) % 360
                 yield frame.to_image().rotate(turn, expand=True) if turn else frame.to_image()
         if not taken:
-            raise DataError("video has no pictures")
+            raise DataError("video has no frames")
 
 
 # All of a row

@@ -30,7 +30,7 @@ SUMMARY = Features(
     | {"choices": List(Value("string")), "length": Value("int32"), "tokens": List(Value("int32"))}
     | {SIZES: List(List(Value("int32"))), "digests": List(Value("string"))}
 )
-BY_COUNT = ("rows by source", "commonest answers to open questions", "left out")  # tables sorted by number of rows
+BY_COUNT = ("rows by source", "most frequent answers to open questions", "skipped")  # tables sorted by number of rows
 
 
 def report(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -47,13 +47,13 @@ def report(rows: Iterable[Mapping[str, Any]]) -> str:
         counts["rows by source"][to_one_line(row["source"])] += 1
         counts["rows by number of choices"][str(len(choices)) if choices else "open"] += 1
         counts["multiple-choice rows by right letter"].update(right if choices else [])
-        counts["commonest answers to open questions"].update([] if choices else right)
+        counts["most frequent answers to open questions"].update([] if choices else right)
         counts["rows by number of images"][str(len(row[SIZES]))] += 1
         counts["images by pixels of the shorter side"].update(power_class(min(size)) for size in row[SIZES])
         counts["images by tokens"].update(map(power_class, row.get("tokens") or ()))
         counts["prompt length in tokens, images included"].update([] if length is None else [power_class(length)])
     text = []
-    for title, table in {**counts, "left out": left_out}.items():
+    for title, table in {**counts, "skipped": left_out}.items():
         lines = sorted(table.items(), key=lambda line: (len(line[0]), line[0]))
         text += ["", title] * bool(lines)
         for name, count in table.most_common(12) if title in BY_COUNT else lines:
@@ -161,8 +161,8 @@ def inspect_rows(
     numbered = zip(drawn, rows.select(drawn), strict=True) if isinstance(rows, Dataset) else from_start
     sample = [one for place, row in numbered if place in drawn and (one := show_row(row, place, looks))]
     unreadable = sum(row.reason.startswith("solution is") for row in skipped)
-    bad = f"{len(skipped):,} of them cannot be used" if skipped else "all usable"
-    bad += f"; {unreadable:,} for an answer that cannot be read" if unreadable else ""
+    bad = f"{len(skipped):,} unusable" if skipped else "all usable"
+    bad += f"; {unreadable:,} because of an unreadable answer" if unreadable else ""
     text = [
         f"{split}: {len(found):,} rows, {bad}.",
         report(found.remove_columns("digests")),
@@ -172,8 +172,7 @@ def inspect_rows(
     measured = [length for length in found["length"][:] if length is not None]
     for most in ((limit // 2, limit, 2 * limit) if limit else LIMITS) if measured else ():
         longer = sum(length > most for length in measured)
-        left_out = f"leaves {longer:,} rows out ({longer / len(measured):.1%})"
-        text.append(f"max_prompt_length={most} {left_out}, with longer prompts.")
+        text.append(f"max_prompt_length={most} skips {longer:,} rows ({longer / len(measured):.1%}).")
     digests = Counter(digest for of in found["digests"][:] for digest in of or ())
     return Findings(len(found), len(usable), skipped, digests, sample, "\n".join(text))
 

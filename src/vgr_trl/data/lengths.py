@@ -68,7 +68,7 @@ class PromptLengths:
         if sizes and not self.reads_images:
             raise ConfigError(f"The data have images, but {type(self.processor).__name__} reads text only.")
         if sizes and isinstance(prompt, str):
-            raise DataError("A row with images has a text as its prompt: give a conversation (a list of messages).")
+            raise DataError("A row with images has a text prompt: give a conversation (a list of messages).")
         try:
             if not sizes:
                 return self._processor_count(prompt, [])
@@ -129,4 +129,4 @@ def refuse_single_image_models(processor: Any) -> None:
     lengths, blank = PromptLengths(processor), Image.new("RGB", PROBES[0])
     if lengths._processor_count(QUESTION, [blank] * 2) <= lengths._processor_count(QUESTION, [blank]):
         name = type(processor).__name__
-        raise ConfigError(f"{name} reads one image per prompt, but videos become several: use another model.")
+        raise ConfigError(f"{name} reads one image per prompt, but a video becomes several: use another model.")

@@ -78,7 +78,7 @@ def load_split(
     given = {"dataset_name": dataset_name, "dataset_path": dataset_path, "data_files": data_files}
     names = [name for name, value in given.items() if value]
     if len(names) != 1:
-        raise ConfigError(f"Data come from one of {', '.join(given)}, but {' and '.join(names) or 'none'} was given.")
+        raise ConfigError(f"Give the data as one of {', '.join(given)}, not {' and '.join(names) or 'none'}.")
     source = given[names[0]]
     with readable(source, names[0], only_reads=True):
         if dataset_path and not Path(dataset_path).is_dir():
@@ -128,7 +128,7 @@ def _find_splits(source: str, config: str | None, streaming: bool) -> Mapping[st
                 files = [file for file in files if file.suffix.lower() != ".json"]
             if len({*map(_kind, files)}) > 1:
                 found = " and ".join(map(str, files))[:500]
-                raise DataError(f"Files of different kinds, {found}, are no one set: name those to read by data_files.")
+                raise DataError(f"{found} are of different kinds: give the files to read as data_files.")
             return splits_of(files, folder)
     return cast("Mapping[str, Any]", load_dataset(source, name=config, streaming=streaming))
 
@@ -170,7 +170,7 @@ def _checked(rows: Any) -> Any:
         feature = (rows.features or {}).get(name)
         if isinstance(feature.feature if isinstance(feature, List) else feature, Json):
             mixed = f"The column `{name}` mixes texts and numbers, which would all become numbers"
-            raise DataError(f"{mixed}: give its JSONL files by data_files, or write the column as texts.")
+            raise DataError(f"{mixed}: give the JSONL files with data_files, or write the column as texts.")
     return rows.remove_columns([FOLDER]) if FOLDER in (rows.column_names or ()) else rows
 
 
@@ -244,13 +244,13 @@ def _has_card_with_files(folder: Path, config: str | None) -> bool:
     if not (configs := about.get("configs")):
         return False
     if "://" in str(configs):
-        raise DataError(f"A card says that rows are in an address, which is not in {folder}.")
+        raise DataError(f"The data set card in {folder} names a URL: only files in the folder are read.")
     found = load_dataset_builder(str(folder), name=config).config.data_files or {}
     for file in (file for files in found.values() for file in files):
         try:
             path_within(folder.absolute(), file)
         except DataError as error:
-            raise DataError(f"A card says that rows are in {file[:200]}, which is not in {folder}.") from error
+            raise DataError(f"The data set card names {file[:200]}, which is outside {folder}.") from error
     return True
 
 
@@ -368,7 +368,7 @@ def _csv(path: Path) -> Iterator[dict[str, Any]]:
         lines = csv.reader(file, strict=True)
         names = next(lines, [])
         if len(set(names)) != len(names) or "" in names:
-            raise ValueError(f"its columns are {names}: give each a name of its own")
+            raise ValueError(f"its columns are {names}: give each column a different name")
         for values in filter(None, lines):
             if len(values) == len(names):
                 yield {name: text or None for name, text in zip(names, values, strict=True)}

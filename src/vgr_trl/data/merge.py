@@ -35,7 +35,7 @@ def merge(rows: Dataset, test_share: float, seed: int) -> tuple[Dataset, dict[st
         DataError: there is no way to split the rows.
     """
     if not 0 <= test_share < 1:
-        raise ConfigError(f"test_share is {test_share}: give a number from 0 (no split) up to below 1.")
+        raise ConfigError(f"test_share is {test_share}: give a number in [0, 1); 0: no split.")
     reasons, images = list(rows[REASON]), dict[int, list[str]]()
     alike = defaultdict[Any, list[tuple[int, str, list[str]]]](list)  # number, right answer and options
     for number, row in enumerate(rows.select_columns(["problem", "solution", "choices", DIGESTS])):
@@ -111,7 +111,7 @@ def split_by_image(images: Sequence[Sequence[str]], test_share: float, seed: int
     for row, of in enumerate(images):
         groups[find(of[0])].append(row)
     if len(groups) < 2:
-        raise DataError(f"The {len(images)} rows cannot be split: all are linked by images they share.")
+        raise DataError(f"The {len(images)} rows cannot be split: shared images link all of them.")
 
     def rank(group: list[int]) -> str:
         image = min(image for row in group for image in images[row])

@@ -114,7 +114,7 @@ class PromptTemplate:
             raise ConfigError(f"{name} is not a Jinja2 template ({error_text(error)}): correct it there.") from error
         if unknown:
             known = ", ".join(VARIABLES[role])
-            raise ConfigError(f"{name} names {', '.join(sorted(unknown))}, but knows {known} only.")
+            raise ConfigError(f"{name} uses {', '.join(sorted(unknown))}, but only {known} are defined.")
 
     def __reduce__(self) -> Any:
         """Pickle and hash the text, as a compiled template is not the same twice."""
@@ -125,7 +125,7 @@ class PromptTemplate:
         try:
             return self._template.render(values).strip()
         except Exception as error:  # expressions of a template raise whatever Python's do
-            raise DataError(f"{self.name} cannot be filled in for it ({error_text(error)})") from error
+            raise DataError(f"{self.name} fails on it ({error_text(error)})") from error
 
 
 def format_question(problem: str, choices: Sequence[str] | None = None) -> str:
@@ -164,10 +164,10 @@ def build_prompt(
         asked = " ".join(texts_of(turns[-1:]))
         if system_prompt.role == "user":
             if not isinstance(problem, str):
-                raise DataError(f"its question is a conversation, which {system_prompt.name} cannot be filled in with")
+                raise DataError(f"its question is a conversation, but {system_prompt.name} needs a text")
             content = system_prompt.fill(content=asked, problem=asked)
             if not content:
-                raise DataError(f"{system_prompt.name} leaves nothing of it")
+                raise DataError(f"{system_prompt.name} gives an empty prompt")
             return [{"role": "user", "content": content}]
         options = list(choices or ())
         about = {"choices": options, "letters": [*LETTERS[: len(options)]], "source": source or ""}

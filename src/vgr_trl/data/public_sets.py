@@ -60,7 +60,7 @@ def join_arxivqa(load: Callable[[str], Dataset]) -> Dataset:
     names = [str(name) for name in queries["query-id"]]
     times = Counter(names)
     found = [next(iter(figures[name])) if len(figures[name]) == times[name] == 1 else None for name in names]
-    reason = "its query-id occurs twice, or it has not exactly one figure in qrels and corpus"
+    reason = "its query-id occurs twice, or it does not have exactly one figure in qrels and corpus"
     queries = queries.add_column(UNREADABLE, [reason if number is None else None for number in found])
     order = sorted(range(len(found)), key=lambda query: (found[query] is None, found[query]))
     shown = corpus.select_columns(["image"]).select([found[query] or 0 for query in order])
@@ -71,7 +71,7 @@ def _easy_vqa(row: Row) -> Iterator[Row]:
     """Yield the questions of easy-VQA, several to an image: `image_id`, `image`, and lists `questions`, `answers`."""
     asked, answers = list_of(row.get("questions"), "questions"), list_of(row.get("answers"), "answers")
     if len(asked) != len(answers) or not asked:
-        raise DataError(f"it has {len(asked)} questions and {len(answers)} answers: there must be as many of both")
+        raise DataError(f"it has {len(asked)} questions and {len(answers)} answers: the numbers must be equal")
     for number, (question, answer) in enumerate(zip(asked, answers, strict=True)):
         about = {"id": f"{row.get('image_id')}-{number}", "source": "easy-VQA", "image": row.get("image")}
         yield {**about, "question": question, "answer": answer}

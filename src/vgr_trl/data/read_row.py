@@ -158,7 +158,7 @@ def _read_prompt(row: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
     replied = turns.pop()["content"] if name != "prompt" and turns[-1]["role"] == "assistant" else None
     last = turns[-1]["role"] if turns else "assistant"
     if last == "assistant" or (name != "prompt" and last != "user"):
-        raise DataError(f"its {name} leaves the assistant nothing to answer: end it with a message of the user")
+        raise DataError(f"its {name} does not end with a user message: add one for the assistant to answer")
     refuse_named_files(turns)
     if name == "prompt":
         return turns, None, True
@@ -206,7 +206,7 @@ def options_of(value: Any) -> list[str]:
         return texts
     labels = "".join(match[1] or match[2] for match in labelled)
     if not LETTERS.startswith(labels):
-        raise DataError(f"its options carry the letters {', '.join(labels)}, which are not those of their places")
+        raise DataError(f"its options carry the letters {', '.join(labels)} instead of A, B, C, …")
     return [match[3] for match in labelled]
 
 
@@ -222,7 +222,7 @@ def _answer_of(row: Mapping[str, Any], options: Sequence[str] | None) -> Any:
         return [each.get("answer") if isinstance(each, Mapping) else each for each in answer]
     is_number = isinstance(answer, int) and not isinstance(answer, bool)
     if is_number and options and str(answer) in options and str(answer) not in options[answer : answer + 1]:
-        raise DataError(f"its {name} is the number {answer}, which is one option's text and could be an index")
+        raise DataError(f"its {name} is the number {answer}, which could be an option's text or an index")
     return answer
 
 
@@ -247,7 +247,7 @@ def list_of(value: Any, name: str) -> list[Any]:
     if not isinstance(found, list | tuple):
         raise DataError(f"its {name} is {value!r:.80}: it must be a list, or the text of one")
     if isinstance(value, str) and any(isinstance(item, str) and _MISREAD.search(item) for item in found):
-        raise DataError(f"its {name} is {value!r:.80}: backslashes in it stand for control characters")
+        raise DataError(f"its {name} is {value!r:.80}: its backslashes became control characters")
     return list(found)
 
 
@@ -349,18 +349,18 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
     image = next((name for name in names if is_media(features.get(name)) or _is_image_file(row[name])), None)
     choices = next((name for name in names if _looks_like_options(row[name], answer)), None)
     if missing is not None:
-        problem = f"{missing}, which is none of them."
+        problem = f"{missing}, which is not among them."
         if missing.startswith("solution_key"):
             none = "--solution_key none (data.answer_key=none or dataset.answer_key=none)"
-            problem += f" No reward needs it? Give {none}."
+            problem += f" If no reward needs it, give {none}."
     elif not has(*keys.prompt) and not is_vision_only(row):
-        problem = "it needs `prompt`, or `problem` with `solution`; say which one holds the question by --problem_key."
+        problem = "it needs `prompt`, or `problem` with `solution`; name the question column with --problem_key."
     elif needs_solution and not is_dialogue and not has_answer:
-        problem = "the accuracy reward needs `solution`; say which one holds it by --solution_key."
+        problem = "the accuracy reward needs `solution`; name the answer column with --solution_key."
     elif image is not None and keys.image and not has(*keys.image, *keys.video, *NUMBERED_IMAGES):
-        problem = f"`{image}` seems to hold images; say so by --image_key {image}, or --image_key none for text alone."
+        problem = f"`{image}` seems to hold images; give --image_key {image}, or --image_key none for text alone."
     elif choices is not None and needs_solution and keys.choices and not has(*keys.choices):
-        problem = f"`{choices}` seems to hold the options of which the answer, {answer}, is one; say so by "
+        problem = f"`{choices}` seems to hold the options, with the answer {answer} among them; give "
         problem += f"--choices_key {choices}, or --choices_key none for open questions."
     else:
         return row

@@ -252,7 +252,7 @@ def _prepare_dataset(
         answer = next((name for name in KEYS.answer if name in names), "solution")
         first, many = unreadable[0], f"{len(unreadable)} of the {len(dataset)} rows of {split}"
         problem = f"The answer in `{answer}` cannot be read in {many}, such as row {first.row}: {first.reason}"
-        raise DataError(f"{problem}. Name the answers' column by --solution_key.")
+        raise DataError(f"{problem}. Name the answer column with --solution_key.")
     made = [name for name in ("prompt", "choices", "solution", SIZES)
             if name in (*names, SIZES) or found.data.column(name).null_count < len(found)]  # fmt: skip
     kept = [name for name in names if name not in {*EXAMINED, *DIALOGUES, UNREADABLE}]
@@ -311,7 +311,7 @@ def drop_long_prompts(
     if len(kept) < len(dataset) and PartialState().is_main_process:
         rows = f"{len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data"
         longest = f"the longest prompt has {max(counts)} tokens{hint}"
-        logger.warning(f"max_prompt_length={limit}: left out {rows} ({longest}).")
+        logger.warning(f"max_prompt_length={limit}: skipped {rows} ({longest}).")
     return dataset if len(kept) == len(dataset) else dataset.select(kept)
 
 
@@ -451,7 +451,7 @@ def row_filter(
             if on_skipped is not None:
                 on_skipped(SkippedRow(split, place, row.get("id"), reason))
             else:
-                logger.warning(f"Left out {split} row {place} of the stream: {reason}.")
+                logger.warning(f"Skipped {split} row {place} of the stream: {reason}.")
         return reason is None
 
     return keeps
@@ -485,6 +485,6 @@ def report_skipped(skipped: Sequence[SkippedRow], path: Path, mode: str = "w") -
         file.writelines(json.dumps(asdict(row), default=str) + "\n" for row in skipped)
     first = skipped[0]
     logger.warning(
-        f"Left out {len(skipped)} rows that cannot be used, listed with their reasons in {path}; the first: "
+        f"Skipped {len(skipped)} unusable rows, listed with their reasons in {path}; the first: "
         f"{first.split} row {first.row}: {first.reason}."
     )

@@ -262,17 +262,20 @@ def fit(
     rng, was_training, step, average = random.Random(seed), model.training, 0, 3.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    for step in tqdm(range(1, max_steps + 1), desc=title):
-        model.train()
-        loss, answer_loss = supervised_loss(model, processor, rng.sample(rows, batch_size), **loss_options)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        warm_up.step()
-        average = 0.95 * average + 0.05 * answer_loss
-        if average < target_loss or is_done(step):
-            break
+    with tqdm(total=max_steps, desc=title) as bar:
+        for step in range(1, max_steps + 1):
+            model.train()
+            loss, answer_loss = supervised_loss(model, processor, rng.sample(rows, batch_size), **loss_options)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            warm_up.step()
+            bar.update()
+            average = 0.95 * average + 0.05 * answer_loss
+            if average < target_loss or is_done(step):
+                break
+        bar.total = step  # a fit that stops early shows 100 %
     model.train(was_training)
     return step
 

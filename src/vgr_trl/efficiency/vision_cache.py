@@ -145,7 +145,7 @@ class VisionCache:
 
     def __str__(self) -> str:
         where = "once per rollout" if self.reason is None else f"in every pass ({self.reason})"
-        return f"vision_cache_megabytes={self.megabytes}: image features {where}"
+        return f"vision_cache_megabytes={self.megabytes}: image features are computed {where}"
 
     def clear(self) -> None:
         """Drop all features, when a rollout begins."""

@@ -117,14 +117,14 @@ def override_recipe(
     if "reward_funcs" in options and rewards in _template_rewards():
         stated = {name: value for name, value in stated.items() if name not in rewards}
         if any(options.get(name) != value for name, value in rewards.items()):
-            print(f"{', '.join(rewards)} of {file} are not used, for the recipe {spec} has its own.", file=sys.stderr)
+            print(f"{', '.join(rewards)} of {file} are not used: the recipe {spec} sets its own.", file=sys.stderr)
     for name in sorted(options.keys() & stated.keys() & set(method)):
         recipe, own = options[name], stated[name]
         is_number = isinstance(recipe, int | float | dict) and not isinstance(recipe, bool)
         if not (is_number or own == recipe or [own] == recipe):
             raise ConfigError(
-                f"{file} has {name} {own}, but the recipe {spec} has {recipe}: choose one of the two by removing the "
-                f"line from the file, or give --{name}."
+                f"{file} has {name} {own}, but the recipe {spec} has {recipe}: remove the line from the file, "
+                f"or give --{name}."
             )
     return {**drop_displaced(options, stated), **stated}
 

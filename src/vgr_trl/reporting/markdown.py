@@ -209,7 +209,8 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
         if (value := logs.get(name)) is not None:
             parts.append(f"{heading} {form.format(value)}")
     if seconds_per_step is not None:
-        parts += [f"{seconds_per_step:.1f} s/step", f"{format_duration((total - step) * seconds_per_step)} left"]
+        left = (total - step) * seconds_per_step
+        parts += [f"{seconds_per_step:.1f} s/step"] + [f"{format_duration(left)} left"] * (step < total)
     return "  ".join(parts)
 
 
@@ -225,7 +226,7 @@ def progress_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list
 
     Args:
         history: `log_history` of a trainer's state.
-        evaluated: description of the evaluation data, such as `64 rows of data.jsonl`.
+        evaluated: description of the evaluation data, such as `64 rows`.
     """
     lines = []
     for title, prefix in (("training", ""), ("evaluation", "eval_")):
@@ -237,7 +238,7 @@ def progress_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list
                 ends = [fmean(values[:few]), fmean(values[-few:])][len(values) == 1 :]
                 parts.append(f"{heading} {' → '.join(f'{end:.3f}' for end in ends)}")
         if parts:
-            which = f"on {evaluated}" if prefix else f"in the first and last {few} of {len(logs)} logs"
+            which = f"on {evaluated}" if prefix else f"(means of the first and last tenth of {len(logs)} logs)"
             lines.append(f"{title:<12}{', '.join(parts)} {which}")
     accuracy = [entry[name] for entry in history for _, name, _ in _STEP_QUANTITIES[1:3] if name in entry]
     if accuracy and max(accuracy) < 0.01:

@@ -314,7 +314,7 @@ class Replay(ReplayBuffer, SavedState):
         if reason is None:
             self.load_state_dict(deal_groups(states, accelerator.process_index, accelerator.num_processes))
         elif accelerator.is_main_process:
-            logger.warning(f"The replay buffer of the checkpoint is left out and starts empty: {reason}.")
+            logger.warning(f"The replay buffer of the checkpoint cannot be used and starts empty: {reason}.")
 
     def _contents(self) -> list[str]:
         """The options that decide what is stored of each group, as far as they are on, and what is measured of it."""

@@ -606,7 +606,7 @@ class SharedGeneration:
     def _split(self, inputs: dict[str, Any]) -> PrefixSplit:
         """Prompts without their last tokens, which begin the completions."""
         plain_generate = getattr(self.plain, "__func__", None) is GenerationMixin.generate
-        require(plain_generate, "a generate that is not that of transformers")
+        require(plain_generate, "a generate method of its own")
         check_model(self.forward.base, gradients=False)
         require(not is_checkpointed(self.model), "generate with gradient checkpointing on")
         starts_anew = inputs.get("past_key_values") is None and inputs.get("inputs_embeds") is None

@@ -130,7 +130,7 @@ class PassPlan:
         inputs: Any = kwargs.get("input_ids", args[0] if args else None)
         inputs = kwargs["inputs_embeds"] if inputs is None else inputs
         if positions_seen(cache_of(kwargs)):
-            raise ConfigError("Attention is measured of whole sequences: pass them without a cache.")
+            raise ConfigError("Attention is measured over whole sequences: pass them without a cache.")
         self._plan_positions(inputs.size(1))
 
     def _plan_positions(self, length: int) -> None:

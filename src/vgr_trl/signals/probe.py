@@ -50,9 +50,9 @@ def why_not_measurable(model: nn.Module) -> str | None:
     if is_compiled(model):
         return "the model is compiled, and a compiled pass calls no other attention; switch torch.compile off."
     if (adapter := why_adapter_reads_whole_rows(model)) is not None:
-        return f"the model has an adapter by {adapter}; use another method."
+        return f"the model has an adapter of the type {adapter}; use another type."
     if getattr(causal_model(model).config, "is_encoder_decoder", False):
-        return f"{type(causal_model(model)).__name__} reads prompts in an encoder; use a model of a decoder alone."
+        return f"{type(causal_model(model)).__name__} has an encoder for prompts; use a decoder-only model."
     decoder = find_decoder(model)
     used = getattr(getattr(decoder, "config", None), "_attn_implementation", None)
     if used not in SUPPORTED:

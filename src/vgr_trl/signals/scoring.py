@@ -433,7 +433,7 @@ class RolloutScorer:
         if has_sharded_parameters(model):
             raise ConfigError("The parameters of the model are sharded: score in DAPOTrainer, or gather them before.")
         if (adapter := why_adapter_reads_whole_rows(model)) is not None:
-            raise ConfigError(f"The model has an adapter by {adapter}: use another method.")
+            raise ConfigError(f"The model has an adapter of the type {adapter}: use another type.")
         self.vision_token_ids, self.special_token_ids = vision_token_ids, special_token_ids
         self.share_prompts, self.batch_size, self.temperature = share_prompts, batch_size, temperature
         self.similarity_layer, self.similarity_over = similarity_layer, similarity_over
@@ -483,7 +483,7 @@ class RolloutScorer:
         if not bool(prompt_mask[:, -1].all()):
             raise DataError("A prompt ends with padding: pad prompts on the left, so that completions follow them.")
         if bool((completion_mask[:, 1:] > completion_mask[:, :-1]).any()):
-            raise DataError("completion_mask has a 0 in front of a 1: give 1 for every token of a completion.")
+            raise DataError("completion_mask has a 0 before a 1: give 1 for every token of a completion.")
         count, length = completion_ids.shape
         device = self.causal.get_input_embeddings().weight.device
         given = {name: value.to(device) for name, value in image_inputs.items() if value is not None}

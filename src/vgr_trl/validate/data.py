@@ -87,7 +87,7 @@ def prepare_data(trainer: ConstructedTrainer) -> None:
         if not _has_prompts(dataset):
             rules: dict[str, Any] = {"needs_solution": needs_solution, "special": special, "boxes": boxes}
             dataset, skipped = prepare_rows(dataset, split=split, **rules)
-            _warn(f"The {split} data are questions; vgr_trl.data.rows.prepare_rows made prompts of them.")
+            _warn(f"The {split} data have questions; vgr_trl.data.rows.prepare_rows turned them into prompts.")
             _warn_left_out(split, skipped)
             return dataset
         if isinstance(dataset, Dataset):
@@ -163,7 +163,7 @@ def _problem(row: Mapping[str, Any], special: re.Pattern[str] | None, boxes: boo
 def _warn_left_out(split: str, skipped: Sequence[SkippedRow]) -> None:
     if skipped:
         first = skipped[0]
-        _warn(f"Left out {len(skipped)} rows of the {split} data; the first: row {first.row}: {first.reason}.")
+        _warn(f"Skipped {len(skipped)} rows of the {split} data; the first: row {first.row}: {first.reason}.")
 
 
 def _warn(sentence: str) -> None:

@@ -46,7 +46,7 @@ def validate_config(args: DAPOConfig | None, model: str | PreTrainedModel, optio
     if not isinstance(args, DAPOConfig):
         raise ConfigError(f"args is a {type(args).__name__}: give a DAPOConfig, which takes the same options.")
     if missing := {"mlflow", "swanlab", "tensorboard", "trackio", "wandb"} & {*(args.report_to or ())} - {*trackers()}:
-        raise ConfigError(f"report_to names {min(missing)}, which is missing or off: pip install it, or give none.")
+        raise ConfigError(f"report_to names {min(missing)}, which is not available: pip install it, or give none.")
     if args.max_prompt_length is not None and options.get("environment_factory") is not None:
         raise ConfigError("max_prompt_length needs prompts of the data, but environment_factory makes them.")
     return args
@@ -129,7 +129,7 @@ def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images:
             "mask_image."
         )
     if args.perturb_images == "tools" and not trainer.tools:
-        raise ConfigError('perturb_images is "tools", but there are none: give tools, or "all".')
+        raise ConfigError('perturb_images is "tools", but the run has none: give tools, or "all".')
     shown = [tool.__name__ for tool in trainer.tools if getattr(tool, "__func__", None) in RETURN_IMAGES]
     if trainer.use_vllm and shown:
         raise ConfigError(f"The tool {shown[0]} returns images, {AFTER_IMAGES}")
@@ -153,7 +153,7 @@ def refuse_unfit_noise(trainer: ConstructedTrainer, has_images: bool) -> None:
         "the data have no images": not has_images,
         "rollout_func and tools generate otherwise": trainer.rollout_func or trainer.tools,
         'attention_source "generate" would measure the noise': trainer.args.attention_source == "generate",
-        "continuous batching shows no images": trainer.use_transformers_continuous_batching,
+        "continuous batching takes no images": trainer.use_transformers_continuous_batching,
         "vllm_importance_sampling_correction would compare perturbed with clean images": trainer.use_vllm
         and trainer.vllm_importance_sampling_correction,
     }

@@ -51,8 +51,10 @@ def test_latest_passes_over_what_is_not_complete(tmp_path, monkeypatch):
     (tmp_path / "checkpoint-best").mkdir()
     assert resolve_checkpoint("latest", tmp_path) == str(complete[-1])
     assert len(warned) == 2
-    assert re.search(r"passes over .*checkpoint-20, which is not complete: no readable manifest", warned[0])
-    assert re.search(r"passes over .*checkpoint-15, which .*: optimizer.pt has 5 bytes instead of 180\.$", warned[1])
+    assert re.search(
+        r"skips .*checkpoint-20, which is not complete: manifest.json, .* is missing or unreadable", warned[0]
+    )
+    assert re.search(r"skips .*checkpoint-15, which .*: optimizer.pt has 5 bytes instead of 180\.$", warned[1])
     assert complete_checkpoints(tmp_path) == complete
     assert resolve_checkpoint(str(complete[0]), tmp_path) == str(complete[0])
 
@@ -65,11 +67,11 @@ def test_latest_without_any_checkpoint_starts_at_the_beginning(tmp_path):
 
 
 def test_a_named_checkpoint_must_exist_and_be_complete(tmp_path):
-    with pytest.raises(ConfigError, match=r"is nowhere, which is not complete \(it is no folder\): give another"):
+    with pytest.raises(ConfigError, match=r"is nowhere, which is not complete \(it is not a folder\): give another"):
         resolve_checkpoint("nowhere", tmp_path)
     half = checkpoint(tmp_path, 3)
     (half / MANIFEST).unlink()
-    with pytest.raises(ConfigError, match=r"which is not complete \(no readable manifest.json, .*\): give another"):
+    with pytest.raises(ConfigError, match=r"which is not complete \(manifest.json, which .*\): give another"):
         resolve_checkpoint(str(half), tmp_path)
 
 
@@ -79,7 +81,7 @@ def test_a_named_checkpoint_must_exist_and_be_complete(tmp_path):
         (lambda path: (path / "replay_0_of_2.pt").unlink(), "replay_0_of_2.pt is missing"),
         (lambda path: (path / "optimizer.pt").write_bytes(b"PK"), "optimizer.pt has 2 bytes instead of 24"),
         (lambda path: (path / "optimizer.pt").write_bytes(b"\0" * 24), "optimizer.pt is damaged"),
-        (lambda path: (path / MANIFEST).write_text("{"), "no readable manifest.json"),
+        (lambda path: (path / MANIFEST).write_text("{"), "manifest.json, which is written last, is missing"),
     ],
 )
 def test_every_file_of_a_checkpoint_must_be_what_was_written(tmp_path, break_it, reason):
@@ -141,7 +143,7 @@ def test_an_optimizer_of_other_weights_is_refused(text_trainer, tmp_path):
     state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:1]
     torch.save(state, saved / "optimizer.pt")
     write_manifest(saved)
-    with pytest.raises(ConfigError, match="checkpoint-1 is not of the weights that this run trains"):
+    with pytest.raises(ConfigError, match="checkpoint-1 does not fit the weights that this run trains"):
         text_trainer(max_steps=2, **RESUMED).train(resume_from_checkpoint=True)
 
 
@@ -163,9 +165,9 @@ def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, 
     trainer.train(resume_from_checkpoint=True)
     assert steps == [2, 3, 4, 5]
     assert len(warned) == 1
-    assert re.search("passes over .*checkpoint-4, which is not complete", warned[0])
+    assert re.search("skips .*checkpoint-4, which is not complete", warned[0])
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    with pytest.raises(ConfigError, match="^The run is finished: .*checkpoint-6.* was saved after all 6 steps"):
+    with pytest.raises(ConfigError, match="^The run is finished: .*checkpoint-6.* has the model after all 6 steps"):
         build(max_steps=6).train(resume_from_checkpoint="latest")
 
 
