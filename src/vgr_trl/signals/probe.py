@@ -547,8 +547,11 @@ class GenerationProbe:
             outputs = generate(*args, **kwargs)
         sequences: torch.Tensor = outputs if isinstance(outputs, torch.Tensor) else outputs.sequences
         self._score(sequences[:, -1])
-        self.logps, self.entropies = torch.stack(self._scored, dim=-1)
-        sides = torch.stack([torch.stack(steps, dim=1) for _, steps in sorted(self._masses.items())])  # (L, N, T, 2)
+        self._drawn_from = None
+        made = sequences.size(1) - ids.size(1)  # T; with sharded parameters, passes go on until all processes end
+        self.logps, self.entropies = torch.stack(self._scored[:made], dim=-1)
+        by_layer = [torch.stack(steps[:made], dim=1) for _, steps in sorted(self._masses.items())]  # L of (N, T, 2)
+        sides = torch.stack(by_layer)
         counts = self._sets.sum(1).repeat_interleave(len(sequences) // len(ids), dim=0).to(sides.device)  # (N, 2)
         valid = torch.ones(sides.shape[1:3], dtype=torch.bool, device=sides.device)
         self._mass = AttentionMass(sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1], valid)
