@@ -94,6 +94,20 @@ def test_completions_with_images(name, images):
     assert largest_relative(plain, shared) < 1e-6
 
 
+@pytest.mark.parametrize("trained", ["visual", "layers.0.self_attn.o_proj"])
+def test_few_weights(trained):
+    """Completions of a frozen decoder leave a gradient in no weight: the step is not one that was given up."""
+    model, batch = case("qwen2_5_vl")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    plain = accumulated(model, batch, ONE_BY_ONE)
+    with share_prompts(model) as report:
+        shared = accumulated(model, batch, ONE_BY_ONE)
+    assert report.prompts == 2
+    assert plain.keys() == shared.keys()
+    assert largest_relative(plain, shared) < 1e-6
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_checkpointing_and_half_frozen_models(name):
     model, batch = case(name)
@@ -193,3 +207,23 @@ def test_an_optimizer_step_with_an_open_prompt_is_refused():
         accumulated(model, batch, ONE_BY_ONE, synchronises=False)
         raise KeyboardInterrupt
     torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def test_a_step_that_was_given_up_leaves_no_gradient():
+    """Memory runs out behind the first micro-batch, and in the middle of its backward pass; then zero_grad."""
+    model, batch = case("qwen2_5_vl")
+    plain = accumulated(model, batch, ONE_BY_ONE)
+    weight = base_of(causal_model(model)).language_model.layers[0].mlp.up_proj.weight
+
+    def fail(gradient):
+        raise torch.OutOfMemoryError
+
+    with share_prompts(model):
+        accumulated(model, batch, ONE_BY_ONE[:1], synchronises=False)
+        shared = [accumulated(model, batch, ONE_BY_ONE)]
+        hook = weight.register_hook(fail)
+        with suppress(torch.OutOfMemoryError):
+            accumulated(model, batch, ONE_BY_ONE[:1], synchronises=False)
+        hook.remove()
+        shared.append(accumulated(model, batch, ONE_BY_ONE))
+    assert max(largest_relative(plain, each) for each in shared) < 1e-6

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed import is_initialized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from vgr_trl.sharing.model_support import attention_modules
 from vgr_trl.sharing.prefix_cache import StoredKeys, WrittenPrefix, require
 from vgr_trl.sharing.prefix_forward import PER_TOKEN, Prefill, PrefixSplit, first_rows
 from vgr_trl.utils import VGRError
@@ -149,6 +150,18 @@ class Lending:
         live = [each for prompt in self.open for each in prompt.close() if each.requires_grad]
         self.clear()
         return _Reach.apply(hidden, *live) if live else hidden
+
+    def forget_abandoned(self) -> None:
+        """Forget prompts of a step that was given up, whose gradients `zero_grad` has removed from the weights alone.
+
+        A micro-batch that has run backward leaves a gradient in the decoder's attention, where that trains.
+        """
+        if not any(copy.grad is not None for prompt in self.open for copy in prompt.copies):
+            return
+        decoder = [module for module in attention_modules(self._base() or nn.Module()) if module.is_causal]
+        trained = [weight for module in decoder for weight in module.parameters() if weight.requires_grad]
+        if trained and all(weight.grad is None for weight in trained):
+            self.clear()
 
     def _release_guard(self) -> None:
         if self._guard is not None and not self.open:
