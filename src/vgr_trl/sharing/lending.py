@@ -14,6 +14,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from accelerate import state
 from accelerate.state import GradientState
 from torch import nn
 from torch.distributed import is_initialized
@@ -98,7 +99,7 @@ class LentPrompt:
 
     def close(self) -> list[torch.Tensor]:
         """Return keys and values whose backward pass runs that of the prompt, with what the copies have collected."""
-        if is_initialized() and is_last_micro_batch():
+        if _exchanges_gradients():
             pairs = zip(self.live, self.copies, strict=True)
             return [AddCollected.apply(live, copy) if live.requires_grad else live for live, copy in pairs]
         trained = [number for number, live in enumerate(self.live) if live.requires_grad]
@@ -189,6 +190,12 @@ class Lending:
 def is_last_micro_batch() -> bool:
     """Return whether accelerate synchronises gradients, and the optimizer steps, after this micro-batch."""
     return bool(GradientState().sync_gradients)
+
+
+def _exchanges_gradients() -> bool:
+    """Whether processes exchange gradients after this micro-batch; vLLM beside a trainer makes a group of one, too."""
+    alone = state.is_initialized() and state.AcceleratorState().distributed_type == state.DistributedType.NO
+    return is_initialized() and not alone and is_last_micro_batch()
 
 
 class MicroBatch:
