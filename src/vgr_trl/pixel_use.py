@@ -128,9 +128,11 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
         return {}
     with keep_random_state(accelerator.device):
         logps, behind_blank = trainer.score(stacked_inputs(inputs), Want()).logps.float().chunk(2)
-    use = compare_logps(
-        logps, behind_blank, part.get("sampling_per_token_logps"), compared[rows].to(logps.device), accelerator.gather
-    )
+    engine = part.get("sampling_per_token_logps")
+    if engine is not None and rollout.noise is not None:  # the engine saw other images there
+        noisy = torch.tensor([rollout.noise.rows[row] for row in rows], device=engine.device)
+        engine = engine.masked_fill(noisy.unsqueeze(1), torch.nan)
+    use = compare_logps(logps, behind_blank, engine, compared[rows].to(logps.device), accelerator.gather)
     if use.tokens and use.largest < UNCHANGED:
         raise DataError(
             f"The log-probabilities of {use.tokens} tokens do not change with a blank image, so the model does not "

@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext, suppress
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.state import GradientState
 from support.launching import join_group, results_of
 from support.models.compare import checkpointed, largest_relative, needs_shared, scored, with_head
@@ -94,6 +95,20 @@ def test_completions_with_images(name, images):
     assert largest_relative(plain, shared) < 1e-6
 
 
+@pytest.mark.parametrize("trained", ["visual", "layers.0.self_attn.o_proj"])
+def test_few_weights(trained):
+    """Completions of a frozen decoder leave a gradient in no weight: the step is not one that was given up."""
+    model, batch = case("qwen2_5_vl")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    plain = accumulated(model, batch, ONE_BY_ONE)
+    with share_prompts(model) as report:
+        shared = accumulated(model, batch, ONE_BY_ONE)
+    assert report.prompts == 2
+    assert plain.keys() == shared.keys()
+    assert largest_relative(plain, shared) < 1e-6
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_checkpointing_and_half_frozen_models(name):
     model, batch = case(name)
@@ -133,8 +148,14 @@ def test_a_prompt_closes_with_its_planned_last_reader():
     assert largest_relative(plain, shared) < 1e-6
 
 
-def test_gradients_of_weights_do_not_wait_for_those_of_a_prompt():
-    """Each weight takes the gradient of the last reader before the prompt runs backward: one gradient in memory."""
+@pytest.mark.parametrize("in_a_group", [False, True])
+def test_gradients_of_weights_do_not_wait_for_those_of_a_prompt(in_a_group, monkeypatch):
+    """Each weight takes the gradient of the last reader before the prompt runs backward: one gradient in memory.
+
+    So it is in one process that is in a group of its own, as vLLM beside the trainer makes one.
+    """
+    monkeypatch.setattr("vgr_trl.sharing.lending.is_initialized", lambda: in_a_group)
+    Accelerator(cpu=True)
     model, batch = case("llama")
     taken, weight = [], base_of(causal_model(model)).layers[0].mlp.up_proj.weight
     weight.register_post_accumulate_grad_hook(lambda _: taken.append(1))
@@ -193,3 +214,23 @@ def test_an_optimizer_step_with_an_open_prompt_is_refused():
         accumulated(model, batch, ONE_BY_ONE, synchronises=False)
         raise KeyboardInterrupt
     torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def test_a_step_that_was_given_up_leaves_no_gradient():
+    """Memory runs out behind the first micro-batch, and in the middle of its backward pass; then zero_grad."""
+    model, batch = case("qwen2_5_vl")
+    plain = accumulated(model, batch, ONE_BY_ONE)
+    weight = base_of(causal_model(model)).language_model.layers[0].mlp.up_proj.weight
+
+    def fail(gradient):
+        raise torch.OutOfMemoryError
+
+    with share_prompts(model):
+        accumulated(model, batch, ONE_BY_ONE[:1], synchronises=False)
+        shared = [accumulated(model, batch, ONE_BY_ONE)]
+        hook = weight.register_hook(fail)
+        with suppress(torch.OutOfMemoryError):
+            accumulated(model, batch, ONE_BY_ONE[:1], synchronises=False)
+        hook.remove()
+        shared.append(accumulated(model, batch, ONE_BY_ONE))
+    assert max(largest_relative(plain, each) for each in shared) < 1e-6

@@ -70,6 +70,20 @@ def test_an_engine_far_from_the_trainer_is_warned_of(make, monkeypatch, caplog):
     ]
 
 
+def test_an_engine_is_not_compared_where_it_saw_noise(make, monkeypatch):
+    in_place_of_vllm(monkeypatch)
+    known = []
+
+    def compare(logps, blank, engine, *others):
+        known.append(engine.isfinite().any(1).tolist())
+        return compare_logps(logps, blank, engine, *others)
+
+    monkeypatch.setattr("vgr_trl.pixel_use.compare_logps", compare)
+    noise = {"noisy_generations": 1, "vllm_importance_sampling_correction": False}
+    make(use_vllm=True, vllm_mode="colocate", max_steps=1, **noise).train()
+    assert known == [[True, True, True, False]]
+
+
 def compare(engine=None, processes=1):
     logps = torch.tensor([[-1.0, -2.0, -9.0], [-1.0, -1.0, -1.0]])
     blank = torch.tensor([[-1.5, -2.0, -1.0], [-3.0, -1.0, -1.0]])

@@ -14,11 +14,13 @@ from typing import Any
 from weakref import ref
 
 import torch
+from accelerate import state
 from accelerate.state import GradientState
 from torch import nn
 from torch.distributed import is_initialized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from vgr_trl.sharing.model_support import attention_modules
 from vgr_trl.sharing.prefix_cache import StoredKeys, WrittenPrefix, require
 from vgr_trl.sharing.prefix_forward import PER_TOKEN, Prefill, PrefixSplit, first_rows
 from vgr_trl.utils import VGRError
@@ -97,7 +99,7 @@ class LentPrompt:
 
     def close(self) -> list[torch.Tensor]:
         """Return keys and values whose backward pass runs that of the prompt, with what the copies have collected."""
-        if is_initialized() and is_last_micro_batch():
+        if _exchanges_gradients():
             pairs = zip(self.live, self.copies, strict=True)
             return [AddCollected.apply(live, copy) if live.requires_grad else live for live, copy in pairs]
         trained = [number for number, live in enumerate(self.live) if live.requires_grad]
@@ -150,6 +152,18 @@ class Lending:
         self.clear()
         return _Reach.apply(hidden, *live) if live else hidden
 
+    def forget_abandoned(self) -> None:
+        """Forget prompts of a step that was given up, whose gradients `zero_grad` has removed from the weights alone.
+
+        A micro-batch that has run backward leaves a gradient in the decoder's attention, where that trains.
+        """
+        if not any(copy.grad is not None for prompt in self.open for copy in prompt.copies):
+            return
+        decoder = [module for module in attention_modules(self._base() or nn.Module()) if module.is_causal]
+        trained = [weight for module in decoder for weight in module.parameters() if weight.requires_grad]
+        if trained and all(weight.grad is None for weight in trained):
+            self.clear()
+
     def _release_guard(self) -> None:
         if self._guard is not None and not self.open:
             self._guard.remove()
@@ -176,6 +190,12 @@ class Lending:
 def is_last_micro_batch() -> bool:
     """Return whether accelerate synchronises gradients, and the optimizer steps, after this micro-batch."""
     return bool(GradientState().sync_gradients)
+
+
+def _exchanges_gradients() -> bool:
+    """Whether processes exchange gradients after this micro-batch; vLLM beside a trainer makes a group of one, too."""
+    alone = state.is_initialized() and state.AcceleratorState().distributed_type == state.DistributedType.NO
+    return is_initialized() and not alone and is_last_micro_batch()
 
 
 class MicroBatch:

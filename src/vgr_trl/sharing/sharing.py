@@ -271,6 +271,8 @@ class SharedForward:
             if inputs.get("use_cache") or any(inputs.get(name) is not None for name in ("past_key_values", "cache")):
                 return self.plain(**inputs)
             gradients = torch.is_grad_enabled()
+            if gradients and self.lending is not None:
+                self.lending.forget_abandoned()
             # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches the layer's output.
             whole = self._width is None or (gradients and self._gathers)
             run = partial(prefix_forward, self.base, self.plain, inputs)
