@@ -21,13 +21,13 @@ def collect_turns(trainer: ConstructedTrainer, rollout: Rollout, generated: Sequ
     Raises:
         DataError: a row has other image tokens than its images take.
     """
-    prompt_ids, completion_ids, own, *_, images, returned = generated
+    prompt_ids, completion_ids, own, messages, *_, images, returned = generated
     images = [[*(of_row or ())] for of_row in images or [()] * len(own)]
     fields = process_images(trainer, images) if any(returned) and trainer._is_vlm else {}
     if "image_grid_thw" in fields:
         ids = [[*prompt, *completion] for prompt, completion in zip(prompt_ids, completion_ids, strict=True)]
         refuse_mismatch(trainer, rollout.rows, ids, images, fields["image_grid_thw"])
-    return Turns(own, images, returned, fields)
+    return Turns(own, images, returned, fields, messages)
 
 
 def process_images(trainer: ConstructedTrainer, images: ImagesOfRows) -> dict[str, torch.Tensor]:
