@@ -16,6 +16,17 @@ export interface Picture {
   perturbed?: string | null;
 }
 
+/** A turn of a completion that may call tools: the policy wrote `tokens` from `start` to before `stop`. */
+export interface Turn {
+  start: number;
+  stop: number;
+  calls: string[];
+  /** With `<image>` for an image. */
+  answers: string[];
+  /** How many of the completion's images the tools returned in this turn. */
+  images: number;
+}
+
 export interface Completion {
   question: string;
   group: number;
@@ -42,6 +53,7 @@ export interface Completion {
   images: Picture[];
   attention: { scale: number[]; values: string } | null;
   replaced: boolean;
+  turns?: Turn[];
   /** By `vgr-trl evaluate`: whether it is the most likely one. */
   drawn?: "greedy" | "sampled";
 }
@@ -106,6 +118,10 @@ export function bytes(base64: string): Uint8Array<ArrayBuffer> {
   const found = new Uint8Array(text.length);
   for (let i = 0; i < text.length; i++) found[i] = text.charCodeAt(i);
   return found;
+}
+
+export function thumbnail(images: Data["images"], file: string | null): string | null {
+  return file !== null && images[file] ? `data:image/webp;base64,${images[file]}` : null;
 }
 
 export async function readData(): Promise<Data> {

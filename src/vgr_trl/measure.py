@@ -15,6 +15,7 @@ from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.credit import builtin_rules
 from vgr_trl.data.read_row import image_columns
 from vgr_trl.efficiency.loss_mask import find_window, take_rows, trim_inputs
+from vgr_trl.patches.trl import mark_images
 from vgr_trl.pixels import image_inputs_of, image_tensors, joined, parts_by_counts, tiles_by_tokens
 from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
@@ -65,7 +66,7 @@ from vgr_trl.signals.ratios import (
     visual_dependency,
 )
 from vgr_trl.signals.scoring import AttentionPlan, Head, Scores, Want, given_tokens
-from vgr_trl.turns import image_token_types, perturb_turns, process_images, rows_perturbed
+from vgr_trl.turns import perturb_turns, process_images, rows_perturbed
 from vgr_trl.utils import ConfigError
 
 MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 10 rows of 1,024 tokens of a 7 B model
@@ -276,7 +277,7 @@ def completion_inputs(trainer: ConstructedTrainer, rollout: Rollout, completion_
         pad_to_multiple_of=trainer.pad_to_multiple_of or None,
     )
     if turns is not None and turns.fields:
-        inputs |= image_token_types(trainer, inputs["input_ids"], turns.fields)
+        inputs = mark_images(trainer.model, inputs["input_ids"], inputs)
     return inputs
 
 

@@ -59,12 +59,14 @@ class Turns:
         images: per row, its images, those of the prompt first.
         returned: per row, those that tools have returned.
         fields: pixel inputs of all images; empty where no tool has returned one, so that those of the prompts are all.
+        messages: per row, those of the completion, which are only recorded.
     """
 
     own: Sequence[Sequence[int]]
     images: ImagesOfRows
     returned: ImagesOfRows
     fields: Mapping[str, torch.Tensor]
+    messages: Sequence[Any] = ()
 
     def take(self, rows: range) -> "Turns":
         """Return those of some rows, without pixel inputs."""

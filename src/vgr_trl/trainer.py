@@ -48,7 +48,11 @@ from vgr_trl.patches.trl import (
     keep_pixel_rows_whole,
     keep_training_table,
     make_completions_causal,
+    mark_images,
+    mark_scored_images,
+    mark_turn,
     override_sampling,
+    process_with_options,
     remove_oldest_tables,
     shuffle_by,
     unlogged,
@@ -287,6 +291,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         """
         if self.use_vllm and kwargs.get("has_tool_images"):
             raise ConfigError(f"A tool has returned images, {AFTER_IMAGES}")
+        if kwargs.pop("has_tool_images", False):
+            multimodal_fields = mark_turn(self.model, prompt_ids, multimodal_fields)
         plain = super()._generate_single_turn
         prompts = Prompts(prompt_ids, images, multimodal_fields)
         return generate(self, self._rollout, prompts, num_generations, lambda *batch: plain(*batch, *args, **kwargs))
@@ -375,8 +381,13 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         """Fill in a rollout by TRL's generation, scoring and rewards, and when training by perturbed images."""
         once = images_processed_once(self.processing_class)
         reference = enable_reference_model(self, self.args) if self.model.training else nullcontext()
-        with images_logged_by_all(self, rollout.rows), reference, once:
-            rollout.batch = super()._generate_and_score_completions(rollout.rows)
+        options = process_with_options(self.processing_class) if self.tools else nullcontext()
+        with images_logged_by_all(self, rollout.rows), reference, options, once:
+            batch = super()._generate_and_score_completions(rollout.rows)
+        if rollout.turns is not None and rollout.turns.fields:
+            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+            batch = mark_images(self.model, ids, batch)
+        rollout.batch = batch
         if not self.model.training:
             return
         if self.pixels_unchecked and (metrics := check_pixel_use(self, rollout)) is not None:
@@ -402,12 +413,14 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     ) -> Any:
         """Share prompts and train the tokens with loss; read the signals of a rollout off the policy's scoring pass."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep, **kwargs}
-        plain = super()._get_per_token_logps_and_entropies
-        if kwargs.get("token_type_ids") is not None:
+        plain, rollout = super()._get_per_token_logps_and_entropies, self._rollout
+        if rollout is not None and rollout.turns is not None and rollout.turns.fields:
+            inputs = mark_scored_images(model, input_ids, inputs)
+        if inputs.get("token_type_ids") is not None:
             inputs = make_completions_causal(inputs, causal_model(model).config, logits_to_keep)
         if torch.is_grad_enabled() or self._pass is not None:
             return training_pass(self, model, plain, inputs, batch_size, self._pass)
-        rollout, is_policy = self._rollout, model is self.model and policy_is_active(model)
+        is_policy = model is self.model and policy_is_active(model)
         if is_policy and rollout is not None and self.features["reuse_first_pass"].enabled and self.model.training:
             # The first training pass gives them.
             return torch.full((len(input_ids), logits_to_keep), torch.nan, device=input_ids.device), None, None

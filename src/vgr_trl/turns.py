@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from vgr_trl.patches.trl import process_with_options
 from vgr_trl.pixels import image_tensors
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
 from vgr_trl.rows import ImagesOfRows, Turns
@@ -18,28 +19,23 @@ def collect_turns(trainer: ConstructedTrainer, rollout: Rollout, generated: Sequ
     """Return the turns of what TRL's `_generate` has returned for a rollout.
 
     Raises:
-        DataError: a row has other image tokens than its images take, or TRL does not know the model's image token.
+        DataError: a row has other image tokens than its images take.
     """
-    prompt_ids, completion_ids, own, *_, images, returned = generated
+    prompt_ids, completion_ids, own, messages, *_, images, returned = generated
     images = [[*(of_row or ())] for of_row in images or [()] * len(own)]
     fields = process_images(trainer, images) if any(returned) and trainer._is_vlm else {}
     if "image_grid_thw" in fields:
         ids = [[*prompt, *completion] for prompt, completion in zip(prompt_ids, completion_ids, strict=True)]
         refuse_mismatch(trainer, rollout.rows, ids, images, fields["image_grid_thw"])
-    elif fields and "token_type_ids" in rollout.prompts.fields and trainer._image_pad_token_id is None:
-        # TRL 1.16 marks <|image_pad|> and <|image|> alone, see https://github.com/huggingface/trl/issues/6906.
-        raise DataError(
-            "A tool has returned an image, whose tokens TRL cannot mark for this model: use a Qwen-VL model, or tools "
-            "that return text."
-        )
-    return Turns(own, images, returned, fields)
+    return Turns(own, images, returned, fields, messages)
 
 
 def process_images(trainer: ConstructedTrainer, images: ImagesOfRows) -> dict[str, torch.Tensor]:
     """Return the pixel inputs that TRL makes of the images of all rows, where tools have returned some."""
     processor: Any = trainer.processing_class
     flat = [image for of_row in images for image in of_row]
-    return image_tensors(processor.image_processor(images=flat, return_tensors="pt"))
+    with process_with_options(processor):
+        return image_tensors(processor.image_processor(images=flat, return_tensors="pt"))
 
 
 def refuse_mismatch(
@@ -112,12 +108,3 @@ def count_turns(completions: Sequence[Any], turns: Turns) -> dict[str, list[int]
     roles = [[message["role"] for message in completion] for completion in completions]
     counts = ([each.count("assistant") for each in roles], [each.count("tool") for each in roles])
     return dict(zip(TURN_COLUMNS, (*counts, [*map(len, turns.returned)]), strict=True))
-
-
-def image_token_types(trainer: ConstructedTrainer, ids: torch.Tensor, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the token types (N, S) that TRL makes of whole rows (N, S) in which tools have returned images."""
-    types = torch.zeros_like(ids)
-    for kind, token in ((1, trainer._image_pad_token_id), (2, trainer._video_pad_token_id)):
-        if token is not None:
-            types[ids == token] = kind
-    return {"mm_token_type_ids" if "image_grid_thw" in fields else "token_type_ids": types}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from vgr_trl.reporting.records import AttentionMap, Completion, LogEntry, Record, RecordedImage, encode_entry
+from vgr_trl.reporting.records import AttentionMap, Completion, LogEntry, Record, RecordedImage, Turn, encode_entry
 
 GRID = (3, 4)
 SIZE = (400, 300)
@@ -58,6 +58,31 @@ def completion(
     )  # fmt: skip
 
 
+def with_tools(folder: Path) -> Completion:
+    """Return a completion of three turns, after two of which a part of the image is returned, of two by two cells.
+
+    Each token of turn n looks at the first cell of image n alone.
+    """
+    asks = [f"zoom(box=[{left}, 0, {left + 0.5}, 0.5])" for left in (0.0, 0.5)]
+    turns, pieces, owners = [], [], []
+    for number, call in enumerate([*asks, None]):
+        own = ["Let", " me", f" look. <tool_call>{call}</tool_call>"] if call else ["It", " is", " red", "."]
+        given = ["<|im_start|>tool", "<image>", "", "", "", "closer", "<|im_end|>"] if call else []
+        stop = len(pieces) + len(own)
+        calls = [call] if call else []
+        turns.append(Turn(len(pieces), stop, calls, ["<image>closer"] * len(calls), len(calls)))
+        pieces += [*own, *given]
+        owners += [number] * len(own) + [-1] * len(given)
+    made = completion(folder, 7, True, tokens=pieces)
+    cells = [0, GRID[0] * GRID[1], GRID[0] * GRID[1] + 4]
+    rows = [bytes(255 if own >= 0 and cell == cells[own] else 0 for cell in range(cells[-1] + 4)) for own in owners]
+    parts = [thumbnail(folder, colour, 5) for colour in COLOURS[:2]]
+    made.images += [RecordedImage(file, 56 * (number + 1), 56, (2, 2)) for number, file in enumerate(parts)]
+    made.turns = turns
+    made.attention = AttentionMap([0.25 * (own + 1) for own in owners], b"".join(rows))
+    return made
+
+
 def make_run(
     output_dir: Path,
     *,
@@ -74,7 +99,7 @@ def make_run(
     `prompt` has a `{}` in the place of the question. `weight` is that of the accuracy, as the run says.
     """
     folder = output_dir / "rollouts"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)  # `extra` may have left its thumbnails there
     description = {"version": 1, "name": name or output_dir.name, "created": "2026-01-02T03:04:05Z", "model": "tiny"}
     description["rewards"] = ["accuracy_reward", "vgr_reward", "format"]
     description |= {

@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from made_run import completion, make_run
+from made_run import completion, make_run, with_tools
 from PIL import Image
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT
@@ -51,7 +51,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     long = make_run(root / "long", steps=4, prompt=CHAT)
     records = long / "rollouts/records-000001.jsonl"
     records.write_text(records.read_text("utf-8").replace('"vgr_reward":', f'"{LONG_NAME}":'), "utf-8")
-    found = {"one": [one], "two": [one, two], "hostile": [hostile], "long": [long]}
+    tools = make_run(root / "tools", steps=1, extra=[with_tools(root / "tools" / "rollouts")])
+    found = {"tools": [tools], "one": [one], "two": [one, two], "hostile": [hostile], "long": [long]}
     found["seeds"] = [*seeds, two]
     return {name: write_report(runs, root / f"{name}.html").path for name, runs in found.items()}
 
@@ -101,6 +102,9 @@ def test_fits_the_screen(opened: Open, width: int, scheme: str) -> None:
     for tab in TABS:
         page.get_by_role("tab", name=tab).click()
         assert page.evaluate("document.documentElement.scrollWidth") == width
+    page = opened("tools", "Completions", width=width, scheme=scheme)
+    page.locator(".list button", has_text="Let me look").click()
+    assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
 def test_the_first_screen_says_how_each_run_went(opened: Open) -> None:
@@ -141,10 +145,13 @@ def test_tokens_are_coloured_by_the_chosen_number(opened: Open) -> None:
     expect(page.locator(".scale")).to_contain_text("blue: less credit")
 
 
-def heat(page: Page) -> list[int]:
-    """How opaque the colour over each cell of the first image is, of 255, row by row."""
-    return page.locator(".heat").first.evaluate(
-        """async element => {
+def heat(page: Page, image: int = 0) -> list[int]:
+    """How opaque the colour over each cell of an image is, of 255, row by row."""
+    return (
+        page.locator(".heat")
+        .nth(image)
+        .evaluate(
+            """async element => {
             const image = new Image();
             image.src = element.getAttribute("href");
             await image.decode();
@@ -154,6 +161,7 @@ def heat(page: Page) -> list[int]:
             context.drawImage(image, 0, 0);
             return [...context.getImageData(0, 0, image.width, image.height).data].filter((_, i) => i % 4 === 3);
         }"""
+        )
     )
 
 
@@ -177,6 +185,32 @@ def test_attention_of_the_chosen_token_is_drawn_on_its_cell(opened: Open) -> Non
     page.keyboard.down("Shift")
     tokens(page).nth(4).click()
     expect(page.locator(".beside svg")).to_have_count(3)  # the image, and the overlays of two tokens
+
+
+def test_turns_show_their_calls_images_and_attention(opened: Open) -> None:
+    page = opened("tools", "Completions")
+    page.locator(".list button", has_text="Let me look").click()
+    turns = page.locator(".turns li")
+    expect(turns).to_have_count(3)
+    expect(turns.nth(0)).to_contain_text("zoom(box=[0.0, 0, 0.5, 0.5])")
+    expect(turns.nth(0)).to_contain_text("25 % of its attention is on the images")
+    expect(turns.nth(0)).to_contain_text("closer")
+    expect(turns.nth(2)).to_contain_text("calls no tool")
+    assert [turns.nth(number).locator("img").count() for number in range(3)] == [1, 1, 0]
+    captions = page.locator(".beside figcaption")
+    expect(captions.nth(3)).to_have_text("Image 2, turn 1, zoom(box=[0.0, 0, 0.5, 0.5]): 2 × 2 vision tokens")
+    # Of 24 tokens the policy wrote 3, 3 and 4, with a mass of 0.25, 0.5 and 0.75 each: 0.525 of all.
+    expect(page.locator(".whose")).to_contain_text(re.compile(r"the whole completion looked: 5[23]\s%"))
+    turns.nth(1).get_by_role("button").click()
+    expect(page.locator(".whose")).to_contain_text("turn 2 looked: 50 %")
+    expect(turns.nth(1).get_by_role("button")).to_have_attribute("aria-pressed", "true")
+    assert heat(page) == [0] * 12, "image 1; turn 2 looks at image 2 alone"
+    assert heat(page, 1) == [255, 0, 0, 0]
+    assert "token=turn2" in page.url
+    page.get_by_role("button", name="Whole completion").click()
+    expect(page.locator(".whose")).to_contain_text("the whole completion")
+    tokens(page).nth(0).click()
+    expect(page.locator(".whose")).to_contain_text("(token 1) looked: 25 %")
 
 
 def test_the_configuration_shows_first_what_differs(opened: Open) -> None:

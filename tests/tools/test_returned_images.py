@@ -68,13 +68,13 @@ def test_dependency_on_some_of_the_images(make, which):
         assert not dependency[mask].isnan().any()
 
 
-CALLS = (0, 0, 1, 0, 2, 1, 2, 0)  # of the eight completions of two prompts
+def updated(folder, rows, rank_rows, calls):
+    """Weights after a step on eight completions, on one process or two, and what the attention signals were.
 
-
-def updated(folder, rows, rank_rows):
-    """Weights after a step on eight completions, on one process or two, and what the attention signals were."""
+    `calls`: of the eight completions of two prompts.
+    """
     options = BIG_STEPS | {"max_completion_length": 400, "per_device_train_batch_size": rank_rows}
-    deal = partial(deal_turns, turns=CALLS, asked=lambda place, turn: call("look", wide=56 * (turn + 1)))
+    deal = partial(deal_turns, turns=calls, asked=lambda place, turn: call("look", wide=56 * (turn + 1)))
     seen = []
 
     def reward(completions, vgr, attention_per_image, **kwargs):
@@ -88,13 +88,14 @@ def updated(folder, rows, rank_rows):
     return weights(trainer), seen, metrics
 
 
-def test_two_processes_with_different_numbers_of_turns(model_folder, question_files):
+@pytest.mark.parametrize("calls", [(0, 0, 1, 0, 2, 1, 2, 0), (2, 0, 1, 0, 0, 0, 0, 0)], ids=["both", "one alone"])
+def test_two_processes_with_different_numbers_of_turns(model_folder, question_files, calls):
     rows = train_file(question_files)
-    expected, seen, metrics = updated(model_folder, rows, 8)
-    (one, first, logged), (two, second, also) = results_of(updated, model_folder, rows, 4, processes=2)
+    expected, seen, metrics = updated(model_folder, rows, 8, calls)
+    (one, first, logged), (two, second, also) = results_of(updated, model_folder, rows, 4, calls, processes=2)
     assert torch.equal(one, two)
     assert (one - expected).abs().max() < 1e-4
-    assert [len(images) for _, images in seen] == [1 + calls for calls in CALLS]
+    assert [len(images) for _, images in seen] == [1 + count for count in calls]
     for (vgr, images), (other, others) in zip([*first, *second], seen, strict=True):
         assert vgr == pytest.approx(other, rel=1e-4)
         assert images == pytest.approx(others, rel=1e-4)

@@ -20,6 +20,12 @@ def test_returned_images_are_recorded_with_the_attention_on_them(make, tmp_path)
     assert "a circle is teal" in third.text
     cells = sum(rows * columns for rows, columns in (image.grid for image in third.images))
     assert len(third.attention.values) == cells * len(third.attention.scale) == cells * len(third.tokens)
+    assert [turn.calls for turn in third.turns] == [["look(wide=56)"], ["look(wide=112)"], []]
+    assert [(turn.answers, turn.images) for turn in third.turns] == [(["<image>a circle is teal"], 1)] * 2 + [([], 0)]
+    written = ["".join(third.tokens[turn.start : turn.stop]) for turn in third.turns]
+    assert [text.count("<tool_call>") for text in written] == [1, 1, 0]
+    assert [text.count("<|im_end|>") for text in written] == [1, 1, 1]
+    assert not any("im_start" in text or "<image>" in text for text in written)
     late = len(third.tokens) - 2
     attention = list(third.attention.values[late * cells : (late + 1) * cells])
     assert any(attention[-12:]), "the last token sees the images of tools"

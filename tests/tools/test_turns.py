@@ -2,17 +2,14 @@
 
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
-from PIL import Image
 from support.tool_runs import DAPO, STOCK, call, deal_turns
 from support.trainers import begin, tiny_model
 
 from vgr_trl.rows import scoring_inputs
 from vgr_trl.signals.ratios import token_vision_gain_ratio
-from vgr_trl.turns import collect_turns
 from vgr_trl.utils import ConfigError, DataError
 
 
@@ -127,18 +124,6 @@ def test_image_tokens_without_an_image_are_refused(make):
         ours._generate_and_score_completions(begin(ours))
     found, takes = map(int, re.search(images, str(raised.value)).groups())
     assert found == takes + 1
-
-
-def test_models_whose_image_tokens_trl_cannot_mark():
-    """Gemma 3 attends within an image by token types, which TRL leaves at 0 for tokens of another name."""
-    pixels = SimpleNamespace(image_processor=lambda images, **options: {"pixel_values": torch.zeros(1, 3, 4, 4)})
-    trainer = SimpleNamespace(_is_vlm=True, processing_class=pixels, _image_pad_token_id=None)
-    rollout = SimpleNamespace(rows=[{}], prompts=SimpleNamespace(fields={"token_type_ids": [[0]]}))
-    generated = [[1]], [[2]], [[1]], None, None, {}, None, [[Image.new("RGB", (4, 4))]]
-    with pytest.raises(DataError, match="whose tokens TRL cannot mark for this model: use a Qwen-VL model"):
-        collect_turns(trainer, rollout, generated)
-    rollout.prompts.fields = {}
-    assert collect_turns(trainer, rollout, generated).fields["pixel_values"].shape == (1, 3, 4, 4)
 
 
 REFUSED = [

@@ -6,6 +6,7 @@ import { go, usePlace } from "../place";
 import { Metrics, Rewards } from "./Facts";
 import { Looking } from "./Looking";
 import { Scale, Tokens } from "./Tokens";
+import { Turns } from "./Turns";
 import { Verdict } from "./Verdict";
 
 interface Props {
@@ -27,10 +28,16 @@ export function CompletionView({ images, entry, quantity, lit, placed }: Props) 
     () => text.split(",").filter(Boolean).map((part) => Number(part) - 1).filter((token) => completion.tokens[token] !== undefined).slice(0, 2),
     [text, completion],
   );
-  const set = (tokens: number[]) => {
-    const found = tokens.map((token) => token + 1).join();
+  const named = Number(/^turn(\d+)$/.exec(text)?.[1] ?? 0) - 1;
+  const turn = completion.turns?.[named] ? named : null;
+  const write = (found: string) => {
     if (placed) go({ token: found });
     else setOwn(found);
+  };
+  const set = (tokens: number[]) => write(tokens.map((token) => token + 1).join());
+  const chooseTurn = (next: number | null) => {
+    setComparing(false);
+    write(next === null ? "" : `turn${next + 1}`);
   };
   const choose = (token: number | null, beside: boolean) => {
     setComparing(false);
@@ -57,13 +64,14 @@ export function CompletionView({ images, entry, quantity, lit, placed }: Props) 
           {completion.solution !== null && <p class="solution"><span class="muted">Solution</span> {visible(completion.solution)}</p>}
           <Tokens completion={completion} quantity={quantity} chosen={chosen} onChoose={choose} />
           {!completion.drawn && <Scale completion={completion} quantity={quantity} />}
+          <Turns completion={completion} images={images} turn={turn} onChoose={chooseTurn} />
         </div>
         <Rewards completion={completion} weights={entry.weights} />
         {!completion.images.length && <Metrics completion={completion} />}
         </div>
         {completion.images.length > 0 && (
           <div class="column">
-            <Looking completion={completion} images={images} lit={lit} tokens={chosen} onAll={() => set([])} comparing={comparing} onCompare={() => setComparing(!comparing)} />
+            <Looking completion={completion} images={images} lit={lit} tokens={chosen} turn={turn} onAll={() => chooseTurn(null)} comparing={comparing} onCompare={() => setComparing(!comparing)} />
             <Metrics completion={completion} />
           </div>
         )}

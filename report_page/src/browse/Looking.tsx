@@ -1,16 +1,18 @@
 import { useMemo, useState } from "preact/hooks";
-import type { Completion, Data } from "../data";
+import { type Completion, type Data, thumbnail } from "../data";
 import { number, percent, visible } from "../format";
 import { go, usePlace } from "../place";
-import { type Look, type Span, look, span } from "./attention";
+import { type Look, type Part, type Span, look, span, written } from "./attention";
+import { captions } from "./Turns";
 import { HEAT, Overlay } from "./Overlay";
 
 interface Props {
   completion: Completion;
   images: Data["images"];
   lit: boolean;
-  /** None: the whole completion; two: side by side. */
+  /** None: the whole completion, or the turn; two: side by side. */
   tokens: number[];
+  turn: number | null;
   onAll: () => void;
   /** Whether the next token that is chosen stands beside the first. */
   comparing: boolean;
@@ -18,12 +20,16 @@ interface Props {
 }
 
 /** The images of a prompt, and where in them the tokens looked. */
-export function Looking({ completion, images, lit, tokens, onAll, comparing, onCompare }: Props) {
+export function Looking({ completion, images, lit, tokens, turn, onAll, comparing, onCompare }: Props) {
   const place = usePlace();
   const [opacity, setOpacity] = useState(Number(place.opacity ?? 50) / 100);
   const [grid, setGrid] = useState(place.grid === "1");
-  const whom = tokens.length ? tokens : [null];
-  const looks = useMemo(() => whom.map((token) => look(completion, token)), [completion, tokens.join()]);
+  const whom = useMemo<Part[]>(
+    () => (tokens.length ? tokens.map((token) => ({ tokens: [token], name: `token ${token + 1}` })) : [written(completion, turn)]),
+    [completion, tokens.join(), turn],
+  );
+  const looks = useMemo(() => whom.map((part) => look(completion, part)), [completion, whom]);
+  const titles = useMemo(() => captions(completion), [completion]);
   const seen = looks.filter((item) => item !== null);
   const range = useMemo(() => span(seen), [looks]);
   const several = completion.images.length > 1;
@@ -33,28 +39,28 @@ export function Looking({ completion, images, lit, tokens, onAll, comparing, onC
     <div class="look">
       {!seen.length && <p class="whose">The attention over the image was not recorded, or had no room in this page.</p>}
       {seen.length > 0 && !lit && <p class="whose">Attention is not drawn.</p>}
-      {lit && whom.map((token, side) => looks[side] && (
+      {lit && whom.map(({ name }, side) => looks[side] && (
         <p key={side} class="whose" aria-live="polite">
-          Coloured{whom.length > 1 && ["", " in the middle", " at the right"][side + 1]} where <b>{token === null ? "the whole completion" : <>“{visible(completion.tokens[token]!).trim() || "␣"}” (token {token + 1})</>}</b> looked: {percent(looks[side].mass)} of its attention is on the {several ? "images" : "image"}.
+          Coloured{whom.length > 1 && ["", " in the middle", " at the right"][side + 1]} where <b>{tokens.length ? <>“{visible(completion.tokens[tokens[side]!]!).trim() || "␣"}” ({name})</> : name}</b> looked: {percent(looks[side].mass)} of its attention is on the {several ? "images" : "image"}.
         </p>
       ))}
       {completion.images.map((picture, index) => {
-        const shared = { picture, index, count: completion.images.length, source: thumbnail(images, picture.file), span: range, opacity, grid, regions };
-        const drawn = lit ? whom.flatMap((token, side) => (looks[side]?.images[index] ? [{ token, own: looks[side] }] : [])) : [];
+        const shared = { picture, name: titles[index]!, several, source: thumbnail(images, picture.file), span: range, opacity, grid, regions };
+        const drawn = lit ? whom.flatMap(({ name }, side) => (looks[side]?.images[index] ? [{ name, own: looks[side] }] : [])) : [];
         return (
           <div key={index} class="beside" style={{ "--count": drawn.length + 1 }}>
             <Overlay {...shared} cells={null} mass={0} whose="" />
-            {drawn.map(({ token, own }) => (
-              <Overlay key={token} {...shared} whose={token === null ? "the whole completion" : `token ${token + 1}`} cells={own.images[index]!} mass={own.mass} />
+            {drawn.map(({ name, own }) => (
+              <Overlay key={name} {...shared} whose={name} cells={own.images[index]!} mass={own.mass} />
             ))}
           </div>
         );
       })}
       {seen.length > 0 && lit && <Bar span={range} looks={seen} opacity={opacity} />}
-      {tokens.length > 0 && (
+      {(tokens.length > 0 || turn !== null) && (
         <p class="choices">
           <button type="button" onClick={onAll}>Whole completion</button>
-          <button type="button" aria-pressed={comparing} onClick={onCompare}>{comparing ? "Choose the other token" : "Compare with another token"}</button>
+          {tokens.length > 0 && <button type="button" aria-pressed={comparing} onClick={onCompare}>{comparing ? "Choose the other token" : "Compare with another token"}</button>}
         </p>
       )}
       {seen.length > 0 && lit && (
@@ -95,10 +101,6 @@ function Changed({ completion: { tokens, changes } }: { completion: Completion }
       ))}
     </ul>
   );
-}
-
-function thumbnail(images: Data["images"], file: string | null): string | null {
-  return file !== null && images[file] ? `data:image/webp;base64,${images[file]}` : null;
 }
 
 /** What the colours mean: multiples of an even share of the attention on the images. */

@@ -9,8 +9,9 @@ export const HEAT = [214, 0, 122] as const; // one hue, rare in pictures
 interface Props {
   picture: Picture;
   source: string | null;
-  index: number;
-  count: number;
+  name: string;
+  /** Whether the completion has other images. */
+  several: boolean;
   /** Attention on each cell; null: not shown. */
   cells: number[] | null;
   span: Span;
@@ -36,14 +37,13 @@ function heat(cells: number[], rows: number, columns: number, { low, high }: Spa
   return canvas.toDataURL();
 }
 
-export function Overlay({ picture, source, index, count, cells, span, mass, whose, opacity, grid: drawGrid, regions }: Props) {
+export function Overlay({ picture, source, name, several, cells, span, mass, whose, opacity, grid: drawGrid, regions }: Props) {
   const [cell, setCell] = useState<number | null>(null);
   const scale = LONGEST / Math.max(picture.width, picture.height, 1);
   const width = Math.max(8, picture.width * scale);
   const height = Math.max(8, picture.height * scale);
   const grid = cells ? picture.grid : null;
   const [rows, columns] = grid ?? [0, 0];
-  const name = count > 1 ? `Image ${index + 1}` : "Image";
 
   function move(event: KeyboardEvent) {
     if (!grid) return;
@@ -72,7 +72,7 @@ export function Overlay({ picture, source, index, count, cells, span, mass, whos
     return [...across, ...down].join("");
   }, [drawGrid, rows, columns, width, height]);
   const said = cells && cell !== null && cell < cells.length
-    ? `row ${Math.floor(cell / columns) + 1}, column ${(cell % columns) + 1}: ${percent(mass ? cells[cell]! / mass : 0)} of the attention on the ${count > 1 ? "images" : "image"}`
+    ? `row ${Math.floor(cell / columns) + 1}, column ${(cell % columns) + 1}: ${percent(mass ? cells[cell]! / mass : 0)} of the attention on the ${several ? "images" : "image"}`
     : "";
   return (
     <figure class="picture">
@@ -94,7 +94,7 @@ export function Overlay({ picture, source, index, count, cells, span, mass, whos
       <figcaption aria-live="polite">
         {said || (
           <>
-            {count > 1 && `${name}: `}{grid ? `${rows} × ${columns} vision tokens` : `${picture.width} × ${picture.height} px`}
+            {several && `${name}: `}{grid ? `${rows} × ${columns} vision tokens` : `${picture.width} × ${picture.height} px`}
             {!source && " – its thumbnail is missing"}
           </>
         )}

@@ -17,8 +17,21 @@ export interface Span {
 
 const decoded = new WeakMap<Completion, Uint8Array>();
 
-/** Attention of one token, or the mean over all tokens; null if it was not measured or does not fit the grids. */
-export function look(completion: Completion, token: number | null): Look | null {
+/** Tokens whose attention is drawn: their numbers, and their name. */
+export interface Part {
+  tokens: number[];
+  name: string;
+}
+
+/** The tokens of a turn, or all that the policy wrote. */
+export function written({ tokens, turns }: Completion, turn: number | null): Part {
+  const chosen = turn === null ? turns : turns?.slice(turn, turn + 1);
+  const own = (chosen ?? []).flatMap(({ start, stop }) => Array.from({ length: stop - start }, (_, i) => start + i));
+  return { tokens: own.length ? own : tokens.map((_, row) => row), name: turn === null ? "the whole completion" : `turn ${turn + 1}` };
+}
+
+/** Mean attention of tokens; null if it was not measured or does not fit the grids. */
+export function look(completion: Completion, { tokens: rows }: Part): Look | null {
   const { attention, images, tokens } = completion;
   if (!attention || !tokens.length) return null;
   let values = decoded.get(completion);
@@ -27,7 +40,6 @@ export function look(completion: Completion, token: number | null): Look | null 
   const counts = images.map(({ grid }) => (grid ? grid[0] * grid[1] : 0));
   if (counts.some((count) => !count) || counts.reduce((sum, count) => sum + count, 0) !== cells) return null;
   const mean = new Array<number>(cells).fill(0);
-  const rows = token === null ? tokens.map((_, row) => row) : [token];
   for (const row of rows) {
     const scale = (attention.scale[row] ?? 0) / 255 / rows.length;
     for (let cell = 0; cell < cells; cell++) mean[cell]! += scale * values[row * cells + cell]!;

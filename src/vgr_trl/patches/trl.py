@@ -5,20 +5,25 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from packaging.version import Version
+from torch import nn
 from transformers import GenerationConfig, ProcessorMixin
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import images_of
-from vgr_trl.rows import causal_type
-from vgr_trl.utils import patched_attribute, printable, release
+from vgr_trl.pixels import image_inputs_of
+from vgr_trl.rows import TOKEN_TYPES, causal_type
+from vgr_trl.sharing.model_support import causal_model
+from vgr_trl.sharing.prefix_forward import is_image_token
+from vgr_trl.utils import DataError, patched_attribute, printable, release
 
 # Prompts and completions in the form that tables of completions can hold and show.
 
@@ -283,6 +288,64 @@ def shuffle_by(shuffle: Callable[[dict[str, Any]], dict[str, Any]], joins_pixels
         patched_attribute(grpo_trainer, "unsplit_pixel_values_by_grid", join),
     ):
         yield
+
+
+# Images that tools return, beside Qwen-VL: made as the processor makes them, and marked as the model reads them.
+#
+# TRL 1.16 has the image processor make them without the options of the processor around it (InternVL writes the tokens
+# of several tiles and gets one), hands on whatever else that returns (`num_crops` of Gemma 3, which generation
+# refuses), and marks only tokens named <|image_pad|> or <|image|>, as `token_type_ids` also where a model takes none
+# (LLaVA). See https://github.com/huggingface/trl/pull/6906; removable with a TRL that does the three otherwise.
+
+_SCORING_ARGUMENTS = frozenset(signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+
+
+def image_options(processor: Any) -> dict[str, Any]:
+    """Return the options with which a processor calls its image processor, beside those of that."""
+    defaults = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", {})
+    return {**defaults.get("images_kwargs", {}), **(getattr(processor, "images_kwargs", None) or {})}
+
+
+@contextmanager
+def process_with_options(processor: Any) -> Iterator[None]:
+    """In this block the image processor alone makes of images what it makes of them within its processor."""
+    with ExitStack() as stack:
+        for name, value in image_options(processor).items():
+            stack.enter_context(patched_attribute(processor.image_processor, name, value))
+        yield
+
+
+def mark_images(model: nn.Module, ids: torch.Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return inputs of a pass with the token types (N, S) of their tokens, under each name that the model takes.
+
+    Args:
+        ids: tokens of whole rows, (N, S).
+        given: by name; token types among them are replaced.
+    """
+    causal = causal_model(model)
+    types, taken = is_image_token(ids, causal.config).long(), signature(type(causal).forward).parameters
+    others = {name: value for name, value in given.items() if name not in TOKEN_TYPES}
+    return others | {name: types for name in TOKEN_TYPES if name in taken}
+
+
+def mark_turn(model: nn.Module, prompt_ids: Sequence[Sequence[int]], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with which a turn behind images of tools is generated, with token types for each row.
+
+    Raises:
+        DataError: pixels lie by rows, and TRL has the image processor make one row of all images.
+    """
+    if has_pixels_by_row(fields):
+        raise DataError(
+            f"A tool has returned an image, and TRL would show all rows one row of images to {type(model).__name__}, "
+            "which pads the images of a row: use another model, or tools that return text."
+        )
+    marked = [mark_images(model, torch.tensor([ids]), {}) for ids in prompt_ids]
+    return image_inputs_of(fields) | {name: [types[name][0].tolist() for types in marked] for name in marked[0]}
+
+
+def mark_scored_images(model: nn.Module, ids: torch.Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of TRL's scoring as `mark_images` does, without those that it does not have."""
+    return mark_images(model, ids, {name: value for name, value in given.items() if name in _SCORING_ARGUMENTS})
 
 
 # Token types of completions, where prompts have some: they must not let a completion see what comes after it.

@@ -136,7 +136,7 @@ def _build_images(completion: Completion, folder: Path, token: int | None) -> li
     cells = [image.grid[0] * image.grid[1] if image.grid else 0 for image in completion.images]
     attention: list[float] = []  # per cell of all images, of one token or averaged over tokens
     if completion.attention is not None and all(cells) and completion.tokens:
-        chosen = range(len(completion.tokens)) if token is None else [token % len(completion.tokens)]
+        chosen = completion.written() if token is None else [token % len(completion.tokens)]
         maps = [completion.attention.row(index) for index in chosen]
         attention = [sum(column) / len(maps) for column in zip(*maps, strict=True)]
     images, rest = [], iter(attention if any(attention) else ())

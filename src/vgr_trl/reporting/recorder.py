@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha1
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain, cycle, groupby, islice, repeat
+from itertools import accumulate, chain, cycle, groupby, islice, repeat
 from math import isnan, isqrt, prod
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,12 @@ from vgr_trl.reporting.records import (
     Record,
     RecordedImage,
     RecordWriter,
+    Turn,
     question_id,
     refuse_unwritable,
 )
 from vgr_trl.rollout import ConstructedTrainer, Rollout
+from vgr_trl.rows import Turns
 from vgr_trl.signals.named import QUANTITIES, RolloutSignals, reward_columns, take_signal_rows
 from vgr_trl.signals.ratios import boxes_in_pixels, late_layers, measure_segments, token_vision_gain_ratio
 from vgr_trl.utils import DataError, error_text
@@ -157,6 +159,7 @@ class RolloutRecorder:
                 reward=(rewards * weights).nansum().item(),
                 advantage=batch["advantages"][row].item(),
                 images=images,
+                turns=[] if rollout.turns is None else describe_turns(rollout.turns, row, len(ids)),
                 **({} if signals is None else completion_measurements(signals, len(ids), self.args)),
             )
             accuracy = find_accuracy(completion.rewards)
@@ -264,6 +267,32 @@ def describe_setup(trainer: ConstructedTrainer) -> dict[str, str]:
         "versions": ", ".join(versions),
         "commit": commit,
     }
+
+
+def describe_turns(turns: Turns, row: int, length: int) -> list[Turn]:
+    """Return the turns of a completion of `length` tokens, with the calls at their ends and the answers of tools."""
+    runs = [(is_own, sum(1 for _ in run)) for is_own, run in groupby(turns.own[row][:length])]
+    stops = [*accumulate(size for _, size in runs)]
+    spans = [(stop - size, stop) for (is_own, size), stop in zip(runs, stops, strict=True) if is_own]
+    described: list[Turn] = []
+    for message in turns.messages[row]:
+        if message["role"] == "assistant" and len(described) < len(spans):
+            calls = [_call_text(call) for call in message.get("tool_calls") or ()]
+            described.append(Turn(*spans[len(described)], calls, [], 0))
+        elif message["role"] == "tool" and described:
+            parts = message["content"] if isinstance(message["content"], list) else [message["content"]]
+            is_image = [isinstance(part, dict) and part.get("type") == "image" for part in parts]
+            texts = [part.get("text", "") if isinstance(part, dict) else str(part) for part in parts]
+            described[-1].answers.append("".join(map({True: "<image>"}.get, is_image, texts)))
+            described[-1].images += sum(is_image)
+    return described
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = call.get("function") or {}
+    arguments = function.get("arguments") or {}
+    given = (f"{name}={value!r}" for name, value in arguments.items()) if isinstance(arguments, dict) else [arguments]
+    return f"{function.get('name', 'unknown')}({', '.join(map(str, given))})"
 
 
 def read_row_images(

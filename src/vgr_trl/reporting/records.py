@@ -74,6 +74,24 @@ class AttentionMap:
 
 
 @dataclass
+class Turn:
+    """A turn of a completion that may call tools.
+
+    Attributes:
+        start, stop: the policy wrote `Completion.tokens[start:stop]`.
+        calls: of tools, as text: `zoom(box=[0, 0, 0.5, 1])`.
+        answers: of tools, as text, with one `<image>` per image.
+        images: number of images that the tools returned.
+    """
+
+    start: int
+    stop: int
+    calls: list[str]
+    answers: list[str]
+    images: int
+
+
+@dataclass
 class Completion:
     """A completion of T tokens with its measurements and rewards. Per-token lists have length T, or are None.
 
@@ -100,6 +118,7 @@ class Completion:
         images: images of the prompt, in order, and behind them those that tools returned.
         attention: over the vision tokens of all images, averaged over heads and the layers that rewards use.
         replaced: whether its group was replaced by another one and not trained on.
+        turns: of a run with tools; tokens outside of them were not written by the policy.
     """
 
     question: str
@@ -125,6 +144,11 @@ class Completion:
     images: list[RecordedImage] = field(default_factory=list)
     attention: AttentionMap | None = None
     replaced: bool = False
+    turns: list[Turn] = field(default_factory=list)
+
+    def written(self) -> list[int]:
+        """Return the indices of the tokens that the policy wrote."""
+        return [index for turn in self.turns for index in range(turn.start, turn.stop)] or [*range(len(self.tokens))]
 
 
 @dataclass
@@ -182,6 +206,7 @@ def decode_record(line: bytes) -> Record:
     for item in content["completions"]:
         values = _known_fields(Completion, item)
         values["images"] = [RecordedImage(**_known_fields(RecordedImage, image)) for image in item.get("images", ())]
+        values["turns"] = [Turn(**_known_fields(Turn, turn)) for turn in item.get("turns", ())]
         if (attention := item.get("attention")) is not None:
             values["attention"] = AttentionMap(attention["scale"], base64.b64decode(attention["values"]))
         completions.append(Completion(**values))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers as hf
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
@@ -40,11 +40,28 @@ def word_tokenizer(**special: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names, **more)
 
 
-def processor(kind: str, image_processor: Any, special: dict[str, str], **options: Any) -> Any:
+def byte_tokenizer(**special: str) -> PreTrainedTokenizerFast:
+    """Any text, a token for each byte, with the marks of messages and of the end; special tokens have these names."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    marks = ["<pad>", "<|im_start|>", "<|im_end|>", *dict.fromkeys(special.values())]
+    backend = Tokenizer(models.BPE({token: n for n, token in enumerate([*marks, *alphabet])}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    names = {"pad_token": "<pad>", "eos_token": "<|im_end|>", "bos_token": None, "unk_token": None}
+    more: dict[str, Any] = {"extra_special_tokens": marks[1:], "model_specific_special_tokens": special}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names, **more)
+
+
+def processor(
+    kind: str,
+    image_processor: Any,
+    special: dict[str, str],
+    tokenizer: Callable[..., PreTrainedTokenizerFast] = word_tokenizer,
+    **options: Any,
+) -> Any:
     """One of a class of transformers, without a part for videos, which needs torchvision."""
     takes_none = {"check_argument_for_proper_class": lambda self, name, argument: None}
     made: Any = type(kind, (getattr(hf, kind),), takes_none)
-    return made(image_processor=image_processor, tokenizer=word_tokenizer(**special), **options)
+    return made(image_processor=image_processor, tokenizer=tokenizer(**special), **options)
 
 
 def _paligemma() -> Any:
