@@ -9,7 +9,7 @@ ENGLISH, CHINESE = ((ROOT / name).read_text(encoding="utf-8") for name in ("READ
 
 def in_step(text: str) -> dict[str, list[str]]:
     return {
-        "code": re.findall(r"```.*?```", text, re.DOTALL),
+        "code": [re.sub(r" *#.*", "", block) for block in re.findall(r"```.*?```", text, re.DOTALL)],
         "links": sorted(link.replace("docs/zh/", "docs/") for link in re.findall(r"\]\(((?!README)[^)]+)\)", text)),
         "levels": re.findall(r"^#+(?= )", text, re.MULTILINE),
         "rows": re.findall(r"^\|", text, re.MULTILINE),

@@ -63,7 +63,7 @@ export function courses(run: Run): Course[] {
     found.push({
       title, name: curve.name, share, points,
       of: curve.mode === "train"
-        ? `first → last ${plural(width, "logged step")}`
+        ? `first → last ${width > 1 ? plural(width, "logged step") : "logged step"}`
         : sampling(run) + (at.length > 1 ? `step ${at[0]} → ${at.at(-1)}` : `step ${at[0]}`),
       deviation: curve.deviation?.at(-1) == null ? null : mean(known(curve.deviation).slice(-width)),
       first: mean(points.slice(0, width)), last: mean(points.slice(-width)),
