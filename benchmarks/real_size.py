@@ -15,6 +15,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +59,19 @@ def run_part(shape: str, size: Size, part: str, threads: int) -> tuple[dict[str,
         shape=MODEL_SHAPES[shape],
         variants={"trl": unclipped, "ours": {**NONE, **unclipped}},
     )
-    run, gradients = StepRun(place, case, variant, lambda: Amounts(seconds=now("cpu"))), _KeepGradients()
+    run, gradients = StepRun(place, case, variant, _read_clocks), _KeepGradients()
     run.trainer.add_callback(gradients)
     _draw_completions(run.trainer, size, generates=part != "trl eager")
     found = run()
-    seconds = {"rollout": found["step"]["seconds"] - found["update"]["seconds"], "update": found["update"]["seconds"]}
-    return {"seconds": seconds, "bytes": dict(run.meter.peaks)}, gradients.found
+    rollout = Counter(found["step"])
+    rollout.subtract(found["update"])
+    amounts = {name: {"rollout": rollout[name], "update": found["update"][name]} for name in rollout}
+    return {**amounts, "bytes": dict(run.meter.peaks)}, gradients.found
+
+
+def _read_clocks() -> Amounts:
+    """Return seconds, and those that processors have worked, which other programs on the machine hardly change."""
+    return Amounts({"seconds": now("cpu"), "processor_seconds": time.process_time()})
 
 
 def _draw_completions(trainer: Any, size: Size, *, generates: bool) -> None:
@@ -91,11 +100,13 @@ def describe_shape(shape: str, size: Size, parts: dict[str, Any], distances: dic
     """Return the lines of a shape."""
     lines = [f"{shape}: P {size.prompt}, V {size.vision}, T {size.completion}, G {size.generations}, bf16, LoRA"]
     for part, found in parts.items():
-        seconds, peak = found["seconds"], max(found["bytes"].values())
-        generated = "" if part == "trl eager" else f"rollout {seconds['rollout']:.1f} s, "
-        lines.append(f"  {part}: {generated}update {seconds['update']:.1f} s, peak {peak / 1e9:.2f} GB")
-    steps = [sum(parts[part]["seconds"].values()) for part in ("ours", "trl")]
-    lines.append(f"  step, ours / TRL's: {steps[0] / steps[1]:.3f}")
+        seconds, worked, peak = found["seconds"], found["processor_seconds"], max(found["bytes"].values())
+        stages = ["update"] if part == "trl eager" else ["rollout", "update"]
+        took = ", ".join(f"{stage} {seconds[stage]:.1f} s (processors {worked[stage]:.1f} s)" for stage in stages)
+        lines.append(f"  {part}: {took}, peak {peak / 1e9:.2f} GB")
+    for unit in ("seconds", "processor_seconds"):
+        steps = [sum(parts[part][unit].values()) for part in ("ours", "trl")]
+        lines.append(f"  step, ours / TRL's, {unit.replace('_', ' ')}: {steps[0] / steps[1]:.3f}")
     found = ", ".join(f"{part} {distance:.2g}" for part, distance in distances.items())
     lines.append(f"  gradients, distance from TRL's: {found}")
     return lines
