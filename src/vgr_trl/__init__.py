@@ -1,4 +1,4 @@
-"""Reinforcement learning of vision-language models with TRL, where the signal knows what the model looked at."""
+"""Reinforcement learning of vision-language models with TRL: an image prompt is computed once for its completions."""
 
 from typing import TYPE_CHECKING, Any
 

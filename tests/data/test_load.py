@@ -140,7 +140,7 @@ def test_json_keeps_its_types_and_csv_its_texts(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({}, "one of dataset_name, dataset_path, data_files, not none"),
+        ({}, "one of dataset_name, dataset_path, data_files; given: none"),
         ({"data_files": "train=FOLDER/no.parquet"}, "no.parquet does not exist"),
         ({"dataset_path": "FOLDER/no"}, "which is not a folder; for single files use data_files"),
         ({"dataset_path": "FOLDER/two"}, "two/b.parquet are of different kinds: give the files to read as data_files"),

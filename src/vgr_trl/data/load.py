@@ -78,7 +78,7 @@ def load_split(
     given = {"dataset_name": dataset_name, "dataset_path": dataset_path, "data_files": data_files}
     names = [name for name, value in given.items() if value]
     if len(names) != 1:
-        raise ConfigError(f"Give the data as one of {', '.join(given)}, not {' and '.join(names) or 'none'}.")
+        raise ConfigError(f"Give one of {', '.join(given)}; given: {' and '.join(names) or 'none'}.")
     source = given[names[0]]
     with readable(source, names[0], only_reads=True):
         if dataset_path and not Path(dataset_path).is_dir():

@@ -335,7 +335,7 @@ def read_run(path: str | Path) -> Run:
     """
     folder = records_folder(Path(path))
     if not (folder / LOGS_FILE).is_file() and not any(folder.glob(RECORD_FILES)):
-        raise DataError(f"{path} has no records: give the output_dir of a DAPOTrainer with rollout_log_steps above 0.")
+        raise DataError(f"{path} has no records: give the output_dir of a run with rollout_log_steps above 0.")
     return Run(folder)
 
 
