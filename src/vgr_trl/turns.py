@@ -116,8 +116,6 @@ def count_turns(completions: Sequence[Any], turns: Turns) -> dict[str, list[int]
 
 def image_token_types(trainer: ConstructedTrainer, ids: torch.Tensor, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the token types (N, S) that TRL makes of whole rows (N, S) in which tools have returned images."""
-    types = torch.zeros_like(ids)
-    for kind, token in ((1, trainer._image_pad_token_id), (2, trainer._video_pad_token_id)):
-        if token is not None:
-            types[ids == token] = kind
+    token = trainer._image_pad_token_id
+    types = torch.zeros_like(ids) if token is None else (ids == token).to(ids.dtype)
     return {"mm_token_type_ids" if "image_grid_thw" in fields else "token_type_ids": types}

@@ -129,6 +129,14 @@ def test_image_tokens_without_an_image_are_refused(make):
     assert found == takes + 1
 
 
+def test_a_video_token_that_the_policy_writes_is_a_token_like_others(make):
+    """Nothing in a row is a video, but TRL marks the token as one, and the model asks for its pixels."""
+    deal = partial(deal_turns, asked=lambda place, turn: f"<|video_pad|>{call('look', wide=56)}")
+    trainer = make(compute_attention_metrics=False, deal=deal)
+    trainer.train()
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+
+
 def test_models_whose_image_tokens_trl_cannot_mark():
     """Gemma 3 attends within an image by token types, which TRL leaves at 0 for tokens of another name."""
     pixels = SimpleNamespace(image_processor=lambda images, **options: {"pixel_values": torch.zeros(1, 3, 4, 4)})
