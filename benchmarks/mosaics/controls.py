@@ -11,13 +11,12 @@ from vgr_trl.registries import declares
 class DecisionOptions:
     """Options of the controls."""
 
-    box_ids: list[int] = field(default_factory=list, metadata={"help": "Tokens that are numbers of a box."})
-    choice_ids: list[int] = field(default_factory=list, metadata={"help": "Tokens that begin a call or an answer."})
+    decisive_ids: list[int] = field(default_factory=list, metadata={"help": "Tokens that decide what is seen."})
 
 
 @declares(options=DecisionOptions)
 def oracle(advantages, signals, mask, options, *, completion_ids):
-    """Keep the numbers of boxes, and the tokens that begin a call or an answer."""
+    """Keep the boxes, the tokens that begin a call or an answer, and any others among the known ones."""
     return decides(options, completion_ids, mask), {}
 
 
@@ -30,6 +29,5 @@ def at_random(advantages, signals, mask, options, *, completion_ids):
 
 
 def decides(options, completion_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return which tokens decide whether and where to look, (N, T) bool."""
-    ids = torch.tensor([*options.box_ids, *options.choice_ids], device=completion_ids.device)
-    return torch.isin(completion_ids, ids) & mask
+    """Return which tokens are among the known ones, (N, T) bool."""
+    return torch.isin(completion_ids, torch.tensor(options.decisive_ids, device=completion_ids.device)) & mask

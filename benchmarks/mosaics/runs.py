@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -28,11 +28,17 @@ CONTROLS = Path(__file__).with_name("controls.py")
 
 @dataclass(frozen=True)
 class Method:
-    """A contender: whether it has the tool, what it changes of the options, whether it is told the decisive tokens."""
+    """A contender.
+
+    Attributes:
+        zoom: whether it has the tool.
+        options: what it changes of the options of `DAPOConfig`.
+        knows: the tokens that its rule of credit is told of: those that decide `where` to look, or of `digits` as well.
+    """
 
     zoom: bool = True
     options: dict[str, Any] = field(default_factory=dict)
-    knows: bool = False
+    knows: Literal["where", "digits"] | None = None
 
 
 METHODS = {
@@ -47,8 +53,9 @@ METHODS = {
         }
     ),
     "VGR": Method(options={"token_weights": True}),
-    "oracle": Method(options={"credit_rules": [f"{CONTROLS}:oracle"]}, knows=True),
-    "random": Method(options={"credit_rules": [f"{CONTROLS}:at_random"]}, knows=True),
+    "oracle": Method(options={"credit_rules": [f"{CONTROLS}:oracle"]}, knows="where"),
+    "oracle, digits": Method(options={"credit_rules": [f"{CONTROLS}:oracle"]}, knows="digits"),
+    "random": Method(options={"credit_rules": [f"{CONTROLS}:at_random"]}, knows="where"),
     "plain, scaled": Method(options={"scale_rewards": "group"}),
 }
 
@@ -129,7 +136,9 @@ class Start:
 
     def trainer(self, method: Method, watch: Watch, folder: Path, **changed: Any) -> DAPOTrainer:
         """Return the trainer of a method."""
-        settings, plugin = self.settings, {"plugin_options": decision_ids(self.processor.tokenizer)}
+        settings, plugin = self.settings, {}
+        if method.knows is not None:
+            plugin = {"plugin_options": decision_ids(self.processor.tokenizer, digits=method.knows == "digits")}
         batch = settings.prompts * settings.generations
         # A policy this small now and then writes a token of images or videos, with which no pass can be made.
         vision = [token for token in SPECIAL_TOKENS if "vision" in token or token.endswith("_pad|>")]
@@ -151,7 +160,7 @@ class Start:
             model=self.model,
             processing_class=self.processor,
             reward_funcs=rewards,
-            args=DAPOConfig(**options | method.options | (plugin if method.knows else {}) | changed),
+            args=DAPOConfig(**options | method.options | plugin | changed),
             train_dataset=to_dataset(self.train),
             eval_dataset=to_dataset(self.test),
             environment_factory=Zoom if method.zoom else None,
@@ -160,10 +169,10 @@ class Start:
         return trainer
 
 
-def decision_ids(tokenizer: Any) -> dict[str, list[int]]:
-    """Return the options of the controls: the tokens of boxes, and those that begin a call or an answer."""
-    ids = tokenizer.convert_tokens_to_ids
-    return {"box_ids": ids([*BOXES]), "choice_ids": ids([OPEN, "<answer>"])}
+def decision_ids(tokenizer: Any, digits: bool = False) -> dict[str, list[int]]:
+    """Return the options of the controls: the tokens that decide what is seen and, with `digits`, what is answered."""
+    known = [OPEN, "<answer>", *BOXES, *(map(str, range(10)) if digits else ())]
+    return {"decisive_ids": tokenizer.convert_tokens_to_ids(known)}
 
 
 def to_dataset(rows: Sequence[Row]) -> Dataset:
