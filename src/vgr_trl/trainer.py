@@ -143,6 +143,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         with enable_reference_model(args, args), patched_attribute(args, "reward_weights", weights):
             super().__init__(model, rewards, args, *rest, **options)
         self.beta = args.beta
+        self._video_pad_token_id = None  # with tools TRL 1.16 marks it as of a video, and no row or tool has one
         prepare_trainer(self, options.get("peft_config"))
         self.clock, self.step_metrics = StageClock(), StepMetrics(args, self.accelerator)
         self.measurement = plan_measurement(self)

@@ -126,6 +126,14 @@ def test_image_tokens_without_an_image_are_refused(make):
     assert found == takes + 1
 
 
+def test_a_video_token_that_the_policy_writes_is_a_token_like_others(make):
+    """Nothing in a row is a video, but TRL marks the token as one, and the model asks for its pixels."""
+    deal = partial(deal_turns, asked=lambda place, turn: f"<|video_pad|>{call('look', wide=56)}")
+    trainer = make(compute_attention_metrics=False, deal=deal)
+    trainer.train()
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+
+
 REFUSED = [
     ({"signals": ["region_share"]}, "boxes refer to the prompt's image, but tools may add images"),
     ({"attention_source": "generate", "compute_attention_metrics": True}, "with tools, which generates several times"),
