@@ -273,7 +273,9 @@ class AttentionCall:
             chosen = slice(queries.first, last) if flash else queries.index  # flash needs them without gaps
             key, query, sets = key[rows, :, :stop], query[rows, :, chosen], sets[:, :stop]
             options = self._options(chosen, stop, rows, flash)
-        values = torch.nn.functional.pad(sets.to(key.dtype), (0, key.size(-1) - sets.size(-1)))  # (B', K', D)
+        values = sets.to(key.dtype)
+        if (missing := key.size(-1) - sets.size(-1)) > 0:
+            values = torch.nn.functional.pad(values, (0, missing))  # (B', K', D)
         values = values.unsqueeze(1).expand(-1, key.size(1), -1, -1)
         mask = options.pop("attention_mask", None)
         outputs, _ = self.function(self.module, query, key, values, mask, **options)  # (B', T' or more, H, D)
@@ -584,9 +586,12 @@ class GenerationProbe:
             if first < 0:
                 raise ConfigError("Attention cannot be measured with a cache of fixed length: use a dynamic one.")
             sets = self._sets.repeat_interleave(rows // len(self._sets), dim=0)[:, first:]  # (N, K', 2)
-            self._of_keys[keys] = nn.functional.pad(sets, (0, 0, 0, keys - sets.size(1))).to(device)
+            columns = call.key.size(-1) - sets.size(-1)  # those that kernels want, once for all layers
+            wide = nn.functional.pad(sets, (0, columns, 0, keys - sets.size(1)))
+            self._of_keys[keys] = wide.to(device, call.key.dtype)
         last = Queries(torch.tensor([queries - 1], device=device), queries - 1, queries)
-        self._masses.setdefault(module.layer_idx, []).append(call.mass_on_keys(self._of_keys[keys], last)[:, 0])
+        mass = call.mass_on_keys(self._of_keys[keys], last)[:, 0, : self._sets.size(-1)]  # (N, 2)
+        self._masses.setdefault(module.layer_idx, []).append(mass)
 
     @torch.no_grad()
     def _read_logits(self, causal: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
