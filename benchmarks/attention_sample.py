@@ -9,6 +9,7 @@ changes no loss, so both runs train on the same completions.
 import argparse
 import copy
 import tempfile
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
@@ -25,7 +26,7 @@ def train(options: Options, start: tuple[Any, Any], rows: str) -> list[dict[str,
     """Return the logs of a training from a copy of the start."""
     model, processor = copy.deepcopy(start[0]), start[1]
     with tempfile.TemporaryDirectory() as folder:
-        args = trainer_options(options, folder, attention_rows=rows, disable_tqdm=True, rollout_log_steps=0)
+        args = trainer_options(options, Path(folder), attention_rows=rows, disable_tqdm=True, rollout_log_steps=0)
         data = to_dataset(draw(options.seed).train)
         rewards: Any = [accuracy_reward, think_format_reward]
         trainer = DAPOTrainer(model, rewards, args, train_dataset=data, processing_class=processor)
