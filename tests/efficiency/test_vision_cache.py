@@ -191,7 +191,7 @@ def test_image_features_added_as_nothing_reach_all_weights_that_images_do(name):
 
 
 ZERO = [{"deepspeed_plugin": SimpleNamespace(zero_stage=stage)} for stage in range(4)]
-ONCE = "once per rollout"
+ONCE = "are computed once per rollout"
 
 
 def plan(model, *, backend="NO", megabytes=64, images=True, fsdp=False, deepspeed_plugin=None):
@@ -212,11 +212,11 @@ def plan(model, *, backend="NO", megabytes=64, images=True, fsdp=False, deepspee
     [
         ({}, ONCE),
         (ZERO[2], ONCE),
-        ({"megabytes": 0}, "in every pass (switched off)"),
-        ({"images": False}, "in every pass (data without images)"),
-        ({"backend": "INDUCTOR"}, "in every pass (torch.compile)"),
-        ({"fsdp": True}, "in every pass (sharded parameters"),
-        (ZERO[3], "in every pass (sharded parameters"),
+        ({"megabytes": 0}, "are computed in every pass (switched off)"),
+        ({"images": False}, "are computed in every pass (data without images)"),
+        ({"backend": "INDUCTOR"}, "are computed in every pass (torch.compile)"),
+        ({"fsdp": True}, "are computed in every pass (sharded parameters"),
+        (ZERO[3], "are computed in every pass (sharded parameters"),
     ],
 )
 def test_launches(launch, expected):
@@ -227,10 +227,10 @@ def test_launches(launch, expected):
 @pytest.mark.parametrize("target", [["qkv"], r".*merger\.mlp\.0"])
 def test_adapters_in_tower_or_merger_train_it(target):
     model = get_peft_model(build("qwen2_5_vl"), LoraConfig(target_modules=target))
-    assert plan(model) == "in every pass (the vision tower trains)"
+    assert plan(model) == "are computed in every pass (the vision tower trains)"
     for parameter in model.parameters():  # the reference is the model without them, or with others
         parameter.requires_grad_(False)
-    assert plan(model) == "in every pass (adapters in the vision tower, which the reference may leave out)"
+    assert plan(model) == "are computed in every pass (adapters in the vision tower, which the reference may leave out)"
 
 
 def test_dropout_of_the_tower():
@@ -238,4 +238,4 @@ def test_dropout_of_the_tower():
     for module in model.model.vision_tower.modules():
         if hasattr(module, "dropout"):
             module.dropout = 0.1
-    assert plan(model) == "in every pass (dropout in the vision tower)"
+    assert plan(model) == "are computed in every pass (dropout in the vision tower)"

@@ -127,7 +127,9 @@ def test_a_signal_made_of_itself(monkeypatch):
     for name, other in (("hen", "egg"), ("egg", "hen")):
         signal = registries.declares(needs=(other,))(lambda signals, options: signals.logps)
         monkeypatch.setitem(registries.signals._own, name, signal)
-    with pytest.raises(ConfigError, match="The signal hen needs itself .hen needs egg needs hen.: remove one need"):
+    with pytest.raises(
+        ConfigError, match="The signal hen needs itself .hen needs egg needs hen.: remove one dependency"
+    ):
         DAPOConfig("out", use_cpu=True, signals=["hen"])
 
 
@@ -152,7 +154,7 @@ def test_a_name_that_two_packages_register(installed, monkeypatch):
     monkeypatch.setitem(registries.rewards._own, "brevity", len)
     with pytest.raises(RewardError, match="more than once, by vgr_trl and by sight_methods:brevity: give the one"):
         load_reward("brevity")
-    with pytest.raises(RewardError, match="There is a reward 'brevity' already"):
+    with pytest.raises(RewardError, match="A reward 'brevity' is already registered"):
         registries.rewards.register("brevity")(max)
 
 
