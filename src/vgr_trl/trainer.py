@@ -290,9 +290,9 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         Raises:
             ConfigError: vLLM would have to read an image that a tool has returned.
         """
-        if self.use_vllm and kwargs.get("has_tool_images"):
-            raise ConfigError(f"A tool has returned images, {AFTER_IMAGES}")
         if kwargs.pop("has_tool_images", False):
+            if self.use_vllm:
+                raise ConfigError(f"A tool has returned images, {AFTER_IMAGES}")
             multimodal_fields = mark_turn(self.model, prompt_ids, multimodal_fields)
         plain = super()._generate_single_turn
         prompts = Prompts(prompt_ids, images, multimodal_fields)
