@@ -78,6 +78,20 @@ def test_agrees(place, family, dtype, function, measured):
         assert distance(shared, plain) < GRADIENTS
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("place", on_both("flash", "efficient", cpu=["math"]))
+def test_prompts_without_padding(place, family, measured):
+    """Gradients, where flash attention reads no mask."""
+    device, kind = place
+    dtype, even = torch.float32 if device == "cpu" else torch.bfloat16, {"text": (33, 33)}
+    reference = all_gradients(with_head(build(family)), make_batch(family, **even))
+    model = with_head(build(family).to(device, dtype))
+    with attention(model, kind):
+        plain, shared = plain_and_shared(all_gradients, model, to(make_batch(family, **even), device, dtype))
+    measured |= {"plain": distance(plain, reference), "shared": distance(shared, reference)}
+    assert measured["shared"] < FACTOR * measured["plain"] + 1e-4
+
+
 @pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "lora"])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 @pytest.mark.parametrize("place", on_both("flash", "flex_attention", cpu=["math"]))

@@ -10,8 +10,8 @@ from support.models.compare import checkpointed, gradients, largest_relative, lo
 from support.models.families import Family, build, make_batch, text_model
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from vgr_trl.sharing import prefix_forward, share_prompts, why_not_share
-from vgr_trl.sharing.model_support import sdpa_by_key_head
+from vgr_trl.sharing import model_support, prefix_forward, share_prompts, why_not_share
+from vgr_trl.sharing.model_support import attend_to_all_before, sdpa_by_key_head
 from vgr_trl.sharing.prefix_cache import marked
 from vgr_trl.sharing.prefix_forward import cut_by_length
 from vgr_trl.signals.probe import AttentionProbe
@@ -97,6 +97,34 @@ def test_keys_of_grouped_queries_are_kept_once(groups):
     assert kept[0] - kept[1] == repeated
     with torch.autocast("cpu", torch.bfloat16):  # keys are cast once, and not for each query head
         assert kept_bytes(sdpa_by_key_head, module, *inputs, mask)[1] <= kept[1]
+
+
+@pytest.mark.parametrize("attention", ["padded", "whole", "windows"])
+def test_a_kernel_reads_no_mask_behind_prompts_without_padding(attention, monkeypatch):
+    """As on a GPU that has flash attention; each query sees all keys up to its own, those of padding in the end too."""
+    made = []
+
+    def record(*args):
+        made.append(args)
+        return attend_to_all_before(*args)
+
+    monkeypatch.setattr(model_support, "can_use_flash_attention", lambda params: True)
+    monkeypatch.setattr(model_support, "attend_to_all_before", record)
+    text = (21, 33) if attention == "padded" else (33, 33)
+    name = "gemma3" if attention == "windows" else "qwen2_5_vl"
+    model, batch = with_head(build(name).double()), make_batch(name, text=text)
+    batch.inputs["pixel_values"] = batch.inputs["pixel_values"].double()
+    plain, expected = scored(model, batch), gradients(model, batch)
+    assert not made
+    with share_prompts(model, batch.completion_length) as report:
+        shared, found = scored(model, batch), gradients(model, batch)
+    assert report.prompts_per_row < 1
+    layers = model.config.get_text_config().layer_types
+    assert (
+        len(made) == {"padded": 0, "whole": 2 * len(layers), "windows": 2 * layers.count("full_attention")}[attention]
+    )
+    assert all((one - other).abs().max() < 1e-6 for one, other in zip(plain, shared, strict=True))
+    assert largest_relative(expected, found) < 1e-6
 
 
 def kept_bytes(attend, *args, **options):

@@ -9,7 +9,9 @@ import torch
 from packaging.version import Version
 from peft import PeftModel
 from torch import nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
@@ -179,24 +181,31 @@ def sdpa_by_key_head(
 
     With a mask, which completions behind a shared prompt always have, transformers repeats them, and the backward pass
     keeps the copies: 219 MB a layer for Qwen2.5-VL-7B, P 1400, T 512, G 8. Here the queries of a key head see a view.
+    Behind prompts without padding, flash attention needs no mask: outputs of padding behind completions differ, unread.
     Passes that share no prompts, of any model in the process, get what transformers does. A module's `attend_within`
     takes the place of all of this: see vgr_trl.efficiency.vision_windows.
 
     Args:
         query: (B, H, Q, D).
-        key, value: (B, number of key heads, K, D); the keys `marked` where prompts are shared.
+        key, value: (B, number of key heads, K, D); the keys `marked` where prompts are shared, with `all_seen` where
+            a query sees all keys up to its own.
         attention_mask: (B, 1, Q, K).
     """
     if (within := getattr(module, "attend_within", None)) is not None:
         return within(module, query, key, value, dropout, scaling), None
     groups = getattr(module, "num_key_value_groups", 1)
     plain = dropout == 0 and not any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
-    shares = plain and groups > 1 and query.size(2) > 1 and hasattr(key, "of_shared_prompts")
-    if not shares or attention_mask is None or attention_mask.size(1) != 1:
+    shares = plain and query.size(2) > 1 and hasattr(key, "of_shared_prompts")
+    all_seen = shares and getattr(key, "all_seen", False)
+    if not (all_seen or (shares and groups > 1)) or attention_mask is None or attention_mask.size(1) != 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if torch.is_autocast_enabled(query.device.type):  # it would cast keys and values again for every query head
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if all_seen and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True)):
+        return attend_to_all_before(query, key, value, scaling), None
+    if groups == 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if attention_mask.dtype == torch.bool:  # kernels would keep one of their own for each key head, with aligned rows
         *rows, columns = attention_mask.shape
         aligned = query.new_zeros(*rows, columns + -columns % 8)[..., :columns]
@@ -207,6 +216,20 @@ def sdpa_by_key_head(
         attend = nn.functional.scaled_dot_product_attention
         seen.append(attend(queries, keys, values, attn_mask=attention_mask, scale=scaling))
     return torch.cat(seen, 1).transpose(1, 2).contiguous(), None
+
+
+def attend_to_all_before(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Return attention of the last Q tokens to all K up to each, (B, Q, H, D), without a mask that a kernel reads.
+
+    Args:
+        query: (B, H, Q, D).
+        key, value: (B, number of key heads, K, D).
+    """
+    seen = causal_lower_right(query.size(2), key.size(2))
+    attend = nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True).transpose(1, 2).contiguous()
 
 
 def keep_keys_unrepeated() -> None:

@@ -119,7 +119,13 @@ class StoredKeys(_Keys):
 
 
 class ExpandedKeys(_Keys):
-    """Stored keys and values, given to every row of a batch in front of its own; never written."""
+    """Stored keys and values, given to every row of a batch in front of its own; never written.
+
+    Attributes:
+        unpadded: whether no prompt has padding, so that a query sees all keys up to its own.
+    """
+
+    unpadded = False
 
     def __init__(self, stored: StoredKeys, index: torch.Tensor) -> None:
         super().__init__()
@@ -130,7 +136,9 @@ class ExpandedKeys(_Keys):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.was_read = True
-        return marked(self._behind(self.stored.keys, key_states)), self._behind(self.stored.values, value_states)
+        keys: Any = marked(self._behind(self.stored.keys, key_states))
+        keys.all_seen = self.unpadded and not self.is_sliding
+        return keys, self._behind(self.stored.values, value_states)
 
     def _behind(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return torch.cat([stored.index_select(0, self.index), new], dim=-2)
@@ -284,16 +292,21 @@ class ReadPrefix(Cache):
 
     Attributes:
         rows: numbers of these rows in the batch.
+        unpadded: whether their prompts have no padding.
     """
 
     layers: list[Any]
 
-    def __init__(self, written: WrittenPrefix, index: torch.Tensor, rows: Sequence[int]) -> None:
+    def __init__(
+        self, written: WrittenPrefix, index: torch.Tensor, rows: Sequence[int], unpadded: bool = False
+    ) -> None:
         kinds: dict[type, Any] = {StoredKeys: ExpandedKeys, StoredState: ExpandedState}  # others keep nothing
         super().__init__(
             layers=[kinds[type(layer)](layer, index) if type(layer) in kinds else layer for layer in written.layers]
         )
         self.rows = list(rows)
+        for layer in self.layers:
+            layer.unpadded = unpadded
 
     def check(self) -> None:
         """Raise `UnsupportedModel` unless every layer has read its prefix."""

@@ -412,6 +412,7 @@ class CompletionPass:
         self.ids: torch.Tensor = inputs["input_ids"]
         self.mask: torch.Tensor | None = inputs.get("attention_mask")
         self.index = on_device(self.split.groups, self.ids.device)  # (N,)
+        self.unpadded = self.mask is None or bool(self.mask[:, : self.split.start].all())
         deltas = (
             None if prefill.deltas is None else prefill.deltas.index_select(0, self.index.to(prefill.deltas.device))
         )
@@ -437,7 +438,7 @@ class CompletionPass:
         stop, positions = self.split.start + length, self.positions
         if positions is not None:
             positions = (positions[..., at, :] if positions.size(-2) == len(self.ids) else positions)[..., :length]
-        behind = ReadPrefix(self.prefill.written, self.index[at], rows)
+        behind = ReadPrefix(self.prefill.written, self.index[at], rows, self.unpadded)
         with _cache_through_checkpoints(self.prefill.layers):
             outputs = self.prefill.plain(
                 **self.prefill.common,
