@@ -108,6 +108,12 @@ def test_a_static_cache_of_windows_generates_plainly():
     assert "see a window" in why_not_static(build_model("gemma3").config)
 
 
+@pytest.mark.parametrize(("cache", "disabled"), [("static", None), (None, True)])
+def test_decoding_is_compiled_where_the_cache_is_static(cache, disabled, make):
+    """TRL switches it off."""
+    assert make(cache_implementation=cache).generation_config.disable_compile is disabled
+
+
 @pytest.mark.parametrize(
     ("options", "device", "warns"),
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
 from packaging.version import Version
 from torch import nn
 from transformers import GenerationConfig, ProcessorMixin
@@ -256,6 +256,20 @@ def suppress_image_tokens(trainer: GRPOTrainer, installed: str | None = None) ->
         options = {"suppress_tokens": [token], **trainer.generation_kwargs}
         trainer.generation_kwargs = options
         trainer.generation_config = GenerationConfig(**options, disable_compile=True)
+
+
+# Compiled decoding. TRL's generation config says `disable_compile`, so that a static cache is no faster than another:
+# 5.1 s instead of 1.7 s for 128 tokens of 8 completions of a 7B on an H200.
+
+
+def let_decoding_compile(trainer: GRPOTrainer) -> None:
+    """Let transformers compile the decoding step of the constructed `trainer` where the user chose a static cache.
+
+    Sharded parameters are gathered and dropped around each generation, and a compiled step would hold on to them.
+    """
+    sharded = trainer.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+    if trainer.args.cache_implementation == "static" and not trainer.use_vllm and not sharded:
+        trainer.generation_config.disable_compile = None
 
 
 # Pixels of Idefics and SmolVLM, which lie by rows, padded to the most images of a row.

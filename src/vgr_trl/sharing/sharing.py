@@ -516,6 +516,7 @@ def _share_group_pixels(values: Sequence[torch.Tensor], groups: Sequence[int]) -
 
 _OPTIONS = {*GenerationConfig().to_dict(), "generation_config"}  # of `generate`
 ROOM = 128  # tokens for which there is room before the next copy
+_CACHE_LENGTHS = 256  # tokens, of which the lengths of static caches are multiples
 
 
 class GrowingLayer(DynamicLayer):
@@ -673,8 +674,9 @@ class SharedGeneration:
     def _fixed(self, filled: Any, ids: torch.Tensor, config: GenerationConfig) -> Any:
         """Return a static cache that begins with what a cache of as many rows holds, with room for all new tokens."""
         longest = config.max_length if config.max_new_tokens is None else ids.size(1) + config.max_new_tokens
-        # As transformers does: a cache as long as the one before is not compiled for again.
-        longest = max(longest - 1, getattr(self.model, "_previous_max_cache_length", 0))
+        # A cache as long as the one before is not compiled for again, which takes half a minute for a 7B.
+        longest += -longest % _CACHE_LENGTHS
+        longest = max(longest, getattr(self.model, "_previous_max_cache_length", 0))
         self.model._previous_max_cache_length = longest
         cache: Any = StaticCache(config=self.model.config.get_text_config(decoder=True), max_cache_len=longest)
         for layer, of_prompt in zip(cache.layers, filled.layers, strict=True):

@@ -30,7 +30,7 @@ from vgr_trl.data.rows import (
 from vgr_trl.measure import iterate_datasets
 from vgr_trl.patches.distributed import close_group_at_exit, give_timeout
 from vgr_trl.patches.transformers import disable_cudnn_attention
-from vgr_trl.patches.trl import suppress_image_tokens
+from vgr_trl.patches.trl import let_decoding_compile, suppress_image_tokens
 from vgr_trl.registries import BLIND_ANSWERS, find_measurements, needed_signals
 from vgr_trl.rewards.loading import check_callable, reads_solution
 from vgr_trl.rollout import ConstructedTrainer
@@ -56,6 +56,7 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
     give_timeout(trainer.args.ddp_timeout)
     check_head(trainer.accelerator.device)
     suppress_image_tokens(trainer)
+    let_decoding_compile(trainer)
     notice = None if trainer.args.cudnn_attention else disable_cudnn_attention()
     if notice and trainer.accelerator.is_main_process:
         logger.warning(notice)
