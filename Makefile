@@ -178,14 +178,14 @@ GPU_RUN = GPU_RESULTS=$(GPU_RESULTS) GPU_DEADLINE=$(GPU_DEADLINE) PYTHONPATH=src
   HF_HUB_OFFLINE=1 $(GPU_PYTHON) -W ignore
 GPU_BENCH = $(GPU_RUN) -m gpu.bench --device $(GPU_DEVICE) --shape $(GPU_SHAPE) --output $(GPU_RESULTS)
 
-.PHONY: gpu gpu-tests gpu-passes gpu-steps gpu-generation gpu-kernels gpu-packing gpu-effect gpu-report gpu-wheels
-gpu: gpu-tests gpu-steps gpu-generation gpu-passes gpu-kernels gpu-packing gpu-effect gpu-report
+.PHONY: gpu gpu-tests gpu-passes gpu-signals gpu-steps gpu-generation gpu-kernels gpu-packing gpu-effect gpu-report gpu-wheels
+gpu: gpu-tests gpu-steps gpu-generation gpu-passes gpu-signals gpu-kernels gpu-packing gpu-effect gpu-report
 
 gpu-tests: $(GPU_SITE)
 	-$(GPU_RUN) -m pytest -q -p no:cacheprovider -W default -n 8 -m gpu tests/gpu
 	$(GPU_BENCH) --parts shapes
 
-gpu-passes gpu-steps gpu-generation gpu-kernels gpu-packing: gpu-%: $(GPU_SITE)
+gpu-passes gpu-signals gpu-steps gpu-generation gpu-kernels gpu-packing: gpu-%: $(GPU_SITE)
 	$(GPU_BENCH) --parts $*
 
 gpu-effect: $(GPU_SITE)

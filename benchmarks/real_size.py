@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,15 @@ class _KeepGradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         named = kwargs["model"].named_parameters()
-        self.found = {name: value.grad.float().clone() for name, value in named if value.grad is not None}
+        self.found = {name: value.grad.float().cpu().clone() for name, value in named if value.grad is not None}
 
 
-def run_part(shape: str, size: Size, part: str, threads: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def run_part(
+    shape: str, size: Size, part: str, device: str, threads: int
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return seconds and peak bytes of the rollout and update of a part, and its gradients by parameter."""
     variant, attention = PARTS[part]
-    place = Place(dtype="bfloat16", attention=attention, threads=threads, checkpointing=True, shape=shape)
+    place = Place(device, "bfloat16", attention, threads, checkpointing=True, shape=shape)
     unclipped = {"max_grad_norm": 1e9}
     case = Case(
         title=shape,
@@ -59,7 +62,7 @@ def run_part(shape: str, size: Size, part: str, threads: int) -> tuple[dict[str,
         shape=MODEL_SHAPES[shape],
         variants={"trl": unclipped, "ours": {**NONE, **unclipped}},
     )
-    run, gradients = StepRun(place, case, variant, _read_clocks), _KeepGradients()
+    run, gradients = StepRun(place, case, variant, partial(_read_clocks, device)), _KeepGradients()
     run.trainer.add_callback(gradients)
     _draw_completions(run.trainer, size, generates=part != "trl eager")
     found = run()
@@ -69,9 +72,9 @@ def run_part(shape: str, size: Size, part: str, threads: int) -> tuple[dict[str,
     return {**amounts, "bytes": dict(run.meter.peaks)}, gradients.found
 
 
-def _read_clocks() -> Amounts:
+def _read_clocks(device: str) -> Amounts:
     """Return seconds, and those that processors have worked, which other programs on the machine hardly change."""
-    return Amounts({"seconds": now("cpu"), "processor_seconds": time.process_time()})
+    return Amounts({"seconds": now(device), "processor_seconds": time.process_time()})
 
 
 def _draw_completions(trainer: Any, size: Size, *, generates: bool) -> None:
@@ -117,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=[*MODEL_SHAPES], default=["qwen3-vl-2b", "qwen2.5-vl-3b"])
     parser.add_argument("--size", type=Size.parse, default=Size(1088, 1024, 64, 8), help="P,V,T,G")
+    parser.add_argument("--device", default="cpu", help="on a GPU, only the distances of gradients are of use")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS], help="ours and trl are needed")
@@ -126,7 +130,7 @@ def main() -> None:
     for shape in flags.shapes:
         files = {part: flags.output / f"{shape} {flags.size} {part}.pt" for part in flags.parts}
         if flags.part is not None:
-            found, gradients = run_part(shape, flags.size, flags.part, flags.threads)
+            found, gradients = run_part(shape, flags.size, flags.part, flags.device, flags.threads)
             unfinished = files[flags.part].with_suffix(".tmp")
             torch.save({"found": found, "gradients": gradients}, unfinished)
             unfinished.rename(files[flags.part])
@@ -134,7 +138,8 @@ def main() -> None:
         for part, file in files.items():
             if not file.exists():
                 task = ["--shapes", shape, "--size", str(flags.size), "--threads", str(flags.threads), "--part", part]
-                command = [sys.executable, "-W", "ignore", __file__, *task, "--output", str(flags.output)]
+                task += ["--device", flags.device, "--output", str(flags.output)]
+                command = [sys.executable, "-W", "ignore", __file__, *task]
                 subprocess.run(command, env={**os.environ, **MEMORY_ENVIRONMENT}, check=True)
             print(shape, part, json.dumps(torch.load(file)["found"]), flush=True)
         kept = {part: torch.load(file) for part, file in files.items()}

@@ -26,9 +26,10 @@ from trl.trainer.utils import add_fused_lm_head
 
 from gpu import flash, strategies
 from gpu.measure import Budget, Note, Run, cudnn, device_rates, error_of, release, take_turns
-from gpu.plan import COMPARED, CUDNN, PARTS, SHAPES, STRATEGIES, TINY, Measurement, plan
+from gpu.plan import COMPARED, CUDNN, PARTS, SHAPES, SIGNALS, STRATEGIES, TINY, Measurement, plan
 from gpu.results import FILE, Line, append, machine, read, runs_of
 from gpu.steps import steps
+from vgr_trl.efficiency.vision_windows import join_windows
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, build_modality_masks
 
@@ -51,7 +52,9 @@ def main(arguments: list[str] | None = None) -> None:
         missing = sum(max(one.repeats - had.get(run, 0), 0) for run in COMPARED[one.kind])
         if not missing:
             print(f"{one.name}: there already", flush=True)
-        elif one.kind == "step" or budget.fits(one.name, one.seconds * missing / one.repeats / len(COMPARED[one.kind])):
+        elif one.kind in ("step", *SIGNALS) or budget.fits(
+            one.name, one.seconds * missing / one.repeats / len(COMPARED[one.kind])
+        ):
             try:
                 measure(one, flags, partial(note, one.name), budget, had)
             except Exception as error:
@@ -63,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
 def measure(one: Measurement, flags: argparse.Namespace, note: Note, budget: Budget, had: dict[str, int]) -> None:
     """Make what is compared, and run it."""
     place = (flags.device, flags.dtype, flags.attention)
-    if one.kind == "step":
+    if one.kind in ("step", *SIGNALS):
         steps(one, place, note, budget, runs_of(read(flags.output), one.name))
         return
     take_turns(MAKERS[one.kind](one, *place), note, budget, device=flags.device, repeats=one.repeats, had=had)
@@ -82,19 +85,25 @@ def without_and_with(runs: Runs) -> Runs:
 
 def updates(one: Measurement, device: str, dtype: str, attention: str, rank: int = 16) -> Runs:
     """Log-probabilities of a prompt's completions by TRL's head, and their gradients, with gradient checkpointing."""
-    model, batch = _model_and_batch(one, device, dtype, attention)
-    add_fused_lm_head(model)
-    if one.adapters:
-        model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=LORA))
-    switch_checkpointing_on(model)
-    model.train()
 
-    def run(shared: bool) -> None:
+    def make() -> tuple[Any, dict[str, torch.Tensor]]:
+        model, batch = _model_and_batch(one, device, dtype, attention)
+        add_fused_lm_head(model)
+        if one.adapters:
+            model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=LORA))
+        switch_checkpointing_on(model)
+        return model.train(), batch
+
+    def run(model: Any, shared: bool) -> None:
         with share_prompts(model, one.size.completion) if shared else nullcontext():
             score(model, batch, one.size.completion, gradients=True)
         model.zero_grad(set_to_none=True)
 
-    return without_and_with({"plain": partial(run, False), "shared": partial(run, True)})
+    (model, batch), (trained, _) = make(), make()
+    join_windows(trained)
+    ways = {"plain": (model, False), "shared": (model, True), "as trained": (trained, True)}
+    runs = without_and_with({name: partial(run, *way) for name, way in ways.items()})
+    return {name: runs[name] for name in COMPARED["update"]}
 
 
 def scoring(one: Measurement, device: str, dtype: str, attention: str) -> Runs:

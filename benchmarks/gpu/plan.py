@@ -12,7 +12,7 @@ OF_STEPS = 256  # tokens of a completion; nearly all of a step is their generati
 GENERATED = 128  # tokens, where only generation is timed
 SHAPES = ("qwen2.5-vl-7b", "qwen2.5-vl-3b", "qwen3-vl-4b", "qwen3-vl-8b")
 TINY = ("tiny-qwen2.5-vl", "tiny-qwen3-vl")
-PARTS = ("shapes", "passes", "steps", "generation", "kernels", "packing")
+PARTS = ("shapes", "passes", "signals", "steps", "generation", "kernels", "packing")
 REPEATS, BATCHES = 5, 2
 STRATEGIES = ("two stages", "two stages, no mask", "packed", "paths")
 CUDNN = ", cuDNN"  # behind the name of a run: with cuDNN's attention, where others have none
@@ -25,8 +25,10 @@ def both(*names: str) -> tuple[str, ...]:
 
 COMPARED = {
     "new shape": both("masked", "masked, seen before", "causal", "causal, seen before"),
-    "update": both("plain", "shared"),
+    "update": (*both("plain", "shared"), "as trained"),
     "scoring": both("trl", "shared", "shared + probe"),
+    "signals": ("none", "metrics", "signals"),
+    "signals, growing cache": ("none", "signals", "generated"),
     "step": ("trl", "ours"),
     "generation": ("plain", "plain, static", "shared", "shared, static"),
     "attention": (*STRATEGIES, f"two stages{CUDNN}"),
@@ -34,7 +36,11 @@ COMPARED = {
 }
 BUILD = 20  # seconds for a model of 7B and what else comes before the first pass, a guess
 WINDOW = 50e-6  # seconds of the attention of a window of the tower, each a call of its own, a guess
-GUESSED = {"new shape": 30, "attention": 60, "generation": 80}  # seconds: cuDNN's plans, a compilation
+# seconds: cuDNN's plans, a compilation
+GUESSED = {"new shape": 30, "attention": 60, "generation": 80, "signals": 70, "signals, growing cache": 60}
+
+
+SIGNALS = ("signals", "signals, growing cache")
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,9 @@ class Measurement:
     @property
     def repeats(self) -> int:
         """Of each run, after one that warms up."""
-        return {"step": BATCHES, "update": 3, "scoring": 3, "generation": 2}.get(self.kind, REPEATS)
+        return {"step": BATCHES, "update": 2, "scoring": 3, "generation": 2, **dict.fromkeys(SIGNALS, BATCHES)}.get(
+            self.kind, REPEATS
+        )
 
     @property
     def seconds(self) -> float:
@@ -97,7 +105,8 @@ def plan(part: str, shape: str) -> list[Measurement]:
     if part == "steps":
         size = replace(every[0], completion=min(every[0].completion, OF_STEPS))
         return [Measurement("step", shape, size, rows=1), Measurement("step", shape, size)]
-    if part == "generation":
-        return [Measurement(part, shape, replace(every[0], completion=min(every[0].completion, GENERATED)))]
+    if part in ("generation", "signals"):
+        size = replace(every[0], completion=min(every[0].completion, GENERATED))
+        return [Measurement(kind, shape, size) for kind in (SIGNALS if part == "signals" else [part])]
     size = every[-1] if part == "packing" else every[0]
     return [Measurement({"shapes": "new shape"}.get(part, part), shape, size)]

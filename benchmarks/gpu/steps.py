@@ -2,17 +2,18 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from sharing_models import MODEL_SHAPES, Size
 from sharing_passes import now
-from step_cases import NONE, ROWS, Case, log_normal
+from step_cases import NONE, ROWS, Case, cases, log_normal
 from step_runs import Amounts, Place, StepRun
 from transformers import TrainerCallback
 
-from gpu.measure import Budget, Note, cudnn, release
+from gpu.measure import Budget, Note, cudnn, error_of, release
 from gpu.plan import BATCHES, COMPARED, TINY, Measurement
 
 
@@ -44,53 +45,66 @@ def _shuffled(values: list[int], seed: int) -> list[int]:
 
 
 class _EachStep(TrainerCallback):
-    """Writes what a step took, and stops where the longest so far would not fit again."""
+    """Writes what a step took, and stops where one more would not fit."""
 
     def __init__(self, run: StepRun, numbers: tuple[int, ...], note: Any, budget: Budget) -> None:
-        self.run, self.numbers, self.note, self.budget, self.longest = run, numbers, note, budget, 0.0
+        self.run, self.numbers, self.note, self.budget, self.latest = run, numbers, note, budget, 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         meter = self.run.meter
         found = {part: round(taken["seconds"], 4) for part, taken in meter.found.items()}
-        self.longest = max(self.longest, found["step"])
+        self.latest = found["step"]
         number = self.numbers[state.global_step - 1]
         reserved = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
         memory = {"peak": max(meter.peaks.values()), "reserved": reserved}
         meter.peaks = dict.fromkeys(meter.peaks, 0)
-        seconds = {"seconds" if number else "first": found["step"], "update": found["update"]}
-        self.note({"batch": number, **seconds, **memory})
+        seconds = {"seconds" if number else "first": found.pop("step")}
+        self.note({"batch": number, **seconds, **found, **memory})
         more = state.global_step < state.max_steps
-        control.should_training_stop |= more and not self.budget.fits("the next step", self.longest)
+        control.should_training_stop |= more and not self.budget.fits("the next step", self.latest)
 
 
 def steps(
     one: Measurement, place: tuple[str, str, str], note: Note, budget: Budget, had: Mapping[str, list[dict[str, Any]]]
 ) -> None:
-    """Steps on the batches that are missing, by TRL's trainer, with cuDNN, and by ours without."""
+    """Steps on the batches that are missing, one variant after the other: TRL's trainer with cuDNN, ours without."""
     device, dtype, attention = place
-    rows = {} if one.rows is None else {ROWS: one.rows}
-    for variant in COMPARED["step"]:
+    for variant in COMPARED[one.kind]:
         there = {found["batch"] for found in had.get(variant, ())}
         numbers = (0, *(batch for batch in range(1, 1 + BATCHES) if batch not in there))
-        share = len(numbers) / (1 + BATCHES) / len(COMPARED["step"])
+        share = len(numbers) / (1 + BATCHES) / len(COMPARED[one.kind])
         if len(numbers) == 1 or not budget.fits(f"{one.name} {variant}", one.seconds * share):
             continue
-        case = Batches(
-            title=one.name,
-            size=one.size,
-            prompts=len(numbers),
-            dead=0,
-            uneven=True,
-            adapters=False,
-            shape=MODEL_SHAPES[one.shape],
-            variants={"trl": rows, "ours": {**NONE, **rows}},
-            steps=len(numbers),
-            numbers=numbers,
-        )
         where = Place(device, dtype, attention, torch.get_num_threads(), checkpointing=one.shape not in TINY)
-        with cudnn(True):  # our trainer switches it off
-            run = StepRun(where, case, variant, lambda: Amounts({"seconds": now(device)}))
-            run.trainer.add_callback(_EachStep(run, numbers, lambda found, name=variant: note(name, found), budget))
-            run()
-        del run
+        try:
+            with cudnn(True):  # our trainer switches it off
+                run = StepRun(where, _case(one, numbers), variant, lambda: Amounts({"seconds": now(device)}))
+                run.trainer.add_callback(_EachStep(run, numbers, partial(note, variant), budget))
+                run()
+            del run
+        except Exception as error:
+            note(variant, error_of(error))
         release()
+
+
+def _case(one: Measurement, numbers: tuple[int, ...]) -> Case:
+    """Return what all variants of a measurement train on: a step for each batch."""
+    if one.kind != "step":
+        case = cases()["signals"]
+        cache = {} if "growing" in one.kind else {"cache_implementation": "static"}
+        variants = {name: {**case.variants[name], **cache} for name in COMPARED[one.kind]}
+        sizes = {"size": one.size, "prompts": 2 * len(numbers), "steps": len(numbers)}
+        return replace(case, title=one.name, shape=MODEL_SHAPES[one.shape], variants=variants, **sizes)
+    rows = {} if one.rows is None else {ROWS: one.rows}
+    return Batches(
+        title=one.name,
+        size=one.size,
+        prompts=len(numbers),
+        dead=0,
+        uneven=True,
+        adapters=False,
+        shape=MODEL_SHAPES[one.shape],
+        variants={"trl": rows, "ours": {**NONE, **rows}},
+        steps=len(numbers),
+        numbers=numbers,
+    )

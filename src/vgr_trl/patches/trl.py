@@ -268,7 +268,8 @@ def let_decoding_compile(trainer: GRPOTrainer) -> None:
     Sharded parameters are gathered and dropped around each generation, and a compiled step would hold on to them.
     """
     sharded = trainer.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
-    if trainer.args.cache_implementation == "static" and not trainer.use_vllm and not sharded:
+    args: Any = trainer.args
+    if args.cache_implementation == "static" and not trainer.use_vllm and not sharded:
         trainer.generation_config.disable_compile = None
 
 
