@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages of benchmarks stand on the site, other links become paths, or addresses if `repo_url` is known, pipes are pipes."""
+"""Hooks of mkdocs: add pages of benchmarks, rewrite links to other files as paths or addresses, unescape pipes."""
 
 import os
 import re
