@@ -62,6 +62,7 @@ report-page:
 	cd report_page && npm ci --no-fund --no-audit && npm run build
 
 # The documentation as a site in site/, from docs/ and benchmarks; a dead link is an error. Needs no network.
+# With REPOSITORY, links to other files lead there; with SITE_URL, pages name their address.
 .PHONY: docs
 docs: $(DEV)
 	$(BIN)/mkdocs build --strict
@@ -88,13 +89,20 @@ trl-tests: $(DEV)
 step-equality: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/step_equality.py
 
-# What is released, into dist/, then tried as a user has it: in a clean environment and outside of the checkout. Needs a
-# package index.
+# sdist and wheel into dist/, whose links name REPOSITORY and TAG, by default that of the version.
+TAG ?= v$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/vgr_trl/__init__.py)
+.PHONY: dist check-repository
+dist: check-repository $(DEV)
+	rm -rf dist
+	$(BIN)/python scripts/make_dist.py "$(REPOSITORY)" "$(TAG)" dist
+
+check-repository:
+	@test -n "$(REPOSITORY)" || { echo "REPOSITORY is not set: give its address, such as https://github.com/OWNER/NAME."; exit 2; }
+
+# `make dist`, and the wheel tried as a user has it: in a clean environment and outside of the checkout. Needs a package index.
 RELEASE := .venv-release
 .PHONY: release check-tag
-release: $(DEV)
-	rm -rf dist
-	$(BIN)/python -m build
+release: dist
 	$(PYTHON) -m venv --clear $(RELEASE)
 	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages of benchmarks stand on the site, other links become paths, pipes are pipes."""
+"""Hooks of mkdocs: add pages of benchmarks, rewrite links to other files as paths or addresses, unescape pipes."""
 
 import os
 import re
@@ -35,6 +35,8 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
             here = os.path.dirname(page.file.src_uri)
             return f"{text}({os.path.relpath(on_site, here)}{anchor})"
         name = path.relative_to(ROOT).as_posix()
+        if config.repo_url:
+            return f"{text}({config.repo_url}/{'tree' if path.is_dir() else 'blob'}/HEAD/{name}{anchor})"
         shown = text[1:-1]
         return shown if shown.strip("`") == name else f"{shown} (`{name}`)"
 

@@ -4,9 +4,11 @@ import json
 import shutil
 
 import pytest
+from support.commands import train_command
 
 from vgr_trl.cli import evaluate as command
 from vgr_trl.cli.__main__ import main
+from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.reporting.page import write_report
 
 
@@ -70,3 +72,36 @@ def test_completions_are_saved_to_a_file_or_refused(model_folder, question_files
     flags = f"--model_name_or_path {model_folder} --data_files {question_files} --save_completions"
     assert main(["evaluate", *flags.split()]) == 1
     assert "give --output_file" in capsys.readouterr().err
+
+
+@pytest.fixture
+def system_prompts(run, monkeypatch):
+    """Run the command on a model; return the system prompts of its rows, and what was printed."""
+    prompts = []
+    evaluate = command.evaluate
+    monkeypatch.setattr(command, "evaluate", lambda *a, **k: prompts.extend(a[2]["prompt"]) or evaluate(*a, **k))
+
+    def seen(model, *more):
+        prompts.clear()
+        run(model, more=[*more, "--num_samples", "0", "--blind_baseline", "false"])
+        return {turn["content"] for prompt in prompts for turn in prompt if turn["role"] == "system"}
+
+    return seen
+
+
+def test_a_run_is_evaluated_with_its_own_system_prompt(system_prompts, model_folder, question_files, tmp_path, capsys):
+    output, text = tmp_path / "out", tmp_path / "prompt.txt"
+    for prompt in ("none", text):
+        text.write_text("look at the image {{ letters | length }}", encoding="utf-8")
+        shutil.rmtree(output, ignore_errors=True)
+        flags = f"--system_prompt_file {prompt} --eval_strategy no --save_steps 1"
+        command_line = train_command(model_folder, question_files, output, f"{flags} --max_steps 1")[2:]
+        assert main(["train", *command_line]) == 0
+        text.write_text("changed since", encoding="utf-8")
+        own = set() if prompt == "none" else {"look at the image 4"}
+        for folder in (output, output / "checkpoint-1"):
+            capsys.readouterr()
+            assert system_prompts(folder) == own
+            assert f"{folder} was trained with" in capsys.readouterr().err
+    assert system_prompts(output, "--prompt_language", "en") == {SYSTEM_PROMPT}
+    assert system_prompts(model_folder) == {SYSTEM_PROMPT}, "a model that no run has written"

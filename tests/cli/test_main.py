@@ -39,5 +39,6 @@ def test_init_writes_options_that_exist_and_keeps_what_is_there(tmp_path, capsys
     assert main(["init", *more]) == 1
     assert "File exists" in capsys.readouterr().err
     assert (tmp_path / "train.yaml").read_text() == text
-    assert main(["train", "--config", "train.yaml", "--use_cpu", "--bf16", "false", "--output_dir", "train.yaml"]) == 1
+    flags = "--config train.yaml --system_prompt_file none --use_cpu --bf16 false --output_dir train.yaml"
+    assert main(["train", *flags.split()]) == 1
     assert "output_dir is train.yaml" in capsys.readouterr().err, "every option of the file is one of the command"

@@ -2,10 +2,11 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from vgr_trl import __version__
 from vgr_trl.reporting.records import encode_entry
 
 ROOT = Path(__file__).parents[2]
+REPOSITORY, TAG = "https://github.com/someone/vgr", "v9.9"
 COMMANDS = """
 import vgr_trl
 from vgr_trl.cli.__main__ import main
@@ -27,13 +29,11 @@ for command in ("recipes vppo", "path zero2", "init", "report run"):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sdist, and the wheel made of it; of a copy, because making them writes beside the sources."""
+    """The sdist, and the wheel made of it, as `make dist` makes them for a repository of this address."""
     pytest.importorskip("build", reason="build is in the extra dev")
-    copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
-    shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"):
-        shutil.copy(ROOT / name, copy)
-    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", out, copy], check=True)
+    out = tmp_path_factory.mktemp("dist")
+    words = [sys.executable, ROOT / "scripts" / "make_dist.py", REPOSITORY, TAG, out, "--no-isolation"]
+    subprocess.run(words, check=True)
     return out
 
 
@@ -70,6 +70,27 @@ def test_commands_run_from_the_wheel(installed: dict[str, str], tmp_path: Path) 
     assert yaml.safe_load(Path(config).read_text())["deepspeed_config"]["zero_stage"] == 2
     assert (tmp_path / "train.yaml").exists()
     assert (tmp_path / "run" / "report.html").stat().st_size > 100_000
+
+
+def test_links_of_the_metadata_are_absolute_and_lead_to_files(built: Path) -> None:
+    markdown = pytest.importorskip("markdown_it", reason="markdown-it-py is in the extra dev")
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        metadata = message_from_bytes(archive.read(name))
+    description = metadata.get_payload(decode=True).decode("utf-8")
+    page = markdown.MarkdownIt("gfm-like", {"linkify": False}).render(description)
+    links, images = (re.findall(pattern, page) for pattern in (r'href="([^"]+)"', r'src="([^"]+)"'))
+    urls = dict(entry.split(", ") for entry in metadata.get_all("Project-URL"))
+    assert {"Homepage", "Source", "Issues", "Documentation", "Changelog"} == urls.keys()
+    assert len(links) > 20
+    assert images
+    for link in (*links, *images, *urls.values()):
+        assert link.startswith("https://"), link
+        if link.startswith(f"{REPOSITORY}/") and link != urls["Issues"]:
+            kind, tag, path = link.partition("#")[0].removeprefix(f"{REPOSITORY}/").split("/", 2)
+            assert (kind, tag) == ("raw" if link in images else "tree" if (ROOT / path).is_dir() else "blob", TAG)
+            assert (ROOT / path).exists(), link
 
 
 def test_one_version_is_told_everywhere(built: Path) -> None:

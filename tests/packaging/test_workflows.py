@@ -1,6 +1,7 @@
 """The workflows call targets of the Makefile and nothing else, on the versions that the package names."""
 
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from vgr_trl.utils import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
+ADDRESS = "https://github.com/${{ github.repository }}"
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 WORKFLOWS = {
     file.stem: yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)
@@ -69,3 +71,12 @@ def test_a_bug_is_reported_with_the_environment():
     form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text(encoding="utf-8"))
     asked = [part for part in form["body"] if "`vgr-trl env`" in part["attributes"].get("label", "")]
     assert [part["validations"] for part in asked] == [{"required": True}]
+
+
+def test_a_release_knows_its_repository_and_its_tag():
+    (environment,) = [step["env"] for step in WORKFLOWS["release"]["jobs"]["build"]["steps"] if "env" in step]
+    assert environment == {"REPOSITORY": ADDRESS, "TAG": "${{ github.ref_name }}"}
+    assert WORKFLOWS["nightly"]["env"]["REPOSITORY"] == WORKFLOWS["docs"]["env"]["REPOSITORY"] == ADDRESS
+    refused = subprocess.run(["make", "check-repository", "REPOSITORY="], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode != 0
+    assert "REPOSITORY is not set: give its address" in refused.stdout

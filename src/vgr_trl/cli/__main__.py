@@ -49,7 +49,7 @@ def demo(argv: Sequence[str]) -> int:
     from vgr_trl.cli.train import check_output_dir, write_identity
     from vgr_trl.demo.demo import run_demo
 
-    identity = {"command": "demo"}
+    identity = {"command": "demo", "system_prompt": None}
     check_output_dir(flags.output_dir, identity, None, may_repeat=True)
     write_identity(flags.output_dir, identity)
     keep_offline()

@@ -98,9 +98,13 @@ class DataArguments:
         self.image_limits()
         if self.image_dir is not None and not Path(self.image_dir).is_dir():
             raise ConfigError(f"image_dir is {self.image_dir}, which is not a folder.")
-        prompts = self.prompt_language, self.system_prompt_file, self.question_template_file
-        if sum(prompt is not None for prompt in prompts) > 1:
+        if len(self.prompt_options()) > 1:
             raise ConfigError("prompt_language, system_prompt_file and question_template_file: give only one of them.")
+
+    def prompt_options(self) -> list[str]:
+        """Return the options that are given of those that choose the system prompt."""
+        prompts = self.prompt_language, self.system_prompt_file, self.question_template_file
+        return [prompt for prompt in prompts if prompt is not None]
 
     def image_limits(self) -> ImageLimits:
         """Return the limits for images that are too large or too small."""
@@ -531,7 +535,8 @@ def load_rows(
     Args:
         limit: use only the first N rows.
         processor: returns the model's processor; rows whose text has its special tokens are refused.
-        rules: further arguments of `prepare_rows`: `needs_solution`, `boxes`, `on_skipped`, `shuffle_seed`.
+        rules: further arguments of `prepare_rows`: `needs_solution`, `boxes`, `on_skipped`, `shuffle_seed`, and
+            `system_prompt` if it is not that of `arguments`.
 
     Raises:
         ConfigError, DataError: an option or the data cannot be used.
@@ -549,11 +554,10 @@ def load_rows(
             split=split,
             keys=keys,
             root=image_root(arguments, split),
-            system_prompt=load_system_prompt(arguments),
             videos=VideoOptions(arguments.video_fps, arguments.max_video_frames),
             special=None if processor is None else special_tokens(processor()),
             images=arguments.image_limits(),
-            **rules,
+            **{"system_prompt": load_system_prompt(arguments)} | rules,
         )
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,11 @@ from vgr_trl.cli.arguments import (
     parse,
     raise_config_errors,
 )
-from vgr_trl.data.prompts import to_parts
+from vgr_trl.data.prompts import PromptTemplate, to_parts
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
 from vgr_trl.reporting.recorder import read_row_images
+from vgr_trl.reporting.records import RUN_FILE
 from vgr_trl.utils import ConfigError
 
 EVALUATE_OPTIONS = ("num_samples", "temperature", "max_completion_length", "batch_size", "blank_images", "seed")
@@ -69,7 +71,8 @@ def evaluate_models(data: DataArguments, options: EvaluationArguments) -> dict[s
         with raise_config_errors():
             processor = partial(load_processor, name, **loading)
             rules = {"needs_solution": True, "decodes": True}  # skip unreadable rows instead of replacing them
-            questions[name] = load_rows(source, split, limit=limit, processor=processor, **rules)
+            prompt = {} if data.prompt_options() else find_trained_prompt(name)
+            questions[name] = load_rows(source, split, limit=limit, processor=processor, **rules, **prompt)
     for name, (rows, _) in questions.items():
         with raise_config_errors():
             model, loaded = load_for_inference(name, dtype=options.dtype, **loading)
@@ -80,6 +83,23 @@ def evaluate_models(data: DataArguments, options: EvaluationArguments) -> dict[s
     if left_out := next((skipped for _, skipped in questions.values() if skipped), None):
         report_skipped(left_out, Path(options.output_file or "evaluate.json").with_suffix(".skipped.jsonl"))
     return results
+
+
+def find_trained_prompt(model: str) -> dict[str, Any]:
+    """Return the argument `system_prompt` of `load_rows` with which a run was trained, and print a line about it.
+
+    Args:
+        model: `output_dir` of `train`, or a folder in it. Empty for other models.
+    """
+    folder = Path(model)
+    files = [each / RUN_FILE for each in (folder, folder.absolute().parent) if folder.is_dir()]
+    run = json.loads(next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "{}"))
+    if "system_prompt" not in run:
+        return {}
+    prompt = run["system_prompt"] and PromptTemplate(**run["system_prompt"])
+    kind = "no system prompt" if prompt is None else f"this {prompt.role} prompt: {prompt.text[:100]!r}"
+    print(f"{model} was trained with {kind}. Evaluating with the same.", file=sys.stderr)
+    return {"system_prompt": prompt}
 
 
 def _report_fields(row: Mapping[str, Any]) -> dict[str, Any]:

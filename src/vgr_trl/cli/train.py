@@ -43,6 +43,7 @@ from vgr_trl.cli.arguments import (
     keep_offline,
     load_processor,
     load_rows,
+    load_system_prompt,
     parse,
     raise_config_errors,
     source_name,
@@ -50,6 +51,7 @@ from vgr_trl.cli.arguments import (
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.load import MEANT, parse_data_files, readable
 from vgr_trl.data.merge import train_test_split
+from vgr_trl.data.prompts import PromptTemplate
 from vgr_trl.data.read_row import FLAGS
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.options import changed_options
@@ -263,18 +265,22 @@ def separate_lora_modules(model: ModelConfig) -> None:
 def run_identity(
     data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig
 ) -> dict[str, Any]:
-    """Return the settings that must not change when a run is resumed: model, data, rewards, tools, adapter."""
+    """Return the settings that must not change when a run is resumed: model, data, prompt, rewards, tools, adapter."""
     source = data.dataset_name or str(Path(str(data.dataset_path)).resolve())
     if data.data_files:  # independent of how the paths are written
         files = parse_data_files(data.data_files)
         source = ",".join(f"{key}={'+'.join(str(path.resolve()) for path in files[key])}" for key in sorted(files))
     columns = [f" {flag}={getattr(data, flag)}" for flag in FLAGS.values() if getattr(data, flag) is not None]
     names = rewards.reward_funcs or ()
+    prompt = load_system_prompt(data)
+    if isinstance(prompt, str):
+        prompt = PromptTemplate(prompt)
     return {
         "model": model.model_name_or_path,
         "data": "".join([source, *columns]),
         "dataset_config": data.dataset_config,
         "dataset_train_split": data.dataset_train_split,
+        "system_prompt": None if prompt is None else {"role": prompt.role, "text": prompt.text},
         "reward_funcs": replace_by_hard_negative(names) if config.vgr_hard_negative else list(names),
         "reward_model": rewards.reward_model_name_or_path,
         "environment": rewards.environment,
