@@ -1,7 +1,7 @@
 """Models that can share prompts, the reasons why others cannot, and the parts of a model that sharing wraps."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from inspect import signature
 from typing import Any
 
@@ -11,6 +11,7 @@ from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -56,18 +57,14 @@ def base_of(causal: Any) -> Any:
     return decoder if isinstance(decoder, PreTrainedModel) else base
 
 
-@contextmanager
-def replace_hidden_states(base: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let a base model return other last hidden states in this block."""
+def replace_hidden_states(base: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> RemovableHandle:
+    """Let a base model return other last hidden states within the block of the handle."""
 
     def replace_states(module: nn.Module, args: Any, outputs: Any) -> None:
         outputs.last_hidden_state = change(outputs.last_hidden_state)
 
-    handle = base.register_forward_hook(replace_states)
-    try:
-        yield
-    finally:
-        handle.remove()
+    handle: RemovableHandle = base.register_forward_hook(replace_states)
+    return handle
 
 
 @contextmanager
@@ -153,16 +150,14 @@ def has_sharded_parameters(model: nn.Module) -> bool:
     return shards_layers(model) or flattens_layers(model) or any(partitioned)
 
 
-@contextmanager
-def wrap_attention(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def wrap_attention(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[None]:
     """Wrap what models get when they look up their attention function, eager ones and local overrides included."""
     look_up = AttentionInterface.get_interface
 
     def get_interface(interface: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         return wrap(look_up(interface, name, default))
 
-    with patched_attribute(AttentionInterface, "get_interface", get_interface):
-        yield
+    return patched_attribute(AttentionInterface, "get_interface", get_interface)
 
 
 def sdpa_by_key_head(

@@ -1,7 +1,7 @@
 """The keys, values and states of prompts: written once by the prompts, read by every completion, with gradients."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,15 @@ def require(condition: Any, otherwise: str) -> None:
     """Raise `UnsupportedModel` with the reason `otherwise` unless a condition holds."""
     if not condition:
         raise UnsupportedModel(otherwise)
+
+
+def why_unsupported(check: Callable[..., Any], *args: Any) -> str | None:
+    """Return the reason for which a check raises `UnsupportedModel`; None if it passes."""
+    try:
+        check(*args)
+    except UnsupportedModel as error:
+        return str(error)
+    return None
 
 
 @dataclass

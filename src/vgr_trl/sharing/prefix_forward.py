@@ -4,8 +4,8 @@
 `CompletionPass` computes rows behind them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -412,9 +412,9 @@ class CompletionPass:
         self.ids: torch.Tensor = inputs["input_ids"]
         self.mask: torch.Tensor | None = inputs.get("attention_mask")
         self.index = on_device(self.split.groups, self.ids.device)  # (N,)
-        deltas = (
-            None if prefill.deltas is None else prefill.deltas.index_select(0, self.index.to(prefill.deltas.device))
-        )
+        deltas = prefill.deltas
+        if deltas is not None:
+            deltas = deltas.index_select(0, self.index.to(deltas.device))
         self.positions = positions_behind(base, inputs, self.split, deltas)
         if self.positions is None and prefill.skips_padding and self.mask is not None:
             self.positions = self.mask.long().cumsum(-1)[:, self.split.start : self.split.stop] - 1  # (N, columns)
@@ -591,19 +591,17 @@ def _end_early(base: Any, written: WrittenPrefix) -> list[GradientCheckpointingL
     return [layer]
 
 
-@contextmanager
 def _cache_through_checkpoints(
     layers: Iterable[GradientCheckpointingLayer], left: Iterable[GradientCheckpointingLayer] = ()
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Let checkpointed layers use a cache, which is not changed by a recomputation; do not checkpoint those `left`.
 
     A checkpoint that an exception has left cannot compute its layer again.
     """
-    with replaced(
+    return replaced(
         *((layer, "_can_checkpoint_with_cache", True) for layer in layers),
         *((layer, "gradient_checkpointing", False) for layer in left),
-    ):
-        yield
+    )
 
 
 def why_not_pack(base: Any) -> str | None:

@@ -24,7 +24,7 @@ from vgr_trl.sharing.model_support import (
     replaced,
     why_no_pass_shares,
 )
-from vgr_trl.sharing.prefix_cache import PromptsStored, ReadPrefix, UnsupportedModel, WrittenPrefix, require
+from vgr_trl.sharing.prefix_cache import PromptsStored, ReadPrefix, WrittenPrefix, why_unsupported
 from vgr_trl.sharing.prefix_forward import PrefixSplit, positions_behind
 from vgr_trl.utils import error_text
 
@@ -45,12 +45,12 @@ def why_padding_counts(base: Any) -> str | None:
     # What begins at thousands of tokens, and Beam's scale, which is less than the rounding of bfloat16 in a short row.
     scaled = getattr(config, "attn_temperature_tuning", False) or config.model_type == "beam"
     scaled = scaled or "llama_4_scaling_beta" in str(getattr(config, "rope_parameters", None))
-    try:
-        require(not scaled, "attention is scaled by the position")
-        require("chunked_attention" not in (getattr(config, "layer_types", None) or ()), "attention within chunks")
-        check_rope(base.config)
-    except UnsupportedModel as error:
-        return str(error)
+    if scaled:
+        return "attention is scaled by the position"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "attention within chunks"
+    if (reason := why_unsupported(check_rope, base.config)) is not None:
+        return reason
     if base not in _padding:
         _padding[base] = _difference(base, "padding around a prompt", _try_padding)
     return _padding[base]
@@ -67,10 +67,8 @@ def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
     if (reason := why_no_pass_shares(model)) is not None:
         return reason
     base = base_of(causal_model(model))
-    try:
-        check_model(base, gradients)
-    except UnsupportedModel as error:
-        return str(error)
+    if (reason := why_unsupported(check_model, base, gradients)) is not None:
+        return reason
     if base not in _sharing:
         _sharing[base] = _difference(base, "a prompt computed before its completion", _try_sharing)
     return _sharing[base]

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from inspect import signature
 from threading import RLock
@@ -32,7 +32,14 @@ from vgr_trl.sharing.model_support import (
     shards_layers,
     why_no_pass_shares,
 )
-from vgr_trl.sharing.prefix_cache import SharingReport, StoredKeys, UnsupportedModel, WrittenPrefix, require
+from vgr_trl.sharing.prefix_cache import (
+    SharingReport,
+    StoredKeys,
+    UnsupportedModel,
+    WrittenPrefix,
+    require,
+    why_unsupported,
+)
 from vgr_trl.sharing.prefix_forward import (
     PER_TOKEN,
     PrefixSplit,
@@ -118,9 +125,8 @@ def share_prompts(
     own = None
     if completion_length is None and agree is None and why_not_lend(base) is None:
         lending = own = Lending(base)
-    plain = base.forward
-    forward = SharedForward(base, plain, report, completion_length, agree, sharded, packs, lending, again, checks)
-    forward.first_step = {} if tells else None
+    modes = completion_length, agree, sharded, packs, lending, again, checks, {} if tells else None
+    forward = SharedForward(base, base.forward, report, *modes)
     changes: list[tuple[Any, str, Any]] = [(base, "forward", forward)]
     if base is not causal and hasattr(causal, "generate"):
         changes.append((causal, "generate", SharedGeneration(causal, causal.generate, forward)))
@@ -149,11 +155,7 @@ class ModelChecks:
     @cached_property
     def why_not_train(self) -> str | None:
         """Why no pass with gradients shares prompts."""
-        try:
-            check_model(self._base, gradients=True)
-        except UnsupportedModel as error:
-            return str(error)
-        return None
+        return why_unsupported(check_model, self._base, True)
 
 
 def why_not_lend(base: Any) -> str | None:
@@ -177,14 +179,12 @@ def _lending_to_labelled(causal: Any, forward: "SharedForward", lending: Lending
             labelled = (labels != -100).any(0).nonzero()
             forward.labelled = labels.size(1) - int(labelled[0]) if len(labelled) else None
 
-    hook = causal.register_forward_pre_hook(read, with_kwargs=True)
-    try:
-        yield
-    except BaseException:
-        lending.clear()
-        raise
-    finally:
-        hook.remove()
+    with causal.register_forward_pre_hook(read, with_kwargs=True):
+        try:
+            yield
+        except BaseException:
+            lending.clear()
+            raise
 
 
 @contextmanager
@@ -203,11 +203,8 @@ def ignore_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | Non
         yield
         return
     agree = agree if "pixel_values" in signature(base.forward).parameters else None
-    handle = base.register_forward_pre_hook(partial(_drop_from_call, agree), with_kwargs=True)
-    try:
+    with base.register_forward_pre_hook(partial(_drop_from_call, agree), with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 def _drop_from_call(
@@ -216,6 +213,7 @@ def _drop_from_call(
     return args, drop_empty_images(kwargs, agree)
 
 
+@dataclass(eq=False)
 class SharedForward:
     """A base model's forward pass that computes equal prompts once, and runs plainly where that is not exact.
 
@@ -231,35 +229,32 @@ class SharedForward:
         lending: the open prompts of an optimizer step, where groups are larger than micro-batches.
         again: (N,) whether a later micro-batch of the step reads the prompt of a row; None: any may.
         checks: of the model; None: they are made in each pass.
+        first_step: counts by kind of call, until they are printed after the first step; None: nothing is printed.
 
     Attributes:
         labelled: T of the call that runs, where only completions have labels; otherwise None.
     """
 
-    def __init__(
-        self,
-        base: Any,
-        plain: Callable[..., Any],
-        report: SharingReport,
-        completion_length: int | None,
-        agree: Callable[[bool], bool] | None,
-        sharded: bool = True,
-        packs: bool = False,
-        lending: Lending | None = None,
-        again: Sequence[bool] | None = None,
-        checks: ModelChecks | None = None,
-    ) -> None:
-        self.base, self.plain, self.report, self.packs = base, plain, report, packs
-        self.lending, self.again, self.checks = lending, again, checks
-        self.labelled: int | None = None
-        self.completion_length, self.agree = completion_length, agree
-        self.alike = sharded and agree is not None
-        self.names = list(signature(plain).parameters)
-        self.agree_on_images = agree if sharded and "pixel_values" in self.names else None
-        self.paused = False  # `generate` makes its own arrangements
+    base: Any
+    plain: Callable[..., Any]
+    report: SharingReport
+    completion_length: int | None
+    agree: Callable[[bool], bool] | None
+    sharded: bool
+    packs: bool
+    lending: Lending | None
+    again: Sequence[bool] | None
+    checks: ModelChecks | None
+    first_step: dict[str, SharingReport] | None
+    labelled: int | None = None
+    paused: bool = False  # `generate` makes its own arrangements
+    refused: dict[str, str] = field(default_factory=dict)  # kind of call -> why the model turned out to be unsupported
+
+    def __post_init__(self) -> None:
+        self.alike = self.sharded and self.agree is not None
+        self.names = list(signature(self.plain).parameters)
+        self.agree_on_images = self.agree if self.sharded and "pixel_values" in self.names else None
         self.lock = RLock()  # the model keeps the offsets of one batch at a time
-        self.refused: dict[str, str] = {}  # kind of call -> why the model turned out to be unsupported
-        self.first_step: dict[str, SharingReport] | None = None  # by kind of call, until it is printed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -542,10 +537,7 @@ class GrowingLayer(DynamicLayer):
         start = self.get_seq_length()
         stop = start + key_states.size(-2)
         if stop > self._longer[0].size(-2):
-            self._longer = [
-                _grow_buffer(self.keys, key_states.size(-2)),
-                _grow_buffer(self.values, key_states.size(-2)),
-            ]
+            self._longer = [_grow_buffer(each, key_states.size(-2)) for each in (self.keys, self.values)]
         for longer, new in zip(self._longer, (key_states, value_states), strict=True):
             longer[:, :, start:stop] = new
         self._show(stop)
