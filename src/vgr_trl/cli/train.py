@@ -303,10 +303,8 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
             raise ConfigError(f"output_dir {output_dir} holds a run ({present[0]}): choose another one{cure}.")
     for name, value in identity.items() if resume is not None else ():
         if before.get(name, value) != value:
-            raise ConfigError(
-                f"output_dir {output_dir} has a run in it with {name} {before[name]!r}, not {value!r}: "
-                "continue it with the same, or choose another output_dir."
-            )
+            differs = f"has a run in it with {name} {before[name]!r}, not {value!r}"
+            raise ConfigError(f"output_dir {output_dir} {differs}: continue it with the same, or choose another one.")
 
 
 def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
@@ -426,9 +424,7 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], h
         trainer.remove_callback(PrinterCallback)
         trainer.args.eval_strategy = "no"
         if trainer.accelerator.is_main_process:
-            print_plan(
-                describe_run(trainer, source, None, how.verbose, how.recipe)[:-2]
-            )  # without its steps and output
+            print_plan(describe_run(trainer, source, None, how.verbose, how.recipe)[:-2])  # not its steps and output
         started = time.monotonic()
         trainer.train()
         seconds = time.monotonic() - started

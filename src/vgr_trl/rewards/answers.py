@@ -45,10 +45,7 @@ def completion_text(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
     if not isinstance(completion, list):
-        raise RewardError(
-            f"A completion is a {type(completion).__name__}: pass a string, or a list of messages such as "
-            '[{"role": "assistant", "content": "..."}].'
-        )
+        raise RewardError(f"A completion is a {type(completion).__name__}: pass a string, or a list of messages.")
     written = [message for message in completion if message.get("role", "assistant") == "assistant"]
     return "\n".join(_message_text(message.get("content")) for message in written)
 
@@ -496,9 +493,7 @@ def _resolve_open(text: str) -> Solution:
     if found is not None and found.rule in ("box", "hashes", "statement") and strip_wrapping(found.part):
         text = strip_wrapping(_cut_reason(found.part))
     elif len(text.split()) > _MAX_GOLD_WORDS:
-        raise RewardError(
-            f"solution is {excerpt(text)}, which states no answer: give the answer alone, or in \\boxed{{}}"
-        )
+        raise RewardError(f"solution is {excerpt(text)}, which states no answer: give it alone, or in \\boxed{{}}")
     letter = _GOLD_LETTER.fullmatch(strip_wrapping(to_half_width(text)))
     if letter is None:
         return Solution(text)
@@ -544,9 +539,7 @@ def _find_choice(solution: str, options: tuple[str, ...]) -> int:
         meant = list(stated.readings)
     if len(meant) > 1:
         names = " or ".join(f"{LETTERS[index]} ({excerpt(options[index])})" for index in meant)
-        raise RewardError(
-            f"solution is {excerpt(solution)}, which could mean option {names}: give the index of the right option"
-        )
+        raise RewardError(f"solution is {excerpt(solution)}, which could mean {names}: give the index of the option")
     return meant[0] if meant else -1
 
 

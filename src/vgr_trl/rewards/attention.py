@@ -35,9 +35,7 @@ def needs_whole_groups(*columns: str, optional: Sequence[str] = ()) -> Callable[
 
 def needed_columns(reward: Any) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Return the required and optional columns of a reward marked by `needs_whole_groups`; None if it is not."""
-    while hasattr(reward, "func") and not hasattr(reward, "whole_group_columns"):
-        reward = reward.func
-    return getattr(reward, "whole_group_columns", None)
+    return getattr(reward, "whole_group_columns", getattr(unwrap_reward(reward), "whole_group_columns", None))
 
 
 def unwrap_reward(reward: Any) -> Any:
@@ -76,9 +74,8 @@ class WholeGroups:
         parts = self.gather([(list(completions), own)])
         for process, (_, columns) in enumerate(parts):
             if missing := [name for name in self.required if name not in columns]:
-                raise RewardError(
-                    f"On process {process} {self.__name__} lacks the column {missing[0]!r}: add it to the rows."
-                )
+                lacks = f"On process {process} {self.__name__} lacks the column {missing[0]!r}"
+                raise RewardError(f"{lacks}: add it to the rows.")
         arguments: dict[str, Any] = {
             name: [value for rows, columns in parts for value in columns.get(name, [None] * len(rows))]
             for name in sorted({name for _, columns in parts for name in columns})
@@ -95,10 +92,8 @@ class WholeGroups:
         size = group_size(len(everything), size)
         rewards = list(self.reward(completions=everything, num_generations=size, **arguments))
         if len(rewards) != len(everything):
-            raise RewardError(
-                f"{self.__name__} returned {len(rewards)} rewards for {len(everything)} completions: return one per "
-                "completion, None where it does not apply."
-            )
+            returned = f"{self.__name__} returned {len(rewards)} rewards for {len(everything)} completions"
+            raise RewardError(f"{returned}: return one for each, None where it does not apply.")
         return rewards[here]
 
 
@@ -120,10 +115,8 @@ def group_size(count: int, num_generations: Any) -> int:
         return 1
     size = int(sizes.pop() or 0) if len(sizes) == 1 else 0
     if size < 1 or count % size:
-        raise RewardError(
-            f"There are {count} completions over all processes with num_generations {num_generations}: give the "
-            "number of completions per prompt, which divides them."
-        )
+        there = f"There are {count} completions over all processes with num_generations {num_generations}"
+        raise RewardError(f"{there}: give the number of completions per prompt, which divides them.")
     return size
 
 
@@ -245,9 +238,7 @@ def _balance(vgr: float | None, ratio: float) -> float | None:
 
 @registries.rewards.register("region", "region_reward")
 @declares(needs=("region_share",))
-def region_reward(
-    completions: Sequence[Any], region_share: Sequence[float | None], **kwargs: Any
-) -> list[float | None]:
+def region_reward(completions: Sequence[Any], region_share: list[float | None], **kwargs: Any) -> list[float | None]:
     """Return the share of each completion's image attention that falls into the boxes of its row, in [0, 1].
 
     Args:
@@ -255,7 +246,7 @@ def region_reward(
         region_share: the signal of this name, averaged over tokens; None if the row has no boxes.
         kwargs: further arguments of TRL.
     """
-    return list(region_share)
+    return region_share
 
 
 def _map_groups(
@@ -299,19 +290,18 @@ def scale_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
     Raises:
         RewardError: when called, if the rows have no answers.
     """
-    middles = ATTENTION_REWARDS
-    return [_scale_reward(reward, middles[reward]) if reward in middles else reward for reward in rewards]
+    return [_scale_reward(reward) if reward in ATTENTION_REWARDS else reward for reward in rewards]
 
 
-def _scale_reward(reward: Any, middle: float) -> Any:
+def _scale_reward(reward: Any) -> Any:
+    middle = ATTENTION_REWARDS[reward]
+
     @needs_whole_groups("vgr", optional=("solution", "choices", "label_idx", "mdi_balance_ratio"))
     @wraps(reward)
     def scaled(completions: Sequence[Any], num_generations: int | Sequence[int], **kwargs: Any) -> list[float | None]:
         if kwargs.get("solution") is None and kwargs.get("label_idx") is None:
-            raise RewardError(
-                f"attention_reward_scale is accuracy, but the rows of {reward.__name__} have no column solution: add "
-                "it, or set attention_reward_scale to none."
-            )
+            lacks = f"the rows of {reward.__name__} have no column solution"
+            raise RewardError(f"attention_reward_scale is accuracy, but {lacks}: add it, or set the option to none.")
         rewards = reward(completions, num_generations=num_generations, **kwargs)
         accuracy = accuracy_reward(completions, **kwargs)
 

@@ -38,9 +38,8 @@ def accuracy_reward(
     columns = {name: [None] * len(completions) if values is None else values for name, values in given.items()}
     for name, values in columns.items():
         if isinstance(values, str) or len(values) != len(completions):
-            raise RewardError(
-                f"{name} is {excerpt(values)} for {len(completions)} completions: give a list with a value for each."
-            )
+            count = len(completions)
+            raise RewardError(f"{name} is {excerpt(values)} for {count} completions: give a list with one for each.")
     return [_grade(*row) for row in zip(map(completion_text, completions), *columns.values(), strict=True)]
 
 
