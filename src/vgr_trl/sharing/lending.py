@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from accelerate import state
 from accelerate.state import GradientState
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import is_initialized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -30,13 +30,13 @@ class AddCollected(torch.autograd.Function):
     """The identity, whose backward pass adds the gradient that a detached copy has collected."""
 
     @staticmethod
-    def forward(ctx: Any, live: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, live: Tensor, copy: Tensor) -> Tensor:
         """Return `live`, of any shape."""
         ctx.copy = copy
         return live.view_as(live)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of `live`."""
         collected = ctx.copy.grad
         return grad if collected is None else grad + collected, None
@@ -50,12 +50,12 @@ class _RunPrompt(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, live: Sequence[torch.Tensor], *copies: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, live: Sequence[Tensor], *copies: Tensor) -> tuple[Tensor, ...]:
         ctx.live, ctx.copies = live, copies
         return tuple(copy.view_as(copy) for copy in copies)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         pairs = zip(ctx.copies, grads, strict=True)
         torch.autograd.backward(ctx.live, [grad if copy.grad is None else grad + copy.grad for copy, grad in pairs])
         return (None,) * (1 + len(grads))
@@ -65,12 +65,12 @@ class _Reach(torch.autograd.Function):
     """The identity, whose backward pass also reaches other tensors, with gradients of 0."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, hidden: Tensor, *others: Tensor) -> Tensor:
         ctx.zeros = [other.new_zeros(()).expand_as(other) for other in others]
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return (grad, *ctx.zeros)
 
 
@@ -90,14 +90,14 @@ class LentPrompt:
         UnsupportedModel: a layer keeps other state than keys and values.
     """
 
-    def __init__(self, tokens: tuple[int, ...], pixels: list[torch.Tensor], prefill: Prefill) -> None:
+    def __init__(self, tokens: tuple[int, ...], pixels: list[Tensor], prefill: Prefill) -> None:
         self.tokens, self.pixels, self.prefill = tokens, pixels, prefill
         layers = prefill.written.layers
         require(all(type(layer) is StoredKeys for layer in layers), "layers that keep other state than keys and values")
-        self.live: list[torch.Tensor] = [each for layer in layers for each in (layer.keys, layer.values)]
+        self.live: list[Tensor] = [each for layer in layers for each in (layer.keys, layer.values)]
         self.copies = [each.detach().requires_grad_(each.requires_grad) for each in self.live]
 
-    def close(self) -> list[torch.Tensor]:
+    def close(self) -> list[Tensor]:
         """Return keys and values whose backward pass runs that of the prompt, with what the copies have collected."""
         if _exchanges_gradients():
             pairs = zip(self.live, self.copies, strict=True)
@@ -126,7 +126,7 @@ class Lending:
         self._base = ref(base)
         self._guard: Any = None
 
-    def find(self, tokens: tuple[int, ...], pixels: Sequence[torch.Tensor]) -> LentPrompt | None:
+    def find(self, tokens: tuple[int, ...], pixels: Sequence[Tensor]) -> LentPrompt | None:
         """Return the open prompt with these tokens and pixels."""
         for prompt in self.open:
             if prompt.tokens == tokens and all(map(torch.equal, prompt.pixels, pixels)):
@@ -138,7 +138,7 @@ class Lending:
         self.open.append(prompt)
         self._guard = self._guard or register_optimizer_step_pre_hook(self._refuse_open)
 
-    def read(self, prompt: LentPrompt, *, again: bool) -> list[torch.Tensor]:
+    def read(self, prompt: LentPrompt, *, again: bool) -> list[Tensor]:
         """Return the keys and values that a micro-batch reads; close the prompt unless another one reads it again."""
         if again:
             return prompt.copies
@@ -146,7 +146,7 @@ class Lending:
         self._release_guard()
         return prompt.close()
 
-    def close_all(self, hidden: torch.Tensor) -> torch.Tensor:
+    def close_all(self, hidden: Tensor) -> Tensor:
         """Return hidden states whose backward pass runs all open prompts backward too."""
         live = [each for prompt in self.open for each in prompt.close() if each.requires_grad]
         self.clear()
@@ -271,7 +271,7 @@ class MicroBatch:
         return LentPrompt(tokens, self.pixels[number], Prefill(base, plain, alone, split, wants_hidden=False))
 
 
-def _left_padded(tensors: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+def _left_padded(tensors: Sequence[Tensor], width: int) -> Tensor:
     """(U, H, width, D) of U times (1, H, P - 1, D); a single one that is as wide is not copied."""
     if len(tensors) == 1 and tensors[0].size(-2) == width:
         return tensors[0]

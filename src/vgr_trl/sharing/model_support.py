@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
@@ -57,7 +57,7 @@ def base_of(causal: Any) -> Any:
     return decoder if isinstance(decoder, PreTrainedModel) else base
 
 
-def replace_hidden_states(base: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> RemovableHandle:
+def replace_hidden_states(base: Any, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
     """Let a base model return other last hidden states within the block of the handle."""
 
     def replace_states(module: nn.Module, args: Any, outputs: Any) -> None:
@@ -162,14 +162,14 @@ def wrap_attention(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
 
 def sdpa_by_key_head(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Return what transformers' `sdpa` does, without a copy of keys and values for every query head where it masks.
 
     With a mask, which completions behind a shared prompt always have, transformers repeats them, and the backward pass
@@ -298,5 +298,5 @@ def check_rope(config: Any) -> None:
 
 def check_token_types(inputs: Mapping[str, Any], config: Any) -> None:
     """Raise `UnsupportedModel` if token types are given to a family in which they may do more than mark images."""
-    given = isinstance(inputs.get("token_type_ids"), torch.Tensor)
+    given = isinstance(inputs.get("token_type_ids"), Tensor)
     require(not given or config.model_type in _TOKEN_TYPES_MARK_IMAGES, "token_type_ids")

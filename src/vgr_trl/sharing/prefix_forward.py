@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_flash_attention_utils import flash_attn_supports_top_left_mask, lazy_import_flash_attention
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -49,9 +50,7 @@ _PASS_COST_ON_GPU = 256
 _FEW_SHAPES = 64  # tokens, of which lengths are made multiples where shapes cost
 
 
-def find_groups(
-    ids: torch.Tensor, mask: torch.Tensor | None = None, pixels: Sequence[Sequence[torch.Tensor]] | None = None
-) -> list[int]:
+def find_groups(ids: Tensor, mask: Tensor | None = None, pixels: Sequence[Sequence[Tensor]] | None = None) -> list[int]:
     """Number of the group of each row: rows with equal tokens, mask and pixels; groups in order of first appearance.
 
     Args:
@@ -78,7 +77,7 @@ def first_rows(groups: Sequence[int]) -> list[int]:
     return [row for row, group in enumerate(groups) if group not in groups[:row]]
 
 
-def _equal(pixels: Sequence[Sequence[torch.Tensor]] | None, pairs: Sequence[tuple[int, int]]) -> list[bool]:
+def _equal(pixels: Sequence[Sequence[Tensor]] | None, pairs: Sequence[tuple[int, int]]) -> list[bool]:
     """Whether both rows of each pair have the same pixels; all are compared before the host waits for the answers."""
     if pixels is None or not pairs:
         return [True] * len(pairs)
@@ -93,9 +92,9 @@ def _equal(pixels: Sequence[Sequence[torch.Tensor]] | None, pairs: Sequence[tupl
 
 
 def best_split(
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    pixels: Sequence[Sequence[torch.Tensor]] | None,
+    ids: Tensor,
+    mask: Tensor,
+    pixels: Sequence[Sequence[Tensor]] | None,
     earliest: int,
     latest: int,
 ) -> int | None:
@@ -118,7 +117,7 @@ def best_split(
     return max(splits, key=lambda split: split * sum(other >= split for other in shared), default=None)
 
 
-def _columns_in_common(ids: torch.Tensor, mask: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> list[int]:
+def _columns_in_common(ids: Tensor, mask: Tensor, pairs: Sequence[tuple[int, int]]) -> list[int]:
     if not pairs:
         return []
     row, earlier = on_device([row for pair in pairs for row in pair], ids.device).view(-1, 2).unbind(1)
@@ -159,7 +158,7 @@ def image_token_ids(config: Any) -> tuple[int, ...]:
     return tuple({token for token in ids if isinstance(token, int)})
 
 
-def is_image_token(input_ids: torch.Tensor, config: Any) -> torch.Tensor:
+def is_image_token(input_ids: Tensor, config: Any) -> Tensor:
     """Bool, shape of `input_ids` (N, S): placeholder of an image."""
     return torch.isin(input_ids, on_device(image_token_ids(config), input_ids.device).to(input_ids.dtype))
 
@@ -244,7 +243,7 @@ class PrefixSplit:
 
 def take_pixels(
     inputs: Mapping[str, Any], parts: Mapping[str, Sequence[slice]], rows: Sequence[int]
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Return the pixel inputs of some rows, given the slices of all; nothing if they have no image."""
     found = {name: torch.cat([inputs[name][slices[row]] for row in rows]) for name, slices in parts.items()}
     return found if any(map(len, found.values())) else {}
@@ -291,7 +290,7 @@ def find_split(
     return PrefixSplit(start, stop, groups, parts, behind=behind)
 
 
-def _parts_of_prompts(given: ImageInputs, is_image: torch.Tensor, start: int) -> tuple[Parts, Parts]:
+def _parts_of_prompts(given: ImageInputs, is_image: Tensor, start: int) -> tuple[Parts, Parts]:
     """Return which part of each pixel input belongs to the columns of each row before `start`, and to those behind.
 
     Only where patches tell images apart; elsewhere all are those of prompts.
@@ -305,9 +304,7 @@ def _parts_of_prompts(given: ImageInputs, is_image: torch.Tensor, start: int) ->
     return {name: slices[::2] for name, slices in halves.items()}, behind if has_images else {}
 
 
-def _best_start(
-    ids: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor, pixels: Sequence[Sequence[torch.Tensor]] | None
-) -> int:
+def _best_start(ids: Tensor, mask: Tensor, is_image: Tensor, pixels: Sequence[Sequence[Tensor]] | None) -> int:
     columns = torch.arange(ids.size(1), device=ids.device)
     earliest = int(torch.where(is_image | (mask == 0).cumprod(1).bool(), columns, -1).max()) + 2
     require(earliest <= ids.size(1), "a row without a token behind its padding and images")
@@ -321,9 +318,9 @@ def _best_start(
 def check_inputs(inputs: Mapping[str, Any], config: Any) -> None:
     """Raise `UnsupportedModel` for inputs that a split would compute otherwise, and for outputs that it lacks."""
     ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
         raise UnsupportedModel("inputs without input_ids")
-    one_per_token = mask is None or (isinstance(mask, torch.Tensor) and mask.shape == ids.shape)
+    one_per_token = mask is None or (isinstance(mask, Tensor) and mask.shape == ids.shape)
     require(one_per_token, "an attention mask that is not one number per token")
     restarts = mask is None and positions is not None and (positions.diff() != 1).any()
     require(not restarts, "position_ids that restart, without an attention mask")
@@ -353,7 +350,7 @@ def check_equal_prompts(inputs: Mapping[str, Any], groups: list[int], start: int
 
 def _is_constant(value: object) -> bool:
     """Whether an input is the same for prompts and completions: a number, a flag, a name."""
-    return isinstance(value, bool | int | float | str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+    return isinstance(value, bool | int | float | str) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
 class Prefill:
@@ -386,7 +383,7 @@ class Prefill:
         self.common = {**common, "use_cache": False, "return_dict": True}
         self.layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
         self.written = WrittenPrefix(base.config, split.groups)
-        self.hidden: torch.Tensor | None = None
+        self.hidden: Tensor | None = None
         self.skips_padding = False
         if hasattr(base, "rope_deltas"):
             base.rope_deltas = None
@@ -395,7 +392,7 @@ class Prefill:
             outputs = plain(**self.common, **split.prompt_inputs(inputs), **{self.cache_name: self.written})
             self.hidden = hidden_states(outputs)
         self.written.check(split.start, self.hidden)
-        self.deltas: torch.Tensor | None = getattr(base, "rope_deltas", None)
+        self.deltas: Tensor | None = getattr(base, "rope_deltas", None)
 
 
 class CompletionPass:
@@ -409,8 +406,8 @@ class CompletionPass:
 
     def __init__(self, base: Any, prefill: Prefill, inputs: Mapping[str, Any]) -> None:
         self.prefill, self.split, self.inputs = prefill, prefill.split, inputs
-        self.ids: torch.Tensor = inputs["input_ids"]
-        self.mask: torch.Tensor | None = inputs.get("attention_mask")
+        self.ids: Tensor = inputs["input_ids"]
+        self.mask: Tensor | None = inputs.get("attention_mask")
         self.index = on_device(self.split.groups, self.ids.device)  # (N,)
         deltas = prefill.deltas
         if deltas is not None:
@@ -543,18 +540,18 @@ def prefix_forward(
     return type(outputs)(last_hidden_state=hidden)  # (N, S, D)
 
 
-def hidden_states(outputs: Any) -> torch.Tensor:
+def hidden_states(outputs: Any) -> Tensor:
     """Return the last hidden states of a pass, or raise `UnsupportedModel`."""
     require(hasattr(outputs, "last_hidden_state"), "a model that does not return its last hidden states")
-    hidden: torch.Tensor = outputs.last_hidden_state
+    hidden: Tensor = outputs.last_hidden_state
     return hidden
 
 
 def positions_behind(
-    base: Any, inputs: Mapping[str, Any], split: PrefixSplit, deltas: torch.Tensor | None = None
-) -> torch.Tensor | None:
+    base: Any, inputs: Mapping[str, Any], split: PrefixSplit, deltas: Tensor | None = None
+) -> Tensor | None:
     """Position ids of the columns behind prompts; None where the model counts on from its cache, as in a plain pass."""
-    given: torch.Tensor | None = inputs.get("position_ids")
+    given: Tensor | None = inputs.get("position_ids")
     if given is not None:
         return given[..., split.start : split.stop]
     if not hasattr(base, "rope_deltas"):
@@ -621,8 +618,8 @@ def why_not_pack(base: Any) -> str | None:
 
 
 def find_packing(
-    split: PrefixSplit, lengths: Sequence[int], mask: torch.Tensor | None, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    split: PrefixSplit, lengths: Sequence[int], mask: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return where the tokens of packed completions, and the keys that they see, come from.
 
     Args:

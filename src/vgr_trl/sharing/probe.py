@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vgr_trl.sharing.model_support import (
@@ -74,7 +74,7 @@ def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
     return _sharing[base]
 
 
-Run = Callable[..., torch.Tensor]  # inputs of a base model -> hidden states behind its first layers, (2, S, D)
+Run = Callable[..., Tensor]  # inputs of a base model -> hidden states behind its first layers, (2, S, D)
 
 
 def _difference(base: Any, cause: str, attempt: Callable[..., Any]) -> str | None:
@@ -90,13 +90,13 @@ def _difference(base: Any, cause: str, attempt: Callable[..., Any]) -> str | Non
     return None if difference <= limit else f"{cause} changes its hidden states by {difference:.1g} of their size"
 
 
-def _try_padding(base: Any, run: Run, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _try_padding(base: Any, run: Run, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Prompts without what is in front of them and behind."""
     cut = slice(_PADDING, _PADDING + _PROMPT)
     return run(**{name: value[:, cut] for name, value in rows.items()}), run(**rows)[..., cut, :]
 
 
-def _try_sharing(base: Any, run: Run, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _try_sharing(base: Any, run: Run, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     ids, mask, prefix = rows["input_ids"], rows["attention_mask"], WrittenPrefix(base.config, [0, 1])
     start = _PADDING + _PROMPT
     cache = str(cache_name(base))
@@ -107,7 +107,7 @@ def _try_sharing(base: Any, run: Run, rows: dict[str, torch.Tensor]) -> tuple[to
     return run(**inputs, **{cache: behind}), run(**rows)[..., start:, :]
 
 
-def _rows(base: Any) -> dict[str, torch.Tensor]:
+def _rows(base: Any) -> dict[str, Tensor]:
     """Inputs of two rows of words, padded on the left, (2, 8 + 5 + 3)."""
     config, device = base.config.get_text_config(decoder=True), base.get_input_embeddings().weight.device
     special = {value for name, value in base.config.to_dict().items() if "token" in name and isinstance(value, int)}
@@ -125,13 +125,13 @@ def _first_layers(base: Any) -> Iterator[Run]:
     layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     kinds = list(getattr(config, "layer_types", None) or [""])
     count = max(_LAYERS, *(1 + kinds.index(kind) for kind in kinds))
-    states: list[torch.Tensor] = []
+    states: list[Tensor] = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        states.append(output if isinstance(output, torch.Tensor) else output[0])
+        states.append(output if isinstance(output, Tensor) else output[0])
         raise PromptsStored
 
-    def run(**inputs: Any) -> torch.Tensor:
+    def run(**inputs: Any) -> Tensor:
         with suppress(PromptsStored):
             keep(base, (), base.forward(**inputs, use_cache=False, return_dict=True))
         return states.pop()

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.state import AcceleratorState, DistributedType, is_initialized
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 from transformers.generation import GenerationMixin, GenerationMode
@@ -125,8 +125,8 @@ def share_prompts(
     own = None
     if completion_length is None and agree is None and why_not_lend(base) is None:
         lending = own = Lending(base)
-    modes = completion_length, agree, sharded, packs, lending, again, checks, {} if tells else None
-    forward = SharedForward(base, base.forward, report, *modes)
+    modes = completion_length, agree, sharded, packs, lending, again, checks
+    forward = SharedForward(base, base.forward, report, *modes, first_step={} if tells else None)
     changes: list[tuple[Any, str, Any]] = [(base, "forward", forward)]
     if base is not causal and hasattr(causal, "generate"):
         changes.append((causal, "generate", SharedGeneration(causal, causal.generate, forward)))
@@ -341,7 +341,7 @@ class SharedForward:
             else:
                 self._count(kind, found.rows, found.computed)
                 return outputs
-        count = len(rows) if isinstance(rows, torch.Tensor) else 0
+        count = len(rows) if isinstance(rows, Tensor) else 0
         self._count(kind, count, count, [reason])
         return plain()
 
@@ -458,7 +458,7 @@ def sort_by_group(permutation: Sequence[int], groups: Sequence[int]) -> list[int
 def shuffle_whole_groups(
     batch: dict[str, Any],
     arrange: Callable[[Sequence[int], Sequence[int]], list[int]] = sort_by_group,
-    is_image: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    is_image: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Any]:
     """TRL's `shuffle_sequence_dict` for a generation batch, with the completions of a prompt kept together.
 
@@ -483,18 +483,16 @@ def shuffle_whole_groups(
     order = arrange(torch.randperm(len(groups)).tolist(), groups)
 
     def reordered(value: Any) -> Any:
-        if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
+        if value is None or (isinstance(value, Tensor) and value.ndim == 0):
             return value
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return value[on_device(order, value.device)]
         return [value[row] for row in order]
 
     return {key: reordered(value) for key, value in batch.items()}
 
 
-def _pixels_of_prompts(
-    batch: Mapping[str, Any], is_image: Callable[[torch.Tensor], torch.Tensor]
-) -> list[list[torch.Tensor]]:
+def _pixels_of_prompts(batch: Mapping[str, Any], is_image: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:
     """Return patches and grids of the prompt of each row, whose images stand in front of those of its completion."""
     before, behind = (is_image(batch[name]).sum(1).tolist() for name in ("prompt_ids", "completion_ids"))  # (N,) each
     found = []
@@ -504,7 +502,7 @@ def _pixels_of_prompts(
     return found
 
 
-def _share_group_pixels(values: Sequence[torch.Tensor], groups: Sequence[int]) -> list[torch.Tensor]:
+def _share_group_pixels(values: Sequence[Tensor], groups: Sequence[int]) -> list[Tensor]:
     kept = [clone_to(values[row], values[row].device) for row in first_rows(groups)]
     return [kept[group] for group in groups]
 
@@ -524,16 +522,14 @@ class GrowingLayer(DynamicLayer):
     keys: Any
     values: Any
 
-    def __init__(self, filled: Any, index: torch.Tensor) -> None:
+    def __init__(self, filled: Any, index: Tensor) -> None:
         super().__init__()
         self.dtype, self.device, self.is_initialized = filled.dtype, filled.device, True
         filled.reorder_cache(index)
         self._longer = [_grow_buffer(filled.keys), _grow_buffer(filled.values)]
         self._show(filled.get_seq_length())
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         start = self.get_seq_length()
         stop = start + key_states.size(-2)
         if stop > self._longer[0].size(-2):
@@ -547,7 +543,7 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (longer[:, :, :length] for longer in self._longer)
 
 
-def _grow_buffer(filled: torch.Tensor, at_least: int = 0) -> torch.Tensor:
+def _grow_buffer(filled: Tensor, at_least: int = 0) -> Tensor:
     """Return a tensor that begins with (N, H, S, D), and has more tokens."""
     rows, heads, length, width = filled.shape
     longer = filled.new_empty(rows, heads, length + max(at_least, ROOM), width)
@@ -555,7 +551,7 @@ def _grow_buffer(filled: torch.Tensor, at_least: int = 0) -> torch.Tensor:
     return longer
 
 
-def grow_in_place(cache: Cache, index: torch.Tensor) -> None:
+def grow_in_place(cache: Cache, index: Tensor) -> None:
     """Give a filled cache rows `index`, (N,), of its own, with room behind them in layers that keep all tokens."""
     for number, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and layer.is_initialized:
@@ -606,12 +602,12 @@ class SharedGeneration:
         starts_anew = inputs.get("past_key_values") is None and inputs.get("inputs_embeds") is None
         require(starts_anew, "generate from a cache or from embeddings")
         for name, value in inputs.items():
-            per_row = isinstance(value, torch.Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS)
+            per_row = isinstance(value, Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS)
             alone = name in ("assistant_model", "custom_generate") and value is not None
             require(not (per_row or alone), f"the input {name}")
         copies = self._check_config(self._config_of(inputs))
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-        require(isinstance(ids, torch.Tensor) and ids.ndim == 2, "no prompt before the completions")
+        require(isinstance(ids, Tensor) and ids.ndim == 2, "no prompt before the completions")
         require(mask is not None and mask.shape == ids.shape, "generate without an attention mask")
         check_token_types(inputs, self.model.config)
         alone = copies > 1 or self.forward.agree is not None
@@ -662,7 +658,7 @@ class SharedGeneration:
         finally:
             base.forward = shared
 
-    def _fixed(self, filled: Any, ids: torch.Tensor, config: GenerationConfig) -> Any:
+    def _fixed(self, filled: Any, ids: Tensor, config: GenerationConfig) -> Any:
         """Return a static cache that begins with what a cache of as many rows holds, with room for all new tokens."""
         longest = config.max_length if config.max_new_tokens is None else ids.size(1) + config.max_new_tokens
         # As transformers does: a cache as long as the one before is not compiled for again.

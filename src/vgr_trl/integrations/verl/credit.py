@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vgr_trl.config import (
     PERTURBATION_CONFLICTS,
@@ -159,13 +160,13 @@ class SignalContext:
     """
 
     options: SignalOptions
-    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    token_weights: torch.Tensor | None = None
-    perturbed_logps: torch.Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    token_weights: Tensor | None = None
+    perturbed_logps: Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    response_mask: torch.Tensor | None = None
+    response_mask: Tensor | None = None
 
-    def signals(self, mask: torch.Tensor) -> RolloutSignals:
+    def signals(self, mask: Tensor) -> RolloutSignals:
         """Return the measurements as signals for credit rules; NaN if not measured.
 
         Args:
@@ -208,8 +209,8 @@ def get_signal_context(reader: str) -> SignalContext:
 
 
 def add_signal_rewards(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Any], context: SignalContext
-) -> torch.Tensor:
+    token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[Any], context: SignalContext
+) -> Tensor:
     """Return the rewards (N, T) with attention rewards added to the last token of each completion.
 
     Undefined rewards add nothing and are counted. Rows without tokens, with which verl pads a batch, are ignored.
@@ -254,7 +255,7 @@ def add_signal_rewards(
     return rewards
 
 
-Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Estimator = Callable[..., tuple[Tensor, Tensor]]
 
 
 def make_estimator(name: str, find_base: Callable[[str], Estimator]) -> Estimator:
@@ -265,8 +266,8 @@ def make_estimator(name: str, find_base: Callable[[str], Estimator]) -> Estimato
     """
 
     def estimator(
-        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Any], **more: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[Any], **more: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return advantages and returns, (N, T) each: rewards with signals, the base, then credit rules.
 
         Args:
@@ -294,12 +295,12 @@ def make_estimator(name: str, find_base: Callable[[str], Estimator]) -> Estimato
 
 
 def shape_credit(
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     context: SignalContext,
-    shaped: torch.Tensor | None = None,
-    prompts: torch.Tensor | None = None,
-) -> torch.Tensor:
+    shaped: Tensor | None = None,
+    prompts: Tensor | None = None,
+) -> Tensor:
     """Return advantages (N, T) multiplied by the token factors of the enabled rules.
 
     With `apply_to` mask, token weights instead multiply the mask and are returned in `context.response_mask`.
@@ -330,7 +331,7 @@ def shape_credit(
     return credit * mask
 
 
-def _compute_token_weights(context: SignalContext, mask: torch.Tensor) -> torch.Tensor:
+def _compute_token_weights(context: SignalContext, mask: Tensor) -> Tensor:
     """Return weights (N, T) of mean 1 per completion: from the rollout, else from measured attention, else 1."""
     options, ones = context.options, torch.ones(mask.shape, device=mask.device)
     if context.token_weights is not None:
@@ -347,10 +348,10 @@ def _compute_token_weights(context: SignalContext, mask: torch.Tensor) -> torch.
     return ones
 
 
-Loss = tuple[torch.Tensor, dict[str, Any]]
+Loss = tuple[Tensor, dict[str, Any]]
 
 
-def add_loss_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Tensor], name: str) -> Callable[..., Loss]:
+def add_loss_terms(base: Callable[..., Loss], aggregate: Callable[..., Tensor], name: str) -> Callable[..., Loss]:
     """Return a policy loss of verl: `base` plus the enabled terms, with the same aggregation.
 
     Args:
@@ -359,13 +360,13 @@ def add_loss_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Ten
     """
 
     def loss(
-        old_log_prob: torch.Tensor,
-        log_prob: torch.Tensor,
-        advantages: torch.Tensor,
-        response_mask: torch.Tensor,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
         loss_agg_mode: str = "token-mean",
         config: Any = None,
-        rollout_is_weights: torch.Tensor | None = None,
+        rollout_is_weights: Tensor | None = None,
     ) -> Loss:
         context = get_signal_context(f"The policy loss {name}")
         value, metrics = base(
@@ -382,7 +383,7 @@ def add_loss_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Ten
     return loss
 
 
-def compute_loss_terms(context: SignalContext, logps: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+def compute_loss_terms(context: SignalContext, logps: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Return the enabled loss terms, (N, T) each, 0 outside the mask.
 
     Args:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from vgr_trl.credit import token_weights
@@ -31,17 +32,17 @@ LAST_LAYERS_OPTION = "token_weight_last_k_layers"  # for messages
 
 
 def build_token_vgr_weights_for_batch(
-    outputs_attentions: Sequence[Sequence[torch.Tensor | None]],
-    input_ids: torch.Tensor,
-    sequences: torch.Tensor,
+    outputs_attentions: Sequence[Sequence[Tensor | None]],
+    input_ids: Tensor,
+    sequences: Tensor,
     processor: Any,
-    image_grid_thw: torch.Tensor | None = None,
+    image_grid_thw: Tensor | None = None,
     *,
     clip: tuple[float, float] | None = (0.2, 3.0),
     smooth_sigma: float = 0.0,
     last_k_layers: int | None = None,
     topk_ratio: float | None = None,
-) -> tuple[torch.Tensor, dict[str, Any]]:
+) -> tuple[Tensor, dict[str, Any]]:
     """Return token weights from the attention matrices of `generate(output_attentions=True)`.
 
     Args:
@@ -93,7 +94,7 @@ def build_token_vgr_weights_for_batch(
     )
 
 
-def _mass_of_steps(steps: Sequence[Sequence[torch.Tensor | None]], sets: torch.Tensor) -> AttentionMass:
+def _mass_of_steps(steps: Sequence[Sequence[Tensor | None]], sets: Tensor) -> AttentionMass:
     """Return the mass of the emitting queries, each the last one of its step.
 
     Args:
@@ -127,7 +128,7 @@ def token_vgr_weights(
     smooth_sigma: float = 0.0,
     last_k_layers: int | None = None,
     topk_ratio: float | None = None,
-) -> tuple[torch.Tensor, dict[str, Any]]:
+) -> tuple[Tensor, dict[str, Any]]:
     """Return token weights of N completions from the measurement of a probe, without attention matrices.
 
     Args:
@@ -167,16 +168,14 @@ class Layout:
         packed: whether the sequences are concatenated in one row.
     """
 
-    input_ids: torch.Tensor
-    present: torch.Tensor
-    prompt: torch.Tensor
-    rows: torch.Tensor
+    input_ids: Tensor
+    present: Tensor
+    prompt: Tensor
+    rows: Tensor
     packed: bool
 
 
-def build_layout(
-    input_ids: torch.Tensor, present: torch.Tensor, prompt: torch.Tensor, packed: bool, pad: int = 0
-) -> Layout:
+def build_layout(input_ids: Tensor, present: Tensor, prompt: Tensor, packed: bool, pad: int = 0) -> Layout:
     """Return the layout of a pass over sequences of which each has a row in the arguments, (N, S) each.
 
     Args:
@@ -197,7 +196,7 @@ def build_layout(
 @contextmanager
 def measure_pass(
     model: Any, layout: Layout, options: SignalOptions, special_token_ids: Sequence[int]
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Iterator[dict[str, Tensor]]:
     """Measure the attention of the forward pass in this block.
 
     Yields columns of the shape of the layout, filled at the end of the block: attention per vision token (`vgr_vision`)
@@ -211,7 +210,7 @@ def measure_pass(
     Raises:
         ConfigError: the image tokens are unknown.
     """
-    causal, columns = causal_model(model), dict[str, torch.Tensor]()
+    causal, columns = causal_model(model), dict[str, Tensor]()
     vision = tuple(options.vision_token_ids or ()) or vision_token_ids(causal)
     if not vision:
         raise ConfigError(f"{type(causal).__name__} has no image token in its configuration: give vision_token_ids.")
@@ -224,7 +223,7 @@ def measure_pass(
         yield columns
     margins = emitting.start, layout.input_ids.size(1) - emitting.stop
 
-    def per_token(side: str) -> torch.Tensor:
+    def per_token(side: str) -> Tensor:
         mask, rows = getattr(masks, side), layout.rows
         counts = torch.zeros(int(rows.max()) + 1, device=mask.device)
         of_token = counts.index_add(0, rows.flatten(), mask.flatten().float())[rows[:, emitting]]
@@ -272,7 +271,7 @@ def perturb_row(
     return {**inputs, "pixel_values": torch.where(dark, colours, pixels)}
 
 
-def perturb_rows(micro_batch: Any, context: Mapping[str, Any]) -> tuple[list[dict[str, Any]], torch.Tensor]:
+def perturb_rows(micro_batch: Any, context: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Tensor]:
     """Return the pixel inputs of each row, perturbed as the context says; and which rows have none, (N,) bool."""
     options, ids = SignalOptions.read(context["options"]), micro_batch["input_ids"]
     given = micro_batch.get("multi_modal_inputs", None)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import initialization, modeling_utils
 
 # EasyR1 imports this name from a module where transformers 5 no longer has it. Ray workers import this file first.
@@ -53,13 +54,13 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
     `update_policy`: adds the enabled terms to EasyR1's loss.
     """
 
-    columns: Mapping[str, torch.Tensor] = {}
+    columns: Mapping[str, Tensor] = {}
     _context: Mapping[str, Any] | None = None
     _names: tuple[str, ...] = ()
-    _perturbed_logps: torch.Tensor | None = None
+    _perturbed_logps: Tensor | None = None
 
     @torch.no_grad()
-    def compute_log_prob(self, data: Any) -> torch.Tensor:
+    def compute_log_prob(self, data: Any) -> Tensor:
         """Return log-probabilities (N, T)."""
         context = data.meta_info.get(CONTEXT_KEY)
         if context is None or self.actor_optimizer is None:  # the reference model has no optimizer
@@ -69,14 +70,14 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         self.columns = dict(zip(self._names, columns, strict=True))
         return logps
 
-    def _forward_micro_batch(self, micro_batch: dict[str, Any], temperature: float) -> torch.Tensor:
+    def _forward_micro_batch(self, micro_batch: dict[str, Any], temperature: float) -> Tensor:
         """Return log-probabilities (N, T); if measured without gradients also columns, (N, T, 1 + C)."""
         plain, context = super()._forward_micro_batch, self._context
         if context is None:
             return plain(micro_batch, temperature)
         options = SignalOptions.read(context["options"])
 
-        def perturbed() -> tuple[torch.Tensor, torch.Tensor]:
+        def perturbed() -> tuple[Tensor, Tensor]:
             rows, blind = perturb_rows(micro_batch, context)
             return plain({**micro_batch, "multi_modal_inputs": rows}, temperature), blind
 
@@ -85,7 +86,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
             if options.uses_perception_loss:
                 self._perturbed_logps, _ = perturbed()
             return logps
-        columns: dict[str, torch.Tensor] = {}
+        columns: dict[str, Tensor] = {}
         with ExitStack() as stack:
             if options.measures_attention:
                 layout, special = self._build_layout(micro_batch), context["special_token_ids"]
@@ -128,7 +129,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         in_prompt = torch.arange(ids.size(1), device=ids.device) < ids.size(1) - micro_batch["responses"].size(-1)
         return build_layout(ids, present, in_prompt.expand_as(ids), packed)
 
-    def _select_responses(self, column: torch.Tensor, micro_batch: dict[str, Any]) -> torch.Tensor:
+    def _select_responses(self, column: Tensor, micro_batch: dict[str, Any]) -> Tensor:
         """Return the values at the positions that predict the response tokens, (N, T)."""
         if self.config.padding_free:
             present = micro_batch["attention_mask"].bool().to(column.device)

@@ -17,6 +17,7 @@ import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
 from tensordict import TensorDict
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verl.models.transformers import monkey_patch
 from verl.trainer.ppo import core_algos
@@ -110,7 +111,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     def _measured_step(
         self, micro_batch: Any, loss_function: Any, options: SignalOptions, context: dict[str, Any]
     ) -> Any:
-        offsets, columns = micro_batch["input_ids"].offsets(), dict[str, torch.Tensor]()
+        offsets, columns = micro_batch["input_ids"].offsets(), dict[str, Tensor]()
         with ExitStack() as stack:
             if options.measures_attention:
                 layout, special = self._build_layout(micro_batch), context["special_token_ids"]
@@ -161,7 +162,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         pad = self._get_packed_pad_size(len(ids.values())) if packed else 0
         return build_layout(padded, present, prompt, packed, pad)
 
-    def _perturb(self, micro_batch: Any, context: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    def _perturb(self, micro_batch: Any, context: dict[str, Any]) -> tuple[Any, Tensor]:
         """Return the micro-batch with perturbed images, and which rows have none, (N,) bool."""
         rows, blind = perturb_rows(micro_batch, context)
         perturbed = micro_batch.clone(recurse=False)
@@ -253,7 +254,7 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
             fields = TensorDict(found, batch_size=len(batch))
             tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
-    def _read_token_weights(self, batch: Any, response_mask: torch.Tensor) -> torch.Tensor | None:
+    def _read_token_weights(self, batch: Any, response_mask: Tensor) -> Tensor | None:
         """Return the `token_weights` that the reward returned besides the score; None if no row has them."""
         if not self.signal_options.token_weights:
             return None
