@@ -109,9 +109,7 @@ def _resolve_interpolations(content: Mapping[str, Any], overrides: Mapping[str, 
             OmegaConf.update(found, key, value, merge=False)
         return OmegaConf.to_container(found, resolve=True)
     except Exception as error:
-        raise ConfigError(
-            f"The configuration uses ${{…}}, which cannot be resolved (by omegaconf): {error_text(error)}."
-        ) from error
+        raise ConfigError(f"The ${{…}} cannot be resolved (by omegaconf): {error_text(error)}.") from error
 
 
 def flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -188,10 +186,9 @@ class Conversion:
         """Optimizer steps per rollout; EasyR1 counts rollouts as steps."""
         rollout, update = self.read_integer(_ROLLOUT_SIZE_KEY), self.read_integer(_UPDATE_SIZE_KEY)
         if rollout % update:
-            raise ConfigError(
-                f"{_ROLLOUT_SIZE_KEY} is {rollout}{self._default_note(_ROLLOUT_SIZE_KEY)}: give a multiple of "
-                f"{_UPDATE_SIZE_KEY}, which is {update}{self._default_note(_UPDATE_SIZE_KEY)}."
-            )
+            is_rollout = f"{_ROLLOUT_SIZE_KEY} is {rollout}{self._default_note(_ROLLOUT_SIZE_KEY)}"
+            is_update = f"{_UPDATE_SIZE_KEY}, which is {update}{self._default_note(_UPDATE_SIZE_KEY)}"
+            raise ConfigError(f"{is_rollout}: give a multiple of {is_update}.")
         return rollout // update * self.read_integer("worker.actor.ppo_epochs")
 
     def table_rows(self) -> list[tuple[str, str, str]]:

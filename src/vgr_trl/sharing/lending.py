@@ -181,10 +181,8 @@ class Lending:
             return
         count = len(self.open)
         self.clear()
-        raise VGRError(
-            f"{count} prompts have run forward and not backward before an optimizer step, so their gradients "
-            "would be lost: accumulate gradients with accelerate, or switch share_prompts off."
-        )
+        lost = f"{count} prompts have run forward and not backward before an optimizer step, and lost their gradients"
+        raise VGRError(f"{lost}: accumulate gradients with accelerate, or switch share_prompts off.")
 
 
 def is_last_micro_batch() -> bool:

@@ -89,10 +89,7 @@ def attention_modules(model: nn.Module) -> list[Any]:
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether `torch.compile` has been applied to the model or to a module of it."""
-    return any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
+    return any(hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) for each in model.modules())
 
 
 def recomputes_without_graph(model: nn.Module, *, when_training: bool = False) -> bool:

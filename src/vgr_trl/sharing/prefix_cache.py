@@ -296,9 +296,8 @@ class ReadPrefix(Cache):
 
     def __init__(self, written: WrittenPrefix, index: Tensor, rows: Sequence[int]) -> None:
         kinds: dict[type, Any] = {StoredKeys: ExpandedKeys, StoredState: ExpandedState}  # others keep nothing
-        super().__init__(
-            layers=[kinds[type(layer)](layer, index) if type(layer) in kinds else layer for layer in written.layers]
-        )
+        layers = [kinds[type(layer)](layer, index) if type(layer) in kinds else layer for layer in written.layers]
+        super().__init__(layers=layers)
         self.rows = list(rows)
 
     def check(self) -> None:

@@ -184,10 +184,8 @@ def drop_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool] |
     """
     mine = has_images(inputs)
     if agree is not None and not agree(mine) and not agree(not mine):
-        raise DataError(
-            f"A batch of this process has {'images' if mine else 'no images'}, unlike that of another process, "
-            "and the parameters are sharded: give every row an image, or none, or use ZeRO-2 or DDP."
-        )
+        has = f"A batch of this process has {'images' if mine else 'no images'}, unlike that of another process"
+        raise DataError(f"{has}, and the parameters are sharded: give every row images, or none, or use ZeRO-2 or DDP.")
     empty = inputs.get("pixel_values") is not None and not mine
     return {name: value for name, value in inputs.items() if not (empty and name in IMAGE_INPUTS)}
 
@@ -241,9 +239,7 @@ class PrefixSplit:
         return chosen | take_pixels(inputs, self.pixels, rows)
 
 
-def take_pixels(
-    inputs: Mapping[str, Any], parts: Mapping[str, Sequence[slice]], rows: Sequence[int]
-) -> dict[str, Tensor]:
+def take_pixels(inputs: Mapping[str, Any], parts: Parts, rows: Sequence[int]) -> dict[str, Tensor]:
     """Return the pixel inputs of some rows, given the slices of all; nothing if they have no image."""
     found = {name: torch.cat([inputs[name][slices[row]] for row in rows]) for name, slices in parts.items()}
     return found if any(map(len, found.values())) else {}

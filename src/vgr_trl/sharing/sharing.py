@@ -361,9 +361,7 @@ class SharedPasses:
         evens_images: whether the caller lets the vision tower run in every process if it does in one.
     """
 
-    def __init__(
-        self, agree: Callable[[bool], bool], *, sharded: bool, in_order: bool, evens_images: bool = False
-    ) -> None:
+    def __init__(self, agree: Callable[[bool], bool], *, sharded: bool, in_order: bool, evens_images: bool) -> None:
         self._agree, self._sharded, self._in_order = agree, sharded, in_order
         self._refuses_uneven = sharded and not evens_images
         self._report = SharingReport()
@@ -474,9 +472,7 @@ def shuffle_whole_groups(
     pixels = {name: batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None}
     by_row = list(zip(*pixels.values(), strict=True)) if pixels else None
     groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], by_row)
-    batch = batch | {
-        name: _share_group_pixels(values, groups) for name, values in pixels.items() if isinstance(values, list)
-    }
+    batch = batch | {name: _share_pixels(each, groups) for name, each in pixels.items() if isinstance(each, list)}
     if is_image is not None and isinstance(pixels.get("image_grid_thw"), list):
         groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], _pixels_of_prompts(batch, is_image))
     batch[PROMPT_GROUP] = groups
@@ -502,7 +498,7 @@ def _pixels_of_prompts(batch: Mapping[str, Any], is_image: Callable[[Tensor], Te
     return found
 
 
-def _share_group_pixels(values: Sequence[Tensor], groups: Sequence[int]) -> list[Tensor]:
+def _share_pixels(values: Sequence[Tensor], groups: Sequence[int]) -> list[Tensor]:
     kept = [clone_to(values[row], values[row].device) for row in first_rows(groups)]
     return [kept[group] for group in groups]
 
