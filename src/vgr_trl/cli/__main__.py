@@ -164,7 +164,7 @@ def merge(argv: Sequence[str]) -> int:
 
 def export(argv: Sequence[str]) -> int:
     """Write the recorded completions of a run as a table with a row per token, own signals and credit included."""
-    from vgr_trl.reporting.export import export_run
+    from vgr_trl.reporting.notebook import export_run
 
     parser = _make_parser("export")
     parser.add_argument("run", metavar="RUN", type=Path, help="output_dir of a run")

@@ -25,23 +25,18 @@ from vgr_trl.config import (
     check_conflicts,
     used_by,
 )
+from vgr_trl.config_converters import EASYR1_KEYS
 from vgr_trl.credit import active_rules, given_weights, shape_advantages, token_weights
 from vgr_trl.loss import entropy_penalty, perception_loss, surprisal
 from vgr_trl.metrics import Totals, add_weights
 from vgr_trl.options import FACTS, check_options, option, unused_options
-from vgr_trl.rewards.attention import compute_hard_negative_rewards, mdi_reward, vgr_reward
+from vgr_trl.rewards.functions import compute_hard_negative_rewards, mdi_reward, vgr_reward
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass, vision_gain_ratio
 from vgr_trl.utils import ConfigError, parse_yaml
 
-OPTION_ALIASES = {
-    "enable_token_weights": "token_weights",
-    "token_weight_clip": "token_weights_clip",
-    "token_weight_smooth_sigma": "token_weights_smooth_sigma",
-    "token_weight_last_k_layers": "token_weights_last_k_layers",
-    "token_weight_topk_ratio": "token_weights_topk_ratio",
-    "positive_only": "token_weights_positive_only",
-}
+_WEIGHTS = {key: known.option for key, known in EASYR1_KEYS.items() if str(known.option).startswith("token_weights")}
+OPTION_ALIASES = {key.removeprefix("algorithm."): str(option) for key, option in _WEIGHTS.items()}  # of ports of EasyR1
 _AVAILABLE_SIGNALS = ("attention", "dependency", "entropies", "logps")  # to credit rules
 _UNSUPPORTED_OPTIONS = {
     "compute_attention_metrics", "attention_source", "attention_rows", "check_pixels", "perturbation",
@@ -201,10 +196,7 @@ def get_signal_context(reader: str) -> SignalContext:
         ConfigError: no signals are set.
     """
     if (context := _CONTEXT.get()) is None:
-        raise ConfigError(
-            f"{reader} got no signals: set the environment variable VERL_ENGINE_VENDOR=vgr and "
-            "trainer.v1.trainer_mode=vgr_sync, whose engine and trainer provide them."
-        )
+        raise ConfigError(f"{reader} got no signals: set VERL_ENGINE_VENDOR=vgr and trainer.v1.trainer_mode=vgr_sync.")
     return context
 
 
@@ -337,13 +329,8 @@ def _compute_token_weights(context: SignalContext, mask: Tensor) -> Tensor:
     if context.token_weights is not None:
         return given_weights(context.token_weights, mask, ones)
     if "vgr_token" in context.columns:
-        return token_weights(
-            context.columns["vgr_token"].float(),
-            mask,
-            clip=options.token_weights_clip,
-            smooth_sigma=options.token_weights_smooth_sigma,
-            topk_ratio=options.token_weights_topk_ratio,
-        )
+        numbers = {name: getattr(options, f"token_weights_{name}") for name in ("clip", "smooth_sigma", "topk_ratio")}
+        return token_weights(context.columns["vgr_token"].float(), mask, **numbers)
     warnings.warn("The batch has neither token_weights nor measured attention: all weights are 1.", stacklevel=3)
     return ones
 

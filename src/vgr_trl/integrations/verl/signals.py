@@ -65,10 +65,8 @@ def build_token_vgr_weights_for_batch(
     """
     count, length = sequences.size(0), sequences.size(1) - input_ids.size(1)
     if count % len(input_ids) or length < 1 or len(outputs_attentions) < length:
-        raise DataError(
-            f"input_ids {tuple(input_ids.shape)}, sequences {tuple(sequences.shape)} and attentions of "
-            f"{len(outputs_attentions)} steps: give the prompts and the output of generate for them."
-        )
+        shapes = f"input_ids {tuple(input_ids.shape)}, sequences {tuple(sequences.shape)}"
+        raise DataError(f"{shapes} and attentions of {len(outputs_attentions)} steps: give those of one generation.")
     tokenizer = getattr(processor, "tokenizer", processor)
     vision = vision_token_ids(None, processor)
     if not vision:
@@ -89,9 +87,8 @@ def build_token_vgr_weights_for_batch(
     ends = tokens == tokenizer.eos_token_id
     before_end = ends.cumsum(1) - ends.long() == 0  # up to and including the first end of sequence
     mass.mask = before_end & ((tokens != tokenizer.pad_token_id) | ends)
-    return token_vgr_weights(
-        mass, clip=clip, smooth_sigma=smooth_sigma, last_k_layers=last_k_layers, topk_ratio=topk_ratio
-    )
+    numbers: dict[str, Any] = {"clip": clip, "smooth_sigma": smooth_sigma, "topk_ratio": topk_ratio}
+    return token_vgr_weights(mass, last_k_layers=last_k_layers, **numbers)
 
 
 def _mass_of_steps(steps: Sequence[Sequence[Tensor | None]], sets: Tensor) -> AttentionMass:

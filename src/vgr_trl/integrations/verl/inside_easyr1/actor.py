@@ -107,13 +107,10 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         options, plain = SignalOptions.read(context["options"]), dp_actor.compute_policy_loss
 
         def loss(*, log_probs: Any, response_mask: Any, loss_avg_mode: str, **others: Any) -> Any:
-            value, metrics = plain(
-                log_probs=log_probs, response_mask=response_mask, loss_avg_mode=loss_avg_mode, **others
-            )
-            terms = compute_loss_terms(
-                SignalContext(options, perturbed_logps=self._perturbed_logps), log_probs, response_mask
-            )
-            for name, per_token in terms.items():
+            own = {"response_mask": response_mask, "loss_avg_mode": loss_avg_mode}
+            value, metrics = plain(log_probs=log_probs, **own, **others)
+            context = SignalContext(options, perturbed_logps=self._perturbed_logps)
+            for name, per_token in compute_loss_terms(context, log_probs, response_mask).items():
                 share = average_loss(per_token, response_mask, mode=loss_avg_mode)
                 value, metrics[name] = value + share, share.detach().item()
             return value, metrics
@@ -177,10 +174,8 @@ def read_options(given: Mapping[str, Any], estimator: str, filters: bool = False
     if estimator == "gae" and options.rewards_attention:
         raise ConfigError("Attention rewards compare completions of a prompt: use another adv_estimator than gae.")
     if options.collect_attentions and filters:
-        raise ConfigError(
-            "algorithm.online_filtering drops and reorders rows, so collect_attentions cannot assign their "
-            "token_weights: turn one of them off."
-        )
+        lost = "algorithm.online_filtering drops and reorders rows, whose token_weights collect_attentions then loses"
+        raise ConfigError(f"{lost}: turn one of them off.")
     options.estimator = estimator
     return preset, options
 
@@ -196,10 +191,8 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        algorithm = self.config.algorithm
-        self.preset, self.options = read_options(
-            self.signal_options, algorithm.adv_estimator, filters=algorithm.online_filtering
-        )
+        estimator, filters = self.config.algorithm.adv_estimator, self.config.algorithm.online_filtering
+        self.preset, self.options = read_options(self.signal_options, estimator, filters)
         self._weights: Any = None
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -225,9 +218,7 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
             self._weights = self._weights if weights is None else weights
         return others
 
-    def compute_advantages(
-        self, plain: Any, data: Any, adv_estimator: Any, gamma: float = 1.0, lam: float = 1.0
-    ) -> Any:
+    def compute_advantages(self, plain: Any, data: Any, estimator: str, gamma: float = 1.0, lam: float = 1.0) -> Any:
         """Return the batch with advantages, and with `apply_to` mask also a weighted response mask.
 
         Args:
