@@ -19,12 +19,15 @@ from typing import Any
 
 from vgr_trl import registries
 from vgr_trl.rewards.answers import completion_text, excerpt
-from vgr_trl.rewards.attention import WholeGroups, unwrap_reward, vgr_hard_negative_reward, vgr_reward
-from vgr_trl.rewards.simple import (
+from vgr_trl.rewards.functions import (
+    WholeGroups,
     accuracy_reward,
     blind_accuracy_reward,
     get_soft_overlong_punishment,
     tool_reward,
+    unwrap_reward,
+    vgr_hard_negative_reward,
+    vgr_reward,
 )
 from vgr_trl.utils import ConfigError, RewardError, kill_workers, pool
 

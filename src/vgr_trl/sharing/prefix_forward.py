@@ -91,41 +91,6 @@ def _equal(pixels: Sequence[Sequence[Tensor]] | None, pairs: Sequence[tuple[int,
     return torch.stack(found).tolist()
 
 
-def best_split(
-    ids: Tensor,
-    mask: Tensor,
-    pixels: Sequence[Sequence[Tensor]] | None,
-    earliest: int,
-    latest: int,
-) -> int | None:
-    """Where to split a batch whose prompt lengths are not known, so that the fewest tokens are computed.
-
-    Args:
-        pixels: per row, its pixel inputs; rows with different ones share nothing.
-        earliest: first column at which the batch may be split, at least 1.
-        latest: last such column, below S.
-
-    Returns:
-        The number of columns p in [earliest, latest] with the largest p * (N - number of different rows in columns
-        [0, p)), or None if no two rows agree up to `earliest`.
-    """
-    pairs = [(row, earlier) for row in range(1, len(ids)) for earlier in range(row)]
-    shared = [0] * len(ids)  # columns that a row has in common with some earlier row
-    for (row, _), same, equal in zip(pairs, _columns_in_common(ids, mask, pairs), _equal(pixels, pairs), strict=True):
-        shared[row] = max(shared[row], min(same, latest) if equal else 0)
-    splits = {split for split in shared if split >= earliest}
-    return max(splits, key=lambda split: split * sum(other >= split for other in shared), default=None)
-
-
-def _columns_in_common(ids: Tensor, mask: Tensor, pairs: Sequence[tuple[int, int]]) -> list[int]:
-    if not pairs:
-        return []
-    row, earlier = on_device([row for pair in pairs for row in pair], ids.device).view(-1, 2).unbind(1)
-    differs = (ids[row] != ids[earlier]) | (mask[row] != mask[earlier])  # (pairs, S)
-    common: list[int] = torch.where(differs.any(-1), differs.int().argmax(-1), ids.size(1)).tolist()
-    return common
-
-
 def cut_by_length(lengths: Sequence[int], pass_cost: int) -> list[list[int]]:
     """Return the rows of each pass, of which every row is as long as the longest, such that together they cost least.
 
@@ -301,14 +266,26 @@ def _parts_of_prompts(given: ImageInputs, is_image: Tensor, start: int) -> tuple
 
 
 def _best_start(ids: Tensor, mask: Tensor, is_image: Tensor, pixels: Sequence[Sequence[Tensor]] | None) -> int:
+    """Return where to split a batch whose prompt lengths are not known, so that the fewest tokens are computed.
+
+    That is the number of columns p, behind padding and images, with the largest p * (N - number of different rows in
+    columns [0, p)). Rows with different pixels share nothing.
+    """
     columns = torch.arange(ids.size(1), device=ids.device)
     earliest = int(torch.where(is_image | (mask == 0).cumprod(1).bool(), columns, -1).max()) + 2
     require(earliest <= ids.size(1), "a row without a token behind its padding and images")
     seen = mask.bool().all(0).long()  # (S,): columns that are padding in no row
-    start = best_split(ids, mask, pixels, earliest, earliest - 2 + int(seen[earliest - 1 :].cumprod(0).sum()))
-    if start is None:
-        raise UnsupportedModel("no prompt occurs twice")
-    return start
+    latest = earliest - 2 + int(seen[earliest - 1 :].cumprod(0).sum())
+    row, earlier = torch.tril_indices(len(ids), len(ids), -1, device=ids.device)  # (pairs,) each
+    differs = (ids[row] != ids[earlier]) | (mask[row] != mask[earlier])  # (pairs, S)
+    common = torch.where(differs.any(-1), differs.int().argmax(-1), ids.size(1)).tolist()
+    pairs = [(row, earlier) for row in range(len(ids)) for earlier in range(row)]
+    shared = [0] * len(ids)  # columns that a row has in common with some earlier row
+    for (number, _), same, equal in zip(pairs, common, _equal(pixels, pairs), strict=True):
+        shared[number] = max(shared[number], min(same, latest) if equal else 0)
+    splits = {split for split in shared if split >= earliest}
+    require(splits, "no prompt occurs twice")
+    return max(splits, key=lambda split: split * sum(other >= split for other in shared))
 
 
 def check_inputs(inputs: Mapping[str, Any], config: Any) -> None:
