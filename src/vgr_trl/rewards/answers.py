@@ -481,10 +481,8 @@ def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:
         return _resolve_open(_to_text(solution))
     index = int(solution) if _is_index(solution) else _find_choice(_to_text(solution), options)
     if index not in range(len(options)):
-        raise RewardError(
-            f"solution is {excerpt(solution)}, which is none of the choices: give a letter A to "
-            f"{LETTERS[len(options) - 1]}, an index 0 to {len(options) - 1}, or the text of one choice"
-        )
+        accepted = f"a letter A to {LETTERS[len(options) - 1]}, an index 0 to {len(options) - 1}, or the text of one"
+        raise RewardError(f"solution is {excerpt(solution)}, which is none of the choices: give {accepted}")
     return Solution(options[index], options, index)
 
 
@@ -523,10 +521,8 @@ def _parse_choices(choices: Any) -> tuple[str, ...]:
         texts = [_to_text(choice) if isinstance(choice, str) or _is_number(choice) else "" for choice in choices]
         if len({fold(text) for text in texts} - {""}) == len(texts):
             return tuple(texts)
-    raise RewardError(
-        f"choices is {excerpt(choices)}: give 2 to 10 texts that differ (case, width, white space and how accents are "
-        "encoded do not count), or None for an open question"
-    )
+    differing = "2 to 10 texts that differ (case, width, white space and encoding of accents do not count)"
+    raise RewardError(f"choices is {excerpt(choices)}: give {differing}, or None for an open question")
 
 
 def _find_choice(solution: str, options: tuple[str, ...]) -> int:

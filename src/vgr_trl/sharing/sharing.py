@@ -1,7 +1,7 @@
 """`share_prompts`: equal prompts computed once in forward, backward and `generate`, and where a run does so."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 from transformers.generation import GenerationMixin, GenerationMode
 
-from vgr_trl.pixels import IMAGE_INPUTS, clone_to, on_device
+from vgr_trl.pixels import IMAGE_INPUTS, on_device
 from vgr_trl.sharing.lending import Lending, MicroBatch, is_last_micro_batch
 from vgr_trl.sharing.model_support import (
     base_of,
@@ -45,9 +45,7 @@ from vgr_trl.sharing.prefix_forward import (
     PrefixSplit,
     check_inputs,
     drop_empty_images,
-    find_groups,
     find_split,
-    first_rows,
     prefix_forward,
 )
 from vgr_trl.sharing.probe import why_not_share, why_padding_counts
@@ -419,88 +417,6 @@ class SharedPasses:
 def whole_groups(batch_size: int, num_generations: int) -> int:
     """The smallest multiple of `num_generations` that is at least `batch_size`: rows of a pass without gradients."""
     return -(-batch_size // num_generations) * num_generations
-
-
-PROMPT_GROUP, READ_AGAIN = "prompt_group", "prompt_read_again"  # columns of TRL's training batches
-
-
-def find_read_again(groups: Sequence[int], runs: Sequence[bool], batch_size: int, window: int) -> list[bool]:
-    """Return for each row whether a later micro-batch of its optimizer step reads its prompt.
-
-    Args:
-        groups: (N,) number of the prompt of each row, in the order of the micro-batches.
-        runs: (N,) whether the row has a loss; others do not run.
-        batch_size: rows of a micro-batch.
-        window: rows of an optimizer step.
-    """
-    again = [False] * len(groups)
-    later: set[int] = set()
-    for start in reversed(range(0, len(groups), batch_size)):
-        rows = range(start, min(start + batch_size, len(groups)))
-        if rows.stop % window == 0:
-            later = set()
-        for row in rows:
-            again[row] = groups[row] in later
-        later |= {groups[row] for row in rows if runs[row]}
-    return again
-
-
-def sort_by_group(permutation: Sequence[int], groups: Sequence[int]) -> list[int]:
-    """The permutation with the rows of a group brought together where the group's first row stands, order kept."""
-    position: dict[int, int] = {}
-    for row in permutation:
-        position.setdefault(groups[row], len(position))
-    return sorted(permutation, key=lambda row: position[groups[row]])
-
-
-def shuffle_whole_groups(
-    batch: dict[str, Any],
-    arrange: Callable[[Sequence[int], Sequence[int]], list[int]] = sort_by_group,
-    is_image: Callable[[Tensor], Tensor] | None = None,
-) -> dict[str, Any]:
-    """TRL's `shuffle_sequence_dict` for a generation batch, with the completions of a prompt kept together.
-
-    Draws the same random numbers. A value with no entry per row (a number, None) is kept. Pixel inputs that TRL has cut
-    into rows are one object for all rows of a group, and keep no other memory. `PROMPT_GROUP` is added: the number of
-    each row's prompt.
-
-    Args:
-        batch: `prompt_ids` and `prompt_mask` (N, P), and tensors or lists with one entry per row.
-        arrange: returns another permutation, given a random one and the number of the group of each row.
-        is_image: returns which tokens stand for images, where completions may hold some; None: only prompts do.
-    """
-    pixels = {name: batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None}
-    by_row = list(zip(*pixels.values(), strict=True)) if pixels else None
-    groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], by_row)
-    batch = batch | {name: _share_pixels(each, groups) for name, each in pixels.items() if isinstance(each, list)}
-    if is_image is not None and isinstance(pixels.get("image_grid_thw"), list):
-        groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], _pixels_of_prompts(batch, is_image))
-    batch[PROMPT_GROUP] = groups
-    order = arrange(torch.randperm(len(groups)).tolist(), groups)
-
-    def reordered(value: Any) -> Any:
-        if value is None or (isinstance(value, Tensor) and value.ndim == 0):
-            return value
-        if isinstance(value, Tensor):
-            return value[on_device(order, value.device)]
-        return [value[row] for row in order]
-
-    return {key: reordered(value) for key, value in batch.items()}
-
-
-def _pixels_of_prompts(batch: Mapping[str, Any], is_image: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:
-    """Return patches and grids of the prompt of each row, whose images stand in front of those of its completion."""
-    before, behind = (is_image(batch[name]).sum(1).tolist() for name in ("prompt_ids", "completion_ids"))  # (N,) each
-    found = []
-    for values, grids, own, others in zip(batch["pixel_values"], batch["image_grid_thw"], before, behind, strict=True):
-        patches = len(values) * own // max(own + others, 1)
-        found.append([values[:patches], grids[grids.prod(-1).cumsum(0) <= patches]])
-    return found
-
-
-def _share_pixels(values: Sequence[Tensor], groups: Sequence[int]) -> list[Tensor]:
-    kept = [clone_to(values[row], values[row].device) for row in first_rows(groups)]
-    return [kept[group] for group in groups]
 
 
 _OPTIONS = {*GenerationConfig().to_dict(), "generation_config"}  # of `generate`

@@ -190,10 +190,9 @@ def add_named(named: Sequence[NamedSignal], signals: RolloutSignals) -> list[str
 
 def _is_measured(signals: RolloutSignals, need: str) -> bool:
     """Whether it was, which is the same on every process; what a row has no image for is measured, and undefined."""
-    if need in ("entropies", "logps"):
-        value = getattr(signals, need)
-        return not (value.numel() and bool(value.isnan().all()))
-    return signals.measured(need) is not None
+    value = signals.measured(need)
+    is_unknown = need in ("entropies", "logps") and value.numel() and bool(value.isnan().all())
+    return value is not None and not is_unknown
 
 
 def named_columns(names: Sequence[str], signals: RolloutSignals) -> dict[str, list[float | None]]:

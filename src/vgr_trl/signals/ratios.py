@@ -183,10 +183,7 @@ def mean_attention(mass: AttentionMass, layers: Sequence[int] | None = None) -> 
     NaN for a completion without tokens that count.
     """
     mask = mass.mask.bool()
-    vision, instruction = (
-        _layer_mean(side, layers).masked_fill(~mask, 0).sum(1) / mask.sum(1) for side in (mass.vision, mass.instruction)
-    )
-    return vision, instruction
+    return _token_mean(_layer_mean(mass.vision, layers), mask), _token_mean(_layer_mean(mass.instruction, layers), mask)
 
 
 def vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) -> Tensor:
@@ -241,6 +238,11 @@ def _layer_mean(side: Tensor, layers: Sequence[int] | None) -> Tensor:
     return (side if layers is None else torch.stack([side[layer] for layer in layers])).mean(0)  # (N, T)
 
 
+def _token_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of each row over the tokens that count, (N,); NaN without any."""
+    return values.masked_fill(~mask, 0).sum(1) / mask.sum(1)
+
+
 def _averages(mass: AttentionMass, layers: Sequence[int] | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return A_V, A_I, |V| and |I| of each completion as its ratios take them, (N,) each.
 
@@ -249,12 +251,10 @@ def _averages(mass: AttentionMass, layers: Sequence[int] | None) -> tuple[Tensor
     if mass.seen_vision is None or mass.seen_instruction is None:
         return (*mean_attention(mass, layers), mass.num_vision, mass.num_instruction)
     mask = mass.mask.bool() & (mass.seen_vision > 0) & (mass.seen_instruction > 0)  # (N, T)
-    count = mask.sum(1)
-    sides, seen = (mass.vision, mass.instruction), mass.seen()
-    numbers = [(each * mask).sum(1) / count for each in seen]
-    averages = [_layer_mean(side, layers) / each for side, each in zip(sides, seen, strict=True)]
-    per_key = [side.masked_fill(~mask, 0).sum(1) / count for side in averages]
-    return per_key[0] * numbers[0], per_key[1] * numbers[1], numbers[0], numbers[1]
+    numbers = [_token_mean(each, mask) for each in mass.seen()]
+    sides = zip((mass.vision, mass.instruction), mass.seen(), numbers, strict=True)
+    vision, instruction = (_token_mean(_layer_mean(side, layers) / seen, mask) * count for side, seen, count in sides)
+    return vision, instruction, numbers[0], numbers[1]
 
 
 def _ratio(vision: Tensor, instruction: Tensor, num_vision: Tensor, num_instruction: Tensor) -> Tensor:

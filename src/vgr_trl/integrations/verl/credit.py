@@ -234,15 +234,14 @@ def add_signal_rewards(
     ):  # fmt: skip
         if not weight:
             continue
-        applied = []
+        applied: dict[int, float] = {}
         for rows in groups.values():
             values = reward([vgr[row] for row in rows], [right[row] for row in rows])
-            for row, value in zip(rows, values, strict=True):
-                if value is not None:
-                    rewards[row, last[row]] += weight * value
-                    applied.append(value)
+            applied |= {row: value for row, value in zip(rows, values, strict=True) if value is not None}
+        for row, value in applied.items():
+            rewards[row, last[row]] += weight * value
         if applied:
-            context.metrics[f"rewards/{name}/mean"] = fmean(applied)
+            context.metrics[f"rewards/{name}/mean"] = fmean(applied.values())
             context.metrics[f"rewards/{name}/not_applicable"] = sum(map(len, groups.values())) - len(applied)
     return rewards
 

@@ -29,6 +29,7 @@ from vgr_trl.signals.ratios import (
 from vgr_trl.utils import ConfigError, DataError
 
 LAST_LAYERS_OPTION = "token_weight_last_k_layers"  # for messages
+_SIDE = 14  # of a square, in pixels
 
 
 def build_token_vgr_weights_for_batch(
@@ -237,19 +238,17 @@ def measure_pass(
         columns["vgr_token"] = sides["instruction"][layers].mean(0) / sides["vision"][layers].mean(0)
 
 
-def perturb_row(
-    inputs: Mapping[str, Any], options: SignalOptions, step: int, black: Sequence[float], patch_size: int = 14
-) -> dict[str, Any]:
+def perturb_row(inputs: Mapping[str, Any], options: SignalOptions, step: int, black: Sequence[float]) -> dict[str, Any]:
     """Return the pixel inputs of a row with squares blackened, each with probability `black_prob`.
 
-    The seed depends on run, step and pixels, so that completions of one prompt get the same squares on every process.
+    The squares are the patches, or have a side of 14 pixels. The seed depends on run, step and pixels, so that
+    completions of one prompt get the same squares on every process.
 
     Args:
         inputs: of one row; `pixel_values` is (patches, C x time x p x p), one patch per row and channels first, or
             (..., C, H, W).
         step: optimizer step.
         black: normalised value of black per channel.
-        patch_size: side of the squares in pixels, for (..., C, H, W); else patches are the squares.
     """
     pixels = inputs.get("pixel_values")
     if pixels is None:
@@ -261,10 +260,10 @@ def perturb_row(
         grid, colours = (len(pixels), 1), colours.repeat_interleave(pixels.size(1) // len(black))
     else:
         *front, _, height, width = pixels.shape
-        grid, colours = (*front, 1, -(-height // patch_size), -(-width // patch_size)), colours.view(-1, 1, 1)
+        grid, colours = (*front, 1, -(-height // _SIDE), -(-width // _SIDE)), colours.view(-1, 1, 1)
     dark = torch.from_numpy(generator.random(grid) < options.black_prob).to(pixels.device)
     if pixels.ndim > 2:
-        dark = dark.repeat_interleave(patch_size, -2).repeat_interleave(patch_size, -1)[..., :height, :width]
+        dark = dark.repeat_interleave(_SIDE, -2).repeat_interleave(_SIDE, -1)[..., :height, :width]
     return {**inputs, "pixel_values": torch.where(dark, colours, pixels)}
 
 
