@@ -307,9 +307,7 @@ def reward_columns(segments: dict[str, Tensor]) -> dict[str, list[Any]]:
 
 
 def attention_metrics(
-    segments: dict[str, Tensor],
-    gather: Gather,
-    prompt: dict[str, Tensor] | None = None,
+    segments: dict[str, Tensor], gather: Gather, prompt: dict[str, Tensor] | None = None
 ) -> dict[str, float]:
     """Return the means over the completions of all processes, `attention/late/vgr` and so on.
 

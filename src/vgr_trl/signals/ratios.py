@@ -80,11 +80,7 @@ class ModalityMasks:
 
 
 def build_modality_masks(
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    *,
-    vision_token_ids: Sequence[int],
-    special_token_ids: Sequence[int],
+    input_ids: Tensor, attention_mask: Tensor, *, vision_token_ids: Sequence[int], special_token_ids: Sequence[int]
 ) -> ModalityMasks:
     """Return which tokens are vision and which are instruction.
 

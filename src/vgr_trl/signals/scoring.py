@@ -273,9 +273,8 @@ def score(
         reads = want.hidden or want.values or compute is None
         with ExitStack() as stack:
             states = stack.enter_context(read_hidden_states(model, length)) if reads else []
-            for each in (probe, similar):
-                if each is not None:
-                    stack.enter_context(each)
+            stack.enter_context(probe or nullcontext())
+            stack.enter_context(similar or nullcontext())
             if compute is not None:
                 logps, entropies = compute(model, inputs, want.entropies)
             else:
@@ -285,40 +284,28 @@ def score(
             head, tokens = Head(causal_model(model)), inputs["input_ids"][:, -length:]
             logps, entropies = head.score(states[0], tokens, mask, temperature)
         found: dict[str, Any] = {"logps": logps, "mask": mask, "entropies": entropies if want.entropies else None}
+        found |= {"hidden": states[0] if want.hidden else None, "values": want.values and want.values(states[0])}
         if probe is not None:
             found["attention"] = replace(probe.mass, mask=mask, **({} if own is None else _seen(probe.sets, length)))
             if want.attention is not None and want.attention.per_image:
                 found["per_image"] = _per_image(probe, mask, want.attention.keep_layers, inputs.get("num_images"))
             found["prompt_attention"] = probe.prompt_mass if probe.plan.measure_prompt else None
             found["maps"] = {rows[row]: kept for row, kept in probe.kept.items()}
-        parts.append(
-            Scores(
-                **found,
-                hidden=states[0] if want.hidden else None,
-                values=want.values(states[0]) if want.values else None,
-                similarity=None if similar is None else similar.similarity,
-            )
-        )
+        parts.append(Scores(**found, similarity=None if similar is None else similar.similarity))
     return parts[0] if len(parts) == 1 else _join(parts)
 
 
 def _build_probes(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    plan: AttentionPlan | None,
-    rows: range,
-    own: Tensor | None,
+    model: nn.Module, inputs: Mapping[str, Any], plan: AttentionPlan | None, rows: range, own: Tensor | None
 ) -> tuple[AttentionProbe | None, SimilarityProbe | None]:
     """Return the probes of a pass over these rows of the batch; `own`, (B, T), is 0 for the tokens of tools."""
     if plan is None:
         return None, None
     prompt = inputs["input_ids"].size(1) - inputs["logits_to_keep"]
     stop = prompt if own is None else None
+    ids, given = inputs["input_ids"][:, :stop], given_tokens(inputs, own)[:, :stop]
     masks = build_modality_masks(
-        inputs["input_ids"][:, :stop],
-        given_tokens(inputs, own)[:, :stop],
-        vision_token_ids=plan.vision_token_ids,
-        special_token_ids=plan.special_token_ids,
+        ids, given, vision_token_ids=plan.vision_token_ids, special_token_ids=plan.special_token_ids
     )
     whole = None if own is None else prompt  # P, where masks are of whole rows
     similar = None if plan.similarity is None else SimilarityProbe(model, masks.vision, *plan.similarity, whole)
