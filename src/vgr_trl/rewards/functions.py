@@ -265,6 +265,7 @@ def unwrap_reward(reward: Any) -> Any:
     return reward
 
 
+@dataclass(eq=False)
 class WholeGroups:
     """Adapter that TRL calls with the rows of one process and that computes the reward on whole groups.
 
@@ -276,17 +277,14 @@ class WholeGroups:
             with an argument or column `num_generations`.
     """
 
-    def __init__(
-        self,
-        reward: Callable[..., Any],
-        gather: Gather,
-        process_index: int,
-        num_generations: int | Callable[[], int] | None = None,
-    ) -> None:
-        self.__name__ = str(getattr(reward, "__name__", None) or unwrap_reward(reward).__name__)
-        self.required, self.optional = needed_columns(reward) or ((), ())
-        self.reward, self.gather, self.num_generations = reward, gather, num_generations
-        self.process_index = process_index
+    reward: Callable[..., Any]
+    gather: Gather
+    process_index: int
+    num_generations: int | Callable[[], int] | None = None
+
+    def __post_init__(self) -> None:
+        self.__name__ = str(getattr(self.reward, "__name__", None) or unwrap_reward(self.reward).__name__)
+        self.required, self.optional = needed_columns(self.reward) or ((), ())
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float | None]:
         """Return the rewards of the local completions; every process gathers exactly once, also without rows."""

@@ -92,17 +92,18 @@ def is_compiled(model: nn.Module) -> bool:
     return any(hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) for each in model.modules())
 
 
+def _checkpointed(model: nn.Module, when_training: bool = False) -> list[nn.Module]:
+    parts = (module for module in model.modules() if when_training or module.training)
+    return [module for module in parts if getattr(module, "gradient_checkpointing", False)]
+
+
 def recomputes_without_graph(model: nn.Module, *, when_training: bool = False) -> bool:
     """Whether a gradient checkpoint of the model runs its layers without gradients first (`use_reentrant`).
 
     `when_training` asks for the model in training mode, whatever its mode is now.
     """
-    for module in model.modules():
-        if (when_training or module.training) and getattr(module, "gradient_checkpointing", False):
-            function = getattr(module, "_gradient_checkpointing_func", None)
-            if function is not None and getattr(function, "keywords", {}).get("use_reentrant", True):
-                return True
-    return False
+    checkpoints = [getattr(each, "_gradient_checkpointing_func", None) for each in _checkpointed(model, when_training)]
+    return any(each is not None and getattr(each, "keywords", {}).get("use_reentrant", True) for each in checkpoints)
 
 
 DROPS_CACHES = "gradient checkpointing by a transformers whose layers then drop caches (5.23 keeps them)"
@@ -115,7 +116,7 @@ def checkpoints_drop_caches() -> bool:
 
 def is_checkpointed(model: nn.Module) -> bool:
     """Whether layers of a model that trains are computed again in the backward pass."""
-    return any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    return bool(_checkpointed(model))
 
 
 def has_active_dropout(model: nn.Module, *, when_training: bool = False) -> bool:

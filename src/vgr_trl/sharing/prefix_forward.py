@@ -141,7 +141,7 @@ def drop_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool] |
     which models fail.
 
     Args:
-        agree: as `share_prompts` takes it, where parameters are sharded: the vision tower then runs in every process
+        agree: as `SharedForward` takes it, where parameters are sharded: the vision tower then runs in every process
             or in none.
 
     Raises:

@@ -53,17 +53,7 @@ from vgr_trl.utils import ConfigError, Feature
 
 
 @contextmanager
-def share_prompts(
-    model: nn.Module,
-    completion_length: int | None = None,
-    *,
-    agree: Callable[[bool], bool] | None = None,
-    sharded: bool = True,
-    packs: bool = False,
-    lending: Lending | None = None,
-    again: Sequence[bool] | None = None,
-    checks: "ModelChecks | None" = None,
-) -> Iterator[SharingReport]:
+def share_prompts(model: nn.Module, completion_length: int | None = None, **modes: Any) -> Iterator[SharingReport]:
     """Compute equal prompts of a batch once, in `forward`, backward and `generate` of `model`, with the same results.
 
     In a trainer of TRL:
@@ -87,16 +77,7 @@ def share_prompts(
         completion_length: T, the number of columns behind the prompts in every batch of the block, at least 1. Of
             the outputs only those that score completions can be used then: hidden states of prompts and padding are 0.
             None: rows may be anything; their longest common beginnings are shared, and all outputs are there.
-        agree: given an answer of this process, returns whether it is that of all; needed where all processes have to
-            share a batch or none: with sharded parameters, whose forward passes have to be equally many, and under
-            DeepSpeed, which adds up gradients in the order in which they come.
-        sharded: whether parameters are; a pass in which some processes have images and others none is refused then.
-        packs: whether completions pass behind their prompts as one row without padding, where `completion_length` is
-            given. Only where `why_not_pack` of the model gives no reason.
-        lending: prompts that are lent to several micro-batches with gradients; None: of this block, where
-            `completion_length` is None.
-        again: (N,) whether a later micro-batch of the optimizer step reads the prompt of a row; None: any may.
-        checks: of the model, where it stays wrapped as it is; None: they are made in each pass.
+        modes: of a run with several processes or its own micro-batches, as `SharedForward` takes them.
 
     Yields:
         Counts of rows and prompts, and the reasons of the calls that ran plainly, until the end of the block.
@@ -107,24 +88,21 @@ def share_prompts(
     """
     if completion_length is not None and completion_length < 1:
         raise ConfigError(f"completion_length is {completion_length}: give an integer of at least 1, or None.")
-    causal = causal_model(model)
-    report = SharingReport()
-    found = checks or ModelChecks(model)
-    tells = completion_length is None and agree is None and checks is None and os.environ.get("RANK", "0") == "0"
-    if found.reason is not None:
-        report.plain[found.reason] += 1
+    causal, report = causal_model(model), SharingReport()
+    base = base_of(causal)
+    forward = SharedForward(base, base.forward, report, completion_length, **modes)
+    checks, is_alone = forward.checks or ModelChecks(model), completion_length is None and forward.agree is None
+    tells = is_alone and forward.checks is None and os.environ.get("RANK", "0") == "0"
+    if checks.reason is not None:
+        report.plain[checks.reason] += 1
         if tells:
-            print(f"share_prompts shares nothing: {found.reason}.", flush=True)
+            print(f"share_prompts shares nothing: {checks.reason}.", flush=True)
         with ignore_empty_images(model):
             yield report
         return
     keep_keys_unrepeated()
-    base = base_of(causal)
-    own = None
-    if completion_length is None and agree is None and why_not_lend(base) is None:
-        lending = own = Lending(base)
-    modes = completion_length, agree, sharded, packs, lending, again, checks
-    forward = SharedForward(base, base.forward, report, *modes, first_step={} if tells else None)
+    own = Lending(base) if is_alone and why_not_lend(base) is None else None
+    forward.lending, forward.first_step = own or forward.lending, {} if tells else None
     changes: list[tuple[Any, str, Any]] = [(base, "forward", forward)]
     if base is not causal and hasattr(causal, "generate"):
         changes.append((causal, "generate", SharedGeneration(causal, causal.generate, forward)))
@@ -191,7 +169,7 @@ def ignore_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | Non
 
     Args:
         model: as `share_prompts` takes it; a compiled one is left alone.
-        agree: likewise.
+        agree: as `SharedForward` takes it.
 
     Raises:
         ConfigError: `model` is no transformers model.
@@ -221,15 +199,18 @@ class SharedForward:
         report: where calls are counted.
         completion_length: T, if every batch is P + T columns of prompt and completion; None finds the longest common
             beginnings of the rows itself.
-        agree: given an answer of this process, says whether it is that of all; where passes have to be alike in all.
-        sharded: whether they have to be alike in their images, too.
-        packs: whether completions pass behind their prompts without padding; the model has to be one that can.
-        lending: the open prompts of an optimizer step, where groups are larger than micro-batches.
-        again: (N,) whether a later micro-batch of the step reads the prompt of a row; None: any may.
-        checks: of the model; None: they are made in each pass.
-        first_step: counts by kind of call, until they are printed after the first step; None: nothing is printed.
+        agree: given an answer of this process, returns whether it is that of all; needed where all processes have to
+            share a batch or none: with sharded parameters, whose forward passes have to be equally many, and under
+            DeepSpeed, which adds up gradients in the order in which they come.
+        sharded: whether parameters are; a pass in which some processes have images and others none is refused then.
+        packs: whether completions pass behind their prompts as one row without padding, where `completion_length` is
+            given. Only where `why_not_pack` of the model gives no reason.
+        lending: prompts that are lent to several micro-batches with gradients; None: none are.
+        again: (N,) whether a later micro-batch of the optimizer step reads the prompt of a row; None: any may.
+        checks: of the model, where it stays wrapped as it is; None: they are made in each pass.
 
     Attributes:
+        first_step: counts by kind of call, until they are printed after the first step; None: nothing is printed.
         labelled: T of the call that runs, where only completions have labels; otherwise None.
     """
 
@@ -237,13 +218,13 @@ class SharedForward:
     plain: Callable[..., Any]
     report: SharingReport
     completion_length: int | None
-    agree: Callable[[bool], bool] | None
-    sharded: bool
-    packs: bool
-    lending: Lending | None
-    again: Sequence[bool] | None
-    checks: ModelChecks | None
-    first_step: dict[str, SharingReport] | None
+    agree: Callable[[bool], bool] | None = None
+    sharded: bool = True
+    packs: bool = False
+    lending: Lending | None = None
+    again: Sequence[bool] | None = None
+    checks: ModelChecks | None = None
+    first_step: dict[str, SharingReport] | None = None
     labelled: int | None = None
     paused: bool = False  # `generate` makes its own arrangements
     refused: dict[str, str] = field(default_factory=dict)  # kind of call -> why the model turned out to be unsupported
@@ -353,7 +334,7 @@ class SharedPasses:
     """Shares prompts in the passes of a run.
 
     Args:
-        agree: as `share_prompts` takes it.
+        agree: as `SharedForward` takes it.
         sharded: whether parameters are.
         in_order: whether gradients are added up in the order in which they come, which has to be that of all processes.
         evens_images: whether the caller lets the vision tower run in every process if it does in one.
@@ -388,9 +369,9 @@ class SharedPasses:
         Args:
             model: as `share_prompts` takes it.
             completion_length: T of a scored batch; None where the model generates.
-            packs: as `share_prompts` takes it.
+            packs: as `SharedForward` takes it.
             counts: whether `metrics` counts these passes.
-            again: as `share_prompts` takes it; None: no prompt is lent to several micro-batches.
+            again: as `SharedForward` takes it; None: no prompt is lent to several micro-batches.
         """
         refuses = self._refuses_uneven
         if not feature.enabled:

@@ -38,11 +38,7 @@ def build_token_vgr_weights_for_batch(
     sequences: Tensor,
     processor: Any,
     image_grid_thw: Tensor | None = None,
-    *,
-    clip: tuple[float, float] | None = (0.2, 3.0),
-    smooth_sigma: float = 0.0,
-    last_k_layers: int | None = None,
-    topk_ratio: float | None = None,
+    **options: Any,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return token weights from the attention matrices of `generate(output_attentions=True)`.
 
@@ -54,8 +50,7 @@ def build_token_vgr_weights_for_batch(
         processor: of the model; defines image tokens and special tokens.
         image_grid_thw: (images, 3), patches in time, height and width, to check the number of image tokens; None: no
             check.
-        clip, smooth_sigma, topk_ratio: as `vgr_trl.credit`.
-        last_k_layers: number of last layers to use; None: the late third.
+        options: as `token_vgr_weights` takes them.
 
     Returns:
         (N, T) float32, and the `info` of `token_vgr_weights`.
@@ -88,8 +83,7 @@ def build_token_vgr_weights_for_batch(
     ends = tokens == tokenizer.eos_token_id
     before_end = ends.cumsum(1) - ends.long() == 0  # up to and including the first end of sequence
     mass.mask = before_end & ((tokens != tokenizer.pad_token_id) | ends)
-    numbers: dict[str, Any] = {"clip": clip, "smooth_sigma": smooth_sigma, "topk_ratio": topk_ratio}
-    return token_vgr_weights(mass, last_k_layers=last_k_layers, **numbers)
+    return token_vgr_weights(mass, **options)
 
 
 def _mass_of_steps(steps: Sequence[Sequence[Tensor | None]], sets: Tensor) -> AttentionMass:
@@ -120,19 +114,14 @@ def _mass_of_steps(steps: Sequence[Sequence[Tensor | None]], sets: Tensor) -> At
 
 
 def token_vgr_weights(
-    mass: AttentionMass,
-    *,
-    clip: tuple[float, float] | None = (0.2, 3.0),
-    smooth_sigma: float = 0.0,
-    last_k_layers: int | None = None,
-    topk_ratio: float | None = None,
+    mass: AttentionMass, *, last_k_layers: int | None = None, **options: Any
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return token weights of N completions from the measurement of a probe, without attention matrices.
 
     Args:
         mass: of `AttentionProbe`, `RolloutScorer` or `GenerationProbe`; its `mask` marks valid tokens.
-        clip, smooth_sigma, topk_ratio: as `vgr_trl.credit`.
         last_k_layers: number of last layers to use; None: the late third.
+        options: `clip`, `smooth_sigma` and `topk_ratio`, as `vgr_trl.credit.token_weights` takes them.
 
     Returns:
         (N, T) float32 with mean 1 over the valid tokens of each completion; and `info`: `vgr` (N,) of the same layers,
@@ -143,7 +132,7 @@ def token_vgr_weights(
     """
     layers = last_layers(len(mass.vision), last_k_layers, "thirds", LAST_LAYERS_OPTION)
     token_vgr, mask = token_vision_gain_ratio(mass, layers), mass.mask.bool()  # (N, T)
-    weights = token_weights(token_vgr, mask, clip=clip, smooth_sigma=smooth_sigma, topk_ratio=topk_ratio)
+    weights = token_weights(token_vgr, mask, **options)
     info = {
         "vgr": vision_gain_ratio(mass, layers),
         "undefined_fraction": float((token_vgr.isnan() & mask).sum() / mask.sum().clamp(min=1)),
