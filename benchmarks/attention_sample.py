@@ -16,7 +16,7 @@ from typing import Any
 from vgr_trl.demo import Options
 from vgr_trl.demo.demo import draw, set_up_process, to_dataset, trainer_options, warm_up, words_of
 from vgr_trl.demo.tiny_model import build_tiny_vlm
-from vgr_trl.rewards.simple import accuracy_reward, think_format_reward
+from vgr_trl.rewards.functions import accuracy_reward, think_format_reward
 from vgr_trl.trainer import DAPOTrainer
 
 CURVES = ("attention/late/vgr", "attention/early/vgr", "attention/all/aei_vision")

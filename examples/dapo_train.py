@@ -5,10 +5,13 @@ accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml examples
     --lora_target_modules "q_proj", "v_proj" --dtype bfloat16 --output_dir runs/dapo
 """
 
+import runpy
 import sys
+from pathlib import Path
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import earlier_rewards
+
+earlier_rewards = runpy.run_path(str(Path(__file__).resolve().with_name("train_grpo_vlm.py")))["earlier_rewards"]
 
 DAPO = ["--use_peft", "--vgr_hard_negative", "--max_short_side", "1024"]
 DAPO += ["--reward_weights", "2.5", "1", "0.5", "1", "--early_reward_weights", "1", "1", "2", "1"]

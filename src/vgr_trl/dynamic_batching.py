@@ -16,8 +16,8 @@ from vgr_trl.efficiency.loss_mask import (
 from vgr_trl.loss import PER_WINDOW
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import OLD_LOGPS, valid_tokens
+from vgr_trl.sharing.lending import PROMPT_GROUP, READ_AGAIN
 from vgr_trl.sharing.prefix_forward import find_groups
-from vgr_trl.sharing.sharing import PROMPT_GROUP, READ_AGAIN
 from vgr_trl.training_pass import _extents
 
 Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]  # TRL's `_compute_loss`

@@ -62,7 +62,7 @@ from vgr_trl.pixel_use import check_pixel_use
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
-from vgr_trl.rewards.attention import WholeGroups
+from vgr_trl.rewards.functions import WholeGroups
 from vgr_trl.rewards.loading import ScoredFile, collect_token_weights, wrap_reward
 from vgr_trl.rollout import (
     ConstructedTrainer,

@@ -24,10 +24,16 @@ from vgr_trl.efficiency.loss_mask import (
 )
 from vgr_trl.rollout import ConstructedTrainer, TrainingPass
 from vgr_trl.rows import OLD_LOGPS, valid_tokens
-from vgr_trl.sharing.lending import is_last_micro_batch
+from vgr_trl.sharing.lending import (
+    PROMPT_GROUP,
+    READ_AGAIN,
+    find_read_again,
+    is_last_micro_batch,
+    shuffle_whole_groups,
+    sort_by_group,
+)
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.prefix_forward import has_images, is_image_token
-from vgr_trl.sharing.sharing import PROMPT_GROUP, READ_AGAIN, find_read_again, shuffle_whole_groups, sort_by_group
 from vgr_trl.signals.scoring import read_hidden_states
 from vgr_trl.utils import DataError
 

@@ -9,7 +9,7 @@ from vgr_trl.cli.__main__ import main
 
 def test_a_full_disk_is_one_sentence_in_every_command(monkeypatch, capsys):
     weights = {"weights": torch.zeros(1_000_000)}
-    monkeypatch.setitem(command.COMMANDS, "report", ("", lambda rest: torch.save(weights, "/dev/full")))
+    monkeypatch.setitem(command.COMMANDS, "report", lambda rest: torch.save(weights, "/dev/full"))
     assert main(["report", "run"]) == 1
     assert "Disk full while writing files" in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments, earlier_rewards, parse
+from vgr_trl.cli.arguments import DataArguments, parse
 from vgr_trl.config import PerturbationOptions
 from vgr_trl.config_converters import convert
 from vgr_trl.credit import CreditOptions
@@ -120,6 +120,7 @@ def test_every_line_trains_a_small_model(name, model_folder, question_files, tmp
     ],
 )  # fmt: skip
 def test_weights_without_names_of_the_earlier_scripts(flags, names):
+    earlier_rewards = runpy.run_path(str(EXAMPLES / "train_grpo_vlm.py"))["earlier_rewards"]
     expected = ["--reward_funcs", *names.split(), "--attention_reward_scale", "none"] if names else []
     assert earlier_rewards(flags.split()) == expected
 

@@ -16,9 +16,8 @@ from vgr_trl.integrations.verl.credit import (
     resolve_options,
     set_signal_context,
 )
-from vgr_trl.integrations.verl.inside_easyr1 import rewards as easyr1_rewards
 from vgr_trl.integrations.verl.inside_easyr1.main import split_arguments
-from vgr_trl.integrations.verl.rewards import compute_score
+from vgr_trl.integrations.verl.rewards import REWARD_TYPE, compute_score, compute_scores
 from vgr_trl.options import changed_options
 from vgr_trl.signals import visual_dependency
 from vgr_trl.utils import ConfigError, RewardError
@@ -82,10 +81,10 @@ def test_score_of_verl():
 def test_scores_of_easyr1():
     rows = [{"response": text, "response_length": 18, "ground_truth": "B"} for text in (RIGHT, "B?")]
     limits = {"length_weight": 1.0, "max_completion_len": 20, "soft_punish_cache": 4}
-    first, second = easyr1_rewards.compute_score(rows, format_weight=1.0, **limits)
+    first, second = compute_scores(rows, format_weight=1.0, **limits)
     assert first == {"overall": 1.5, "accuracy": 1, "format": 1, "length": -0.5}
     assert second["overall"] == -0.5
-    assert easyr1_rewards.REWARD_TYPE == "batch"
+    assert REWARD_TYPE == "batch"
 
 
 def estimate(base, context, rewards, mask, index):

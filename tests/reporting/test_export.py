@@ -5,7 +5,7 @@ import pytest
 from made_run import make_run
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.reporting.export import to_pandas
+from vgr_trl.reporting.notebook import to_pandas
 from vgr_trl.reporting.records import read_run
 
 

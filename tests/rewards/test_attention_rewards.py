@@ -14,7 +14,7 @@ from vgr_trl.rewards import (
     vgr_hard_negative_reward,
     vgr_reward,
 )
-from vgr_trl.rewards.attention import scale_by_accuracy
+from vgr_trl.rewards.functions import scale_by_accuracy
 from vgr_trl.utils import RewardError
 
 NAN, INF = math.nan, math.inf

@@ -3,7 +3,7 @@
 import pytest
 
 from vgr_trl.rewards import get_soft_overlong_punishment, think_format_reward
-from vgr_trl.rewards.simple import tag_count_reward, think_only_format_reward
+from vgr_trl.rewards.functions import tag_count_reward, think_only_format_reward
 
 WELL_FORMED = [
     "<think>a</think><answer>b</answer>", " \n<think>\na\n</think>\n\n<answer>\nb\n</answer>\n",

@@ -33,5 +33,5 @@ def test_easyr1_takes_every_line(tmp_path):
     assert (preset, options.estimator) == ("vgr_vppo", "grpo")
     assert options.enable_trajectory_reweighting
     assert (options.top_p_perception_tokens, options.trajectory_scaling_min) == (0.4, 0.9)
-    assert config.worker.reward.reward_function == "rewards.py:compute_score"
+    assert config.worker.reward.reward_function == "rewards.py:compute_scores"
     assert config.algorithm.disable_kl

@@ -1,7 +1,6 @@
 """The command `vgr-trl`: the table of its commands, and the short commands."""
 
 import argparse
-import importlib
 import logging
 import os
 import shlex
@@ -30,7 +29,12 @@ DEPRECATION_PATTERN = r"`\w*gradient_checkpointing\w*` is deprecated"
 
 
 def _make_parser(command: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"vgr-trl {command}", description=COMMANDS[command][0])
+    return argparse.ArgumentParser(prog=f"vgr-trl {command}", description=_describe(command))
+
+
+def _describe(command: str) -> str:
+    """Return the first line of what a command says of itself."""
+    return str(COMMANDS[command].__doc__).partition("\n")[0]
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -79,7 +83,6 @@ def quickstart(argv: Sequence[str]) -> int:
 
     from vgr_trl.cli.arguments import source_option
     from vgr_trl.cli.evaluate import count_parameters
-    from vgr_trl.cli.train import main as train
     from vgr_trl.cli.train import suggest_options
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,6 +100,27 @@ def quickstart(argv: Sequence[str]) -> int:
     if sys.stdout.isatty():
         webbrowser.open((flags.output_dir / "report.html").absolute().as_uri())
     return 0
+
+
+def train(argv: Sequence[str]) -> int:
+    """Train a vision-language model with DAPO, also under accelerate launch."""
+    from vgr_trl.cli.train import main
+
+    return main(argv)
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Measure accuracy, mean@k, pass@k and format of a model."""
+    from vgr_trl.cli.evaluate import main
+
+    return main(argv)
+
+
+def data(argv: Sequence[str]) -> int:
+    """Convert, merge and inspect question sets; grade completions."""
+    from vgr_trl.cli.data import main
+
+    return main(argv)
 
 
 def choose_generation() -> tuple[str, str]:
@@ -142,7 +166,7 @@ def report(argv: Sequence[str]) -> int:
 
 
 def merge(argv: Sequence[str]) -> int:
-    """Merge the LoRA adapter of a run or checkpoint into its base model: a folder for transformers, vLLM and others."""
+    """Merge the LoRA adapter of a run or checkpoint into its base model, for transformers, vLLM and others."""
     parser = _make_parser("merge")
     parser.add_argument("run", metavar="RUN", type=Path, help="output_dir or checkpoint of a training with --use_peft")
     parser.add_argument("--output_dir", type=Path, help="folder of the full model (default: merged in RUN)")
@@ -164,7 +188,7 @@ def merge(argv: Sequence[str]) -> int:
 
 def export(argv: Sequence[str]) -> int:
     """Write the recorded completions of a run as a table with a row per token, own signals and credit included."""
-    from vgr_trl.reporting.export import export_run
+    from vgr_trl.reporting.notebook import export_run
 
     parser = _make_parser("export")
     parser.add_argument("run", metavar="RUN", type=Path, help="output_dir of a run")
@@ -247,31 +271,15 @@ def _announce_command(command: str) -> None:
         print(f"vgr-trl {__version__}: {command}; loading torch, transformers and TRL", file=sys.stderr, flush=True)
 
 
-def _import_command(name: str) -> Callable[[Sequence[str]], int]:
-    return lambda argv: int(importlib.import_module(f"vgr_trl.cli.{name}").main(argv))
-
-
-COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
-    "quickstart": ("train on a file of questions, evaluate, and write a report", quickstart),
-    "train": ("train a vision-language model with DAPO, also under accelerate launch", _import_command("train")),
-    "evaluate": ("measure accuracy, mean@k, pass@k and format of a model", _import_command("evaluate")),
-    "merge": ("merge the LoRA adapter of a run into its base model", merge),
-    "report": ("write an HTML report of one or several runs: curves, completions, attention", report),
-    "export": ("write the completions of a run as CSV or Parquet, one row per token", export),
-    "data": ("convert, merge and inspect question sets; grade completions", _import_command("data")),
-    "demo": ("train a built-in tiny vision-language model and compare its accuracy before and after", demo),
-    "recipes": ("list the methods that `train --recipe NAME` starts from, or show one", recipes),
-    "init": ("write a commented YAML file for `vgr-trl train --config`", init),
-    "path": ("print the path of a configuration for `accelerate launch --config_file`", path),
-    "env": ("print versions and devices, for bug reports", env),
-}
+_ALL = (quickstart, train, evaluate, merge, report, export, data, demo, recipes, init, path, env)
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {command.__name__: command for command in _ALL}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the named command and return its exit status; print errors of this library as a sentence, not a traceback."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
     if name in ("", "-h", "--help"):
-        lines = [f"  {command:<12}{what}" for command, (what, _) in COMMANDS.items()]
+        lines = [f"  {command:<12}{_describe(command)}" for command in COMMANDS]
         print("usage: vgr-trl COMMAND [flags]", "", *lines, "", "vgr-trl COMMAND --help lists the flags.", sep="\n")
         return 0 if name else 2
     if name == "--version":
@@ -293,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             name, rest = convert_flags(name, rest)
         with naming_full_disk("files"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=DEPRECATION_PATTERN, category=FutureWarning)
-            return COMMANDS[name][1](rest)
+            return COMMANDS[name](rest)
     except VGRError as error:
         print(f"vgr-trl {name}: {error}", file=sys.stderr)
         return 1

@@ -36,7 +36,7 @@ from vgr_trl.data.read_row import keys_of
 from vgr_trl.data.rows import SkippedRow, prepare_rows
 from vgr_trl.options import check_options, check_value, option, read_mapping
 from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe
-from vgr_trl.rewards.loading import FileOptions, ScoredFile, load_rewards
+from vgr_trl.rewards.loading import FileOptions, load_rewards
 from vgr_trl.utils import ConfigError, VGRError, error_text, naming_torchvision, parse_yaml
 
 DATA_SOURCES = ("dataset_name", "dataset_config", "dataset_path", "data_files")
@@ -115,27 +115,6 @@ class DataArguments:
 DEFAULT_REWARDS = ("accuracy", "format", "length")
 
 
-def earlier_rewards(flags: Sequence[str]) -> list[str]:
-    """Return `--reward_funcs` flags for four or five weights without names, as the scripts before this library gave.
-
-    Those scripts did not scale attention rewards by accuracy. Returns an empty list if the flags name rewards, a recipe
-    or a file, or give another number of weights. The main process prints the flags that are added.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("reward_funcs", "recipe", "config", "reward_weights", "early_reward_weights"):
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="+")
-    given, _ = parser.parse_known_args(flags)
-    weights = " ".join(given.reward_weights or given.early_reward_weights or ())
-    count = len(re.findall(r"[^\s,()\[\]]+", weights))
-    if count not in (4, 5) or given.reward_funcs or given.recipe or given.config:
-        return []
-    rewards = ["accuracy", "vgr", "format", *["tag_count"] * (count == 5), "length"]
-    added = ["--reward_funcs", *rewards, "--attention_reward_scale", "none"]
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{count} reward weights without reward_funcs: adding {' '.join(added)}", flush=True)
-    return added
-
-
 @dataclass
 class RewardFileArguments:
     """Reward files"""
@@ -150,19 +129,9 @@ class RewardFileArguments:
     def load(self, specs: Sequence[str], max_completion_length: int | None, soft_punish_cache: int | None) -> list[Any]:
         """Return the reward functions that `specs` name, with `reward_function_kwargs` bound."""
         arguments = read_mapping("reward_function_kwargs", self.reward_function_kwargs)
-        functions = load_rewards(
-            specs,
-            max_completion_length=max_completion_length,
-            soft_punish_cache=soft_punish_cache,
-            files=FileOptions(self.reward_type, self.reward_num_cpus, arguments),
-            options=arguments,
-        )
-        declared = [options for each in functions if (options := getattr(each, "options", None)) is not None]
-        known = {each.name for options in declared for each in fields(options)}
-        if not known.issuperset(arguments) and not any(isinstance(each, ScoredFile) for each in functions):
-            accepted = ", ".join(sorted(known)) or "no options"
-            raise ConfigError(f"reward_function_kwargs is {arguments}: the rewards have {accepted}.")
-        return functions
+        files = FileOptions(self.reward_type, self.reward_num_cpus, arguments)
+        sizes = {"max_completion_length": max_completion_length, "soft_punish_cache": soft_punish_cache}
+        return load_rewards(specs, **sizes, files=files, options=arguments)
 
 
 # fmt: off

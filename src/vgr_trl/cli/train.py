@@ -59,7 +59,7 @@ from vgr_trl.patches.distributed import close_group_at_exit, wait_for_gloo
 from vgr_trl.reporting.markdown import format_duration, print_record, progress_lines
 from vgr_trl.reporting.recorder import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import read_run, refuse_unwritable
-from vgr_trl.rewards.attention import ATTENTION_REWARDS
+from vgr_trl.rewards.functions import ATTENTION_REWARDS
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
 from vgr_trl.tools import load_environment
 from vgr_trl.trainer import DAPOTrainer
@@ -309,10 +309,8 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
             raise ConfigError(f"output_dir {output_dir} holds a run ({present[0]}): choose another one{cure}.")
     for name, value in identity.items() if resume is not None else ():
         if before.get(name, value) != value:
-            raise ConfigError(
-                f"output_dir {output_dir} has a run in it with {name} {before[name]!r}, not {value!r}: "
-                "continue it with the same, or choose another output_dir."
-            )
+            differs = f"has a run in it with {name} {before[name]!r}, not {value!r}"
+            raise ConfigError(f"output_dir {output_dir} {differs}: continue it with the same, or choose another one.")
 
 
 def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
@@ -432,9 +430,7 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], h
         trainer.remove_callback(PrinterCallback)
         trainer.args.eval_strategy = "no"
         if trainer.accelerator.is_main_process:
-            print_plan(
-                describe_run(trainer, source, None, how.verbose, how.recipe)[:-2]
-            )  # without its steps and output
+            print_plan(describe_run(trainer, source, None, how.verbose, how.recipe)[:-2])  # not its steps and output
         started = time.monotonic()
         trainer.train()
         seconds = time.monotonic() - started

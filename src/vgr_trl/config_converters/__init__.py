@@ -109,9 +109,7 @@ def _resolve_interpolations(content: Mapping[str, Any], overrides: Mapping[str, 
             OmegaConf.update(found, key, value, merge=False)
         return OmegaConf.to_container(found, resolve=True)
     except Exception as error:
-        raise ConfigError(
-            f"The configuration uses ${{…}}, which cannot be resolved (by omegaconf): {error_text(error)}."
-        ) from error
+        raise ConfigError(f"The ${{…}} cannot be resolved (by omegaconf): {error_text(error)}.") from error
 
 
 def flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -188,10 +186,9 @@ class Conversion:
         """Optimizer steps per rollout; EasyR1 counts rollouts as steps."""
         rollout, update = self.read_integer(_ROLLOUT_SIZE_KEY), self.read_integer(_UPDATE_SIZE_KEY)
         if rollout % update:
-            raise ConfigError(
-                f"{_ROLLOUT_SIZE_KEY} is {rollout}{self._default_note(_ROLLOUT_SIZE_KEY)}: give a multiple of "
-                f"{_UPDATE_SIZE_KEY}, which is {update}{self._default_note(_UPDATE_SIZE_KEY)}."
-            )
+            is_rollout = f"{_ROLLOUT_SIZE_KEY} is {rollout}{self._default_note(_ROLLOUT_SIZE_KEY)}"
+            is_update = f"{_UPDATE_SIZE_KEY}, which is {update}{self._default_note(_UPDATE_SIZE_KEY)}"
+            raise ConfigError(f"{is_rollout}: give a multiple of {is_update}.")
         return rollout // update * self.read_integer("worker.actor.ppo_epochs")
 
     def table_rows(self) -> list[tuple[str, str, str]]:
@@ -224,10 +221,10 @@ class Conversion:
             text.append(f"  and {left} defaults of EasyR1, which --verbose lists.")
         theirs = self["trainer.nnodes"] * self["trainer.n_gpus_per_node"]
         if theirs != self.processes:
-            text.append(
-                f"The configuration asks for {theirs} processes, this run has {self.processes}; batches and updates "
-                f"stay the same. To use {theirs}, start with accelerate launch --num_processes {theirs}."
+            asks = (
+                f"The configuration asks for {theirs} processes, this run has {self.processes}; batches stay the same"
             )
+            text.append(f"{asks}. To use {theirs}, start with accelerate launch --num_processes {theirs}.")
         return "\n".join(text)
 
     def check(self, ignore_unknown: bool, has_rewards: bool, is_evaluation: bool = False) -> None:
@@ -483,10 +480,9 @@ def convert_batches(c: Conversion) -> None:
         micro -= 1
     at_once = micro * c.processes
     if update % at_once:
-        raise ConfigError(
-            f"An update takes {update} completions ({_UPDATE_SIZE_KEY} · worker.rollout.n), which {c.processes} "
-            f"processes with {micro} at a time ({_MICRO_BATCH_SIZE_KEY}) cannot share evenly: change one of the three."
-        )
+        takes = f"An update takes {update} completions ({_UPDATE_SIZE_KEY} · worker.rollout.n)"
+        passes = f"{c.processes} processes with {micro} at a time ({_MICRO_BATCH_SIZE_KEY})"
+        raise ConfigError(f"{takes}, which {passes} cannot share evenly: change one of the three.")
     c.set("num_generations", n, "worker.rollout.n")
     c.set("per_device_train_batch_size", micro, _MICRO_BATCH_SIZE_KEY)
     c.set("gradient_accumulation_steps", update // at_once, _UPDATE_SIZE_KEY)

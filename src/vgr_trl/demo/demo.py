@@ -30,7 +30,7 @@ from vgr_trl.demo import Options
 from vgr_trl.demo.tiny_model import EOS, build_tiny_vlm
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
 from vgr_trl.reporting.recorder import RecordBeforeTraining
-from vgr_trl.rewards.simple import accuracy_reward, think_format_reward
+from vgr_trl.rewards.functions import accuracy_reward, think_format_reward
 from vgr_trl.trainer import DAPOTrainer
 
 Row = Mapping[str, Any]

@@ -150,7 +150,7 @@ def weight_share(record: Record, sign: int) -> float | None:
 
 @cache
 def load_sections() -> Any:
-    """Return the macros of `sections.md`: `rollouts`, `attention`, `token_weights`."""
+    """Return the macros of `sections.md`: `rollouts`, `attention`, `token_weights`, `training_signal`."""
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
     for function in (code_block, json_block, escape_inline, preview, format_number, weight_share):
         environment.filters[function.__name__] = function
@@ -185,10 +185,8 @@ def token_shades(completion: Completion) -> list[str]:
     scores = completion.weights
     if scores is None:
         scores = [None if value is None else -value for value in completion.vgr or [None] * len(completion.tokens)]
-    known = sorted(score for score in scores if score is not None)
-    return [
-        "" if score is None else _SHADES[bisect_left(known, score) * len(_SHADES) // len(known)] for score in scores
-    ]
+    known, count = sorted(score for score in scores if score is not None), len(_SHADES)
+    return ["" if score is None else _SHADES[bisect_left(known, score) * count // len(known)] for score in scores]
 
 
 def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step: float | None) -> str:

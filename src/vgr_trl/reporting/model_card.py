@@ -12,6 +12,7 @@ from vgr_trl.config import EfficiencyOptions, EvaluateOptions, ReportOptions
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.loss import PENALTY
 from vgr_trl.options import options_in_effect
+from vgr_trl.reporting.markdown import load_sections
 from vgr_trl.rollout import ConstructedTrainer
 
 
@@ -28,19 +29,14 @@ class Paper(NamedTuple):
         return f"[{self.title}](https://huggingface.co/papers/{self.arxiv})"
 
 
-_ENTRY = re.compile(r"@misc\{(\w+),\n +title += \{\{(.*?)\}\},\n.*?eprint += \{(.*?)\}.*?\n\}", re.DOTALL)
-_BIBLIOGRAPHY = Path(__file__).with_name("papers.bib").read_text(encoding="utf-8")
-PAPERS = {entry[1]: Paper(entry[2], entry[3], entry[0]) for entry in _ENTRY.finditer(_BIBLIOGRAPHY)}
+# Of an entry: options, advantage estimators and rewards of the method, the entry, its key, title and number on arXiv.
+_ENTRY = re.compile(
+    r"% (.*)\n(@misc\{(\w+),\n +title += \{\{(.*)\}\},\n(?: +.*\n)*? +eprint += \{(.*)\},\n(?: +.*\n)*\})",
+)
+_ENTRIES = _ENTRY.findall(Path(__file__).with_name("papers.bib").read_text(encoding="utf-8"))
+PAPERS = {key: Paper(title, arxiv, bibtex) for _, bibtex, key, title, arxiv in _ENTRIES}
 DAPO, MDI, VPPO, PAPO = "yu2025dapo", "wu2025language", "huang2025spotlight", "wang2025perception"
-METHOD_PAPERS = {  # option, advantage estimator or reward -> paper of the method
-    "token_weights": MDI, "enable_perception_filtering": VPPO, "enable_trajectory_reweighting": VPPO,
-    "use_entropy_penalty": VPPO, "perception_loss_weight": PAPO, "der_loss_weight1": PAPO, "der_loss_weight2": PAPO,
-    "noisy_generations": "liu2025noisyrollout", "enable_entropy_filtering": "wang2025beyond", "dynamic_sampling": DAPO,
-    "online_filtering": "cui2025process", "rloo": "ahmadian2024back", "remax": "li2023remax",
-    "reinforce_plus_plus": "hu2025reinforce", "gae": "schulman2015high", "grpo_passk": "tang2025optimizing",
-    "vgr_reward": MDI, "vgr_hard_negative_reward": MDI, "mdi_reward": MDI, "blind_accuracy_reward": "li2025self",
-    "tool_reward": "zheng2025deepeyes",
-}  # fmt: skip
+METHOD_PAPERS = {name: key for methods, _, key, *_ in _ENTRIES for name in methods.split(", ")}
 PAPER_TAGS = {MDI: "vision-gain-ratio", VPPO: "vppo", PAPO: "papo"}
 TAGS = ("dapo", "vgr_trl")
 TRL_PAPER = dict(zip(("title", "id", "citation"), PAPERS[DAPO], strict=True))  # in the form that TRL expects
@@ -88,29 +84,16 @@ def add_method_section(card: str, options: DAPOConfig, rewards: Sequence[str]) -
     Args:
         rewards: names of the reward functions, in the order of their weights.
     """
-    weights = options.reward_weights or [1.0] * len(rewards)
-    stated = ", ".join(_format_option(options, name) for name in ("loss_type", "epsilon", "epsilon_high", "beta"))
-    lines = [
-        "### Training signal",
-        "",
-        f"`DAPOTrainer` of `vgr_trl`, which extends TRL's `GRPOTrainer`: loss {stated}, {options.num_generations} "
-        "completions per prompt.",
-        "",
-        "| reward | weight |",
-        "|---|---:|",
-        *(f"| {_escape_cell(inline_code(name))} | {weight:g} |" for name, weight in zip(rewards, weights, strict=True)),
-        "",
-    ]
-    if found := options_in_effect(options, METHOD_OPTIONS):
-        lines += ["| option | what it does | paper |", "|---|---|---|"]
-        for name, what in found.items():
-            key = METHOD_PAPERS.get(_method(options, name))
-            cells = _format_option(options, name), _escape_cell(what), PAPERS[key].link if key else ""
-            lines.append(f"| {' | '.join(cells)} |")
-    else:
-        lines.append("No option of `vgr_trl` changed the method.")
+    weights = zip(rewards, options.reward_weights or [1.0] * len(rewards), strict=True)
+    loss = ", ".join(_format_option(options, name) for name in ("loss_type", "epsilon", "epsilon_high", "beta"))
+    methods = []
+    for name, what in options_in_effect(options, METHOD_OPTIONS).items():
+        key = METHOD_PAPERS.get(_method(options, name))
+        methods.append((_format_option(options, name), _escape_cell(what), PAPERS[key].link if key else ""))
+    named = [(_escape_cell(inline_code(name)), f"{weight:g}") for name, weight in weights]
+    section = load_sections().training_signal(loss, options.num_generations, named, methods)
     start, heading, rest = card.partition("### Framework versions")
-    card = "\n".join([start.rstrip(), "", *lines, "", f"{heading}{rest}".rstrip(), ""])
+    card = "\n\n".join([start.rstrip(), section.strip(), f"{heading}{rest}".rstrip()]) + "\n"
     entries = [PAPERS[key].bibtex for key in find_papers(options, rewards) if key != DAPO]  # TRL's part cites DAPO
     if entries:
         card += "\nCite the papers behind the training signal as:\n\n```bibtex\n" + "\n\n".join(entries) + "\n```\n"

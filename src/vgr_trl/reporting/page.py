@@ -166,15 +166,15 @@ def read_comparison(folder: Path) -> list[dict[str, Any]]:
     """Return the scores before and after training that `vgr-trl demo` writes, of all questions and of each group."""
     try:
         content = json.loads((folder / "metrics.json").read_bytes())
-        before, after = content["before"], content["after"]
-        groups = {"all": (before, after)} | {
-            name: (group, after["groups"][name]) for name, group in before["groups"].items()
-        }
-        names = "questions", "k", "accuracy", "mean_at_k", "format"
-        pick = [{name: scores[name] for name in names if name in scores} for pair in groups.values() for scores in pair]
+        before, after = ({"all": content[when], **content[when]["groups"]} for when in ("before", "after"))
+        return [{"name": name, "before": _pick(before[name]), "after": _pick(after[name])} for name in before]
     except (OSError, ValueError, TypeError, KeyError):
         return []
-    return [{"name": name, "before": pick[2 * i], "after": pick[2 * i + 1]} for i, name in enumerate(groups)]
+
+
+def _pick(scores: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("questions", "k", "accuracy", "mean_at_k", "format")
+    return {name: scores[name] for name in names if name in scores}
 
 
 def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[AnsweredQuestion]]]:
@@ -192,9 +192,8 @@ def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[Answere
             found[model] = scores | {"accuracy": float(scores["accuracy"])}, answers
         return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(
-            f"{path} was not written by vgr-trl evaluate: give the output_dir of a run, or an --output_file."
-        ) from error
+        written = f"{path} was not written by vgr-trl evaluate"
+        raise DataError(f"{written}: give the output_dir of a run, or an --output_file.") from error
 
 
 def _parse_question(item: Mapping[str, Any]) -> AnsweredQuestion:
@@ -226,9 +225,8 @@ def add_answers(page: Page, answered: Sequence[AnsweredQuestion], images: dict[s
     for number, (completions, thumbnails) in enumerate(answered):
         new = {name: content for name, content in thumbnails.items() if name not in images}
         if (size := _compressed_size(completions) + sum(map(len, new.values()))) > left:
-            page["notes"].append(
-                f"{number} of {len(answered)} questions are shown; the others exceed the maximum size."
-            )
+            shown_of = f"{number} of {len(answered)} questions are shown"
+            page["notes"].append(f"{shown_of}; the others exceed the maximum size.")
             break
         left, shown = left - size, shown + completions
         images |= new

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from PIL import Image
+from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import logging
@@ -171,9 +172,7 @@ class RolloutRecorder:
             recorded.append(RecordedRow(place, completion, thumbnails))
         return recorded
 
-    def add_credit(
-        self, recorded: list[RecordedRow], selected: Rollout, before: torch.Tensor, after: torch.Tensor
-    ) -> None:
+    def add_credit(self, recorded: list[RecordedRow], selected: Rollout, before: Tensor, after: Tensor) -> None:
         """Add advantages, and the weights in effect, to recorded rows.
 
         Args:
@@ -355,7 +354,7 @@ def find_image_grids(
     return [(side, side) if side and side * side * count == num_vision else None] * count
 
 
-def quantise_attention(attention: torch.Tensor, grids: Sequence[Grid | None]) -> AttentionMap | None:
+def quantise_attention(attention: Tensor, grids: Sequence[Grid | None]) -> AttentionMap | None:
     """Quantise attention (T, V) over vision tokens to one byte per number; None unless the grids have V cells.
 
     The error is at most 1 / 510 of the largest attention of its token.
@@ -428,7 +427,7 @@ def completion_measurements(signals: RolloutSignals, length: int, options: Any) 
         segments = measure_segments(mass, options.attention_segments, options.mdi_balance_ratio)
         found["metrics"] = reward_columns(segments)["attention_metrics"][0]
 
-    def known(values: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
+    def known(values: Mapping[str, Tensor | None]) -> dict[str, Any]:
         rows = {name: value[0, :length] for name, value in values.items() if value is not None}
         return {name: row.tolist() for name, row in rows.items() if not row.isnan().all()}  # all NaN if not measured
 
@@ -441,9 +440,7 @@ def find_accuracy(values: Mapping[str, Any]) -> Any:
     return next((value for name, value in values.items() if name.startswith("accuracy")), None)
 
 
-def summarise_rollout(
-    rewards: torch.Tensor, names: Sequence[str], weights: torch.Tensor, metrics: Mapping[str, float]
-) -> Summary:
+def summarise_rollout(rewards: Tensor, names: Sequence[str], weights: Tensor, metrics: Mapping[str, float]) -> Summary:
     """Summarise a rollout batch in numbers.
 
     Args:

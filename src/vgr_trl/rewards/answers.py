@@ -45,10 +45,7 @@ def completion_text(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
     if not isinstance(completion, list):
-        raise RewardError(
-            f"A completion is a {type(completion).__name__}: pass a string, or a list of messages such as "
-            '[{"role": "assistant", "content": "..."}].'
-        )
+        raise RewardError(f"A completion is a {type(completion).__name__}: pass a string, or a list of messages.")
     written = [message for message in completion if message.get("role", "assistant") == "assistant"]
     return "\n".join(_message_text(message.get("content")) for message in written)
 
@@ -484,10 +481,8 @@ def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:
         return _resolve_open(_to_text(solution))
     index = int(solution) if _is_index(solution) else _find_choice(_to_text(solution), options)
     if index not in range(len(options)):
-        raise RewardError(
-            f"solution is {excerpt(solution)}, which is none of the choices: give a letter A to "
-            f"{LETTERS[len(options) - 1]}, an index 0 to {len(options) - 1}, or the text of one choice"
-        )
+        accepted = f"a letter A to {LETTERS[len(options) - 1]}, an index 0 to {len(options) - 1}, or the text of one"
+        raise RewardError(f"solution is {excerpt(solution)}, which is none of the choices: give {accepted}")
     return Solution(options[index], options, index)
 
 
@@ -496,9 +491,7 @@ def _resolve_open(text: str) -> Solution:
     if found is not None and found.rule in ("box", "hashes", "statement") and strip_wrapping(found.part):
         text = strip_wrapping(_cut_reason(found.part))
     elif len(text.split()) > _MAX_GOLD_WORDS:
-        raise RewardError(
-            f"solution is {excerpt(text)}, which states no answer: give the answer alone, or in \\boxed{{}}"
-        )
+        raise RewardError(f"solution is {excerpt(text)}, which states no answer: give it alone, or in \\boxed{{}}")
     letter = _GOLD_LETTER.fullmatch(strip_wrapping(to_half_width(text)))
     if letter is None:
         return Solution(text)
@@ -528,10 +521,8 @@ def _parse_choices(choices: Any) -> tuple[str, ...]:
         texts = [_to_text(choice) if isinstance(choice, str) or _is_number(choice) else "" for choice in choices]
         if len({fold(text) for text in texts} - {""}) == len(texts):
             return tuple(texts)
-    raise RewardError(
-        f"choices is {excerpt(choices)}: give 2 to 10 texts that differ (case, width, white space and how accents are "
-        "encoded do not count), or None for an open question"
-    )
+    differing = "2 to 10 texts that differ (case, width, white space and encoding of accents do not count)"
+    raise RewardError(f"choices is {excerpt(choices)}: give {differing}, or None for an open question")
 
 
 def _find_choice(solution: str, options: tuple[str, ...]) -> int:
@@ -544,9 +535,7 @@ def _find_choice(solution: str, options: tuple[str, ...]) -> int:
         meant = list(stated.readings)
     if len(meant) > 1:
         names = " or ".join(f"{LETTERS[index]} ({excerpt(options[index])})" for index in meant)
-        raise RewardError(
-            f"solution is {excerpt(solution)}, which could mean option {names}: give the index of the right option"
-        )
+        raise RewardError(f"solution is {excerpt(solution)}, which could mean {names}: give the index of the option")
     return meant[0] if meant else -1
 
 

@@ -142,12 +142,8 @@ _QUANTITY = re.compile(
 )
 _FRACTION = re.compile(r"([+-]?)(?:(\d+)\s)?(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{(\d+)\}\s?\{(\d+)\})")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
-_NUMBER_WORDS = {
-    word: number
-    for table in TABLES.values()
-    for number, words in enumerate(table["numbers"])
-    for word in words.split("|")
-}
+_NUMBERS = [pair for table in TABLES.values() for pair in enumerate(table["numbers"])]
+_NUMBER_WORDS = {word: number for number, words in _NUMBERS for word in words.split("|")}
 _NUMBER_WORD_PATTERN = re.compile(
     rf"^(?:{'|'.join(sorted(_NUMBER_WORDS, key=len, reverse=True))})(?![A-Za-z0-9一二三四五六七八九十百千万点分])",
     re.IGNORECASE,

@@ -19,12 +19,15 @@ from typing import Any
 
 from vgr_trl import registries
 from vgr_trl.rewards.answers import completion_text, excerpt
-from vgr_trl.rewards.attention import WholeGroups, unwrap_reward, vgr_hard_negative_reward, vgr_reward
-from vgr_trl.rewards.simple import (
+from vgr_trl.rewards.functions import (
+    WholeGroups,
     accuracy_reward,
     blind_accuracy_reward,
     get_soft_overlong_punishment,
     tool_reward,
+    unwrap_reward,
+    vgr_hard_negative_reward,
+    vgr_reward,
 )
 from vgr_trl.utils import ConfigError, RewardError, kill_workers, pool
 
@@ -83,10 +86,8 @@ class ScoredFile:
         parameters = inspect.signature(function).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         if unknown := [name for name in options.arguments if not takes_all and name not in parameters]:
-            accepted = ", ".join(list(parameters)[1:]) or "none"
-            raise RewardError(
-                f"reward_function_kwargs has {unknown[0]!r}, but {function.__name__} accepts {accepted}: correct it."
-            )
+            accepted = f"but {function.__name__} accepts {', '.join(list(parameters)[1:]) or 'none'}"
+            raise RewardError(f"reward_function_kwargs has {unknown[0]!r}, {accepted}: correct it.")
         module_form = getattr(sys.modules.get(function.__module__), "REWARD_TYPE", None)
         self.form = str(module_form or options.form or _FORMS.get(next(iter(parameters)), "batch"))
         if self.form not in _FORMS.values():
@@ -131,19 +132,16 @@ class ScoredFile:
             _cached_pool.cache_clear()
             if not isinstance(error, BrokenProcessPool):
                 raise
-            raise RewardError(
-                f"A process of {self.function.__name__} ended unexpectedly: fix the function, or lower reward_num_cpus."
-            ) from error
+            ended = f"A process of {self.function.__name__} ended unexpectedly"
+            raise RewardError(f"{ended}: fix the function, or lower reward_num_cpus.") from error
 
     def _parse_batch(self, returned: Any, count: int) -> list[dict[str, Any]]:
         if _is_pair(returned):
             lists = {**returned[1], OVERALL: returned[0]}
             returned = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
         if not isinstance(returned, list | tuple) or len(returned) != count:
-            raise RewardError(
-                f"{self.function.__name__} returned {excerpt(returned)} for a batch of {count} completions: return a "
-                "list with the scores of each, or set REWARD_TYPE to sequential in its file."
-            )
+            batch = f"{self.function.__name__} returned {excerpt(returned)} for a batch of {count} completions"
+            raise RewardError(f"{batch}: return the scores of each, or set REWARD_TYPE to sequential in its file.")
         return [self._parse_scores(row) for row in returned]
 
     def _parse_scores(self, returned: Any) -> dict[str, Any]:
@@ -153,10 +151,8 @@ class ScoredFile:
             return dict(returned)
         if isinstance(returned, Real) or getattr(returned, "shape", None) == ():
             return {OVERALL: returned}
-        raise RewardError(
-            f"{self.function.__name__} returned {excerpt(returned)} for a completion: return its scores, a dict with "
-            f"{OVERALL!r}, or a pair (reward, metrics)."
-        )
+        returned = f"{self.function.__name__} returned {excerpt(returned)} for a completion"
+        raise RewardError(f"{returned}: return its scores, a dict with {OVERALL!r}, or a pair (reward, metrics).")
 
 
 def collect_token_weights(rewards: Iterable[Any]) -> list[Any] | None:
@@ -222,12 +218,12 @@ def load_rewards(
         max_completion_length: tokens, for `length`.
         soft_punish_cache: tokens, for `length`; None: a fifth of `max_completion_length`, the ratio of DAPO
             (https://huggingface.co/papers/2503.14476).
-        files: how EasyR1 functions are called; None: as their files say.
-        options: of all plug-ins of a run; each reward takes its own.
+        files: how EasyR1 functions are called; None: as their files say, with `options`.
+        options: values of the options that the rewards declare, by name.
 
     Raises:
-        RewardError: a name is unknown or registered twice, an import fails, an object is not a function, or a reward is
-            named twice, so that its metrics would collide.
+        RewardError: a name is unknown or registered twice, an import fails, an object is not a function, a reward is
+            named twice, so that its metrics would collide, or no reward declares an option.
     """
     specs = [specs] if isinstance(specs, str) else list(specs)
     rewards: list[Callable[..., Any]] = []
@@ -237,7 +233,7 @@ def load_rewards(
             name, _, key = spec.strip().removesuffix("]").partition("[")
         reward: Any = registries.rewards.load(name)
         if is_easyr1_reward(reward) and isinstance(spec, str):
-            reward = ScoredFile(reward, key or OVERALL, files or FileOptions())
+            reward = ScoredFile(reward, key or OVERALL, files or FileOptions(arguments=options or {}))
             same = [each for each in rewards if isinstance(each, ScoredFile) and each.function is reward.function]
             reward.computed = same[0].computed if same else {}  # call the function once for all its scores
         elif key:
@@ -252,24 +248,18 @@ def load_rewards(
         if reward in rewards or specs.count(spec) > 1:
             raise RewardError(f"The reward {spec} is named twice: name it once, with a larger weight.")
         rewards.append(reward)
+    declared = [group for reward in rewards if (group := getattr(reward, "options", None)) is not None]
+    known = {option.name for group in declared for option in fields(group)}
+    unknown = set(options or ()) - known
+    if unknown and not any(isinstance(reward, ScoredFile) for reward in rewards):
+        names, accepted = ", ".join(map(reward_name, rewards)), ", ".join(sorted(known)) or "none, as none is declared"
+        raise RewardError(f"The reward {names} has no option {unknown.pop()!r}: give {accepted}.")
     return rewards
 
 
-def load_reward(spec: Any, *, options: Mapping[str, Any] | None = None, **settings: Any) -> Callable[..., Any]:
-    """Load the reward function that `spec` names; arguments as of `load_rewards`.
-
-    Args:
-        options: values of the options that the reward declares, by name.
-
-    Raises:
-        RewardError: as `load_rewards`, or the reward declares no such option.
-    """
-    (reward,) = load_rewards([spec], options=options, **settings)
-    declared = getattr(reward, "options", None)
-    known = [] if declared is None else [option.name for option in fields(declared)]
-    if unknown := set(options or ()) - set(known):
-        accepted = ", ".join(known) or "none, as it declares none"
-        raise RewardError(f"The reward {reward_name(reward)} has no option {unknown.pop()!r}: give {accepted}.")
+def load_reward(spec: Any, **settings: Any) -> Callable[..., Any]:
+    """Load the reward function that `spec` names; other arguments and errors are those of `load_rewards`."""
+    (reward,) = load_rewards([spec], **settings)
     return reward
 
 
@@ -334,10 +324,8 @@ class RewardSchedule:
         names = [reward_name(reward) for reward in rewards]
         for option, weights in (("reward_weights", reward_weights), ("early_reward_weights", early_reward_weights)):
             if weights is not None and (len(weights) != len(names) or not all(map(math.isfinite, weights))):
-                raise ConfigError(
-                    f"{option} is {weights!r}, {len(weights)} values, but there are {len(names)} reward functions "
-                    f"({', '.join(names)}): give one weight per function, a finite number, in this order."
-                )
+                functions = f"{len(weights)} values, but there are {len(names)} reward functions ({', '.join(names)})"
+                raise ConfigError(f"{option} is {weights!r}, {functions}: give a finite number for each, in order.")
         regular = [1.0] * len(names) if reward_weights is None else reward_weights
         return cls(tuple(regular), None if early_reward_weights is None else tuple(early_reward_weights))
 
@@ -386,10 +374,8 @@ def check_callable(reward: Any, columns: Iterable[str]) -> None:
         passed = dict.fromkeys([*PASSED_COLUMNS, *columns])
         inspect.signature(reward).bind(**{key: None for key in passed if key not in ("prompt", "completion")})
     except TypeError as error:
-        raise RewardError(
-            f"The reward {name} cannot be called with the arguments it gets ({error}): accept `completions`, the "
-            f"columns that it uses (of {columns}), and **kwargs."
-        ) from error
+        uncallable = f"The reward {name} cannot be called with the arguments it gets ({error})"
+        raise RewardError(f"{uncallable}: accept completions, columns of {columns}, and **kwargs.") from error
 
 
 def wrap_reward(
@@ -482,10 +468,8 @@ def _parse_rewards(returned: Any, count: int, name: str, on_nan: Callable[[str, 
         if isinstance(returned, str | Mapping | Set) or len(rewards) != count:
             raise ValueError(f"{len(rewards)} rewards")
     except (TypeError, ValueError) as error:
-        raise RewardError(
-            f"The reward {name} returned {excerpt(returned)} ({type(returned).__name__}; {error}): return a list of "
-            f"one number per completion ({count}), None where it does not apply."
-        ) from error
+        wrong = f"The reward {name} returned {excerpt(returned)} ({type(returned).__name__}; {error})"
+        raise RewardError(f"{wrong}: return a list of {count} numbers, None where it does not apply.") from error
     if undefined := sum(reward is not None and math.isnan(reward) for reward in rewards):
         on_nan(name, undefined)
     return rewards

@@ -6,6 +6,8 @@ backward pass runs that of the prompt. So the prompt runs backward once, within 
 of Trainer and accelerate stay as they are. At the micro-batch that synchronises gradients every prompt is closed,
 whatever was planned; with several processes it is closed through `AddCollected`, since DDP takes each weight's gradient
 once.
+
+`shuffle_whole_groups` brings the completions of a prompt together, and `find_read_again` says which prompts are lent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +18,14 @@ from weakref import ref
 import torch
 from accelerate import state
 from accelerate.state import GradientState
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import is_initialized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from vgr_trl.pixels import IMAGE_INPUTS, clone_to, on_device
 from vgr_trl.sharing.model_support import attention_modules
 from vgr_trl.sharing.prefix_cache import StoredKeys, WrittenPrefix, require
-from vgr_trl.sharing.prefix_forward import PER_TOKEN, Prefill, PrefixSplit, first_rows
+from vgr_trl.sharing.prefix_forward import PER_TOKEN, Prefill, PrefixSplit, find_groups, first_rows
 from vgr_trl.utils import VGRError
 
 
@@ -30,13 +33,13 @@ class AddCollected(torch.autograd.Function):
     """The identity, whose backward pass adds the gradient that a detached copy has collected."""
 
     @staticmethod
-    def forward(ctx: Any, live: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, live: Tensor, copy: Tensor) -> Tensor:
         """Return `live`, of any shape."""
         ctx.copy = copy
         return live.view_as(live)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of `live`."""
         collected = ctx.copy.grad
         return grad if collected is None else grad + collected, None
@@ -50,12 +53,12 @@ class _RunPrompt(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, live: Sequence[torch.Tensor], *copies: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, live: Sequence[Tensor], *copies: Tensor) -> tuple[Tensor, ...]:
         ctx.live, ctx.copies = live, copies
         return tuple(copy.view_as(copy) for copy in copies)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         pairs = zip(ctx.copies, grads, strict=True)
         torch.autograd.backward(ctx.live, [grad if copy.grad is None else grad + copy.grad for copy, grad in pairs])
         return (None,) * (1 + len(grads))
@@ -65,12 +68,12 @@ class _Reach(torch.autograd.Function):
     """The identity, whose backward pass also reaches other tensors, with gradients of 0."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, hidden: Tensor, *others: Tensor) -> Tensor:
         ctx.zeros = [other.new_zeros(()).expand_as(other) for other in others]
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return (grad, *ctx.zeros)
 
 
@@ -90,14 +93,14 @@ class LentPrompt:
         UnsupportedModel: a layer keeps other state than keys and values.
     """
 
-    def __init__(self, tokens: tuple[int, ...], pixels: list[torch.Tensor], prefill: Prefill) -> None:
+    def __init__(self, tokens: tuple[int, ...], pixels: list[Tensor], prefill: Prefill) -> None:
         self.tokens, self.pixels, self.prefill = tokens, pixels, prefill
         layers = prefill.written.layers
         require(all(type(layer) is StoredKeys for layer in layers), "layers that keep other state than keys and values")
-        self.live: list[torch.Tensor] = [each for layer in layers for each in (layer.keys, layer.values)]
+        self.live: list[Tensor] = [each for layer in layers for each in (layer.keys, layer.values)]
         self.copies = [each.detach().requires_grad_(each.requires_grad) for each in self.live]
 
-    def close(self) -> list[torch.Tensor]:
+    def close(self) -> list[Tensor]:
         """Return keys and values whose backward pass runs that of the prompt, with what the copies have collected."""
         if _exchanges_gradients():
             pairs = zip(self.live, self.copies, strict=True)
@@ -126,7 +129,7 @@ class Lending:
         self._base = ref(base)
         self._guard: Any = None
 
-    def find(self, tokens: tuple[int, ...], pixels: Sequence[torch.Tensor]) -> LentPrompt | None:
+    def find(self, tokens: tuple[int, ...], pixels: Sequence[Tensor]) -> LentPrompt | None:
         """Return the open prompt with these tokens and pixels."""
         for prompt in self.open:
             if prompt.tokens == tokens and all(map(torch.equal, prompt.pixels, pixels)):
@@ -138,7 +141,7 @@ class Lending:
         self.open.append(prompt)
         self._guard = self._guard or register_optimizer_step_pre_hook(self._refuse_open)
 
-    def read(self, prompt: LentPrompt, *, again: bool) -> list[torch.Tensor]:
+    def read(self, prompt: LentPrompt, *, again: bool) -> list[Tensor]:
         """Return the keys and values that a micro-batch reads; close the prompt unless another one reads it again."""
         if again:
             return prompt.copies
@@ -146,7 +149,7 @@ class Lending:
         self._release_guard()
         return prompt.close()
 
-    def close_all(self, hidden: torch.Tensor) -> torch.Tensor:
+    def close_all(self, hidden: Tensor) -> Tensor:
         """Return hidden states whose backward pass runs all open prompts backward too."""
         live = [each for prompt in self.open for each in prompt.close() if each.requires_grad]
         self.clear()
@@ -181,10 +184,8 @@ class Lending:
             return
         count = len(self.open)
         self.clear()
-        raise VGRError(
-            f"{count} prompts have run forward and not backward before an optimizer step, so their gradients "
-            "would be lost: accumulate gradients with accelerate, or switch share_prompts off."
-        )
+        lost = f"{count} prompts have run forward and not backward before an optimizer step, and lost their gradients"
+        raise VGRError(f"{lost}: accumulate gradients with accelerate, or switch share_prompts off.")
 
 
 def is_last_micro_batch() -> bool:
@@ -271,8 +272,90 @@ class MicroBatch:
         return LentPrompt(tokens, self.pixels[number], Prefill(base, plain, alone, split, wants_hidden=False))
 
 
-def _left_padded(tensors: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+def _left_padded(tensors: Sequence[Tensor], width: int) -> Tensor:
     """(U, H, width, D) of U times (1, H, P - 1, D); a single one that is as wide is not copied."""
     if len(tensors) == 1 and tensors[0].size(-2) == width:
         return tensors[0]
     return torch.cat([torch.nn.functional.pad(each, (0, 0, width - each.size(-2), 0)) for each in tensors])
+
+
+PROMPT_GROUP, READ_AGAIN = "prompt_group", "prompt_read_again"  # columns of TRL's training batches
+
+
+def find_read_again(groups: Sequence[int], runs: Sequence[bool], batch_size: int, window: int) -> list[bool]:
+    """Return for each row whether a later micro-batch of its optimizer step reads its prompt.
+
+    Args:
+        groups: (N,) number of the prompt of each row, in the order of the micro-batches.
+        runs: (N,) whether the row has a loss; others do not run.
+        batch_size: rows of a micro-batch.
+        window: rows of an optimizer step.
+    """
+    again = [False] * len(groups)
+    later: set[int] = set()
+    for start in reversed(range(0, len(groups), batch_size)):
+        rows = range(start, min(start + batch_size, len(groups)))
+        if rows.stop % window == 0:
+            later = set()
+        for row in rows:
+            again[row] = groups[row] in later
+        later |= {groups[row] for row in rows if runs[row]}
+    return again
+
+
+def sort_by_group(permutation: Sequence[int], groups: Sequence[int]) -> list[int]:
+    """The permutation with the rows of a group brought together where the group's first row stands, order kept."""
+    position: dict[int, int] = {}
+    for row in permutation:
+        position.setdefault(groups[row], len(position))
+    return sorted(permutation, key=lambda row: position[groups[row]])
+
+
+def shuffle_whole_groups(
+    batch: dict[str, Any],
+    arrange: Callable[[Sequence[int], Sequence[int]], list[int]] = sort_by_group,
+    is_image: Callable[[Tensor], Tensor] | None = None,
+) -> dict[str, Any]:
+    """TRL's `shuffle_sequence_dict` for a generation batch, with the completions of a prompt kept together.
+
+    Draws the same random numbers. A value with no entry per row (a number, None) is kept. Pixel inputs that TRL has cut
+    into rows are one object for all rows of a group, and keep no other memory. `PROMPT_GROUP` is added: the number of
+    each row's prompt.
+
+    Args:
+        batch: `prompt_ids` and `prompt_mask` (N, P), and tensors or lists with one entry per row.
+        arrange: returns another permutation, given a random one and the number of the group of each row.
+        is_image: returns which tokens stand for images, where completions may hold some; None: only prompts do.
+    """
+    pixels = {name: batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None}
+    by_row = list(zip(*pixels.values(), strict=True)) if pixels else None
+    groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], by_row)
+    batch = batch | {name: _share_pixels(each, groups) for name, each in pixels.items() if isinstance(each, list)}
+    if is_image is not None and isinstance(pixels.get("image_grid_thw"), list):
+        groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], _pixels_of_prompts(batch, is_image))
+    batch[PROMPT_GROUP] = groups
+    order = arrange(torch.randperm(len(groups)).tolist(), groups)
+
+    def reordered(value: Any) -> Any:
+        if value is None or (isinstance(value, Tensor) and value.ndim == 0):
+            return value
+        if isinstance(value, Tensor):
+            return value[on_device(order, value.device)]
+        return [value[row] for row in order]
+
+    return {key: reordered(value) for key, value in batch.items()}
+
+
+def _pixels_of_prompts(batch: Mapping[str, Any], is_image: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:
+    """Return patches and grids of the prompt of each row, whose images stand in front of those of its completion."""
+    before, behind = (is_image(batch[name]).sum(1).tolist() for name in ("prompt_ids", "completion_ids"))  # (N,) each
+    found = []
+    for values, grids, own, others in zip(batch["pixel_values"], batch["image_grid_thw"], before, behind, strict=True):
+        patches = len(values) * own // max(own + others, 1)
+        found.append([values[:patches], grids[grids.prod(-1).cumsum(0) <= patches]])
+    return found
+
+
+def _share_pixels(values: Sequence[Tensor], groups: Sequence[int]) -> list[Tensor]:
+    kept = [clone_to(values[row], values[row].device) for row in first_rows(groups)]
+    return [kept[group] for group in groups]

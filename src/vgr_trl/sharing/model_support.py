@@ -1,18 +1,19 @@
 """Models that can share prompts, the reasons why others cannot, and the parts of a model that sharing wraps."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from inspect import signature
 from typing import Any
 
 import torch
 from packaging.version import Version
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -58,18 +59,14 @@ def base_of(causal: Any) -> Any:
     return decoder if isinstance(decoder, PreTrainedModel) else base
 
 
-@contextmanager
-def replace_hidden_states(base: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let a base model return other last hidden states in this block."""
+def replace_hidden_states(base: Any, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
+    """Let a base model return other last hidden states within the block of the handle."""
 
     def replace_states(module: nn.Module, args: Any, outputs: Any) -> None:
         outputs.last_hidden_state = change(outputs.last_hidden_state)
 
-    handle = base.register_forward_hook(replace_states)
-    try:
-        yield
-    finally:
-        handle.remove()
+    handle: RemovableHandle = base.register_forward_hook(replace_states)
+    return handle
 
 
 @contextmanager
@@ -94,10 +91,12 @@ def attention_modules(model: nn.Module) -> list[Any]:
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether `torch.compile` has been applied to the model or to a module of it."""
-    return any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
+    return any(hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) for each in model.modules())
+
+
+def _checkpointed(model: nn.Module, when_training: bool = False) -> list[nn.Module]:
+    parts = (module for module in model.modules() if when_training or module.training)
+    return [module for module in parts if getattr(module, "gradient_checkpointing", False)]
 
 
 def recomputes_without_graph(model: nn.Module, *, when_training: bool = False) -> bool:
@@ -105,12 +104,8 @@ def recomputes_without_graph(model: nn.Module, *, when_training: bool = False) -
 
     `when_training` asks for the model in training mode, whatever its mode is now.
     """
-    for module in model.modules():
-        if (when_training or module.training) and getattr(module, "gradient_checkpointing", False):
-            function = getattr(module, "_gradient_checkpointing_func", None)
-            if function is not None and getattr(function, "keywords", {}).get("use_reentrant", True):
-                return True
-    return False
+    checkpoints = [getattr(each, "_gradient_checkpointing_func", None) for each in _checkpointed(model, when_training)]
+    return any(each is not None and getattr(each, "keywords", {}).get("use_reentrant", True) for each in checkpoints)
 
 
 DROPS_CACHES = "gradient checkpointing by a transformers whose layers then drop caches (5.23 keeps them)"
@@ -123,7 +118,7 @@ def checkpoints_drop_caches() -> bool:
 
 def is_checkpointed(model: nn.Module) -> bool:
     """Whether layers of a model that trains are computed again in the backward pass."""
-    return any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    return bool(_checkpointed(model))
 
 
 def has_active_dropout(model: nn.Module, *, when_training: bool = False) -> bool:
@@ -155,28 +150,26 @@ def has_sharded_parameters(model: nn.Module) -> bool:
     return shards_layers(model) or flattens_layers(model) or any(partitioned)
 
 
-@contextmanager
-def wrap_attention(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def wrap_attention(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[None]:
     """Wrap what models get when they look up their attention function, eager ones and local overrides included."""
     look_up = AttentionInterface.get_interface
 
     def get_interface(interface: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         return wrap(look_up(interface, name, default))
 
-    with patched_attribute(AttentionInterface, "get_interface", get_interface):
-        yield
+    return patched_attribute(AttentionInterface, "get_interface", get_interface)
 
 
 def sdpa_by_key_head(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Return what transformers' `sdpa` does, without a copy of keys and values for every query head where it masks.
 
     With a mask, which completions behind a shared prompt always have, transformers repeats them, and the backward pass
@@ -218,9 +211,7 @@ def sdpa_by_key_head(
     return torch.cat(seen, 1).transpose(1, 2).contiguous(), None
 
 
-def attend_to_all_before(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
+def attend_to_all_before(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Return attention of the last Q tokens to all K up to each, (B, Q, H, D), without a mask that a kernel reads.
 
     Args:
@@ -326,5 +317,5 @@ def check_rope(config: Any) -> None:
 
 def check_token_types(inputs: Mapping[str, Any], config: Any) -> None:
     """Raise `UnsupportedModel` if token types are given to a family in which they may do more than mark images."""
-    given = isinstance(inputs.get("token_type_ids"), torch.Tensor)
+    given = isinstance(inputs.get("token_type_ids"), Tensor)
     require(not given or config.model_type in _TOKEN_TYPES_MARK_IMAGES, "token_type_ids")

@@ -1,11 +1,12 @@
 """The keys, values and states of prompts: written once by the prompts, read by every completion, with gradients."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import (
     Cache,
@@ -24,6 +25,15 @@ def require(condition: Any, otherwise: str) -> None:
     """Raise `UnsupportedModel` with the reason `otherwise` unless a condition holds."""
     if not condition:
         raise UnsupportedModel(otherwise)
+
+
+def why_unsupported(check: Callable[..., Any], *args: Any) -> str | None:
+    """Return the reason for which a check raises `UnsupportedModel`; None if it passes."""
+    try:
+        check(*args)
+    except UnsupportedModel as error:
+        return str(error)
+    return None
 
 
 @dataclass
@@ -60,7 +70,7 @@ class PromptsStored(Exception):
     """Raised in a pass over prompts once it has stored everything that completions read."""
 
 
-def marked(keys: Any) -> torch.Tensor:
+def marked(keys: Any) -> Tensor:
     """Mark keys, (B, H, K, D), as those of a pass with shared prompts."""
     keys.of_shared_prompts = True
     return keys  # type: ignore[no-any-return]
@@ -75,7 +85,7 @@ class _Keys(CacheLayerMixin):
     keys: Any
     values: Any
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to initialise."""
 
     def get_max_length(self) -> int:
@@ -92,9 +102,7 @@ class StoredKeys(_Keys):
         self.is_sliding = is_sliding
         self.written_with_grad = self.ends_pass = False
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.keys, self.values, self.is_initialized = key_states, value_states, True  # (U, H, P - 1, D)
             self.written_with_grad = torch.is_grad_enabled()
@@ -127,20 +135,18 @@ class ExpandedKeys(_Keys):
 
     unpadded = False
 
-    def __init__(self, stored: StoredKeys, index: torch.Tensor) -> None:
+    def __init__(self, stored: StoredKeys, index: Tensor) -> None:
         super().__init__()
         self.stored, self.index = stored, index  # index (N,): row -> unique prompt
         self.is_sliding, self.is_initialized, self.was_read = stored.is_sliding, True, False
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.was_read = True
         keys: Any = marked(self._behind(self.stored.keys, key_states))
         keys.all_seen = self.unpadded and not self.is_sliding
         return keys, self._behind(self.stored.values, value_states)
 
-    def _behind(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def _behind(self, stored: Tensor, new: Tensor) -> Tensor:
         return torch.cat([stored.index_select(0, self.index), new], dim=-2)
 
     def get_seq_length(self) -> int:
@@ -156,7 +162,7 @@ class PackedKeys(ExpandedKeys):
     Its index is (K,): which of U * (P - 1) keys of prompts and Q keys of completions behind them, for each key in turn.
     """
 
-    def _behind(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def _behind(self, stored: Tensor, new: Tensor) -> Tensor:
         every = torch.cat([stored.transpose(1, 2).flatten(0, 1), new[0].transpose(0, 1)])  # (U * (P - 1) + Q, H, D)
         return every.index_select(0, self.index).transpose(0, 1).unsqueeze(0)  # (1, H, K, D)
 
@@ -184,18 +190,18 @@ class StoredState(_State):
         self.written_with_grad = True
 
     def update_conv_state(
-        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
-    ) -> torch.Tensor:
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
         kernel = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         full = torch.nn.functional.pad(conv_states, (max(kernel - conv_states.shape[-1], 0), 0))
         self._store(self.conv_states, state_idx, full[..., -kernel:])  # (U, D, kernel)
         return full
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         self._store(self.recurrent_states, state_idx, recurrent_states)  # (U, H, D, D)
         return recurrent_states
 
-    def _store(self, states: dict[int, Any], state_idx: int, new: torch.Tensor) -> None:
+    def _store(self, states: dict[int, Any], state_idx: int, new: Tensor) -> None:
         if states[state_idx] is None:
             states[state_idx] = new
             self.written_with_grad &= torch.is_grad_enabled()
@@ -213,30 +219,30 @@ class StoredState(_State):
 class _Expanded(dict[int, Any]):
     """States by number, each expanded to the rows of the batch when it is asked for."""
 
-    def __init__(self, states: dict[int, Any], index: torch.Tensor) -> None:
+    def __init__(self, states: dict[int, Any], index: Tensor) -> None:
         super().__init__(states)
         self.index = index
 
-    def __getitem__(self, state_idx: int) -> torch.Tensor:
-        expanded: torch.Tensor = super().__getitem__(state_idx).index_select(0, self.index)
+    def __getitem__(self, state_idx: int) -> Tensor:
+        expanded: Tensor = super().__getitem__(state_idx).index_select(0, self.index)
         return expanded
 
 
 class ExpandedState(_State):
     """Stored states, given to every row of a batch; never written."""
 
-    def __init__(self, stored: StoredState, index: torch.Tensor) -> None:
+    def __init__(self, stored: StoredState, index: Tensor) -> None:
         super().__init__(stored.number_of_states)
         self.conv_states: dict[int, Any] = _Expanded(stored.conv_states, index)
         self.recurrent_states = _Expanded(stored.recurrent_states, index)
         self.has_previous_state = dict.fromkeys(range(stored.number_of_states), True)
         self.was_read = False
 
-    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         self.was_read = True
         return torch.cat([self.conv_states[state_idx], conv_states], dim=-1)
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         return recurrent_states
 
 
@@ -260,7 +266,7 @@ class WrittenPrefix(Cache):
         super().__init__(layers=[_stored(layer, kind) for layer, kind in zip(layers, kinds, strict=False)])
         self.groups = list(groups)
 
-    def check(self, length: int, hidden: torch.Tensor | None) -> None:
+    def check(self, length: int, hidden: Tensor | None) -> None:
         """Raise `UnsupportedModel` unless every layer holds the whole prompt, in the graph if gradients are wanted.
 
         Args:
@@ -297,13 +303,10 @@ class ReadPrefix(Cache):
 
     layers: list[Any]
 
-    def __init__(
-        self, written: WrittenPrefix, index: torch.Tensor, rows: Sequence[int], unpadded: bool = False
-    ) -> None:
+    def __init__(self, written: WrittenPrefix, index: Tensor, rows: Sequence[int], unpadded: bool = False) -> None:
         kinds: dict[type, Any] = {StoredKeys: ExpandedKeys, StoredState: ExpandedState}  # others keep nothing
-        super().__init__(
-            layers=[kinds[type(layer)](layer, index) if type(layer) in kinds else layer for layer in written.layers]
-        )
+        layers = [kinds[type(layer)](layer, index) if type(layer) in kinds else layer for layer in written.layers]
+        super().__init__(layers=layers)
         self.rows = list(rows)
         for layer in self.layers:
             layer.unpadded = unpadded

@@ -4,12 +4,13 @@
 `CompletionPass` computes rows behind them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_flash_attention_utils import flash_attn_supports_top_left_mask, lazy_import_flash_attention
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -49,9 +50,7 @@ _PASS_COST_ON_GPU = 256
 _FEW_SHAPES = 64  # tokens, of which lengths are made multiples where shapes cost
 
 
-def find_groups(
-    ids: torch.Tensor, mask: torch.Tensor | None = None, pixels: Sequence[Sequence[torch.Tensor]] | None = None
-) -> list[int]:
+def find_groups(ids: Tensor, mask: Tensor | None = None, pixels: Sequence[Sequence[Tensor]] | None = None) -> list[int]:
     """Number of the group of each row: rows with equal tokens, mask and pixels; groups in order of first appearance.
 
     Args:
@@ -78,7 +77,7 @@ def first_rows(groups: Sequence[int]) -> list[int]:
     return [row for row, group in enumerate(groups) if group not in groups[:row]]
 
 
-def _equal(pixels: Sequence[Sequence[torch.Tensor]] | None, pairs: Sequence[tuple[int, int]]) -> list[bool]:
+def _equal(pixels: Sequence[Sequence[Tensor]] | None, pairs: Sequence[tuple[int, int]]) -> list[bool]:
     """Whether both rows of each pair have the same pixels; all are compared before the host waits for the answers."""
     if pixels is None or not pairs:
         return [True] * len(pairs)
@@ -90,41 +89,6 @@ def _equal(pixels: Sequence[Sequence[torch.Tensor]] | None, pairs: Sequence[tupl
         else:
             found.append(inputs[0][0].new_zeros((), dtype=torch.bool))
     return torch.stack(found).tolist()
-
-
-def best_split(
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    pixels: Sequence[Sequence[torch.Tensor]] | None,
-    earliest: int,
-    latest: int,
-) -> int | None:
-    """Where to split a batch whose prompt lengths are not known, so that the fewest tokens are computed.
-
-    Args:
-        pixels: per row, its pixel inputs; rows with different ones share nothing.
-        earliest: first column at which the batch may be split, at least 1.
-        latest: last such column, below S.
-
-    Returns:
-        The number of columns p in [earliest, latest] with the largest p * (N - number of different rows in columns
-        [0, p)), or None if no two rows agree up to `earliest`.
-    """
-    pairs = [(row, earlier) for row in range(1, len(ids)) for earlier in range(row)]
-    shared = [0] * len(ids)  # columns that a row has in common with some earlier row
-    for (row, _), same, equal in zip(pairs, _columns_in_common(ids, mask, pairs), _equal(pixels, pairs), strict=True):
-        shared[row] = max(shared[row], min(same, latest) if equal else 0)
-    splits = {split for split in shared if split >= earliest}
-    return max(splits, key=lambda split: split * sum(other >= split for other in shared), default=None)
-
-
-def _columns_in_common(ids: torch.Tensor, mask: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> list[int]:
-    if not pairs:
-        return []
-    row, earlier = on_device([row for pair in pairs for row in pair], ids.device).view(-1, 2).unbind(1)
-    differs = (ids[row] != ids[earlier]) | (mask[row] != mask[earlier])  # (pairs, S)
-    common: list[int] = torch.where(differs.any(-1), differs.int().argmax(-1), ids.size(1)).tolist()
-    return common
 
 
 def cut_by_length(lengths: Sequence[int], pass_cost: int) -> list[list[int]]:
@@ -159,7 +123,7 @@ def image_token_ids(config: Any) -> tuple[int, ...]:
     return tuple({token for token in ids if isinstance(token, int)})
 
 
-def is_image_token(input_ids: torch.Tensor, config: Any) -> torch.Tensor:
+def is_image_token(input_ids: Tensor, config: Any) -> Tensor:
     """Bool, shape of `input_ids` (N, S): placeholder of an image."""
     return torch.isin(input_ids, on_device(image_token_ids(config), input_ids.device).to(input_ids.dtype))
 
@@ -177,7 +141,7 @@ def drop_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool] |
     which models fail.
 
     Args:
-        agree: as `share_prompts` takes it, where parameters are sharded: the vision tower then runs in every process
+        agree: as `SharedForward` takes it, where parameters are sharded: the vision tower then runs in every process
             or in none.
 
     Raises:
@@ -185,10 +149,8 @@ def drop_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool] |
     """
     mine = has_images(inputs)
     if agree is not None and not agree(mine) and not agree(not mine):
-        raise DataError(
-            f"A batch of this process has {'images' if mine else 'no images'}, unlike that of another process, "
-            "and the parameters are sharded: give every row an image, or none, or use ZeRO-2 or DDP."
-        )
+        has = f"A batch of this process has {'images' if mine else 'no images'}, unlike that of another process"
+        raise DataError(f"{has}, and the parameters are sharded: give every row images, or none, or use ZeRO-2 or DDP.")
     empty = inputs.get("pixel_values") is not None and not mine
     return {name: value for name, value in inputs.items() if not (empty and name in IMAGE_INPUTS)}
 
@@ -242,9 +204,7 @@ class PrefixSplit:
         return chosen | take_pixels(inputs, self.pixels, rows)
 
 
-def take_pixels(
-    inputs: Mapping[str, Any], parts: Mapping[str, Sequence[slice]], rows: Sequence[int]
-) -> dict[str, torch.Tensor]:
+def take_pixels(inputs: Mapping[str, Any], parts: Parts, rows: Sequence[int]) -> dict[str, Tensor]:
     """Return the pixel inputs of some rows, given the slices of all; nothing if they have no image."""
     found = {name: torch.cat([inputs[name][slices[row]] for row in rows]) for name, slices in parts.items()}
     return found if any(map(len, found.values())) else {}
@@ -291,7 +251,7 @@ def find_split(
     return PrefixSplit(start, stop, groups, parts, behind=behind)
 
 
-def _parts_of_prompts(given: ImageInputs, is_image: torch.Tensor, start: int) -> tuple[Parts, Parts]:
+def _parts_of_prompts(given: ImageInputs, is_image: Tensor, start: int) -> tuple[Parts, Parts]:
     """Return which part of each pixel input belongs to the columns of each row before `start`, and to those behind.
 
     Only where patches tell images apart; elsewhere all are those of prompts.
@@ -305,25 +265,35 @@ def _parts_of_prompts(given: ImageInputs, is_image: torch.Tensor, start: int) ->
     return {name: slices[::2] for name, slices in halves.items()}, behind if has_images else {}
 
 
-def _best_start(
-    ids: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor, pixels: Sequence[Sequence[torch.Tensor]] | None
-) -> int:
+def _best_start(ids: Tensor, mask: Tensor, is_image: Tensor, pixels: Sequence[Sequence[Tensor]] | None) -> int:
+    """Return where to split a batch whose prompt lengths are not known, so that the fewest tokens are computed.
+
+    That is the number of columns p, behind padding and images, with the largest p * (N - number of different rows in
+    columns [0, p)). Rows with different pixels share nothing.
+    """
     columns = torch.arange(ids.size(1), device=ids.device)
     earliest = int(torch.where(is_image | (mask == 0).cumprod(1).bool(), columns, -1).max()) + 2
     require(earliest <= ids.size(1), "a row without a token behind its padding and images")
     seen = mask.bool().all(0).long()  # (S,): columns that are padding in no row
-    start = best_split(ids, mask, pixels, earliest, earliest - 2 + int(seen[earliest - 1 :].cumprod(0).sum()))
-    if start is None:
-        raise UnsupportedModel("no prompt occurs twice")
-    return start
+    latest = earliest - 2 + int(seen[earliest - 1 :].cumprod(0).sum())
+    row, earlier = torch.tril_indices(len(ids), len(ids), -1, device=ids.device)  # (pairs,) each
+    differs = (ids[row] != ids[earlier]) | (mask[row] != mask[earlier])  # (pairs, S)
+    common = torch.where(differs.any(-1), differs.int().argmax(-1), ids.size(1)).tolist()
+    pairs = [(row, earlier) for row in range(len(ids)) for earlier in range(row)]
+    shared = [0] * len(ids)  # columns that a row has in common with some earlier row
+    for (number, _), same, equal in zip(pairs, common, _equal(pixels, pairs), strict=True):
+        shared[number] = max(shared[number], min(same, latest) if equal else 0)
+    splits = {split for split in shared if split >= earliest}
+    require(splits, "no prompt occurs twice")
+    return max(splits, key=lambda split: split * sum(other >= split for other in shared))
 
 
 def check_inputs(inputs: Mapping[str, Any], config: Any) -> None:
     """Raise `UnsupportedModel` for inputs that a split would compute otherwise, and for outputs that it lacks."""
     ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
         raise UnsupportedModel("inputs without input_ids")
-    one_per_token = mask is None or (isinstance(mask, torch.Tensor) and mask.shape == ids.shape)
+    one_per_token = mask is None or (isinstance(mask, Tensor) and mask.shape == ids.shape)
     require(one_per_token, "an attention mask that is not one number per token")
     restarts = mask is None and positions is not None and (positions.diff() != 1).any()
     require(not restarts, "position_ids that restart, without an attention mask")
@@ -353,7 +323,7 @@ def check_equal_prompts(inputs: Mapping[str, Any], groups: list[int], start: int
 
 def _is_constant(value: object) -> bool:
     """Whether an input is the same for prompts and completions: a number, a flag, a name."""
-    return isinstance(value, bool | int | float | str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+    return isinstance(value, bool | int | float | str) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
 class Prefill:
@@ -386,7 +356,7 @@ class Prefill:
         self.common = {**common, "use_cache": False, "return_dict": True}
         self.layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
         self.written = WrittenPrefix(base.config, split.groups)
-        self.hidden: torch.Tensor | None = None
+        self.hidden: Tensor | None = None
         self.skips_padding = False
         if hasattr(base, "rope_deltas"):
             base.rope_deltas = None
@@ -395,7 +365,7 @@ class Prefill:
             outputs = plain(**self.common, **split.prompt_inputs(inputs), **{self.cache_name: self.written})
             self.hidden = hidden_states(outputs)
         self.written.check(split.start, self.hidden)
-        self.deltas: torch.Tensor | None = getattr(base, "rope_deltas", None)
+        self.deltas: Tensor | None = getattr(base, "rope_deltas", None)
 
 
 class CompletionPass:
@@ -409,13 +379,13 @@ class CompletionPass:
 
     def __init__(self, base: Any, prefill: Prefill, inputs: Mapping[str, Any]) -> None:
         self.prefill, self.split, self.inputs = prefill, prefill.split, inputs
-        self.ids: torch.Tensor = inputs["input_ids"]
-        self.mask: torch.Tensor | None = inputs.get("attention_mask")
+        self.ids: Tensor = inputs["input_ids"]
+        self.mask: Tensor | None = inputs.get("attention_mask")
         self.index = on_device(self.split.groups, self.ids.device)  # (N,)
         self.unpadded = self.mask is None or bool(self.mask[:, : self.split.start].all())
-        deltas = (
-            None if prefill.deltas is None else prefill.deltas.index_select(0, self.index.to(prefill.deltas.device))
-        )
+        deltas = prefill.deltas
+        if deltas is not None:
+            deltas = deltas.index_select(0, self.index.to(deltas.device))
         self.positions = positions_behind(base, inputs, self.split, deltas)
         if self.positions is None and prefill.skips_padding and self.mask is not None:
             self.positions = self.mask.long().cumsum(-1)[:, self.split.start : self.split.stop] - 1  # (N, columns)
@@ -544,18 +514,18 @@ def prefix_forward(
     return type(outputs)(last_hidden_state=hidden)  # (N, S, D)
 
 
-def hidden_states(outputs: Any) -> torch.Tensor:
+def hidden_states(outputs: Any) -> Tensor:
     """Return the last hidden states of a pass, or raise `UnsupportedModel`."""
     require(hasattr(outputs, "last_hidden_state"), "a model that does not return its last hidden states")
-    hidden: torch.Tensor = outputs.last_hidden_state
+    hidden: Tensor = outputs.last_hidden_state
     return hidden
 
 
 def positions_behind(
-    base: Any, inputs: Mapping[str, Any], split: PrefixSplit, deltas: torch.Tensor | None = None
-) -> torch.Tensor | None:
+    base: Any, inputs: Mapping[str, Any], split: PrefixSplit, deltas: Tensor | None = None
+) -> Tensor | None:
     """Position ids of the columns behind prompts; None where the model counts on from its cache, as in a plain pass."""
-    given: torch.Tensor | None = inputs.get("position_ids")
+    given: Tensor | None = inputs.get("position_ids")
     if given is not None:
         return given[..., split.start : split.stop]
     if not hasattr(base, "rope_deltas"):
@@ -592,19 +562,17 @@ def _end_early(base: Any, written: WrittenPrefix) -> list[GradientCheckpointingL
     return [layer]
 
 
-@contextmanager
 def _cache_through_checkpoints(
     layers: Iterable[GradientCheckpointingLayer], left: Iterable[GradientCheckpointingLayer] = ()
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Let checkpointed layers use a cache, which is not changed by a recomputation; do not checkpoint those `left`.
 
     A checkpoint that an exception has left cannot compute its layer again.
     """
-    with replaced(
+    return replaced(
         *((layer, "_can_checkpoint_with_cache", True) for layer in layers),
         *((layer, "gradient_checkpointing", False) for layer in left),
-    ):
-        yield
+    )
 
 
 def why_not_pack(base: Any) -> str | None:
@@ -624,8 +592,8 @@ def why_not_pack(base: Any) -> str | None:
 
 
 def find_packing(
-    split: PrefixSplit, lengths: Sequence[int], mask: torch.Tensor | None, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    split: PrefixSplit, lengths: Sequence[int], mask: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return where the tokens of packed completions, and the keys that they see, come from.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vgr_trl.sharing.model_support import (
@@ -24,7 +24,7 @@ from vgr_trl.sharing.model_support import (
     replaced,
     why_no_pass_shares,
 )
-from vgr_trl.sharing.prefix_cache import PromptsStored, ReadPrefix, UnsupportedModel, WrittenPrefix, require
+from vgr_trl.sharing.prefix_cache import PromptsStored, ReadPrefix, WrittenPrefix, why_unsupported
 from vgr_trl.sharing.prefix_forward import PrefixSplit, positions_behind
 from vgr_trl.utils import error_text
 
@@ -45,12 +45,12 @@ def why_padding_counts(base: Any) -> str | None:
     # What begins at thousands of tokens, and Beam's scale, which is less than the rounding of bfloat16 in a short row.
     scaled = getattr(config, "attn_temperature_tuning", False) or config.model_type == "beam"
     scaled = scaled or "llama_4_scaling_beta" in str(getattr(config, "rope_parameters", None))
-    try:
-        require(not scaled, "attention is scaled by the position")
-        require("chunked_attention" not in (getattr(config, "layer_types", None) or ()), "attention within chunks")
-        check_rope(base.config)
-    except UnsupportedModel as error:
-        return str(error)
+    if scaled:
+        return "attention is scaled by the position"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "attention within chunks"
+    if (reason := why_unsupported(check_rope, base.config)) is not None:
+        return reason
     if base not in _padding:
         _padding[base] = _difference(base, "padding around a prompt", _try_padding)
     return _padding[base]
@@ -67,16 +67,14 @@ def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
     if (reason := why_no_pass_shares(model)) is not None:
         return reason
     base = base_of(causal_model(model))
-    try:
-        check_model(base, gradients)
-    except UnsupportedModel as error:
-        return str(error)
+    if (reason := why_unsupported(check_model, base, gradients)) is not None:
+        return reason
     if base not in _sharing:
         _sharing[base] = _difference(base, "a prompt computed before its completion", _try_sharing)
     return _sharing[base]
 
 
-Run = Callable[..., torch.Tensor]  # inputs of a base model -> hidden states behind its first layers, (2, S, D)
+Run = Callable[..., Tensor]  # inputs of a base model -> hidden states behind its first layers, (2, S, D)
 
 
 def _difference(base: Any, cause: str, attempt: Callable[..., Any]) -> str | None:
@@ -92,13 +90,13 @@ def _difference(base: Any, cause: str, attempt: Callable[..., Any]) -> str | Non
     return None if difference <= limit else f"{cause} changes its hidden states by {difference:.1g} of their size"
 
 
-def _try_padding(base: Any, run: Run, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _try_padding(base: Any, run: Run, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Prompts without what is in front of them and behind."""
     cut = slice(_PADDING, _PADDING + _PROMPT)
     return run(**{name: value[:, cut] for name, value in rows.items()}), run(**rows)[..., cut, :]
 
 
-def _try_sharing(base: Any, run: Run, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _try_sharing(base: Any, run: Run, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     ids, mask, prefix = rows["input_ids"], rows["attention_mask"], WrittenPrefix(base.config, [0, 1])
     start = _PADDING + _PROMPT
     cache = str(cache_name(base))
@@ -109,7 +107,7 @@ def _try_sharing(base: Any, run: Run, rows: dict[str, torch.Tensor]) -> tuple[to
     return run(**inputs, **{cache: behind}), run(**rows)[..., start:, :]
 
 
-def _rows(base: Any) -> dict[str, torch.Tensor]:
+def _rows(base: Any) -> dict[str, Tensor]:
     """Inputs of two rows of words, padded on the left, (2, 8 + 5 + 3)."""
     config, device = base.config.get_text_config(decoder=True), base.get_input_embeddings().weight.device
     special = {value for name, value in base.config.to_dict().items() if "token" in name and isinstance(value, int)}
@@ -127,13 +125,13 @@ def _first_layers(base: Any) -> Iterator[Run]:
     layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     kinds = list(getattr(config, "layer_types", None) or [""])
     count = max(_LAYERS, *(1 + kinds.index(kind) for kind in kinds))
-    states: list[torch.Tensor] = []
+    states: list[Tensor] = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        states.append(output if isinstance(output, torch.Tensor) else output[0])
+        states.append(output if isinstance(output, Tensor) else output[0])
         raise PromptsStored
 
-    def run(**inputs: Any) -> torch.Tensor:
+    def run(**inputs: Any) -> Tensor:
         with suppress(PromptsStored):
             keep(base, (), base.forward(**inputs, use_cache=False, return_dict=True))
         return states.pop()

@@ -1,9 +1,9 @@
 """`share_prompts`: equal prompts computed once in forward, backward and `generate`, and where a run does so."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from inspect import signature
 from threading import RLock
@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.state import AcceleratorState, DistributedType, is_initialized
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 from transformers.generation import GenerationMixin, GenerationMode
 
-from vgr_trl.pixels import IMAGE_INPUTS, clone_to, on_device
+from vgr_trl.pixels import IMAGE_INPUTS, on_device
 from vgr_trl.sharing.lending import Lending, MicroBatch, is_last_micro_batch
 from vgr_trl.sharing.model_support import (
     base_of,
@@ -32,15 +32,20 @@ from vgr_trl.sharing.model_support import (
     shards_layers,
     why_no_pass_shares,
 )
-from vgr_trl.sharing.prefix_cache import SharingReport, StoredKeys, UnsupportedModel, WrittenPrefix, require
+from vgr_trl.sharing.prefix_cache import (
+    SharingReport,
+    StoredKeys,
+    UnsupportedModel,
+    WrittenPrefix,
+    require,
+    why_unsupported,
+)
 from vgr_trl.sharing.prefix_forward import (
     PER_TOKEN,
     PrefixSplit,
     check_inputs,
     drop_empty_images,
-    find_groups,
     find_split,
-    first_rows,
     prefix_forward,
 )
 from vgr_trl.sharing.probe import why_not_share, why_padding_counts
@@ -48,17 +53,7 @@ from vgr_trl.utils import ConfigError, Feature
 
 
 @contextmanager
-def share_prompts(
-    model: nn.Module,
-    completion_length: int | None = None,
-    *,
-    agree: Callable[[bool], bool] | None = None,
-    sharded: bool = True,
-    packs: bool = False,
-    lending: Lending | None = None,
-    again: Sequence[bool] | None = None,
-    checks: "ModelChecks | None" = None,
-) -> Iterator[SharingReport]:
+def share_prompts(model: nn.Module, completion_length: int | None = None, **modes: Any) -> Iterator[SharingReport]:
     """Compute equal prompts of a batch once, in `forward`, backward and `generate` of `model`, with the same results.
 
     In a trainer of TRL:
@@ -82,16 +77,7 @@ def share_prompts(
         completion_length: T, the number of columns behind the prompts in every batch of the block, at least 1. Of
             the outputs only those that score completions can be used then: hidden states of prompts and padding are 0.
             None: rows may be anything; their longest common beginnings are shared, and all outputs are there.
-        agree: given an answer of this process, returns whether it is that of all; needed where all processes have to
-            share a batch or none: with sharded parameters, whose forward passes have to be equally many, and under
-            DeepSpeed, which adds up gradients in the order in which they come.
-        sharded: whether parameters are; a pass in which some processes have images and others none is refused then.
-        packs: whether completions pass behind their prompts as one row without padding, where `completion_length` is
-            given. Only where `why_not_pack` of the model gives no reason.
-        lending: prompts that are lent to several micro-batches with gradients; None: of this block, where
-            `completion_length` is None.
-        again: (N,) whether a later micro-batch of the optimizer step reads the prompt of a row; None: any may.
-        checks: of the model, where it stays wrapped as it is; None: they are made in each pass.
+        modes: of a run with several processes or its own micro-batches, as `SharedForward` takes them.
 
     Yields:
         Counts of rows and prompts, and the reasons of the calls that ran plainly, until the end of the block.
@@ -102,25 +88,21 @@ def share_prompts(
     """
     if completion_length is not None and completion_length < 1:
         raise ConfigError(f"completion_length is {completion_length}: give an integer of at least 1, or None.")
-    causal = causal_model(model)
-    report = SharingReport()
-    found = checks or ModelChecks(model)
-    tells = completion_length is None and agree is None and checks is None and os.environ.get("RANK", "0") == "0"
-    if found.reason is not None:
-        report.plain[found.reason] += 1
+    causal, report = causal_model(model), SharingReport()
+    base = base_of(causal)
+    forward = SharedForward(base, base.forward, report, completion_length, **modes)
+    checks, is_alone = forward.checks or ModelChecks(model), completion_length is None and forward.agree is None
+    tells = is_alone and forward.checks is None and os.environ.get("RANK", "0") == "0"
+    if checks.reason is not None:
+        report.plain[checks.reason] += 1
         if tells:
-            print(f"share_prompts shares nothing: {found.reason}.", flush=True)
+            print(f"share_prompts shares nothing: {checks.reason}.", flush=True)
         with ignore_empty_images(model):
             yield report
         return
     keep_keys_unrepeated()
-    base = base_of(causal)
-    own = None
-    if completion_length is None and agree is None and why_not_lend(base) is None:
-        lending = own = Lending(base)
-    plain = base.forward
-    forward = SharedForward(base, plain, report, completion_length, agree, sharded, packs, lending, again, checks)
-    forward.first_step = {} if tells else None
+    own = Lending(base) if is_alone and why_not_lend(base) is None else None
+    forward.lending, forward.first_step = own or forward.lending, {} if tells else None
     changes: list[tuple[Any, str, Any]] = [(base, "forward", forward)]
     if base is not causal and hasattr(causal, "generate"):
         changes.append((causal, "generate", SharedGeneration(causal, causal.generate, forward)))
@@ -149,11 +131,7 @@ class ModelChecks:
     @cached_property
     def why_not_train(self) -> str | None:
         """Why no pass with gradients shares prompts."""
-        try:
-            check_model(self._base, gradients=True)
-        except UnsupportedModel as error:
-            return str(error)
-        return None
+        return why_unsupported(check_model, self._base, True)
 
 
 def why_not_lend(base: Any) -> str | None:
@@ -177,14 +155,12 @@ def _lending_to_labelled(causal: Any, forward: "SharedForward", lending: Lending
             labelled = (labels != -100).any(0).nonzero()
             forward.labelled = labels.size(1) - int(labelled[0]) if len(labelled) else None
 
-    hook = causal.register_forward_pre_hook(read, with_kwargs=True)
-    try:
-        yield
-    except BaseException:
-        lending.clear()
-        raise
-    finally:
-        hook.remove()
+    with causal.register_forward_pre_hook(read, with_kwargs=True):
+        try:
+            yield
+        except BaseException:
+            lending.clear()
+            raise
 
 
 @contextmanager
@@ -193,7 +169,7 @@ def ignore_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | Non
 
     Args:
         model: as `share_prompts` takes it; a compiled one is left alone.
-        agree: likewise.
+        agree: as `SharedForward` takes it.
 
     Raises:
         ConfigError: `model` is no transformers model.
@@ -203,11 +179,8 @@ def ignore_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | Non
         yield
         return
     agree = agree if "pixel_values" in signature(base.forward).parameters else None
-    handle = base.register_forward_pre_hook(partial(_drop_from_call, agree), with_kwargs=True)
-    try:
+    with base.register_forward_pre_hook(partial(_drop_from_call, agree), with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 def _drop_from_call(
@@ -216,6 +189,7 @@ def _drop_from_call(
     return args, drop_empty_images(kwargs, agree)
 
 
+@dataclass(eq=False)
 class SharedForward:
     """A base model's forward pass that computes equal prompts once, and runs plainly where that is not exact.
 
@@ -225,41 +199,41 @@ class SharedForward:
         report: where calls are counted.
         completion_length: T, if every batch is P + T columns of prompt and completion; None finds the longest common
             beginnings of the rows itself.
-        agree: given an answer of this process, says whether it is that of all; where passes have to be alike in all.
-        sharded: whether they have to be alike in their images, too.
-        packs: whether completions pass behind their prompts without padding; the model has to be one that can.
-        lending: the open prompts of an optimizer step, where groups are larger than micro-batches.
-        again: (N,) whether a later micro-batch of the step reads the prompt of a row; None: any may.
-        checks: of the model; None: they are made in each pass.
+        agree: given an answer of this process, returns whether it is that of all; needed where all processes have to
+            share a batch or none: with sharded parameters, whose forward passes have to be equally many, and under
+            DeepSpeed, which adds up gradients in the order in which they come.
+        sharded: whether parameters are; a pass in which some processes have images and others none is refused then.
+        packs: whether completions pass behind their prompts as one row without padding, where `completion_length` is
+            given. Only where `why_not_pack` of the model gives no reason.
+        lending: prompts that are lent to several micro-batches with gradients; None: none are.
+        again: (N,) whether a later micro-batch of the optimizer step reads the prompt of a row; None: any may.
+        checks: of the model, where it stays wrapped as it is; None: they are made in each pass.
 
     Attributes:
+        first_step: counts by kind of call, until they are printed after the first step; None: nothing is printed.
         labelled: T of the call that runs, where only completions have labels; otherwise None.
     """
 
-    def __init__(
-        self,
-        base: Any,
-        plain: Callable[..., Any],
-        report: SharingReport,
-        completion_length: int | None,
-        agree: Callable[[bool], bool] | None,
-        sharded: bool = True,
-        packs: bool = False,
-        lending: Lending | None = None,
-        again: Sequence[bool] | None = None,
-        checks: ModelChecks | None = None,
-    ) -> None:
-        self.base, self.plain, self.report, self.packs = base, plain, report, packs
-        self.lending, self.again, self.checks = lending, again, checks
-        self.labelled: int | None = None
-        self.completion_length, self.agree = completion_length, agree
-        self.alike = sharded and agree is not None
-        self.names = list(signature(plain).parameters)
-        self.agree_on_images = agree if sharded and "pixel_values" in self.names else None
-        self.paused = False  # `generate` makes its own arrangements
+    base: Any
+    plain: Callable[..., Any]
+    report: SharingReport
+    completion_length: int | None
+    agree: Callable[[bool], bool] | None = None
+    sharded: bool = True
+    packs: bool = False
+    lending: Lending | None = None
+    again: Sequence[bool] | None = None
+    checks: ModelChecks | None = None
+    first_step: dict[str, SharingReport] | None = None
+    labelled: int | None = None
+    paused: bool = False  # `generate` makes its own arrangements
+    refused: dict[str, str] = field(default_factory=dict)  # kind of call -> why the model turned out to be unsupported
+
+    def __post_init__(self) -> None:
+        self.alike = self.sharded and self.agree is not None
+        self.names = list(signature(self.plain).parameters)
+        self.agree_on_images = self.agree if self.sharded and "pixel_values" in self.names else None
         self.lock = RLock()  # the model keeps the offsets of one batch at a time
-        self.refused: dict[str, str] = {}  # kind of call -> why the model turned out to be unsupported
-        self.first_step: dict[str, SharingReport] | None = None  # by kind of call, until it is printed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -346,7 +320,7 @@ class SharedForward:
             else:
                 self._count(kind, found.rows, found.computed)
                 return outputs
-        count = len(rows) if isinstance(rows, torch.Tensor) else 0
+        count = len(rows) if isinstance(rows, Tensor) else 0
         self._count(kind, count, count, [reason])
         return plain()
 
@@ -360,15 +334,13 @@ class SharedPasses:
     """Shares prompts in the passes of a run.
 
     Args:
-        agree: as `share_prompts` takes it.
+        agree: as `SharedForward` takes it.
         sharded: whether parameters are.
         in_order: whether gradients are added up in the order in which they come, which has to be that of all processes.
         evens_images: whether the caller lets the vision tower run in every process if it does in one.
     """
 
-    def __init__(
-        self, agree: Callable[[bool], bool], *, sharded: bool, in_order: bool, evens_images: bool = False
-    ) -> None:
+    def __init__(self, agree: Callable[[bool], bool], *, sharded: bool, in_order: bool, evens_images: bool) -> None:
         self._agree, self._sharded, self._in_order = agree, sharded, in_order
         self._refuses_uneven = sharded and not evens_images
         self._report = SharingReport()
@@ -397,9 +369,9 @@ class SharedPasses:
         Args:
             model: as `share_prompts` takes it.
             completion_length: T of a scored batch; None where the model generates.
-            packs: as `share_prompts` takes it.
+            packs: as `SharedForward` takes it.
             counts: whether `metrics` counts these passes.
-            again: as `share_prompts` takes it; None: no prompt is lent to several micro-batches.
+            again: as `SharedForward` takes it; None: no prompt is lent to several micro-batches.
         """
         refuses = self._refuses_uneven
         if not feature.enabled:
@@ -428,92 +400,6 @@ def whole_groups(batch_size: int, num_generations: int) -> int:
     return -(-batch_size // num_generations) * num_generations
 
 
-PROMPT_GROUP, READ_AGAIN = "prompt_group", "prompt_read_again"  # columns of TRL's training batches
-
-
-def find_read_again(groups: Sequence[int], runs: Sequence[bool], batch_size: int, window: int) -> list[bool]:
-    """Return for each row whether a later micro-batch of its optimizer step reads its prompt.
-
-    Args:
-        groups: (N,) number of the prompt of each row, in the order of the micro-batches.
-        runs: (N,) whether the row has a loss; others do not run.
-        batch_size: rows of a micro-batch.
-        window: rows of an optimizer step.
-    """
-    again = [False] * len(groups)
-    later: set[int] = set()
-    for start in reversed(range(0, len(groups), batch_size)):
-        rows = range(start, min(start + batch_size, len(groups)))
-        if rows.stop % window == 0:
-            later = set()
-        for row in rows:
-            again[row] = groups[row] in later
-        later |= {groups[row] for row in rows if runs[row]}
-    return again
-
-
-def sort_by_group(permutation: Sequence[int], groups: Sequence[int]) -> list[int]:
-    """The permutation with the rows of a group brought together where the group's first row stands, order kept."""
-    position: dict[int, int] = {}
-    for row in permutation:
-        position.setdefault(groups[row], len(position))
-    return sorted(permutation, key=lambda row: position[groups[row]])
-
-
-def shuffle_whole_groups(
-    batch: dict[str, Any],
-    arrange: Callable[[Sequence[int], Sequence[int]], list[int]] = sort_by_group,
-    is_image: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> dict[str, Any]:
-    """TRL's `shuffle_sequence_dict` for a generation batch, with the completions of a prompt kept together.
-
-    Draws the same random numbers. A value with no entry per row (a number, None) is kept. Pixel inputs that TRL has cut
-    into rows are one object for all rows of a group, and keep no other memory. `PROMPT_GROUP` is added: the number of
-    each row's prompt.
-
-    Args:
-        batch: `prompt_ids` and `prompt_mask` (N, P), and tensors or lists with one entry per row.
-        arrange: returns another permutation, given a random one and the number of the group of each row.
-        is_image: returns which tokens stand for images, where completions may hold some; None: only prompts do.
-    """
-    pixels = {name: batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None}
-    by_row = list(zip(*pixels.values(), strict=True)) if pixels else None
-    groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], by_row)
-    batch = batch | {
-        name: _share_group_pixels(values, groups) for name, values in pixels.items() if isinstance(values, list)
-    }
-    if is_image is not None and isinstance(pixels.get("image_grid_thw"), list):
-        groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], _pixels_of_prompts(batch, is_image))
-    batch[PROMPT_GROUP] = groups
-    order = arrange(torch.randperm(len(groups)).tolist(), groups)
-
-    def reordered(value: Any) -> Any:
-        if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
-            return value
-        if isinstance(value, torch.Tensor):
-            return value[on_device(order, value.device)]
-        return [value[row] for row in order]
-
-    return {key: reordered(value) for key, value in batch.items()}
-
-
-def _pixels_of_prompts(
-    batch: Mapping[str, Any], is_image: Callable[[torch.Tensor], torch.Tensor]
-) -> list[list[torch.Tensor]]:
-    """Return patches and grids of the prompt of each row, whose images stand in front of those of its completion."""
-    before, behind = (is_image(batch[name]).sum(1).tolist() for name in ("prompt_ids", "completion_ids"))  # (N,) each
-    found = []
-    for values, grids, own, others in zip(batch["pixel_values"], batch["image_grid_thw"], before, behind, strict=True):
-        patches = len(values) * own // max(own + others, 1)
-        found.append([values[:patches], grids[grids.prod(-1).cumsum(0) <= patches]])
-    return found
-
-
-def _share_group_pixels(values: Sequence[torch.Tensor], groups: Sequence[int]) -> list[torch.Tensor]:
-    kept = [clone_to(values[row], values[row].device) for row in first_rows(groups)]
-    return [kept[group] for group in groups]
-
-
 _OPTIONS = {*GenerationConfig().to_dict(), "generation_config"}  # of `generate`
 ROOM = 128  # tokens for which there is room before the next copy
 _CACHE_LENGTHS = 256  # tokens, of which the lengths of static caches are multiples
@@ -530,23 +416,18 @@ class GrowingLayer(DynamicLayer):
     keys: Any
     values: Any
 
-    def __init__(self, filled: Any, index: torch.Tensor) -> None:
+    def __init__(self, filled: Any, index: Tensor) -> None:
         super().__init__()
         self.dtype, self.device, self.is_initialized = filled.dtype, filled.device, True
         filled.reorder_cache(index)
         self._longer = [_grow_buffer(filled.keys), _grow_buffer(filled.values)]
         self._show(filled.get_seq_length())
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         start = self.get_seq_length()
         stop = start + key_states.size(-2)
         if stop > self._longer[0].size(-2):
-            self._longer = [
-                _grow_buffer(self.keys, key_states.size(-2)),
-                _grow_buffer(self.values, key_states.size(-2)),
-            ]
+            self._longer = [_grow_buffer(each, key_states.size(-2)) for each in (self.keys, self.values)]
         for longer, new in zip(self._longer, (key_states, value_states), strict=True):
             longer[:, :, start:stop] = new
         self._show(stop)
@@ -556,7 +437,7 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (longer[:, :, :length] for longer in self._longer)
 
 
-def _grow_buffer(filled: torch.Tensor, at_least: int = 0) -> torch.Tensor:
+def _grow_buffer(filled: Tensor, at_least: int = 0) -> Tensor:
     """Return a tensor that begins with (N, H, S, D), and has more tokens."""
     rows, heads, length, width = filled.shape
     longer = filled.new_empty(rows, heads, length + max(at_least, ROOM), width)
@@ -564,7 +445,7 @@ def _grow_buffer(filled: torch.Tensor, at_least: int = 0) -> torch.Tensor:
     return longer
 
 
-def grow_in_place(cache: Cache, index: torch.Tensor) -> None:
+def grow_in_place(cache: Cache, index: Tensor) -> None:
     """Give a filled cache rows `index`, (N,), of its own, with room behind them in layers that keep all tokens."""
     for number, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and layer.is_initialized:
@@ -615,12 +496,12 @@ class SharedGeneration:
         starts_anew = inputs.get("past_key_values") is None and inputs.get("inputs_embeds") is None
         require(starts_anew, "generate from a cache or from embeddings")
         for name, value in inputs.items():
-            per_row = isinstance(value, torch.Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS)
+            per_row = isinstance(value, Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS)
             alone = name in ("assistant_model", "custom_generate") and value is not None
             require(not (per_row or alone), f"the input {name}")
         copies = self._check_config(self._config_of(inputs))
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-        require(isinstance(ids, torch.Tensor) and ids.ndim == 2, "no prompt before the completions")
+        require(isinstance(ids, Tensor) and ids.ndim == 2, "no prompt before the completions")
         require(mask is not None and mask.shape == ids.shape, "generate without an attention mask")
         check_token_types(inputs, self.model.config)
         alone = copies > 1 or self.forward.agree is not None
@@ -671,7 +552,7 @@ class SharedGeneration:
         finally:
             base.forward = shared
 
-    def _fixed(self, filled: Any, ids: torch.Tensor, config: GenerationConfig) -> Any:
+    def _fixed(self, filled: Any, ids: Tensor, config: GenerationConfig) -> Any:
         """Return a static cache that begins with what a cache of as many rows holds, with room for all new tokens."""
         longest = config.max_length if config.max_new_tokens is None else ids.size(1) + config.max_new_tokens
         # A cache as long as the one before is not compiled for again, which takes half a minute for a 7B.

@@ -15,9 +15,11 @@ from sys import intern
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vgr_trl import registries
 from vgr_trl.config import PluginOptions
+from vgr_trl.metrics import Gather
 from vgr_trl.registries import (
     LOGPS_PREFIX,
     declares,
@@ -52,16 +54,16 @@ class RolloutSignals:
         perturbed_entropies: (N, T) float32, in nats, of what it is drawn from given the perturbed image, likewise.
     """
 
-    logps: torch.Tensor
-    entropies: torch.Tensor
-    mask: torch.Tensor
+    logps: Tensor
+    entropies: Tensor
+    mask: Tensor
     attention: AttentionMass | None = None
-    dependency: torch.Tensor | None = None
-    extra: dict[str, torch.Tensor] = field(default_factory=dict)
-    similarity: torch.Tensor | None = None
-    views: dict[str, torch.Tensor] = field(default_factory=dict)
-    jsd: torch.Tensor | None = None
-    perturbed_entropies: torch.Tensor | None = None
+    dependency: Tensor | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    similarity: Tensor | None = None
+    views: dict[str, Tensor] = field(default_factory=dict)
+    jsd: Tensor | None = None
+    perturbed_entropies: Tensor | None = None
 
     def measured(self, need: str) -> Any:
         """Return a measurement by its name among the needs of plug-ins, None if it was not made."""
@@ -73,7 +75,7 @@ class RolloutSignals:
         return None if need == "views" and not found else found
 
 
-def build_unmeasured_signals(mask: torch.Tensor) -> RolloutSignals:
+def build_unmeasured_signals(mask: Tensor) -> RolloutSignals:
     """Return the signals of completions of which nothing was measured but which tokens count, (N, T) bool."""
     nothing = torch.full(mask.shape, torch.nan, device=mask.device)
     return RolloutSignals(nothing, nothing, mask)
@@ -82,18 +84,19 @@ def build_unmeasured_signals(mask: torch.Tensor) -> RolloutSignals:
 _MASS = "signals.attention."
 
 
-def signals_to_columns(signals: RolloutSignals | None) -> dict[str, torch.Tensor]:
+def _transpose(name: str, value: Tensor) -> Tensor:
+    """Exchange layers and rows of a column that has layers."""
+    return value.transpose(0, 1) if name in LAYERED else value
+
+
+def signals_to_columns(signals: RolloutSignals | None) -> dict[str, Tensor]:
     """Return the tensors of `signals`, rows first: (N, T), (N, L, T) and (N,)."""
     if signals is None:
         return {}
     nested: dict[str, dict[str, Any]] = {"signals.": vars(signals), VIEWS: signals.views, EXTRA: signals.extra}
     nested[_MASS] = {} if signals.attention is None else vars(signals.attention)
     columns = {prefix + name: value for prefix, values in nested.items() for name, value in values.items()}
-    return {
-        name: value.transpose(0, 1) if name in LAYERED else value
-        for name, value in columns.items()
-        if isinstance(value, torch.Tensor)
-    }
+    return {name: _transpose(name, value) for name, value in columns.items() if isinstance(value, Tensor)}
 
 
 def columns_to_signals(columns: dict[str, Any]) -> RolloutSignals | None:
@@ -101,18 +104,13 @@ def columns_to_signals(columns: dict[str, Any]) -> RolloutSignals | None:
 
     def named(prefix: str) -> dict[str, Any]:
         names = [name for name in columns if name.startswith(prefix)]
-        return {
-            name.removeprefix(prefix): columns[name].transpose(0, 1) if name in LAYERED else columns[name]
-            for name in names
-        }
+        return {name.removeprefix(prefix): _transpose(name, columns[name]) for name in names}
 
     if not (found := named("signals.")):
         return None
     parts = {name: value for name, value in found.items() if "." not in name}
-    mass = named(_MASS)
-    return RolloutSignals(
-        **parts, attention=AttentionMass(**mass) if mass else None, views=named(VIEWS), extra=named(EXTRA)
-    )
+    attention = AttentionMass(**mass) if (mass := named(_MASS)) else None
+    return RolloutSignals(**parts, attention=attention, views=named(VIEWS), extra=named(EXTRA))
 
 
 def take_signal_rows(signals: RolloutSignals | None, rows: list[int]) -> RolloutSignals | None:
@@ -132,7 +130,7 @@ class NamedSignal:
     """
 
     name: str
-    function: Callable[[RolloutSignals, Any], torch.Tensor]
+    function: Callable[[RolloutSignals, Any], Tensor]
     options: Any
     requires: tuple[str, ...]
 
@@ -192,10 +190,9 @@ def add_named(named: Sequence[NamedSignal], signals: RolloutSignals) -> list[str
 
 def _is_measured(signals: RolloutSignals, need: str) -> bool:
     """Whether it was, which is the same on every process; what a row has no image for is measured, and undefined."""
-    if need in ("entropies", "logps"):
-        value = getattr(signals, need)
-        return not (value.numel() and bool(value.isnan().all()))
-    return signals.measured(need) is not None
+    value = signals.measured(need)
+    is_unknown = need in ("entropies", "logps") and value.numel() and bool(value.isnan().all())
+    return value is not None and not is_unknown
 
 
 def named_columns(names: Sequence[str], signals: RolloutSignals) -> dict[str, list[float | None]]:
@@ -208,9 +205,7 @@ def _none_for_nan(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def named_metrics(
-    names: Sequence[str], signals: RolloutSignals, gather: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, float]:
+def named_metrics(names: Sequence[str], signals: RolloutSignals, gather: Gather) -> dict[str, float]:
     """Return `signals/<name>`, the mean over the finite values of the tokens of all processes; NaN without any."""
     if not names:
         return {}
@@ -223,16 +218,16 @@ def named_metrics(
 
 @registries.signals.register("attention")
 @declares(needs=("attention",))
-def image_attention(signals: RolloutSignals, options: Any) -> torch.Tensor:
+def image_attention(signals: RolloutSignals, options: Any) -> Tensor:
     """Return the attention on all image tokens together, the mean over the late layers, in [0, 1]."""
     mass, late = _mass(signals, options)
-    attention: torch.Tensor = mass.vision[late].mean(0)
+    attention: Tensor = mass.vision[late].mean(0)
     return attention
 
 
 @registries.signals.register("token_vgr")
 @declares(needs=("attention",))
-def token_vgr(signals: RolloutSignals, options: Any) -> torch.Tensor:
+def token_vgr(signals: RolloutSignals, options: Any) -> Tensor:
     """Return the VGR of each token, of the late layers."""
     mass, late = _mass(signals, options)
     return token_vision_gain_ratio(mass, late)
@@ -240,22 +235,22 @@ def token_vgr(signals: RolloutSignals, options: Any) -> torch.Tensor:
 
 @registries.signals.register("region_share")
 @declares(needs=("attention", "regions"))
-def region_share(signals: RolloutSignals, options: Any) -> torch.Tensor:
+def region_share(signals: RolloutSignals, options: Any) -> Tensor:
     """Return how much of the attention on the image goes to what the question is about, in [0, 1], of the late layers.
 
     NaN for rows that name no box.
     """
     mass, late = _mass(signals, options)
-    share: torch.Tensor = mass.region[late].mean(0) / mass.vision[late].mean(0)
+    share: Tensor = mass.region[late].mean(0) / mass.vision[late].mean(0)
     return share.masked_fill((mass.num_region == 0).unsqueeze(1), torch.nan)
 
 
 @registries.signals.register("region_focus")
 @declares(needs=("region_share",))
-def region_focus(signals: RolloutSignals, options: Any) -> torch.Tensor:
+def region_focus(signals: RolloutSignals, options: Any) -> Tensor:
     """Return `region_share` over the region's share of the image's tokens: above 1, more than an average token gets."""
     mass, _ = _mass(signals, options)
-    average: torch.Tensor = mass.num_region / mass.num_vision
+    average: Tensor = mass.num_region / mass.num_vision
     return signals.extra["region_share"] / average.unsqueeze(1)
 
 
@@ -267,7 +262,7 @@ def _mass(signals: RolloutSignals, options: Any) -> tuple[Any, list[int]]:
 
 @registries.signals.register("stability")
 @declares(needs=("views",))
-def stability(signals: RolloutSignals, options: Any) -> torch.Tensor:
+def stability(signals: RolloutSignals, options: Any) -> Tensor:
     """Return how little the probability of each token differs between the perturbations: 1 - 2 · std, in [0, 1].
 
     The standard deviation is that of all perturbations (divided by their number), which is at most 1/2.
@@ -300,7 +295,7 @@ def needed_signal_columns(reward: Any) -> set[str]:
     return named & set(SIGNAL_COLUMNS)
 
 
-def reward_columns(segments: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
+def reward_columns(segments: dict[str, Tensor]) -> dict[str, list[Any]]:
     """Return per completion the columns of the late segment (else of all layers), and all segments as a dict."""
     rows = dict(zip(segments, torch.stack(list(segments.values())).tolist(), strict=True))
     tables = [
@@ -312,9 +307,7 @@ def reward_columns(segments: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
 
 
 def attention_metrics(
-    segments: dict[str, torch.Tensor],
-    gather: Callable[[torch.Tensor], torch.Tensor],
-    prompt: dict[str, torch.Tensor] | None = None,
+    segments: dict[str, Tensor], gather: Gather, prompt: dict[str, Tensor] | None = None
 ) -> dict[str, float]:
     """Return the means over the completions of all processes, `attention/late/vgr` and so on.
 

@@ -260,11 +260,8 @@ def remove_image(image: Image.Image) -> Image.Image:
     raise DataError("remove_image leaves no image to return: score the conversation without it, see drop_images.")
 
 
-_OF_PIXELS = (blacken_patches, add_gaussian_noise, gaussian_blur, mask_image)
-_OF_PLACES = (shuffle_patches, crop_image, diffusion_noise)
-PERTURBATIONS: dict[str, Callable[..., Image.Image]] = {
-    function.__name__: function for function in (*_OF_PIXELS, *_OF_PLACES)
-}
+_OWN = blacken_patches, add_gaussian_noise, gaussian_blur, mask_image, shuffle_patches, crop_image, diffusion_noise
+PERTURBATIONS: dict[str, Callable[..., Image.Image]] = {function.__name__: function for function in _OWN}
 for _name, _function in (PERTURBATIONS | {REMOVE_IMAGE: remove_image}).items():
     registries.perturbations.register(_name)(_function)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from vgr_trl.pixels import on_device
@@ -18,7 +18,7 @@ from vgr_trl.utils import ConfigError
 class Queries:
     """Some queries of a pass: `index` (T',) int64, increasing, from `first` up to but without `stop`."""
 
-    index: torch.Tensor
+    index: Tensor
     first: int
     stop: int
 
@@ -49,16 +49,14 @@ class Pass:
     instruction: Queries | None
     device: torch.device
     done: set[int] = field(default_factory=set)
-    _found: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)  # sets of so many keys
+    _found: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)  # sets of so many keys
 
     def __post_init__(self) -> None:
         self.indices = on_device(self.numbers, self.device), on_device(self.groups, self.device)
         owners = [self.numbers[self.groups.index(group)] for group in range(self.shape[0])]
         self.owners = on_device(owners, self.device)
 
-    def sets_of_keys(
-        self, sets: torch.Tensor, queries: tuple[int, ...], num_keys: int, device: torch.device
-    ) -> torch.Tensor:
+    def sets_of_keys(self, sets: Tensor, queries: tuple[int, ...], num_keys: int, device: torch.device) -> Tensor:
         """The part of `sets` (N, P or S, 2) that belongs to the keys of an attention call, (B, K, 2).
 
         Args:
@@ -73,10 +71,8 @@ class Pass:
         """
         first = self.seen + self.shape[1] - num_keys  # a cache with a window has dropped what comes before
         if queries != self.shape or first < 0:
-            raise ConfigError(
-                f"A layer attends with rows and queries {queries} to {num_keys} keys, where {self.shape} pass behind "
-                f"{self.seen} positions: cross attention and caches of fixed length cannot be measured."
-            )
+            call = f"A layer attends with rows and queries {queries} to {num_keys} keys, where {self.shape} pass behind"
+            raise ConfigError(f"{call} {self.seen} positions: cross attention and fixed caches cannot be measured.")
         if (num_keys, device) not in self._found:
             found = sets[self.owners.to(sets.device)][:, first : first + num_keys]
             found = torch.nn.functional.pad(found, (0, 0, 0, num_keys - found.size(1)))
@@ -100,7 +96,7 @@ class PassPlan:
     """
 
     def __init__(
-        self, sets: torch.Tensor, rows: slice | Sequence[int] | None, measure_prompt: bool, prompt: int | None = None
+        self, sets: Tensor, rows: slice | Sequence[int] | None, measure_prompt: bool, prompt: int | None = None
     ) -> None:
         self.sets, self.rows, self.measure_prompt, self.prompt = sets, rows, measure_prompt, prompt
         self.positions: list[int] = []

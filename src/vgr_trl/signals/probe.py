@@ -288,9 +288,8 @@ class AttentionCall:
         """Return the arguments for some rows and queries, and the keys up to `stop`."""
         if any(self.options.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
             raise ConfigError("Attention cannot be measured in packed sequences: pass one sequence per row, padded.")
-        kept = {
-            name: value for name, value in self.options.items() if name not in ("position_ids", "output_attentions")
-        }
+        left_out = "position_ids", "output_attentions"
+        kept = {name: value for name, value in self.options.items() if name not in left_out}
         for name in ("attention_mask", "position_bias"):
             if (per_query := kept.get(name)) is not None and per_query.ndim == 4:
                 of_rows = per_query[rows] if per_query.size(0) > 1 else per_query
@@ -325,20 +324,17 @@ def cosine_similarity(
     """
     if not len(image):
         return torch.full((len(emitting),), torch.nan, device=emitting.device)
+    if seen is None:
+        seen = torch.full((len(emitting),), len(image), device=emitting.device)
     states, others = normalize(emitting.float(), dim=-1), image.float()
-    if seen is not None:
-        ranks = torch.arange(1, len(others) + 1, device=others.device)  # (V,)
-        if over == "centre":
-            found = states @ normalize(others.cumsum(0) / ranks.unsqueeze(1), dim=-1).T  # (T, V)
-        else:
-            found = states @ normalize(others, dim=-1).T
-            found = found.cummax(1).values if over == "max" else found.cumsum(1) / ranks
-        found = found.gather(1, (seen - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-        return found.masked_fill(seen == 0, torch.nan)
+    ranks = torch.arange(1, len(others) + 1, device=others.device)  # (V,)
     if over == "centre":
-        return states @ normalize(others.mean(0), dim=0)
-    others = normalize(others, dim=-1)
-    return (states @ others.T).amax(1) if over == "max" else states @ others.mean(0)
+        others = others.cumsum(0) / ranks.unsqueeze(1)
+    found = states @ normalize(others, dim=-1).T  # (T, V)
+    if over != "centre":
+        found = found.cummax(1).values if over == "max" else found.cumsum(1) / ranks
+    found = found.gather(1, (seen - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    return found.masked_fill(seen == 0, torch.nan)
 
 
 class SimilarityProbe:
@@ -426,17 +422,10 @@ class SimilarityProbe:
         self._images = self._images | found if current.seen else found
         if current.emitting is not None:
             emitting = states[:, current.emitting.index]  # (B, T', D)
-            rows = zip(current.numbers, current.groups, strict=True)
-            positions = self._plan.positions[current.columns]
-            values = [
-                cosine_similarity(
-                    emitting[group],
-                    found[row],
-                    self.over,
-                    None if self._seen is None else self._seen[row, positions].to(emitting.device),
-                )
-                for row, group in rows
-            ]
+            positions, values = self._plan.positions[current.columns], []
+            for row, group in zip(current.numbers, current.groups, strict=True):
+                seen = None if self._seen is None else self._seen[row, positions].to(emitting.device)
+                values.append(cosine_similarity(emitting[group], found[row], self.over, seen))
             self._found.append((current, torch.stack(values)))
 
 

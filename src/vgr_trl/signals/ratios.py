@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from vgr_trl.boxes import Box
 from vgr_trl.pixels import on_device
@@ -35,17 +38,17 @@ class AttentionMass:
         seen_instruction: (N, T) int, likewise.
     """
 
-    vision: torch.Tensor
-    instruction: torch.Tensor
-    num_vision: torch.Tensor
-    num_instruction: torch.Tensor
-    mask: torch.Tensor
-    region: torch.Tensor | None = None
-    num_region: torch.Tensor | None = None
-    seen_vision: torch.Tensor | None = None
-    seen_instruction: torch.Tensor | None = None
+    vision: Tensor
+    instruction: Tensor
+    num_vision: Tensor
+    num_instruction: Tensor
+    mask: Tensor
+    region: Tensor | None = None
+    num_region: Tensor | None = None
+    seen_vision: Tensor | None = None
+    seen_instruction: Tensor | None = None
 
-    def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def seen(self) -> tuple[Tensor, Tensor]:
         """Return |V| and |I| of each token, (N, T), or (N, 1) where they are those of its prompt."""
         if self.seen_vision is None or self.seen_instruction is None:
             return self.num_vision.unsqueeze(1), self.num_instruction.unsqueeze(1)
@@ -70,18 +73,14 @@ class ModalityMasks:
     images: one more dimension, the vision tokens of each image of a row; None: not asked for.
     """
 
-    vision: torch.Tensor
-    instruction: torch.Tensor
-    region: torch.Tensor | None = None
-    images: torch.Tensor | None = None
+    vision: Tensor
+    instruction: Tensor
+    region: Tensor | None = None
+    images: Tensor | None = None
 
 
 def build_modality_masks(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    *,
-    vision_token_ids: Sequence[int],
-    special_token_ids: Sequence[int],
+    input_ids: Tensor, attention_mask: Tensor, *, vision_token_ids: Sequence[int], special_token_ids: Sequence[int]
 ) -> ModalityMasks:
     """Return which tokens are vision and which are instruction.
 
@@ -149,16 +148,10 @@ def split_layers(num_layers: int, scheme: str = "thirds") -> dict[str, list[int]
     layers = list(range(num_layers))
     if num_layers < 3:
         return {"all": layers}
-    if scheme == "ends":
-        middle = (num_layers - 2) // 2
-        return {"early": layers[:2], "middle": layers[middle : middle + 2], "late": layers[-2:], "all": layers}
-    early, middle = -(-num_layers // 3), -(-(num_layers - 1) // 3)
-    return {
-        "early": layers[:early],
-        "middle": layers[early : early + middle],
-        "late": layers[early + middle :],
-        "all": layers,
-    }
+    start = (num_layers - 2) // 2
+    ends = layers[:2], layers[start : start + 2], layers[-2:]
+    parts = ends if scheme == "ends" else [part.tolist() for part in np.array_split(layers, 3)]
+    return dict(zip(("early", "middle", "late", "all"), (*parts, layers), strict=True))
 
 
 def late_layers(num_layers: int, scheme: str = "thirds") -> list[int]:
@@ -180,19 +173,16 @@ def last_layers(num_layers: int, count: int | None, scheme: str, name: str) -> l
     return list(range(num_layers - count, num_layers))
 
 
-def mean_attention(mass: AttentionMass, layers: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def mean_attention(mass: AttentionMass, layers: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
     """Return A_V and A_I of each completion, (N,) each in [0, 1]: means over the layers and over the tokens that count.
 
     NaN for a completion without tokens that count.
     """
     mask = mass.mask.bool()
-    vision, instruction = (
-        _layer_mean(side, layers).masked_fill(~mask, 0).sum(1) / mask.sum(1) for side in (mass.vision, mass.instruction)
-    )
-    return vision, instruction
+    return _token_mean(_layer_mean(mass.vision, layers), mask), _token_mean(_layer_mean(mass.instruction, layers), mask)
 
 
-def vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) -> torch.Tensor:
+def vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) -> Tensor:
     """Return VGR = (A_I / |I|) / (A_V / |V|) of each completion; smaller: it looks at the image more.
 
     Args:
@@ -206,16 +196,14 @@ def vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) 
     return _ratio(*_averages(mass, layers))
 
 
-def token_vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) -> torch.Tensor:
+def token_vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) -> Tensor:
     """Return VGR of each token, (N, T) float32; NaN also for tokens that do not count. See `vision_gain_ratio`."""
     vision, instruction = (_layer_mean(side, layers) for side in (mass.vision, mass.instruction))
     ratio = _ratio(vision, instruction, *mass.seen())
     return ratio.masked_fill(~mass.mask.bool(), math.nan)
 
 
-def attention_efficiency_index(
-    mass: AttentionMass, layers: Sequence[int] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_efficiency_index(mass: AttentionMass, layers: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
     """Return AEI of vision and of instruction, (N,) each: share of the attention over share of the tokens.
 
     AEI_x = (A_x / (A_V + A_I)) / (|x| / (|V| + |I|)); 1 is attention in proportion to the number of tokens.
@@ -223,13 +211,11 @@ def attention_efficiency_index(
     vision, instruction, num_vision, num_instruction = _averages(mass, layers)
     attention, tokens = vision + instruction, num_vision + num_instruction
     undefined = (num_vision == 0) | (num_instruction == 0)
-    return (
-        (vision / attention / (num_vision / tokens)).masked_fill(undefined, math.nan),
-        (instruction / attention / (num_instruction / tokens)).masked_fill(undefined, math.nan),
-    )
+    first, second = vision / attention / (num_vision / tokens), instruction / attention / (num_instruction / tokens)
+    return first.masked_fill(undefined, math.nan), second.masked_fill(undefined, math.nan)
 
 
-def mdi_balance(vgr: torch.Tensor, ratio: float = 2.0) -> torch.Tensor:
+def mdi_balance(vgr: Tensor, ratio: float = 2.0) -> Tensor:
     """Return the MDI balance, clip(1 - |ln VGR| / ln R, 0, 1): 1 at VGR 1, 0 at VGR up to 1 / R or from R; NaN stays.
 
     Args:
@@ -244,13 +230,16 @@ def mdi_balance(vgr: torch.Tensor, ratio: float = 2.0) -> torch.Tensor:
     return (1 - vgr.log().abs() / math.log(ratio)).clamp(0, 1)
 
 
-def _layer_mean(side: torch.Tensor, layers: Sequence[int] | None) -> torch.Tensor:
+def _layer_mean(side: Tensor, layers: Sequence[int] | None) -> Tensor:
     return (side if layers is None else torch.stack([side[layer] for layer in layers])).mean(0)  # (N, T)
 
 
-def _averages(
-    mass: AttentionMass, layers: Sequence[int] | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _token_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of each row over the tokens that count, (N,); NaN without any."""
+    return values.masked_fill(~mask, 0).sum(1) / mask.sum(1)
+
+
+def _averages(mass: AttentionMass, layers: Sequence[int] | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return A_V, A_I, |V| and |I| of each completion as its ratios take them, (N,) each.
 
     Where tokens see different numbers of keys, A is the mean attention per key times the mean number of keys.
@@ -258,23 +247,18 @@ def _averages(
     if mass.seen_vision is None or mass.seen_instruction is None:
         return (*mean_attention(mass, layers), mass.num_vision, mass.num_instruction)
     mask = mass.mask.bool() & (mass.seen_vision > 0) & (mass.seen_instruction > 0)  # (N, T)
-    count = mask.sum(1)
-    numbers = [(seen * mask).sum(1) / count for seen in mass.seen()]
-    sides = (_layer_mean(side, layers) for side in (mass.vision, mass.instruction))
-    per_key = [
-        (side / seen).masked_fill(~mask, 0).sum(1) / count for side, seen in zip(sides, mass.seen(), strict=True)
-    ]
-    return per_key[0] * numbers[0], per_key[1] * numbers[1], numbers[0], numbers[1]
+    numbers = [_token_mean(each, mask) for each in mass.seen()]
+    sides = zip((mass.vision, mass.instruction), mass.seen(), numbers, strict=True)
+    vision, instruction = (_token_mean(_layer_mean(side, layers) / seen, mask) * count for side, seen, count in sides)
+    return vision, instruction, numbers[0], numbers[1]
 
 
-def _ratio(
-    vision: torch.Tensor, instruction: torch.Tensor, num_vision: torch.Tensor, num_instruction: torch.Tensor
-) -> torch.Tensor:
+def _ratio(vision: Tensor, instruction: Tensor, num_vision: Tensor, num_instruction: Tensor) -> Tensor:
     ratio = (instruction / num_instruction) / (vision / num_vision)
     return ratio.masked_fill((num_vision == 0) | (num_instruction == 0), math.nan)
 
 
-def measure_segments(mass: AttentionMass, scheme: str, mdi_balance_ratio: float) -> dict[str, torch.Tensor]:
+def measure_segments(mass: AttentionMass, scheme: str, mdi_balance_ratio: float) -> dict[str, Tensor]:
     """Return, per segment of layers, the six `QUANTITIES` (N, 6) of the completions; NaN where undefined."""
     segments = {}
     for name, layers in split_layers(len(mass.vision), scheme).items():
@@ -285,7 +269,7 @@ def measure_segments(mass: AttentionMass, scheme: str, mdi_balance_ratio: float)
     return segments
 
 
-def visual_dependency(logps: torch.Tensor, perturbed_logps: torch.Tensor) -> torch.Tensor:
+def visual_dependency(logps: Tensor, perturbed_logps: Tensor) -> Tensor:
     """Return the visual dependency of each token, in [0, 10]: 0 where the image made no difference.
 
     With d = clamp(perturbed log-probability - original log-probability, -20, 20), it is clamp(e^d - d - 1, 0, 10), an
@@ -303,15 +287,15 @@ def visual_dependency(logps: torch.Tensor, perturbed_logps: torch.Tensor) -> tor
     return (torch.expm1(difference) - difference).clamp(0, 10)
 
 
-def entropies_of(logps: torch.Tensor) -> torch.Tensor:
+def entropies_of(logps: Tensor) -> Tensor:
     """Return the entropies of (C, vocabulary) log-probabilities, which are changed in place."""
     probabilities = logps.exp()
     # A forbidden token has the logit -inf and adds nothing.
-    sums: torch.Tensor = torch.linalg.vecdot(probabilities, logps.clamp_(min=torch.finfo(logps.dtype).min))
+    sums: Tensor = torch.linalg.vecdot(probabilities, logps.clamp_(min=torch.finfo(logps.dtype).min))
     return -sums
 
 
-def jensen_shannon(logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+def jensen_shannon(logits: Tensor, others: Tensor) -> Tensor:
     """Return the Jensen-Shannon divergence of two distributions, half the KL of each from their mean, in [0, ln 2].
 
     Args:
@@ -355,7 +339,7 @@ def drawn(boxes: Sequence[Box], size: tuple[int, int]) -> Image.Image:
 ENOUGH = 0.5  # share of a token that has to be within the region
 
 
-def lit_share(region: torch.Tensor, black: torch.Tensor, white: torch.Tensor) -> torch.Tensor:
+def lit_share(region: Tensor, black: Tensor, white: Tensor) -> Tensor:
     """Return how white pixels are, in [0, 1]; 0 where the image has no part in them, which is padding.
 
     Args:
@@ -366,13 +350,13 @@ def lit_share(region: torch.Tensor, black: torch.Tensor, white: torch.Tensor) ->
     return share.masked_fill(span == 0, 0).clamp(0, 1)
 
 
-def select_region(shares: torch.Tensor) -> torch.Tensor:
+def select_region(shares: Tensor) -> Tensor:
     """Return which tokens (V,) stand for the region: those at least half within it, else those that are most."""
     most = shares.max() if len(shares) else shares.sum()
     return (shares >= most.clamp(max=ENOUGH) - 1e-6) & (shares > 0)
 
 
-def token_shares(lit: torch.Tensor, given: Mapping[str, torch.Tensor], num_tokens: int) -> torch.Tensor:
+def token_shares(lit: Tensor, given: Mapping[str, Tensor], num_tokens: int) -> Tensor:
     """Return how much of each vision token of one image is lit, (V,) in [0, 1].
 
     Args:
@@ -393,15 +377,10 @@ def token_shares(lit: torch.Tensor, given: Mapping[str, torch.Tensor], num_token
         if (mask := given.get("pixel_attention_mask")) is not None:
             squares = squares[mask.flatten(0, 1).flatten(1).any(1)]
         side = math.isqrt(num_tokens // max(len(squares), 1))
-        found = torch.cat([_pooled(square.mean(0), side, side) for square in squares]) if side else lit.new_zeros(0)
+        pooled = adaptive_avg_pool2d(squares.mean(1, keepdim=True), side) if side else lit.new_zeros(0)
+        found = pooled.flatten()  # square by square, row by row
     if len(found) != num_tokens:
         shapes = {name: tuple(value.shape) for name, value in given.items()}
         unknown = f"An image has {num_tokens} tokens and the pixel inputs {shapes}, which cannot be matched"
         raise DataError(f"{unknown}: switch off what reads regions for this processor.")
     return found
-
-
-def _pooled(image: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The mean of (height, width) in each cell of a grid, row by row."""
-    pooled: torch.Tensor = torch.nn.functional.adaptive_avg_pool2d(image[None, None], (rows, columns))
-    return pooled.flatten()

@@ -5,13 +5,13 @@ from hidden states, a few positions at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 
 from vgr_trl.pixels import counts_by_tokens, image_inputs_of, number_images
 from vgr_trl.rows import TOKEN_TYPES, extend_token_types, take_scoring_rows
@@ -23,6 +23,7 @@ from vgr_trl.sharing.model_support import (
     replaced,
     why_adapter_reads_whole_rows,
 )
+from vgr_trl.sharing.prefix_cache import SharingReport
 from vgr_trl.sharing.prefix_forward import is_image_token
 from vgr_trl.sharing.sharing import share_prompts, whole_groups
 from vgr_trl.signals.named import RolloutSignals
@@ -43,7 +44,7 @@ LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32;
 class _HiddenStates(dict[str, Any]):
     """Stands in for the outputs of a base model: the last hidden states by name and by index, None for the rest."""
 
-    def __init__(self, states: torch.Tensor) -> None:
+    def __init__(self, states: Tensor) -> None:
         super().__init__(last_hidden_state=states)
 
     def __getattr__(self, name: str) -> Any:
@@ -66,7 +67,7 @@ class Head:
         self.causal = causal
         self.vocabulary: int = causal.config.get_text_config(decoder=True).vocab_size
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (C, vocabulary) for hidden states (C, D).
 
         Raises:
@@ -82,15 +83,13 @@ class Head:
 
         base, decoder = self.causal.base_model, find_decoder(self.causal)  # OPT's head calls the decoder of its base
         with replaced((base, "forward", forward), (decoder, "forward", forward)):
-            logits: torch.Tensor = self.causal(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+            logits: Tensor = self.causal(input_ids=ids, use_cache=False, return_dict=True).logits[0]
         if calls != 1:
             calls_base = f"{type(self.causal).__name__} called its base model {calls} times instead of once"
             raise ConfigError(f"{calls_base}: its head cannot be used alone, score with its own forward pass.")
         return logits
 
-    def score(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def score(self, hidden: Tensor, tokens: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of `tokens` and entropies of what they are drawn from, 0 where `mask` is False.
 
         Args:
@@ -103,15 +102,13 @@ class Head:
             (N, T) float32 each, entropies in nats.
         """
 
-        def measure(states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        def measure(states: Tensor, chosen: Tensor) -> Tensor:
             logps = torch.log_softmax(self.logits(states).float() / temperature, dim=-1)  # (C, vocabulary)
             return torch.stack([logps.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropies_of(logps)])
 
         return self._measure_by_position(measure, mask, hidden, tokens)
 
-    def shift(
-        self, hidden: torch.Tensor, others: torch.Tensor, mask: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def shift(self, hidden: Tensor, others: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return how far two passes differ in what tokens are drawn from, and the entropies of the other pass.
 
         Args:
@@ -124,7 +121,7 @@ class Head:
             (N, T) float32 each, the Jensen-Shannon divergence and entropies, in nats; 0 where `mask` is False.
         """
 
-        def measure(states: torch.Tensor, other_states: torch.Tensor) -> torch.Tensor:
+        def measure(states: Tensor, other_states: Tensor) -> Tensor:
             logits, other = (self.logits(each).float() / temperature for each in (states, other_states))
             return torch.stack([jensen_shannon(logits, other), entropies_of(torch.log_softmax(other, dim=-1))])
 
@@ -135,8 +132,8 @@ class Head:
         return max(LOGITS_AT_A_TIME.get(device.type, LOGITS_AT_A_TIME["cpu"]) // (passes * self.vocabulary), 1)
 
     def _measure_by_position(
-        self, measure: Callable[..., torch.Tensor], mask: torch.Tensor, *of_tokens: torch.Tensor, passes: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, measure: Callable[..., Tensor], mask: Tensor, *of_tokens: Tensor, passes: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """The two numbers of each position of the mask, some at a time, 0 elsewhere."""
         device = of_tokens[0].device
         found = torch.zeros(2, *mask.shape, device=device)
@@ -148,11 +145,11 @@ class Head:
 
 
 @contextmanager
-def read_hidden_states(model: nn.Module, completion_length: int) -> Iterator[list[torch.Tensor]]:
+def read_hidden_states(model: nn.Module, completion_length: int) -> Iterator[list[Tensor]]:
     """Yield a list that gets the hidden states (N, T, D) of the emitting positions of every pass in this block."""
-    states: list[torch.Tensor] = []
+    states: list[Tensor] = []
 
-    def read(hidden: torch.Tensor) -> torch.Tensor:
+    def read(hidden: Tensor) -> Tensor:
         states.append(hidden[:, -completion_length - 1 : -1])
         return hidden
 
@@ -179,7 +176,7 @@ class AttentionPlan:
     vision_token_ids: Sequence[int]
     special_token_ids: Sequence[int] = ()
     mass: bool = True
-    region: torch.Tensor | None = None
+    region: Tensor | None = None
     keep_rows: Sequence[int] = ()
     keep_layers: Sequence[int] | None = None
     measure_prompt: bool = False
@@ -200,7 +197,7 @@ class Want:
 
     entropies: bool = False
     hidden: bool = False
-    values: Callable[[torch.Tensor], torch.Tensor] | None = None
+    values: Callable[[Tensor], Tensor] | None = None
     attention: AttentionPlan | None = None
 
 
@@ -221,20 +218,20 @@ class Scores:
         per_image: per row, the attention on each of its images in [0, 1], None where it is undefined or unknown.
     """
 
-    logps: torch.Tensor
-    mask: torch.Tensor
-    entropies: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None
-    values: torch.Tensor | None = None
+    logps: Tensor
+    mask: Tensor
+    entropies: Tensor | None = None
+    hidden: Tensor | None = None
+    values: Tensor | None = None
     attention: AttentionMass | None = None
     prompt_attention: AttentionMass | None = None
-    maps: Mapping[int, torch.Tensor] | None = None
-    similarity: torch.Tensor | None = None
+    maps: Mapping[int, Tensor] | None = None
+    similarity: Tensor | None = None
     per_image: list[list[float | None]] | None = None
 
 
 # (model, inputs, whether entropies are wanted) -> log-probabilities and entropies (N, T) of the completions
-Compute = Callable[[nn.Module, dict[str, Any], bool], tuple[torch.Tensor, torch.Tensor | None]]
+Compute = Callable[[nn.Module, dict[str, Any], bool], tuple[Tensor, Tensor | None]]
 
 
 @torch.no_grad()
@@ -276,9 +273,8 @@ def score(
         reads = want.hidden or want.values or compute is None
         with ExitStack() as stack:
             states = stack.enter_context(read_hidden_states(model, length)) if reads else []
-            for each in (probe, similar):
-                if each is not None:
-                    stack.enter_context(each)
+            stack.enter_context(probe or nullcontext())
+            stack.enter_context(similar or nullcontext())
             if compute is not None:
                 logps, entropies = compute(model, inputs, want.entropies)
             else:
@@ -288,40 +284,28 @@ def score(
             head, tokens = Head(causal_model(model)), inputs["input_ids"][:, -length:]
             logps, entropies = head.score(states[0], tokens, mask, temperature)
         found: dict[str, Any] = {"logps": logps, "mask": mask, "entropies": entropies if want.entropies else None}
+        found |= {"hidden": states[0] if want.hidden else None, "values": want.values and want.values(states[0])}
         if probe is not None:
             found["attention"] = replace(probe.mass, mask=mask, **({} if own is None else _seen(probe.sets, length)))
             if want.attention is not None and want.attention.per_image:
                 found["per_image"] = _per_image(probe, mask, want.attention.keep_layers, inputs.get("num_images"))
             found["prompt_attention"] = probe.prompt_mass if probe.plan.measure_prompt else None
             found["maps"] = {rows[row]: kept for row, kept in probe.kept.items()}
-        parts.append(
-            Scores(
-                **found,
-                hidden=states[0] if want.hidden else None,
-                values=want.values(states[0]) if want.values else None,
-                similarity=None if similar is None else similar.similarity,
-            )
-        )
+        parts.append(Scores(**found, similarity=None if similar is None else similar.similarity))
     return parts[0] if len(parts) == 1 else _join(parts)
 
 
 def _build_probes(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    plan: AttentionPlan | None,
-    rows: range,
-    own: torch.Tensor | None,
+    model: nn.Module, inputs: Mapping[str, Any], plan: AttentionPlan | None, rows: range, own: Tensor | None
 ) -> tuple[AttentionProbe | None, SimilarityProbe | None]:
     """Return the probes of a pass over these rows of the batch; `own`, (B, T), is 0 for the tokens of tools."""
     if plan is None:
         return None, None
     prompt = inputs["input_ids"].size(1) - inputs["logits_to_keep"]
     stop = prompt if own is None else None
+    ids, given = inputs["input_ids"][:, :stop], given_tokens(inputs, own)[:, :stop]
     masks = build_modality_masks(
-        inputs["input_ids"][:, :stop],
-        given_tokens(inputs, own)[:, :stop],
-        vision_token_ids=plan.vision_token_ids,
-        special_token_ids=plan.special_token_ids,
+        ids, given, vision_token_ids=plan.vision_token_ids, special_token_ids=plan.special_token_ids
     )
     whole = None if own is None else prompt  # P, where masks are of whole rows
     similar = None if plan.similarity is None else SimilarityProbe(model, masks.vision, *plan.similarity, whole)
@@ -337,21 +321,21 @@ def _build_probes(
     return AttentionProbe(model, masks, None, keep, plan.measure_prompt, plan.keep_layers, prompt=whole), similar
 
 
-def given_tokens(inputs: Mapping[str, Any], own: torch.Tensor | None) -> torch.Tensor:
+def given_tokens(inputs: Mapping[str, Any], own: Tensor | None) -> Tensor:
     """Return the tokens that the policy has not written, (N, P + T) bool: those of prompts and of tools."""
     given, length = inputs["attention_mask"].bool(), inputs["logits_to_keep"]
     of_tools = torch.zeros_like(given[:, -length:]) if own is None else given[:, -length:] & ~own.bool()
     return torch.cat([given[:, :-length], of_tools], dim=1)
 
 
-def _seen(sets: torch.Tensor, length: int) -> dict[str, torch.Tensor]:
+def _seen(sets: Tensor, length: int) -> dict[str, Tensor]:
     """Return how many vision and instruction tokens of whole rows (N, S, 2 or more) each of T tokens sees."""
     seen = sets[..., :2].cumsum(1)[:, -length - 1 : -1].int()  # (N, T, 2)
     return {"seen_vision": seen[..., 0], "seen_instruction": seen[..., 1]}
 
 
 def _per_image(
-    probe: AttentionProbe, mask: torch.Tensor, layers: Sequence[int] | None, num_images: Sequence[int] | None
+    probe: AttentionProbe, mask: Tensor, layers: Sequence[int] | None, num_images: Sequence[int] | None
 ) -> list[list[float | None]]:
     """Return the attention on each image, the mean over layers and over the tokens that count and come after it.
 
@@ -376,7 +360,7 @@ def _join(parts: Sequence[Scores]) -> Scores:
         values = [getattr(part, name) for part in parts]
         if isinstance(first, AttentionMass):
             found[name] = join_masses(values)
-        elif isinstance(first, torch.Tensor):
+        elif isinstance(first, Tensor):
             found[name] = torch.cat(values)
         elif isinstance(first, list):
             found[name] = [row for value in values for row in value]
@@ -440,18 +424,18 @@ class RolloutScorer:
 
     def score(
         self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        completion_ids: torch.Tensor,
-        completion_mask: torch.Tensor,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
         *,
         num_generations: int = 1,
         attention: bool = True,
         similarity: bool = False,
-        regions: torch.Tensor | None = None,
+        regions: Tensor | None = None,
         num_images: Sequence[int] | None = None,
         num_tiles: Sequence[int] | None = None,
-        **image_inputs: torch.Tensor,
+        **image_inputs: Tensor,
     ) -> RolloutSignals:
         """Return the signals of N completions of T tokens.
 
@@ -504,14 +488,16 @@ class RolloutScorer:
             is_image = is_image_token(ids, self.causal.config) & batch["attention_mask"].bool()  # (N, P + T)
             batch |= counts_by_tokens(image_inputs_of(given), is_image)
         want = Want(entropies=True, attention=self._attention_plan(attention, similarity, regions))
-        with _evaluating(self.model), self._shared(length):
+        shared = nullcontext(SharingReport()) if self.share_prompts == "off" else share_prompts(self.model, length)
+        with _evaluating(self.model), shared as report:
             scores = score(self.causal, batch, want, rows_per_pass=step, temperature=self.temperature)
-        assert scores.entropies is not None
-        return RolloutSignals(
-            scores.logps, scores.entropies, scores.mask, scores.attention, similarity=scores.similarity
-        )
+        reasons = report.plain.keys() - {"no prompt occurs twice"}
+        if self.share_prompts == "on" and reasons:
+            raise ConfigError(f"share_prompts is on, but prompts could not be shared: {min(reasons)}; use auto or off.")
+        measured = ("logps", "entropies", "mask", "attention", "similarity")
+        return RolloutSignals(**{name: getattr(scores, name) for name in measured})
 
-    def _attention_plan(self, attention: bool, similarity: bool, regions: torch.Tensor | None) -> AttentionPlan | None:
+    def _attention_plan(self, attention: bool, similarity: bool, regions: Tensor | None) -> AttentionPlan | None:
         if not (attention or similarity):
             return None
         vision = self.vision_token_ids if self.vision_token_ids is not None else vision_token_ids(self.causal)
@@ -519,17 +505,6 @@ class RolloutScorer:
             raise ConfigError("Give vision_token_ids, for attention special_token_ids too, or attention=False.")
         similar = (self.similarity_layer, self.similarity_over) if similarity else None
         return AttentionPlan(vision, self.special_token_ids or (), mass=attention, region=regions, similarity=similar)
-
-    @contextmanager
-    def _shared(self, length: int) -> Iterator[None]:
-        if self.share_prompts == "off":
-            yield
-            return
-        with share_prompts(self.model, length) as report:
-            yield
-        reasons = report.plain.keys() - {"no prompt occurs twice"}
-        if self.share_prompts == "on" and reasons:
-            raise ConfigError(f"share_prompts is on, but prompts could not be shared: {min(reasons)}; use auto or off.")
 
 
 @contextmanager

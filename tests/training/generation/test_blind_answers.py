@@ -9,7 +9,7 @@ from support.vllm import in_place_of_vllm
 
 from vgr_trl.generation import blind_conversation, extract_description
 from vgr_trl.rewards import load_reward
-from vgr_trl.rewards.simple import blind_accuracy_reward
+from vgr_trl.rewards.functions import blind_accuracy_reward
 
 
 def test_descriptions():

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vgr_trl.config import (
     PERTURBATION_CONFLICTS,
@@ -24,23 +25,18 @@ from vgr_trl.config import (
     check_conflicts,
     used_by,
 )
+from vgr_trl.config_converters import EASYR1_KEYS
 from vgr_trl.credit import active_rules, given_weights, shape_advantages, token_weights
 from vgr_trl.loss import entropy_penalty, perception_loss, surprisal
 from vgr_trl.metrics import Totals, add_weights
 from vgr_trl.options import FACTS, check_options, option, unused_options
-from vgr_trl.rewards.attention import compute_hard_negative_rewards, mdi_reward, vgr_reward
+from vgr_trl.rewards.functions import compute_hard_negative_rewards, mdi_reward, vgr_reward
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass, vision_gain_ratio
 from vgr_trl.utils import ConfigError, parse_yaml
 
-OPTION_ALIASES = {
-    "enable_token_weights": "token_weights",
-    "token_weight_clip": "token_weights_clip",
-    "token_weight_smooth_sigma": "token_weights_smooth_sigma",
-    "token_weight_last_k_layers": "token_weights_last_k_layers",
-    "token_weight_topk_ratio": "token_weights_topk_ratio",
-    "positive_only": "token_weights_positive_only",
-}
+_WEIGHTS = {key: known.option for key, known in EASYR1_KEYS.items() if str(known.option).startswith("token_weights")}
+OPTION_ALIASES = {key.removeprefix("algorithm."): str(option) for key, option in _WEIGHTS.items()}  # of ports of EasyR1
 _AVAILABLE_SIGNALS = ("attention", "dependency", "entropies", "logps")  # to credit rules
 _UNSUPPORTED_OPTIONS = {
     "compute_attention_metrics", "attention_source", "attention_rows", "check_pixels", "perturbation",
@@ -159,13 +155,13 @@ class SignalContext:
     """
 
     options: SignalOptions
-    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    token_weights: torch.Tensor | None = None
-    perturbed_logps: torch.Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    token_weights: Tensor | None = None
+    perturbed_logps: Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    response_mask: torch.Tensor | None = None
+    response_mask: Tensor | None = None
 
-    def signals(self, mask: torch.Tensor) -> RolloutSignals:
+    def signals(self, mask: Tensor) -> RolloutSignals:
         """Return the measurements as signals for credit rules; NaN if not measured.
 
         Args:
@@ -200,16 +196,13 @@ def get_signal_context(reader: str) -> SignalContext:
         ConfigError: no signals are set.
     """
     if (context := _CONTEXT.get()) is None:
-        raise ConfigError(
-            f"{reader} got no signals: set the environment variable VERL_ENGINE_VENDOR=vgr and "
-            "trainer.v1.trainer_mode=vgr_sync, whose engine and trainer provide them."
-        )
+        raise ConfigError(f"{reader} got no signals: set VERL_ENGINE_VENDOR=vgr and trainer.v1.trainer_mode=vgr_sync.")
     return context
 
 
 def add_signal_rewards(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Any], context: SignalContext
-) -> torch.Tensor:
+    token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[Any], context: SignalContext
+) -> Tensor:
     """Return the rewards (N, T) with attention rewards added to the last token of each completion.
 
     Undefined rewards add nothing and are counted. Rows without tokens, with which verl pads a batch, are ignored.
@@ -241,20 +234,19 @@ def add_signal_rewards(
     ):  # fmt: skip
         if not weight:
             continue
-        applied = []
+        applied: dict[int, float] = {}
         for rows in groups.values():
             values = reward([vgr[row] for row in rows], [right[row] for row in rows])
-            for row, value in zip(rows, values, strict=True):
-                if value is not None:
-                    rewards[row, last[row]] += weight * value
-                    applied.append(value)
+            applied |= {row: value for row, value in zip(rows, values, strict=True) if value is not None}
+        for row, value in applied.items():
+            rewards[row, last[row]] += weight * value
         if applied:
-            context.metrics[f"rewards/{name}/mean"] = fmean(applied)
+            context.metrics[f"rewards/{name}/mean"] = fmean(applied.values())
             context.metrics[f"rewards/{name}/not_applicable"] = sum(map(len, groups.values())) - len(applied)
     return rewards
 
 
-Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Estimator = Callable[..., tuple[Tensor, Tensor]]
 
 
 def make_estimator(name: str, find_base: Callable[[str], Estimator]) -> Estimator:
@@ -265,8 +257,8 @@ def make_estimator(name: str, find_base: Callable[[str], Estimator]) -> Estimato
     """
 
     def estimator(
-        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Any], **more: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[Any], **more: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return advantages and returns, (N, T) each: rewards with signals, the base, then credit rules.
 
         Args:
@@ -294,12 +286,12 @@ def make_estimator(name: str, find_base: Callable[[str], Estimator]) -> Estimato
 
 
 def shape_credit(
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     context: SignalContext,
-    shaped: torch.Tensor | None = None,
-    prompts: torch.Tensor | None = None,
-) -> torch.Tensor:
+    shaped: Tensor | None = None,
+    prompts: Tensor | None = None,
+) -> Tensor:
     """Return advantages (N, T) multiplied by the token factors of the enabled rules.
 
     With `apply_to` mask, token weights instead multiply the mask and are returned in `context.response_mask`.
@@ -330,27 +322,22 @@ def shape_credit(
     return credit * mask
 
 
-def _compute_token_weights(context: SignalContext, mask: torch.Tensor) -> torch.Tensor:
+def _compute_token_weights(context: SignalContext, mask: Tensor) -> Tensor:
     """Return weights (N, T) of mean 1 per completion: from the rollout, else from measured attention, else 1."""
     options, ones = context.options, torch.ones(mask.shape, device=mask.device)
     if context.token_weights is not None:
         return given_weights(context.token_weights, mask, ones)
     if "vgr_token" in context.columns:
-        return token_weights(
-            context.columns["vgr_token"].float(),
-            mask,
-            clip=options.token_weights_clip,
-            smooth_sigma=options.token_weights_smooth_sigma,
-            topk_ratio=options.token_weights_topk_ratio,
-        )
+        numbers = {name: getattr(options, f"token_weights_{name}") for name in ("clip", "smooth_sigma", "topk_ratio")}
+        return token_weights(context.columns["vgr_token"].float(), mask, **numbers)
     warnings.warn("The batch has neither token_weights nor measured attention: all weights are 1.", stacklevel=3)
     return ones
 
 
-Loss = tuple[torch.Tensor, dict[str, Any]]
+Loss = tuple[Tensor, dict[str, Any]]
 
 
-def add_loss_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Tensor], name: str) -> Callable[..., Loss]:
+def add_loss_terms(base: Callable[..., Loss], aggregate: Callable[..., Tensor], name: str) -> Callable[..., Loss]:
     """Return a policy loss of verl: `base` plus the enabled terms, with the same aggregation.
 
     Args:
@@ -359,13 +346,13 @@ def add_loss_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Ten
     """
 
     def loss(
-        old_log_prob: torch.Tensor,
-        log_prob: torch.Tensor,
-        advantages: torch.Tensor,
-        response_mask: torch.Tensor,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
         loss_agg_mode: str = "token-mean",
         config: Any = None,
-        rollout_is_weights: torch.Tensor | None = None,
+        rollout_is_weights: Tensor | None = None,
     ) -> Loss:
         context = get_signal_context(f"The policy loss {name}")
         value, metrics = base(
@@ -382,7 +369,7 @@ def add_loss_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Ten
     return loss
 
 
-def compute_loss_terms(context: SignalContext, logps: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+def compute_loss_terms(context: SignalContext, logps: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Return the enabled loss terms, (N, T) each, 0 outside the mask.
 
     Args:

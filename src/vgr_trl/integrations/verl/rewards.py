@@ -1,14 +1,16 @@
-"""A reward with verl's signature, `compute_score(data_source, solution_str, ground_truth, extra_info)`.
+"""Rewards with verl's signature, `compute_score`, and with EasyR1's, `compute_scores`.
 
 Computes accuracy, format and length. Attention rewards are added after the actor's pass, by the options
 `vgr_reward_weight`, `hard_negative_reward_weight` and `mdi_reward_weight`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vgr_trl.rewards.simple import accuracy_reward, get_soft_overlong_punishment, think_format_reward
+from vgr_trl.rewards.functions import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 from vgr_trl.utils import RewardError
+
+REWARD_NAME, REWARD_TYPE = "vgr", "batch"  # read by EasyR1
 
 
 def compute_score(
@@ -54,3 +56,17 @@ def compute_score(
         score["length"] = punishment([range(int(info["response_length"]))])[0]
         total += length_weight * score["length"]
     return {"score": total, **score}
+
+
+def compute_scores(reward_inputs: Sequence[Mapping[str, Any]], **weights: Any) -> list[dict[str, float]]:
+    """Return `overall`, `accuracy`, `format` (and `length`) of each completion.
+
+    Args:
+        reward_inputs: per completion `response`, `response_length` and `ground_truth`.
+        weights: keyword arguments of `compute_score`.
+    """
+    scores = []
+    for given in reward_inputs:
+        score = compute_score("", given["response"], given["ground_truth"], given, **weights)
+        scores.append({"overall": score.pop("score"), **score})
+    return scores

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from vgr_trl.credit import token_weights
@@ -28,20 +29,17 @@ from vgr_trl.signals.ratios import (
 from vgr_trl.utils import ConfigError, DataError
 
 LAST_LAYERS_OPTION = "token_weight_last_k_layers"  # for messages
+_SIDE = 14  # of a square, in pixels
 
 
 def build_token_vgr_weights_for_batch(
-    outputs_attentions: Sequence[Sequence[torch.Tensor | None]],
-    input_ids: torch.Tensor,
-    sequences: torch.Tensor,
+    outputs_attentions: Sequence[Sequence[Tensor | None]],
+    input_ids: Tensor,
+    sequences: Tensor,
     processor: Any,
-    image_grid_thw: torch.Tensor | None = None,
-    *,
-    clip: tuple[float, float] | None = (0.2, 3.0),
-    smooth_sigma: float = 0.0,
-    last_k_layers: int | None = None,
-    topk_ratio: float | None = None,
-) -> tuple[torch.Tensor, dict[str, Any]]:
+    image_grid_thw: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, dict[str, Any]]:
     """Return token weights from the attention matrices of `generate(output_attentions=True)`.
 
     Args:
@@ -52,8 +50,7 @@ def build_token_vgr_weights_for_batch(
         processor: of the model; defines image tokens and special tokens.
         image_grid_thw: (images, 3), patches in time, height and width, to check the number of image tokens; None: no
             check.
-        clip, smooth_sigma, topk_ratio: as `vgr_trl.credit`.
-        last_k_layers: number of last layers to use; None: the late third.
+        options: as `token_vgr_weights` takes them.
 
     Returns:
         (N, T) float32, and the `info` of `token_vgr_weights`.
@@ -64,10 +61,8 @@ def build_token_vgr_weights_for_batch(
     """
     count, length = sequences.size(0), sequences.size(1) - input_ids.size(1)
     if count % len(input_ids) or length < 1 or len(outputs_attentions) < length:
-        raise DataError(
-            f"input_ids {tuple(input_ids.shape)}, sequences {tuple(sequences.shape)} and attentions of "
-            f"{len(outputs_attentions)} steps: give the prompts and the output of generate for them."
-        )
+        shapes = f"input_ids {tuple(input_ids.shape)}, sequences {tuple(sequences.shape)}"
+        raise DataError(f"{shapes} and attentions of {len(outputs_attentions)} steps: give those of one generation.")
     tokenizer = getattr(processor, "tokenizer", processor)
     vision = vision_token_ids(None, processor)
     if not vision:
@@ -88,12 +83,10 @@ def build_token_vgr_weights_for_batch(
     ends = tokens == tokenizer.eos_token_id
     before_end = ends.cumsum(1) - ends.long() == 0  # up to and including the first end of sequence
     mass.mask = before_end & ((tokens != tokenizer.pad_token_id) | ends)
-    return token_vgr_weights(
-        mass, clip=clip, smooth_sigma=smooth_sigma, last_k_layers=last_k_layers, topk_ratio=topk_ratio
-    )
+    return token_vgr_weights(mass, **options)
 
 
-def _mass_of_steps(steps: Sequence[Sequence[torch.Tensor | None]], sets: torch.Tensor) -> AttentionMass:
+def _mass_of_steps(steps: Sequence[Sequence[Tensor | None]], sets: Tensor) -> AttentionMass:
     """Return the mass of the emitting queries, each the last one of its step.
 
     Args:
@@ -121,19 +114,14 @@ def _mass_of_steps(steps: Sequence[Sequence[torch.Tensor | None]], sets: torch.T
 
 
 def token_vgr_weights(
-    mass: AttentionMass,
-    *,
-    clip: tuple[float, float] | None = (0.2, 3.0),
-    smooth_sigma: float = 0.0,
-    last_k_layers: int | None = None,
-    topk_ratio: float | None = None,
-) -> tuple[torch.Tensor, dict[str, Any]]:
+    mass: AttentionMass, *, last_k_layers: int | None = None, **options: Any
+) -> tuple[Tensor, dict[str, Any]]:
     """Return token weights of N completions from the measurement of a probe, without attention matrices.
 
     Args:
         mass: of `AttentionProbe`, `RolloutScorer` or `GenerationProbe`; its `mask` marks valid tokens.
-        clip, smooth_sigma, topk_ratio: as `vgr_trl.credit`.
         last_k_layers: number of last layers to use; None: the late third.
+        options: `clip`, `smooth_sigma` and `topk_ratio`, as `vgr_trl.credit.token_weights` takes them.
 
     Returns:
         (N, T) float32 with mean 1 over the valid tokens of each completion; and `info`: `vgr` (N,) of the same layers,
@@ -144,7 +132,7 @@ def token_vgr_weights(
     """
     layers = last_layers(len(mass.vision), last_k_layers, "thirds", LAST_LAYERS_OPTION)
     token_vgr, mask = token_vision_gain_ratio(mass, layers), mass.mask.bool()  # (N, T)
-    weights = token_weights(token_vgr, mask, clip=clip, smooth_sigma=smooth_sigma, topk_ratio=topk_ratio)
+    weights = token_weights(token_vgr, mask, **options)
     info = {
         "vgr": vision_gain_ratio(mass, layers),
         "undefined_fraction": float((token_vgr.isnan() & mask).sum() / mask.sum().clamp(min=1)),
@@ -167,16 +155,14 @@ class Layout:
         packed: whether the sequences are concatenated in one row.
     """
 
-    input_ids: torch.Tensor
-    present: torch.Tensor
-    prompt: torch.Tensor
-    rows: torch.Tensor
+    input_ids: Tensor
+    present: Tensor
+    prompt: Tensor
+    rows: Tensor
     packed: bool
 
 
-def build_layout(
-    input_ids: torch.Tensor, present: torch.Tensor, prompt: torch.Tensor, packed: bool, pad: int = 0
-) -> Layout:
+def build_layout(input_ids: Tensor, present: Tensor, prompt: Tensor, packed: bool, pad: int = 0) -> Layout:
     """Return the layout of a pass over sequences of which each has a row in the arguments, (N, S) each.
 
     Args:
@@ -197,7 +183,7 @@ def build_layout(
 @contextmanager
 def measure_pass(
     model: Any, layout: Layout, options: SignalOptions, special_token_ids: Sequence[int]
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Iterator[dict[str, Tensor]]:
     """Measure the attention of the forward pass in this block.
 
     Yields columns of the shape of the layout, filled at the end of the block: attention per vision token (`vgr_vision`)
@@ -211,7 +197,7 @@ def measure_pass(
     Raises:
         ConfigError: the image tokens are unknown.
     """
-    causal, columns = causal_model(model), dict[str, torch.Tensor]()
+    causal, columns = causal_model(model), dict[str, Tensor]()
     vision = tuple(options.vision_token_ids or ()) or vision_token_ids(causal)
     if not vision:
         raise ConfigError(f"{type(causal).__name__} has no image token in its configuration: give vision_token_ids.")
@@ -224,7 +210,7 @@ def measure_pass(
         yield columns
     margins = emitting.start, layout.input_ids.size(1) - emitting.stop
 
-    def per_token(side: str) -> torch.Tensor:
+    def per_token(side: str) -> Tensor:
         mask, rows = getattr(masks, side), layout.rows
         counts = torch.zeros(int(rows.max()) + 1, device=mask.device)
         of_token = counts.index_add(0, rows.flatten(), mask.flatten().float())[rows[:, emitting]]
@@ -241,19 +227,17 @@ def measure_pass(
         columns["vgr_token"] = sides["instruction"][layers].mean(0) / sides["vision"][layers].mean(0)
 
 
-def perturb_row(
-    inputs: Mapping[str, Any], options: SignalOptions, step: int, black: Sequence[float], patch_size: int = 14
-) -> dict[str, Any]:
+def perturb_row(inputs: Mapping[str, Any], options: SignalOptions, step: int, black: Sequence[float]) -> dict[str, Any]:
     """Return the pixel inputs of a row with squares blackened, each with probability `black_prob`.
 
-    The seed depends on run, step and pixels, so that completions of one prompt get the same squares on every process.
+    The squares are the patches, or have a side of 14 pixels. The seed depends on run, step and pixels, so that
+    completions of one prompt get the same squares on every process.
 
     Args:
         inputs: of one row; `pixel_values` is (patches, C x time x p x p), one patch per row and channels first, or
             (..., C, H, W).
         step: optimizer step.
         black: normalised value of black per channel.
-        patch_size: side of the squares in pixels, for (..., C, H, W); else patches are the squares.
     """
     pixels = inputs.get("pixel_values")
     if pixels is None:
@@ -265,14 +249,14 @@ def perturb_row(
         grid, colours = (len(pixels), 1), colours.repeat_interleave(pixels.size(1) // len(black))
     else:
         *front, _, height, width = pixels.shape
-        grid, colours = (*front, 1, -(-height // patch_size), -(-width // patch_size)), colours.view(-1, 1, 1)
+        grid, colours = (*front, 1, -(-height // _SIDE), -(-width // _SIDE)), colours.view(-1, 1, 1)
     dark = torch.from_numpy(generator.random(grid) < options.black_prob).to(pixels.device)
     if pixels.ndim > 2:
-        dark = dark.repeat_interleave(patch_size, -2).repeat_interleave(patch_size, -1)[..., :height, :width]
+        dark = dark.repeat_interleave(_SIDE, -2).repeat_interleave(_SIDE, -1)[..., :height, :width]
     return {**inputs, "pixel_values": torch.where(dark, colours, pixels)}
 
 
-def perturb_rows(micro_batch: Any, context: Mapping[str, Any]) -> tuple[list[dict[str, Any]], torch.Tensor]:
+def perturb_rows(micro_batch: Any, context: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Tensor]:
     """Return the pixel inputs of each row, perturbed as the context says; and which rows have none, (N,) bool."""
     options, ids = SignalOptions.read(context["options"]), micro_batch["input_ids"]
     given = micro_batch.get("multi_modal_inputs", None)

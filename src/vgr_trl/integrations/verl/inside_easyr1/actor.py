@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import initialization, modeling_utils
 
 # EasyR1 imports this name from a module where transformers 5 no longer has it. Ray workers import this file first.
@@ -53,13 +54,13 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
     `update_policy`: adds the enabled terms to EasyR1's loss.
     """
 
-    columns: Mapping[str, torch.Tensor] = {}
+    columns: Mapping[str, Tensor] = {}
     _context: Mapping[str, Any] | None = None
     _names: tuple[str, ...] = ()
-    _perturbed_logps: torch.Tensor | None = None
+    _perturbed_logps: Tensor | None = None
 
     @torch.no_grad()
-    def compute_log_prob(self, data: Any) -> torch.Tensor:
+    def compute_log_prob(self, data: Any) -> Tensor:
         """Return log-probabilities (N, T)."""
         context = data.meta_info.get(CONTEXT_KEY)
         if context is None or self.actor_optimizer is None:  # the reference model has no optimizer
@@ -69,14 +70,14 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         self.columns = dict(zip(self._names, columns, strict=True))
         return logps
 
-    def _forward_micro_batch(self, micro_batch: dict[str, Any], temperature: float) -> torch.Tensor:
+    def _forward_micro_batch(self, micro_batch: dict[str, Any], temperature: float) -> Tensor:
         """Return log-probabilities (N, T); if measured without gradients also columns, (N, T, 1 + C)."""
         plain, context = super()._forward_micro_batch, self._context
         if context is None:
             return plain(micro_batch, temperature)
         options = SignalOptions.read(context["options"])
 
-        def perturbed() -> tuple[torch.Tensor, torch.Tensor]:
+        def perturbed() -> tuple[Tensor, Tensor]:
             rows, blind = perturb_rows(micro_batch, context)
             return plain({**micro_batch, "multi_modal_inputs": rows}, temperature), blind
 
@@ -85,7 +86,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
             if options.uses_perception_loss:
                 self._perturbed_logps, _ = perturbed()
             return logps
-        columns: dict[str, torch.Tensor] = {}
+        columns: dict[str, Tensor] = {}
         with ExitStack() as stack:
             if options.measures_attention:
                 layout, special = self._build_layout(micro_batch), context["special_token_ids"]
@@ -106,13 +107,10 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         options, plain = SignalOptions.read(context["options"]), dp_actor.compute_policy_loss
 
         def loss(*, log_probs: Any, response_mask: Any, loss_avg_mode: str, **others: Any) -> Any:
-            value, metrics = plain(
-                log_probs=log_probs, response_mask=response_mask, loss_avg_mode=loss_avg_mode, **others
-            )
-            terms = compute_loss_terms(
-                SignalContext(options, perturbed_logps=self._perturbed_logps), log_probs, response_mask
-            )
-            for name, per_token in terms.items():
+            own = {"response_mask": response_mask, "loss_avg_mode": loss_avg_mode}
+            value, metrics = plain(log_probs=log_probs, **own, **others)
+            context = SignalContext(options, perturbed_logps=self._perturbed_logps)
+            for name, per_token in compute_loss_terms(context, log_probs, response_mask).items():
                 share = average_loss(per_token, response_mask, mode=loss_avg_mode)
                 value, metrics[name] = value + share, share.detach().item()
             return value, metrics
@@ -128,7 +126,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         in_prompt = torch.arange(ids.size(1), device=ids.device) < ids.size(1) - micro_batch["responses"].size(-1)
         return build_layout(ids, present, in_prompt.expand_as(ids), packed)
 
-    def _select_responses(self, column: torch.Tensor, micro_batch: dict[str, Any]) -> torch.Tensor:
+    def _select_responses(self, column: Tensor, micro_batch: dict[str, Any]) -> Tensor:
         """Return the values at the positions that predict the response tokens, (N, T)."""
         if self.config.padding_free:
             present = micro_batch["attention_mask"].bool().to(column.device)
@@ -176,10 +174,8 @@ def read_options(given: Mapping[str, Any], estimator: str, filters: bool = False
     if estimator == "gae" and options.rewards_attention:
         raise ConfigError("Attention rewards compare completions of a prompt: use another adv_estimator than gae.")
     if options.collect_attentions and filters:
-        raise ConfigError(
-            "algorithm.online_filtering drops and reorders rows, so collect_attentions cannot assign their "
-            "token_weights: turn one of them off."
-        )
+        lost = "algorithm.online_filtering drops and reorders rows, whose token_weights collect_attentions then loses"
+        raise ConfigError(f"{lost}: turn one of them off.")
     options.estimator = estimator
     return preset, options
 
@@ -195,10 +191,8 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        algorithm = self.config.algorithm
-        self.preset, self.options = read_options(
-            self.signal_options, algorithm.adv_estimator, filters=algorithm.online_filtering
-        )
+        estimator, filters = self.config.algorithm.adv_estimator, self.config.algorithm.online_filtering
+        self.preset, self.options = read_options(self.signal_options, estimator, filters)
         self._weights: Any = None
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -224,9 +218,7 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
             self._weights = self._weights if weights is None else weights
         return others
 
-    def compute_advantages(
-        self, plain: Any, data: Any, adv_estimator: Any, gamma: float = 1.0, lam: float = 1.0
-    ) -> Any:
+    def compute_advantages(self, plain: Any, data: Any, estimator: str, gamma: float = 1.0, lam: float = 1.0) -> Any:
         """Return the batch with advantages, and with `apply_to` mask also a weighted response mask.
 
         Args:

@@ -17,6 +17,7 @@ import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
 from tensordict import TensorDict
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verl.models.transformers import monkey_patch
 from verl.trainer.ppo import core_algos
@@ -90,6 +91,7 @@ def _call_registry(plain: Any, running: list[Any], query: Any, key: Any, value: 
 
 
 CONTEXT_KEY = "vgr"  # in the batch
+Context = dict[str, Any]  # as `build_actor_context` returns it
 
 
 class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
@@ -107,10 +109,8 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         step = self._measured_step if forward_only else self._training_step
         return step(micro_batch, loss_function, SignalOptions.read(context["options"]), context)
 
-    def _measured_step(
-        self, micro_batch: Any, loss_function: Any, options: SignalOptions, context: dict[str, Any]
-    ) -> Any:
-        offsets, columns = micro_batch["input_ids"].offsets(), dict[str, torch.Tensor]()
+    def _measured_step(self, micro_batch: Any, loss_function: Any, options: SignalOptions, context: Context) -> Any:
+        offsets, columns = micro_batch["input_ids"].offsets(), dict[str, Tensor]()
         with ExitStack() as stack:
             if options.measures_attention:
                 layout, special = self._build_layout(micro_batch), context["special_token_ids"]
@@ -129,9 +129,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             found["vgr_dependency"] = torch.nested.nested_tensor_from_jagged(dependency, offsets)
         return loss, output
 
-    def _training_step(
-        self, micro_batch: Any, loss_function: Any, options: SignalOptions, context: dict[str, Any]
-    ) -> Any:
+    def _training_step(self, micro_batch: Any, loss_function: Any, options: SignalOptions, context: Context) -> Any:
         logps = None
         if options.uses_perception_loss:
             kept: dict[str, Any] = {}
@@ -149,11 +147,10 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         if self.use_ulysses_sp:
             raise ConfigError("Attention cannot be measured in split sequences: set ulysses_sequence_parallel_size=1.")
         ids, prompts = micro_batch["input_ids"], micro_batch["prompts"]
-        prompt_lengths = (
-            prompts.offsets().diff()
-            if prompts.is_nested
-            else micro_batch["attention_mask"][:, : prompts.shape[1]].sum(dim=1)
-        )
+        if prompts.is_nested:
+            prompt_lengths = prompts.offsets().diff()
+        else:
+            prompt_lengths = micro_batch["attention_mask"][:, : prompts.shape[1]].sum(dim=1)
         padded = torch.nested.to_padded_tensor(ids, padding=0)
         columns = torch.arange(padded.size(1), device=padded.device)
         present, prompt = (columns < lengths.unsqueeze(1) for lengths in (ids.offsets().diff(), prompt_lengths))
@@ -161,7 +158,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         pad = self._get_packed_pad_size(len(ids.values())) if packed else 0
         return build_layout(padded, present, prompt, packed, pad)
 
-    def _perturb(self, micro_batch: Any, context: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    def _perturb(self, micro_batch: Any, context: Context) -> tuple[Any, Tensor]:
         """Return the micro-batch with perturbed images, and which rows have none, (N,) bool."""
         rows, blind = perturb_rows(micro_batch, context)
         perturbed = micro_batch.clone(recurse=False)
@@ -241,7 +238,7 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         infos = {name: values for name, values in reward_extra_infos_dict.items() if name != WEIGHTS_KEY}
         return super()._val_metrics_update(data_sources, sample_uids, infos, *rest, **more)
 
-    def _actor_context(self) -> dict[str, Any]:
+    def _actor_context(self) -> Context:
         """Return the context that the engine gets with a batch."""
         return build_actor_context(self.signal_options, int(self.global_steps), self.processor or self.tokenizer)
 
@@ -253,7 +250,7 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
             fields = TensorDict(found, batch_size=len(batch))
             tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
-    def _read_token_weights(self, batch: Any, response_mask: torch.Tensor) -> torch.Tensor | None:
+    def _read_token_weights(self, batch: Any, response_mask: Tensor) -> Tensor | None:
         """Return the `token_weights` that the reward returned besides the score; None if no row has them."""
         if not self.signal_options.token_weights:
             return None

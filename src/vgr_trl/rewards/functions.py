@@ -1,15 +1,235 @@
-"""Rewards of whole groups, and attention rewards: VGR, VGR among right answers, MDI balance, share on regions."""
+"""Reward functions: of the text of a completion, and of whole groups by attention."""
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
 from vgr_trl import registries
-from vgr_trl.registries import declares
-from vgr_trl.rewards.simple import accuracy_reward
+from vgr_trl.options import check_value
+from vgr_trl.registries import BLIND_ANSWERS, declares
+from vgr_trl.rewards.answers import completion_text, excerpt, is_right, resolve_solution
 from vgr_trl.utils import RewardError
+
+
+@registries.rewards.register("accuracy", "accuracy_reward", "mc_idx_reward")
+def accuracy_reward(
+    completions: Sequence[Any],
+    solution: Sequence[Any] | None = None,
+    choices: Sequence[Any] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Return 1 for each completion that states the right answer, else 0 (`Stated answer` in definitions.md).
+
+    Args:
+        completions: N completions as TRL passes them, lists of messages or strings.
+        solution: per completion the letter, 0-based index or text of the right option, or the open answer; if None, the
+            column `label_idx` is used, in which a number is always an index.
+        choices: per completion the texts of 2 to 10 options, or None for an open question.
+        kwargs: other columns, of which `label_idx` is used, and further arguments of TRL.
+
+    Returns:
+        N rewards; None if `solution` cannot be resolved.
+
+    Raises:
+        RewardError: a column does not have one value per completion, or a completion is not text.
+    """
+    given = {"solution": solution, "choices": choices, "label_idx": kwargs.get("label_idx")}
+    columns = {name: [None] * len(completions) if values is None else values for name, values in given.items()}
+    for name, values in columns.items():
+        if isinstance(values, str) or len(values) != len(completions):
+            count = len(completions)
+            raise RewardError(f"{name} is {excerpt(values)} for {count} completions: give a list with one for each.")
+    return [_grade(*row) for row in zip(map(completion_text, completions), *columns.values(), strict=True)]
+
+
+def _grade(text: str, *row: Any) -> float | None:
+    try:
+        return float(is_right(text, resolve_solution(*row)))
+    except RewardError:
+        return None
+
+
+@registries.rewards.register("blind_accuracy", "blind_accuracy_reward")
+@declares(needs=(BLIND_ANSWERS,))
+def blind_accuracy_reward(
+    completions: Sequence[Any], blind_answers: Sequence[str | None], **kwargs: Any
+) -> list[float | None]:
+    """Return the accuracy of answers given without the image, from each completion's description of it: 0 or 1.
+
+    Args:
+        completions: N completions; not used otherwise.
+        blind_answers: these answers; None (reward 0) if the completion has no description.
+        kwargs: other columns, as in `accuracy_reward`.
+
+    Returns:
+        N rewards; None if the reference answer cannot be resolved.
+
+    Raises:
+        RewardError: as `accuracy_reward`.
+    """
+    return accuracy_reward([answer or "" for answer in blind_answers], **kwargs)
+
+
+@registries.rewards.register("tool_reward")
+def tool_reward(completions: Sequence[Any], num_returned_images: Sequence[int], **kwargs: Any) -> list[float | None]:
+    """Return 1 for each right completion that looked at an image from a tool, else 0.
+
+    DeepEyes (https://huggingface.co/papers/2505.14362) weighs it by 1.2, beside 0.8 for the accuracy.
+
+    Args:
+        completions: N completions as TRL passes them.
+        num_returned_images: of each, the images that tools have returned.
+        kwargs: other columns, as in `accuracy_reward`.
+
+    Returns:
+        N rewards; None if the reference answer cannot be resolved.
+
+    Raises:
+        RewardError: as `accuracy_reward`.
+    """
+    right = accuracy_reward(completions, **kwargs)
+    return [value and value * (count > 0) for value, count in zip(right, num_returned_images, strict=True)]
+
+
+@registries.rewards.register("tool_cost")
+def tool_cost(num_tool_calls: Sequence[int], **kwargs: Any) -> list[float]:
+    """Return −1 for each call of a tool; its weight is the price of a call.
+
+    Args:
+        num_tool_calls: of each of N completions, the calls that were answered.
+        kwargs: other columns and further arguments of TRL; not used.
+    """
+    return [-float(count) for count in num_tool_calls]
+
+
+@registries.rewards.register("paired_tags", "paired_tags_reward")
+def paired_tags_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """Return −1 for each completion whose tags do not pair up or whose answer is too long, else 0, as in DeepEyes.
+
+    It counts `<think>` and `<answer>`. Thoughts that TRL has taken out of the messages of tool calls need no tags. An
+    answer of 1,000 characters or more is too long.
+
+    Args:
+        completions: N completions as TRL passes them, lists of messages or strings.
+        kwargs: further arguments of TRL; not used.
+
+    Raises:
+        RewardError: a completion is not text.
+    """
+    return [-float(_has_faults(completion_text(completion))) for completion in completions]
+
+
+def _has_faults(text: str) -> bool:
+    behind = text.rpartition("</think>")[2]
+    pairs = text.count("<think>") == text.count("</think>") and behind.count("<answer>") == behind.count("</answer>")
+    return not pairs or len(text.rpartition("<answer>")[2].partition("</answer>")[0].strip()) >= 1000
+
+
+_HANGUL_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters in Unicode, but invisible
+_TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
+_TAG = re.compile(r"</?\w+>")
+_WELL_FORMED = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
+_THOUGHT_AND_TEXT = re.compile(r"\s*<think>(.*)</think>(.*)", re.DOTALL)
+
+
+@registries.rewards.register("format", "think_format_reward")
+def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """Return 1 for each completion of the form `<think>…</think><answer>…</answer>`, else 0.
+
+    White space around the parts is allowed. Each tag must occur exactly once; thought and answer must each have
+    at least one letter, digit or ideograph (`Rewards` in definitions.md).
+
+    Args:
+        completions: N completions as TRL passes them, lists of messages or strings.
+        kwargs: further arguments of TRL; not used.
+
+    Raises:
+        RewardError: a completion is not text.
+    """
+    return [float(_matches(completion, _WELL_FORMED)) for completion in completions]
+
+
+@registries.rewards.register("think_only_format", "think_only_format_reward")
+def think_only_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """Return 1 for each completion that is one `<think>…</think>` followed by text (`Answer: B`), else 0.
+
+    Thought and text must each have at least one letter, digit or ideograph.
+
+    Args:
+        completions: N completions as TRL passes them, lists of messages or strings.
+
+    Raises:
+        RewardError: a completion is not text.
+    """
+    return [float(_matches(completion, _THOUGHT_AND_TEXT)) for completion in completions]
+
+
+def _matches(completion: Any, form: re.Pattern[str]) -> bool:
+    """Whether a completion has this form, each of its tags once, and a visible character in each of its parts."""
+    text = completion_text(completion)
+    if any(text.count(tag) != 1 for tag in _TAG.findall(form.pattern)):
+        return False
+    match = form.fullmatch(text)
+    return match is not None and all(map(_has_content, match.groups()))
+
+
+def _has_content(text: str) -> bool:
+    return any(character.isalnum() and character not in _HANGUL_FILLERS for character in text)
+
+
+@registries.rewards.register("tag_count", "tag_count_reward")
+def tag_count_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """Return 0.25 for each of the four tags that occurs exactly once on its own line, as in open-r1.
+
+    A line feed must follow `<think>`, precede `</answer>`, and surround the two tags between them.
+
+    Args:
+        completions: N completions as TRL passes them, lists of messages or strings.
+
+    Raises:
+        RewardError: a completion is not text.
+    """
+    return [sum(text.count(line) == 1 for line in _TAG_LINES) / 4 for text in map(completion_text, completions)]
+
+
+@dataclass(frozen=True)
+class SoftOverlongPunishment:
+    """Reward returned by `get_soft_overlong_punishment`; a class, so that it can be pickled."""
+
+    max_completion_len: int
+    soft_punish_cache: int
+    __name__ = "soft_overlong_punishment_reward"
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
+        """Return the reward of each completion, in [-1, 0], from its token ids."""
+        cache = self.soft_punish_cache
+        overs = [len(ids) - (self.max_completion_len - cache) for ids in completion_ids]
+        return [-1.0 if over > cache else -over / cache if over > 0 else 0.0 for over in overs]
+
+
+@registries.rewards.register(
+    "length", "soft_overlong", "soft_overlong_punishment_reward", "get_soft_overlong_punishment"
+)
+def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> SoftOverlongPunishment:
+    """Return the soft overlong reward: 0 up to Lmax − c tokens, then falling to −1 at Lmax and beyond.
+
+    Equation 13 of DAPO (https://huggingface.co/papers/2503.14476).
+
+    Args:
+        max_completion_len: Lmax, in tokens, at least 1.
+        soft_punish_cache: c, in tokens, in [0, max_completion_len]; with 0 the reward is 0 up to Lmax and −1 beyond.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    check_value("max_completion_len", max_completion_len, int, ge=1)
+    check_value("soft_punish_cache", soft_punish_cache, int, ge=0, le=max_completion_len)
+    return SoftOverlongPunishment(max_completion_len, soft_punish_cache)
+
 
 Gather = Callable[[list[Any]], list[Any]]
 Reward = TypeVar("Reward", bound=Callable[..., Any])
@@ -35,9 +255,7 @@ def needs_whole_groups(*columns: str, optional: Sequence[str] = ()) -> Callable[
 
 def needed_columns(reward: Any) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Return the required and optional columns of a reward marked by `needs_whole_groups`; None if it is not."""
-    while hasattr(reward, "func") and not hasattr(reward, "whole_group_columns"):
-        reward = reward.func
-    return getattr(reward, "whole_group_columns", None)
+    return getattr(reward, "whole_group_columns", getattr(unwrap_reward(reward), "whole_group_columns", None))
 
 
 def unwrap_reward(reward: Any) -> Any:
@@ -47,6 +265,7 @@ def unwrap_reward(reward: Any) -> Any:
     return reward
 
 
+@dataclass(eq=False)
 class WholeGroups:
     """Adapter that TRL calls with the rows of one process and that computes the reward on whole groups.
 
@@ -58,17 +277,14 @@ class WholeGroups:
             with an argument or column `num_generations`.
     """
 
-    def __init__(
-        self,
-        reward: Callable[..., Any],
-        gather: Gather,
-        process_index: int,
-        num_generations: int | Callable[[], int] | None = None,
-    ) -> None:
-        self.__name__ = str(getattr(reward, "__name__", None) or unwrap_reward(reward).__name__)
-        self.required, self.optional = needed_columns(reward) or ((), ())
-        self.reward, self.gather, self.num_generations = reward, gather, num_generations
-        self.process_index = process_index
+    reward: Callable[..., Any]
+    gather: Gather
+    process_index: int
+    num_generations: int | Callable[[], int] | None = None
+
+    def __post_init__(self) -> None:
+        self.__name__ = str(getattr(self.reward, "__name__", None) or unwrap_reward(self.reward).__name__)
+        self.required, self.optional = needed_columns(self.reward) or ((), ())
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float | None]:
         """Return the rewards of the local completions; every process gathers exactly once, also without rows."""
@@ -76,9 +292,8 @@ class WholeGroups:
         parts = self.gather([(list(completions), own)])
         for process, (_, columns) in enumerate(parts):
             if missing := [name for name in self.required if name not in columns]:
-                raise RewardError(
-                    f"On process {process} {self.__name__} lacks the column {missing[0]!r}: add it to the rows."
-                )
+                lacks = f"On process {process} {self.__name__} lacks the column {missing[0]!r}"
+                raise RewardError(f"{lacks}: add it to the rows.")
         arguments: dict[str, Any] = {
             name: [value for rows, columns in parts for value in columns.get(name, [None] * len(rows))]
             for name in sorted({name for _, columns in parts for name in columns})
@@ -95,10 +310,8 @@ class WholeGroups:
         size = group_size(len(everything), size)
         rewards = list(self.reward(completions=everything, num_generations=size, **arguments))
         if len(rewards) != len(everything):
-            raise RewardError(
-                f"{self.__name__} returned {len(rewards)} rewards for {len(everything)} completions: return one per "
-                "completion, None where it does not apply."
-            )
+            returned = f"{self.__name__} returned {len(rewards)} rewards for {len(everything)} completions"
+            raise RewardError(f"{returned}: return one for each, None where it does not apply.")
         return rewards[here]
 
 
@@ -120,10 +333,8 @@ def group_size(count: int, num_generations: Any) -> int:
         return 1
     size = int(sizes.pop() or 0) if len(sizes) == 1 else 0
     if size < 1 or count % size:
-        raise RewardError(
-            f"There are {count} completions over all processes with num_generations {num_generations}: give the "
-            "number of completions per prompt, which divides them."
-        )
+        there = f"There are {count} completions over all processes with num_generations {num_generations}"
+        raise RewardError(f"{there}: give the number of completions per prompt, which divides them.")
     return size
 
 
@@ -245,9 +456,7 @@ def _balance(vgr: float | None, ratio: float) -> float | None:
 
 @registries.rewards.register("region", "region_reward")
 @declares(needs=("region_share",))
-def region_reward(
-    completions: Sequence[Any], region_share: Sequence[float | None], **kwargs: Any
-) -> list[float | None]:
+def region_reward(completions: Sequence[Any], region_share: list[float | None], **kwargs: Any) -> list[float | None]:
     """Return the share of each completion's image attention that falls into the boxes of its row, in [0, 1].
 
     Args:
@@ -255,7 +464,7 @@ def region_reward(
         region_share: the signal of this name, averaged over tokens; None if the row has no boxes.
         kwargs: further arguments of TRL.
     """
-    return list(region_share)
+    return region_share
 
 
 def _map_groups(
@@ -299,19 +508,18 @@ def scale_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
     Raises:
         RewardError: when called, if the rows have no answers.
     """
-    middles = ATTENTION_REWARDS
-    return [_scale_reward(reward, middles[reward]) if reward in middles else reward for reward in rewards]
+    return [_scale_reward(reward) if reward in ATTENTION_REWARDS else reward for reward in rewards]
 
 
-def _scale_reward(reward: Any, middle: float) -> Any:
+def _scale_reward(reward: Any) -> Any:
+    middle = ATTENTION_REWARDS[reward]
+
     @needs_whole_groups("vgr", optional=("solution", "choices", "label_idx", "mdi_balance_ratio"))
     @wraps(reward)
     def scaled(completions: Sequence[Any], num_generations: int | Sequence[int], **kwargs: Any) -> list[float | None]:
         if kwargs.get("solution") is None and kwargs.get("label_idx") is None:
-            raise RewardError(
-                f"attention_reward_scale is accuracy, but the rows of {reward.__name__} have no column solution: add "
-                "it, or set attention_reward_scale to none."
-            )
+            lacks = f"the rows of {reward.__name__} have no column solution"
+            raise RewardError(f"attention_reward_scale is accuracy, but {lacks}: add it, or set the option to none.")
         rewards = reward(completions, num_generations=num_generations, **kwargs)
         accuracy = accuracy_reward(completions, **kwargs)
 
