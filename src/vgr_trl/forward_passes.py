@@ -1,23 +1,48 @@
-"""Wrap the forward passes of a run: cached image features, narrow head, shared prompts, dummy image."""
+"""Run the forward passes of a run: what wraps each, training passes over what the loss reads, token budgets."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
-from inspect import signature
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
-from PIL import Image
+from accelerate import DistributedType
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from vgr_trl.efficiency.loss_mask import score_only_tokens
-from vgr_trl.efficiency.vision_cache import VisionCache, tower_trains
+from vgr_trl.efficiency.loss_mask import (
+    Extent,
+    Window,
+    extents_of,
+    find_loss_mask,
+    find_text,
+    find_window,
+    group_by_length,
+    pack_rows,
+    scatter_back,
+    score_only_tokens,
+    take_rows,
+    tokens_of,
+    trim_inputs,
+)
+from vgr_trl.efficiency.vision import DummyImage, VisionCache
+from vgr_trl.loss import PER_WINDOW
+from vgr_trl.rollout import ConstructedTrainer, TrainingPass
+from vgr_trl.rows import OLD_LOGPS, valid_tokens
+from vgr_trl.sharing.lending import is_last_micro_batch
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
-from vgr_trl.sharing.prefix_forward import has_images
-from vgr_trl.sharing.sharing import SharedPasses, whole_groups
-from vgr_trl.utils import DataError, Feature, NotFiniteError, patched_attribute
+from vgr_trl.sharing.prefix_forward import find_groups, has_images, is_image_token
+from vgr_trl.sharing.sharing import (
+    PROMPT_GROUP,
+    READ_AGAIN,
+    SharedPasses,
+    find_read_again,
+    shuffle_whole_groups,
+    sort_by_group,
+    whole_groups,
+)
+from vgr_trl.signals.scoring import read_hidden_states
+from vgr_trl.utils import DataError, Feature, NotFiniteError
 
 
 class ForwardPasses:
@@ -35,7 +60,7 @@ class ForwardPasses:
         features: Mapping[str, Feature],
         vision_cache: VisionCache,
         shared: SharedPasses,
-        dummy_image: "DummyImage | None",
+        dummy_image: DummyImage | None,
     ) -> None:
         self.features, self.vision_cache, self.shared, self.dummy_image = features, vision_cache, shared, dummy_image
 
@@ -118,100 +143,261 @@ def refuse_nan(logps: torch.Tensor, mask: torch.Tensor, step: int) -> None:
         )
 
 
-class DummyImage:
-    """Runs the vision tower on a dummy image in processes without images, if another process has some.
+Scored = tuple[torch.Tensor, torch.Tensor | None, Any]  # log-probabilities, entropies (N, T), loss of the router
+Score = Callable[..., Scored]  # TRL's `_get_per_token_logps_and_entropies`
 
-    Engines expect all processes to use the same parameters: under ZeRO-3 and FSDP2 their parts are gathered by all,
-    under ZeRO-2 and DDP with checkpointing the gradients are. A process that left the tower out would wait for the
-    others, or mix its gradients up with theirs. The features of the dummy image are added to the embeddings of the
-    pass, times 0: where those of images are inserted, so that parts of parameters and gradients come in the same order.
-    With gradients of 0 an optimizer moves a tower that trains as it would for images without a loss.
+
+def training_pass(
+    trainer: ConstructedTrainer,
+    model: nn.Module,
+    plain: Score,
+    inputs: dict[str, Any],
+    batch_size: int | None,
+    passed: TrainingPass | None,
+) -> Scored:
+    """Return what a pass with gradients gives for the tokens of a micro-batch with loss, and constants for the others.
+
+    Those are the old log-probabilities, or 0, and an entropy of 0: with an advantage of 0 their loss is 0.
 
     Args:
-        sharded: whether passes without gradients need the tower, too.
-
-    Attributes:
-        stands_in: whether the latest training pass of this process leaves its images out.
+        plain: TRL's method.
+        batch_size: rows of a chunk, of passes that are not over the micro-batch.
+        passed: the micro-batch; it learns which tokens have loss, and what its first pass gives.
     """
-
-    stands_in = False
-
-    def __init__(self, processor: Any, accelerator: Accelerator, sharded: bool) -> None:
-        self._accelerator, self._sharded = accelerator, sharded
-        gray = Image.new("RGB", (56, 56), (127, 127, 127))  # which processors enlarge to what they take
-        self._inputs = dict(processor(images=[gray], return_tensors="pt"))
-
-    @contextmanager
-    def around(self, model: nn.Module, generates: bool) -> Iterator[None]:
-        """Take part in the passes of this block.
-
-        Args:
-            generates: whether the passes are those of `generate`, in which that cannot be had.
-
-        Raises:
-            DataError: parameters are sharded, and only some processes generate for images; it is raised in all.
-        """
-        causal = causal_model(model)
-        base = base_of(causal)
-        owner, name = (causal, "generate") if generates else (base, "forward")
-        plain = getattr(owner, name)
-
-        @wraps(plain)
-        def taking_part(*args: Any, **kwargs: Any) -> Any:
-            if generates:
-                self._refuse_uneven(kwargs)
-            elif self._is_due(base, kwargs):
-                with add_zero_features(base, self._features):
-                    return plain(*args, **kwargs)
-            return plain(*args, **kwargs)
-
-        with patched_attribute(owner, name, taking_part):
-            yield
-
-    def _refuse_uneven(self, inputs: Mapping[str, Any]) -> None:
-        if self._sharded and 0 < self._count_with_images(has_images(inputs)) < self._accelerator.num_processes:
-            raise DataError(
-                "The model generates for images in some processes and for text alone in others, and its parameters "
-                "are sharded: give every row an image, or none, or use vLLM, ZeRO-2 or DDP."
-            )
-
-    def _is_due(self, base: Any, inputs: Mapping[str, Any]) -> bool:
-        """Whether the tower is to run though the pass has no images."""
-        mine = has_images(inputs)
-        learns = torch.is_grad_enabled() and tower_trains(base)
-        if learns and self._accelerator.distributed_type == DistributedType.DEEPSPEED:
-            return not mine  # ZeRO-3 adds to what an earlier step has left where the first micro-batch has no gradient
-        if not (learns or self._sharded):
-            return False
-        return self._count_with_images(mine or self.stands_in) > 0 and not mine
-
-    def _count_with_images(self, mine: bool) -> int:
-        """How many processes have images."""
-        if self._accelerator.num_processes == 1:
-            return mine
-        return int(self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).sum())
-
-    def _features(self, base: Any) -> Any:
-        names = signature(base.get_image_features).parameters
-        inputs = {name: value.to(self._accelerator.device) for name, value in self._inputs.items() if name in names}
-        return base.get_image_features(**inputs)
-
-
-@contextmanager
-def add_zero_features(base: Any, features: Callable[[Any], Any]) -> Iterator[None]:
-    """Add 0 times what `features` returns, called with `base`, to the first embeddings of this block."""
-
-    def add(module: nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
-        hook.remove()
-        outputs = features(base)
-        if (pooled := getattr(outputs, "pooler_output", None)) is not None:  # all that decoders read, but for deepstack
-            outputs = pooled, getattr(outputs, "deepstack_features", None)
-        found = [value for value in tree_leaves(outputs) if torch.is_tensor(value) and value.is_floating_point()]
-        nothing = sum((tensor.float() * 0).sum() for tensor in found)
-        return embedded + torch.as_tensor(nothing, device=embedded.device).to(embedded.dtype)
-
-    hook = base.get_input_embeddings().register_forward_hook(add)
+    features = trainer.features
+    if passed is None or model is not passed.model or not torch.is_grad_enabled():  # a critic's model, an evaluation
+        with trainer.passes.around(model, inputs["logits_to_keep"], counts=trainer.model.training):
+            return plain(model, **inputs, batch_size=batch_size)
+    loss_mask = _loss_mask(trainer, passed.inputs)
+    runs_images = not features["skip_images"].enabled and inputs.get("pixel_values") is not None
+    if not runs_images and not loss_mask.any() and _may_run_nothing(trainer):
+        return _score_nothing(passed, loss_mask)
+    images = _returned_images(trainer, model, inputs)
+    window = _window(trainer, model, loss_mask, inputs, images)
+    runs = loss_mask if images is None else loss_mask | images
+    cut = runs if features["skip_padding"].enabled else None
     try:
-        yield
-    finally:
-        hook.remove()
+        part = trim_inputs(inputs, window, cut)
+    except DataError:  # whose pixels belong to which row is not known: none is left out
+        window = replace(window, rows=list(range(len(loss_mask))))
+        part = trim_inputs(inputs, window, cut)
+    passed.loss_mask, passed.rows_run = loss_mask, len(window.rows)
+    causal = causal_model(model)
+    head = score_only_tokens(causal, base_of(causal), loss_mask[window.rows, : window.completion])
+    packs = features["pack_completions"].enabled
+    if trainer.dummy_image is not None:
+        trainer.dummy_image.stands_in = has_images(inputs) and not has_images(part)
+    head_values = None if trainer.critic is None else trainer.critic.head
+    keeps_hidden = trainer.kl.full is not None or head_values is not None
+    with ExitStack() as stack:
+        if features["skip_head"].enabled:
+            stack.enter_context(head)
+        again = _read_again(passed.inputs, window)
+        stack.enter_context(trainer.passes.around(model, window.completion, packs=packs, again=again))
+        states = stack.enter_context(read_hidden_states(model, window.completion)) if keeps_hidden else []
+        logps, entropies, aux_loss = plain(model, **part)
+    logps = scatter_back(logps, window, loss_mask, passed.inputs.get(OLD_LOGPS))
+    if not hasattr(passed, "logps"):
+        if (old := passed.inputs.get(OLD_LOGPS)) is not None:
+            # TRL's `_compute_loss` reads the inputs only after its pass through the model, so what is completed here is
+            # what it divides by; `tests/credit/test_trl_losses.py` fails if that changes. Later iterations read it too.
+            passed.inputs[OLD_LOGPS] = torch.where(old.isnan(), logps.detach(), old)
+        passed.logps, passed.hidden = logps, next(iter(states), None)
+        if head_values is not None:
+            passed.values = scatter_back(head_values(states[0].detach()), window, loss_mask, None)
+    return logps, None if entropies is None else scatter_back(entropies, window, loss_mask, None), aux_loss
+
+
+def _may_run_nothing(trainer: ConstructedTrainer) -> bool:
+    """Whether a micro-batch without loss may do without a pass: gradients of 0 are there already, or not wanted.
+
+    Where processes exchange gradients, or parts of weights, all have to run the model.
+    """
+    features, accelerator = trainer.features, trainer.accelerator
+    alone = accelerator.num_processes == 1 or not is_last_micro_batch()
+    whole = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    skips = features["skip_zero_advantage"].enabled and features["skip_padding"].enabled
+    reads_hidden = trainer.critic is not None or trainer.kl.full is not None
+    lending = trainer.shared_passes.lending
+    closes = lending is not None and lending.open and is_last_micro_batch()  # its pass runs open prompts backward
+    if not (alone and whole and skips) or reads_hidden or closes or trainer.optimizer is None:
+        return False
+    weights = (weight for group in trainer.optimizer.param_groups for weight in group["params"])
+    return all(weight.grad is not None for weight in weights)
+
+
+def _score_nothing(passed: TrainingPass, loss_mask: torch.Tensor) -> Scored:
+    """Return what a pass over no token gives, with a graph that reaches no weight."""
+    anchor = torch.zeros((), device=loss_mask.device, requires_grad=True)
+    old = passed.inputs.get(OLD_LOGPS)
+    constants = torch.zeros(loss_mask.shape, device=loss_mask.device) if old is None else old.nan_to_num()
+    if old is not None:  # of a first pass, which was to complete them
+        passed.inputs[OLD_LOGPS] = constants
+    passed.loss_mask, passed.rows_run = loss_mask, 0
+    if not hasattr(passed, "logps"):
+        passed.logps, passed.hidden = constants + anchor, None
+    return constants + anchor, torch.zeros_like(constants), None
+
+
+def _read_again(inputs: Mapping[str, Any], window: Window) -> list[bool] | None:
+    """Whether a later micro-batch of the optimizer step reads the prompts of the rows that run; None: no plan."""
+    if (again := inputs.get(READ_AGAIN)) is None:
+        return None
+    return [again[row] and window.images for row in window.rows]
+
+
+def _returned_images(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the image tokens of completions, (N, T) bool; None without tools."""
+    if not trainer.tools or inputs.get("pixel_values") is None:
+        return None
+    images = is_image_token(inputs["input_ids"][:, -inputs["logits_to_keep"] :], causal_model(model).config)
+    return images | torch.nn.functional.pad(images[:, :-1], (1, 0))  # and what follows them, behind which prompts share
+
+
+def _window(
+    trainer: ConstructedTrainer,
+    model: nn.Module,
+    loss_mask: torch.Tensor,
+    inputs: dict[str, Any],
+    images: torch.Tensor | None,
+) -> Window:
+    """The smallest part of a micro-batch that has all tokens with loss, and `images`."""
+    features, completion, multiple = trainer.features, inputs["logits_to_keep"], trainer.pad_to_multiple_of or None
+    rows, padding = features["skip_zero_advantage"].enabled, features["skip_padding"].enabled
+    runs_images = not features["skip_images"].enabled and inputs.get("pixel_values") is not None
+    if rows and padding and not runs_images and not loss_mask.any():
+        is_image = is_image_token(inputs["input_ids"], causal_model(model).config)
+        if (window := find_text(is_image, completion, multiple)) is not None:
+            return window
+    num_images = inputs.get("num_images") if runs_images else None
+    prompt_mask = inputs["attention_mask"][:, :-completion]
+    return find_window(loss_mask, prompt_mask, num_images, rows=rows, padding=padding, multiple=multiple, images=images)
+
+
+def _loss_mask(trainer: ConstructedTrainer, batch: dict[str, Any]) -> torch.Tensor:
+    """The tokens whose log-probabilities the loss reads, (N, T) bool."""
+    rows, tokens = (trainer.features[name].enabled for name in ("skip_zero_advantage", "skip_zero_advantage_tokens"))
+    return find_loss_mask(batch["advantages"], valid_tokens(batch), rows=rows, tokens=tokens)
+
+
+def _extents(trainer: ConstructedTrainer, batch: dict[str, Any]) -> list[Extent]:
+    """Return the columns of each row of a batch that run."""
+    rows, padding = trainer.features["skip_zero_advantage"].enabled, trainer.features["skip_padding"].enabled
+    return extents_of(_loss_mask(trainer, batch), batch["prompt_mask"], rows=rows, padding=padding)
+
+
+def _closes_early(trainer: ConstructedTrainer) -> bool:
+    """Whether a prompt may run backward before the micro-batch in which processes exchange their gradients.
+
+    That micro-batch may not run the vision tower, whose gradients DDP then leaves out unless it looks for them.
+    """
+    alone = trainer.accelerator.num_processes == 1 or not trainer._is_vlm
+    return alone or bool(trainer.args.ddp_find_unused_parameters)
+
+
+def shuffle_rows(trainer: ConstructedTrainer) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+    """Return what takes the place of TRL's `shuffle_sequence_dict`; None: nothing does."""
+    args, lends = trainer.args, trainer.shared_passes.lending is not None
+    accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
+    window = args.per_device_train_batch_size * min(accumulated, generated)  # rows of a rollout in an optimizer step
+
+    def arrange(batch: dict[str, Any], order: Sequence[int], groups: Sequence[int]) -> list[int]:
+        if trainer.features["group_by_length"].enabled:
+            lengths = [extent.completion if extent.runs else 0 for extent in _extents(trainer, batch)]
+            return group_by_length(order, groups, lengths, window)
+        return sort_by_group(order, groups) if trainer.features["regroup"].enabled else list(order)
+
+    def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
+        config = causal_model(trainer.model).config
+        is_image = partial(is_image_token, config=config) if trainer.tools else None
+        batch = shuffle_whole_groups(batch, partial(arrange, batch), is_image)
+        if lends and not _closes_early(trainer):
+            batch[READ_AGAIN] = [True] * len(batch[PROMPT_GROUP])
+        elif lends:
+            runs = [extent.runs for extent in _extents(trainer, batch)]
+            cuts_rollout = bool(accumulated % generated and generated % accumulated)
+            groups, size = batch[PROMPT_GROUP], args.per_device_train_batch_size
+            batch[READ_AGAIN] = find_read_again(groups, runs, size, len(groups) if cuts_rollout else window)
+        return batch
+
+    arranges = trainer.features["group_by_length"].enabled or trainer.features["regroup"].enabled
+    return shuffle if arranges or lends else None
+
+
+Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]  # TRL's `_compute_loss`
+
+
+def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[str, Any], compute: Loss) -> torch.Tensor:
+    """Return the loss of a micro-batch, through which the gradient of its last part is still to come.
+
+    Gradients of all parts but the last are added on the way, where no process waits for the gradients of another and
+    DeepSpeed makes no step.
+
+    Args:
+        inputs: as TRL's `_compute_loss` takes them; what a pass adds to its part is added to them.
+    """
+    accelerator = trainer.accelerator
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    options = {"scale_wrt_gas": False} if deepspeed else {}
+    *parts, last = _split_rows(trainer, inputs)
+    before: torch.Tensor | float = 0.0
+    for number, rows in enumerate(parts):
+        later = [row for part in (*parts[number + 1 :], last) for row in part]
+        state = accelerator.gradient_state
+        synchronises = state.sync_gradients
+        state._set_sync_gradients(False)
+        try:
+            with accelerator.no_sync(model):
+                loss = _loss_of_rows(trainer, rows, model, inputs, compute, later)
+                accelerator.backward(loss, **options)
+        finally:
+            state._set_sync_gradients(synchronises)
+        before = before + loss.detach()
+    return _loss_of_rows(trainer, last, model, inputs, compute) + before
+
+
+def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[list[int]]:
+    """Rows of each part, the same on every process: TRL gathers metrics of rows after each."""
+    count, accelerator = len(inputs["prompt_ids"]), trainer.accelerator
+    shares = trainer.features["share_training"].enabled
+    groups = find_groups(inputs["prompt_ids"], inputs["prompt_mask"]) if shares else range(count)
+    mine = [
+        [extent.prompt, extent.completion, extent.runs, group]
+        for extent, group in zip(_extents(trainer, inputs), groups, strict=True)
+    ]
+    of_all = accelerator.gather(torch.tensor(mine, device=accelerator.device)).view(-1, count, 4).tolist()
+    processes = [([Extent(*row[:3]) for row in rows], [row[3] for row in rows]) for rows in of_all]
+    most = int(trainer.args.max_tokens_per_micro_batch or 0)
+    return pack_rows(count, lambda rows: max(tokens_of(rows, *each) for each in processes), most)
+
+
+def _loss_of_rows(
+    trainer: ConstructedTrainer,
+    rows: list[int],
+    model: nn.Module,
+    inputs: dict[str, Any],
+    compute: Loss,
+    later: Sequence[int] = (),
+) -> torch.Tensor:
+    """Return the loss of a part, times what its mean counts in the mean over all of the micro-batch.
+
+    Args:
+        later: rows of the parts behind it.
+    """
+    if len(rows) == len(inputs["prompt_ids"]):
+        return compute(model, inputs)
+    part = take_rows(inputs, rows)
+    if READ_AGAIN in part:
+        groups = {inputs[PROMPT_GROUP][row] for row in later}
+        part[READ_AGAIN] = [
+            again or group in groups for again, group in zip(part[READ_AGAIN], part[PROMPT_GROUP], strict=True)
+        ]
+    loss = compute(model, part)
+    if (old := part.get(OLD_LOGPS)) is not None:  # a first pass may have completed them
+        inputs[OLD_LOGPS][rows] = old
+    if trainer.args.loss_type in PER_WINDOW:
+        return loss
+    if trainer.args.loss_type == "bnpo":
+        tokens, of_all = (float(valid_tokens(batch).sum().clamp(min=1)) for batch in (part, inputs))
+        return loss * (tokens / of_all)
+    return loss * (len(rows) / len(inputs["prompt_ids"]))

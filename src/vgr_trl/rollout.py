@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
-from vgr_trl.efficiency.vision_cache import VisionCache
+from vgr_trl.efficiency.vision import VisionCache
 from vgr_trl.metrics import StageClock
 from vgr_trl.rows import Placement, Prompts, Turns
 from vgr_trl.sharing.sharing import SharedPasses
@@ -264,3 +264,9 @@ def weighted_sums(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted sums of rewards (N, F), (N,); NaN for a completion that none applies to."""
     sums = (rewards * weights.to(rewards)).nansum(dim=1)
     return sums.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+
+
+def find_completion_maker(trainer: ConstructedTrainer) -> str | None:
+    """Return the option by which completions are more than the policy's answer to its prompt, if one is on."""
+    makers = {"rollout_func": "rollout_func", "environment_factories": "environment_factory", "tools": "tools"}
+    return next((option for name, option in makers.items() if getattr(trainer, name, None)), None)

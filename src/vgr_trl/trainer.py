@@ -21,20 +21,17 @@ from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_wei
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
-from vgr_trl.dynamic_batching import loss_in_parts
-from vgr_trl.efficiency.vision_cache import images_processed_once
-from vgr_trl.efficiency.vision_windows import join_windows
-from vgr_trl.forward_passes import ForwardPasses, refuse_nan, rows_per_pass
-from vgr_trl.generation import blind_answers, generate, record_noise
+from vgr_trl.efficiency.vision import images_processed_once, join_windows
+from vgr_trl.forward_passes import ForwardPasses, loss_in_parts, refuse_nan, rows_per_pass, shuffle_rows, training_pass
+from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, record_noise
 from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
 from vgr_trl.measure import (
+    check_pixel_use,
     completion_inputs,
-    data_has_images,
     keep_random_state,
     make_signals,
     measure_sample,
     pad_signals,
-    plan_measurement,
     score_perturbed,
     signals_as_columns,
     wanted_scores,
@@ -58,7 +55,6 @@ from vgr_trl.patches.trl import (
     unlogged,
 )
 from vgr_trl.patches.vllm import AFTER_IMAGES, forget_with_new_weights, plan_vllm_images
-from vgr_trl.pixel_use import check_pixel_use
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
@@ -73,19 +69,24 @@ from vgr_trl.rollout import (
     refuse_files_in_prompts,
 )
 from vgr_trl.rows import Prompts, pad_rows, split_perturbed_pixels, valid_tokens
-from vgr_trl.sampling.dynamic_sampling import FurtherPrompts
 from vgr_trl.sampling.replay import Replay
-from vgr_trl.sampling.zero_variance import ZeroVarianceStreak, select_groups
+from vgr_trl.sampling.zero_variance import FurtherPrompts, ZeroVarianceStreak, select_groups
 from vgr_trl.sharing.lending import Lending
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
-from vgr_trl.training_pass import shuffle_rows, training_pass
-from vgr_trl.turns import TURN_COLUMNS, collect_turns, count_turns
 from vgr_trl.utils import ConfigError, RewardError, check_release, initialise_loader, patched_attribute
 from vgr_trl.validate.data import check_data, prepare_trainer
-from vgr_trl.validate.features import announce, is_sharded, plan_dummy_image, plan_features, plan_vision
+from vgr_trl.validate.features import (
+    announce,
+    data_has_images,
+    is_sharded,
+    plan_dummy_image,
+    plan_features,
+    plan_measurement,
+    plan_vision,
+)
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
 
 logger = logging.get_logger(__name__)

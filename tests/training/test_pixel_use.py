@@ -5,7 +5,7 @@ import torch
 from support.vllm import in_place_of_vllm
 
 from vgr_trl.collapse import first_signs
-from vgr_trl.pixel_use import PixelUse, compare_logps
+from vgr_trl.measure import PixelUse, compare_logps
 from vgr_trl.utils import DataError
 
 
@@ -78,7 +78,7 @@ def test_an_engine_is_not_compared_where_it_saw_noise(make, monkeypatch):
         known.append(engine.isfinite().any(1).tolist())
         return compare_logps(logps, blank, engine, *others)
 
-    monkeypatch.setattr("vgr_trl.pixel_use.compare_logps", compare)
+    monkeypatch.setattr("vgr_trl.measure.compare_logps", compare)
     noise = {"noisy_generations": 1, "vllm_importance_sampling_correction": False}
     make(use_vllm=True, vllm_mode="colocate", max_steps=1, **noise).train()
     assert known == [[True, True, True, False]]

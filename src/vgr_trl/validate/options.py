@@ -18,12 +18,11 @@ from trl.trainer import utils
 from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.loss import kl_penalty_reward
-from vgr_trl.measure import find_completion_maker
 from vgr_trl.options import unused_options
 from vgr_trl.patches.vllm import AFTER_IMAGES
 from vgr_trl.rewards.attention import gather_groups, needed_columns, scale_by_accuracy
 from vgr_trl.rewards.loading import RewardSchedule, is_reward_name, load_reward, replace_by_hard_negative
-from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.rollout import ConstructedTrainer, find_completion_maker
 from vgr_trl.sampling.zero_variance import filter_index
 from vgr_trl.tools import RETURN_IMAGES
 from vgr_trl.utils import ConfigError, UnsupportedTRLError, naming_torchvision, release
