@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,24 +45,21 @@ from vgr_trl.signals.scoring import read_hidden_states
 from vgr_trl.utils import DataError, Feature, NotFiniteError
 
 
+@dataclass
 class ForwardPasses:
     """Wraps the forward passes of a run, in this order: image features, the narrow head, shared prompts, a dummy image.
 
-    Args:
+    Attributes:
         features: what is shared and skipped, by name.
         vision_cache: keeps image features.
         shared: shares prompts.
         dummy_image: lets a process without images run the vision tower; None: not needed.
     """
 
-    def __init__(
-        self,
-        features: Mapping[str, Feature],
-        vision_cache: VisionCache,
-        shared: SharedPasses,
-        dummy_image: DummyImage | None,
-    ) -> None:
-        self.features, self.vision_cache, self.shared, self.dummy_image = features, vision_cache, shared, dummy_image
+    features: Mapping[str, Feature]
+    vision_cache: VisionCache
+    shared: SharedPasses
+    dummy_image: DummyImage | None
 
     @contextmanager
     def around(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -118,10 +118,8 @@ def wanted_scores(
 def make_signals(scores: Scores, generated: RolloutSignals | None) -> RolloutSignals:
     """Return the signals of a rollout, with the attention that was measured in generation where there is some."""
     mass = scores.attention if generated is None else pad_signals(generated, scores.mask).attention
-    assert scores.entropies is not None
-    return RolloutSignals(
-        scores.logps.float(), scores.entropies.float(), scores.mask, mass, similarity=scores.similarity
-    )
+    entropies: Any = scores.entropies
+    return RolloutSignals(scores.logps.float(), entropies.float(), scores.mask, mass, similarity=scores.similarity)
 
 
 def _limit_kept_rows(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> list[int]:
@@ -142,8 +140,7 @@ def _limit_kept_rows(vision: torch.Tensor, queries: int, rows: Sequence[int]) ->
 
 def pad_signals(generated: RolloutSignals, mask: torch.Tensor) -> RolloutSignals:
     """Return signals of T' tokens for the T tokens of `mask`, (N, T): padded with zeros, or cut."""
-    mass, mask = generated.attention, mask.to(generated.mask.device)
-    assert mass is not None
+    mass, mask = generated.measured("attention"), mask.to(generated.mask.device)
     missing = mask.size(1) - generated.mask.size(1)  # the longest completion may have been cut or padded
     values = generated.logps, generated.entropies, mass.vision, mass.instruction
     logps, entropies, vision, instruction = (functional.pad(each, (0, missing)) * mask for each in values)
@@ -152,8 +149,7 @@ def pad_signals(generated: RolloutSignals, mask: torch.Tensor) -> RolloutSignals
 
 def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Return the columns that rewards get of the signals of a rollout, and its metrics; empty if there are none."""
-    args, signals, gather = trainer.args, rollout.signals, trainer.accelerator.gather
-    assert signals is not None
+    args, gather, signals = trainer.args, trainer.accelerator.gather, cast("RolloutSignals", rollout.signals)
     new = add_named(trainer.measurement.named, signals)
     columns: dict[str, list[Any]] = {**named_columns(new, signals)}
     metrics = named_metrics(new, signals, gather)
@@ -168,10 +164,9 @@ def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[d
 
 
 def attention_columns(
-    trainer: ConstructedTrainer, mass: AttentionMass | None, prompt_mass: AttentionMass | None
+    trainer: ConstructedTrainer, mass: Any, prompt_mass: AttentionMass | None
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Return the `SIGNAL_COLUMNS` of completions, and the metrics of those of all processes."""
-    assert mass is not None
     segmentation = trainer.args.attention_segments, trainer.args.mdi_balance_ratio
     segments = measure_segments(mass, *segmentation)
     of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, *segmentation)
@@ -432,25 +427,16 @@ class PixelUse:
     engine: float | None = None
     engine_blank: float | None = None
 
-    @property
-    def engine_is_far(self) -> bool:
-        """Whether the engine answers another prompt than is trained on, or other weights."""
-        return self.engine is not None and self.engine > ENGINE_BOUND
-
-    @property
-    def engine_is_blind(self) -> bool:
-        """Whether the engine is far from the trainer, and closer to the trainer without the image."""
-        return self.engine_is_far and (self.engine_blank or 0) < (self.engine or 0)
-
     def describe(self) -> str:
-        """Return the line of a run."""
+        """Return the line of a run; an engine closer to the trainer without the image does not get it."""
         line = f"With a blank image, log-probabilities change by {self.change:.3g} nats per token"
-        if self.engine is not None:
-            line += f"; those of vLLM are {self.engine:.3g} from the trainer's"
-        if self.engine_is_far:
+        if self.engine is None:
+            return line + "."
+        line += f"; those of vLLM are {self.engine:.3g} from the trainer's"
+        if self.engine > ENGINE_BOUND:
             line += f", more than {ENGINE_BOUND}: compare its weights, chat template and image processor"
-        if self.engine_is_blind:
-            line += f". With a blank image they are {self.engine_blank:.3g} from the trainer's: vLLM gets no images"
+            if (self.engine_blank or 0) < self.engine:
+                line += f". With a blank image they are {self.engine_blank:.3g} from the trainer's: vLLM gets no images"
         return line + "."
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from vgr_trl.dapo_config import DAPOConfig
@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
         args: DAPOConfig
         model: PreTrainedModel
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin
         train_dataset: Dataset | IterableDataset
-        eval_dataset: Dataset | IterableDataset | DatasetDict | IterableDatasetDict | None
-        shuffle_dataset: bool
         num_generations: int
         num_generations_eval: int
         pad_to_multiple_of: int | None

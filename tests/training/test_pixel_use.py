@@ -103,9 +103,7 @@ def test_an_engine_without_images_is_told_from_one_with_other_weights():
     engine[:, 0] = torch.tensor([-1.4, -2.8])
     blind = compare(engine)
     assert (blind.engine, blind.engine_blank) == (pytest.approx(1.1), pytest.approx(0.15))
-    assert blind.engine_is_blind
     assert "With a blank image they are 0.15 from the trainer's: vLLM gets no images." in blind.describe()
     near = compare(torch.tensor([[-1.05, -2.0, 0.0], [-1.0, -1.0, -1.0]]))
     assert near.engine == pytest.approx(0.01)
-    assert not near.engine_is_far
-    assert not near.engine_is_blind
+    assert near.describe().endswith("those of vLLM are 0.01 from the trainer's.")

@@ -1,7 +1,7 @@
 """Replay buffer: groups of earlier rollouts take the place of zero-variance groups."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -135,6 +135,7 @@ def group_spread(advantages: Tensor, rewards: Tensor, estimator: str = "grpo") -
     return row_std(rewards.double()).squeeze(1) if estimator == "grpo" else advantages.double().abs().amax(dim=1)
 
 
+@dataclass(eq=False)
 class ReplayBuffer:
     """Keeps the groups of highest priority and draws from them.
 
@@ -145,7 +146,7 @@ class ReplayBuffer:
     With several processes each has a buffer that knows all groups, adds and draws the same ones (as long as it is
     called with the same arguments everywhere) and has the rows of those groups that the process is the holder of.
 
-    Args:
+    Attributes:
         size: groups to keep at most, at least 1.
         min_reward: mean reward that a group needs to enter. None: any.
         variance_epsilon: a group whose `group_spread` is not above it has no gradient; at least 0.
@@ -154,21 +155,17 @@ class ReplayBuffer:
         estimator: of the groups' advantages.
     """
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        min_reward: float | None = None,
-        variance_epsilon: float = 1e-6,
-        max_age: int | None = None,
-        seed: int = 0,
-        estimator: str = "grpo",
-    ) -> None:
-        self.size, self.min_reward, self.variance_epsilon = size, min_reward, variance_epsilon
-        self.max_age, self.estimator = max_age, estimator
-        self.step = 0
-        self.groups: list[Group] = []  # in the order of being added
-        self._generator = torch.Generator().manual_seed(seed)
+    size: int
+    _: KW_ONLY
+    min_reward: float | None = None
+    variance_epsilon: float = 1e-6
+    max_age: int | None = None
+    seed: int = 0
+    estimator: str = "grpo"
+
+    def __post_init__(self) -> None:
+        self.step, self.groups = 0, list[Group]()  # in the order of being added
+        self._generator = torch.Generator().manual_seed(self.seed)
 
     def __len__(self) -> int:
         return len(self.groups)
