@@ -21,14 +21,13 @@ from vgr_trl.efficiency.loss_mask import (
     pack_rows,
     scatter_back,
     score_only_tokens,
-    take_rows,
     tokens_of,
     trim_inputs,
 )
 from vgr_trl.efficiency.vision import DummyImage, VisionCache
 from vgr_trl.loss import PER_WINDOW
 from vgr_trl.rollout import ConstructedTrainer, TrainingPass
-from vgr_trl.rows import OLD_LOGPS, valid_tokens
+from vgr_trl.rows import OLD_LOGPS, take_rows, valid_tokens
 from vgr_trl.sharing.lending import is_last_micro_batch
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.prefix_forward import find_groups, has_images, is_image_token

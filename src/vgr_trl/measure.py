@@ -12,10 +12,10 @@ from torch.nn import functional
 from transformers.utils import logging
 
 from vgr_trl.boxes import Box, boxes_of
-from vgr_trl.collapse import ENGINE_BOUND
 from vgr_trl.config import REMOVE_IMAGE
-from vgr_trl.efficiency.loss_mask import find_window, take_rows, trim_inputs
+from vgr_trl.efficiency.loss_mask import find_window, trim_inputs
 from vgr_trl.generation import perturb_turns, process_images, rows_perturbed
+from vgr_trl.metrics import ENGINE_BOUND
 from vgr_trl.patches.trl import mark_images
 from vgr_trl.pixels import image_inputs_of, image_tensors, joined, parts_by_counts, tiles_by_tokens
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row, find_completion_maker
@@ -25,6 +25,7 @@ from vgr_trl.rows import (
     rows_with_images,
     scoring_inputs,
     stacked_inputs,
+    take_rows,
     text_inputs,
     valid_tokens,
 )

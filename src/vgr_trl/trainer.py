@@ -16,7 +16,6 @@ from trl.trainer import grpo_trainer
 
 from vgr_trl.callbacks import FiniteUpdates, SaveOnTermination, guard_trackers, print_lines
 from vgr_trl.checkpoints import ResumableTrainer
-from vgr_trl.collapse import CollapseWatch
 from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
@@ -36,7 +35,7 @@ from vgr_trl.measure import (
     signals_as_columns,
     wanted_scores,
 )
-from vgr_trl.metrics import OptimizerClock, StageClock, StepMetrics
+from vgr_trl.metrics import CollapseWatch, OptimizerClock, StageClock, StepMetrics
 from vgr_trl.patches.trl import (
     enable_reference_model,
     enlarge_tables,
@@ -180,7 +179,6 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     def _add_state(self) -> None:
         """Create the state that is kept across steps and saved in checkpoints."""
         args = self.args
-        self.has_credit, self.selects_groups = args.shapes_advantages, args.selects_groups
         self.pixels_unchecked = args.check_pixels and self._is_vlm and data_has_images(self)
         self.has_reward_files = any(isinstance(reward, ScoredFile) for reward in self.reward_funcs)
         self.zero_variance_streak = ZeroVarianceStreak(args)
@@ -373,7 +371,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
                         self._log_metrics(self.critic.estimate(rollout))
                     advantages = rollout.batch["advantages"]  # (N,), with a critic (N, T)
                     self._log_metrics(rollout.metrics)
-                    if self.has_credit:
+                    if self.args.shapes_advantages:
                         self._log_metrics(apply_token_credit(self, rollout))
                 self.recorder.add_credit(recorded, rollout, advantages, rollout.batch["advantages"])
             self.recorder.write(rollout, recorded)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.vllm import in_place_of_vllm
 
-from vgr_trl.collapse import first_signs
 from vgr_trl.measure import PixelUse, compare_logps
+from vgr_trl.metrics import first_signs
 from vgr_trl.utils import DataError
 
 

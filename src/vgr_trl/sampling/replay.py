@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers.utils import logging
 
-from vgr_trl.advantages import row_std
+from vgr_trl.advantages import group_spread, priority
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.credit import active_rules
 from vgr_trl.registries import short_name
@@ -58,14 +58,22 @@ def cut_groups(trainer: ConstructedTrainer, rollout: Rollout, wanted: Sequence[i
     rows = Rows.from_batch(batch | signals_to_columns(rollout.signals))
     rows.columns.pop("advantages", None)
     lengths = [batch[name].sum(1).tolist() for name in ("prompt_mask", "completion_mask")]
-    pieces = {}
+    holders = {group: placement.holder(group) for group in wanted}
+    pieces: dict[int, list[Rows]] = {}  # of the groups that this process holds, the holder's own piece first
+    sent = []
     for group in wanted:
         if here := [row for row, _ in placement.here(group)]:
             widths = [max(1, *(of_rows[row] for row in here)) for of_rows in lengths]
-            pieces[group] = rows.take(here).trim(*widths).stored()
-    holders = {group: placement.holder(group) for group in wanted}
-    brought = placement.bring_to_holders(pieces, holders, gather_object)
-    whole = {group: join_rows(parts, pad_token_id=pad_token_id).stored() for group, parts in brought.items()}
+            piece = rows.take(here).trim(*widths).stored()
+            if holders[group] == placement.process_index:
+                pieces[group] = [piece]
+            else:
+                sent.append((group, piece))
+    if any(len(placement.holders(group)) > 1 for group in wanted):
+        for group, piece in gather_object(sent):
+            if holders[group] == placement.process_index:
+                pieces[group].append(piece)
+    whole = {group: join_rows(parts, pad_token_id=pad_token_id).stored() for group, parts in pieces.items()}
     advantages, rewards = (
         each.detach().to("cpu", torch.float32).view(-1, placement.num_generations)
         for each in (selection.advantages, selection.task_rewards)
@@ -117,22 +125,6 @@ def _bring_rows(replacements: Mapping[int, Group], placement: Placement) -> dict
         for target, rows in arrived.items()
         if rows is not None and placement.here(target)
     }
-
-
-def priority(advantages: Tensor, rewards: Tensor) -> Tensor:
-    """Return the sum of |advantages| (num_groups, G) times the deviation of the rewards, (num_groups,) float64."""
-    return advantages.double().abs().sum(dim=1) * row_std(rewards.double()).squeeze(1)
-
-
-def group_spread(advantages: Tensor, rewards: Tensor, estimator: str = "grpo") -> Tensor:
-    """Return what makes a group's gradient, (num_groups,): deviation of the rewards for `grpo`, else max |advantage|.
-
-    Args:
-        advantages: (num_groups, G).
-        rewards: weighted sums, (num_groups, G), NaN for a completion without any; with fewer than two the deviation is
-            NaN.
-    """
-    return row_std(rewards.double()).squeeze(1) if estimator == "grpo" else advantages.double().abs().amax(dim=1)
 
 
 @dataclass(eq=False)

@@ -1,7 +1,6 @@
 """Plan what passes measure, share and skip: one function per feature returns why it is off."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
@@ -14,7 +13,7 @@ from vgr_trl.data.read_row import image_columns
 from vgr_trl.efficiency.vision import VisionCache, parts_of_tower, tower_trains, why_not_once
 from vgr_trl.forward_passes import DummyImage
 from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
-from vgr_trl.rollout import ConstructedTrainer, find_completion_maker
+from vgr_trl.rollout import ConstructedTrainer, Measurement, find_completion_maker
 from vgr_trl.sharing.model_support import (
     DROPS_CACHES,
     base_of,
@@ -30,8 +29,6 @@ from vgr_trl.sharing.probe import why_not_share, why_padding_counts
 from vgr_trl.sharing.sharing import why_not_lend, why_not_static
 from vgr_trl.signals.named import (
     PER_IMAGE,
-    SIGNAL_COLUMNS,
-    NamedSignal,
     named_signals,
     needed_signal_columns,
 )
@@ -50,59 +47,6 @@ from vgr_trl.utils import ConfigError, Feature, describe_features
 
 _LATE = ("dependency", "shift", "views", "perception")  # what the pass over perturbed images is made for
 _OF_IMAGES = ("attention", "per_image", "similarity", "regions", "blind", *_LATE)
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Measurements of every rollout batch.
-
-    Attributes:
-        needed: name of a measurement -> the first option, reward or rule that needs it. `shift` is how distributions
-            differ under the perturbation, `views` log-probabilities under perturbations, `regions` attention on what
-            the question is about, `per_image` attention on each image, `values` those of a critic's head, `blind`
-            answers without the image, `perception` perturbed images for the loss.
-        vision_token_ids: placeholder tokens of images and videos.
-        special_token_ids: tokens that belong to no modality.
-        views: perturbations under which completions are scored.
-        named: signals that are asked for by name, or read by plug-ins.
-        layers: of the model, those that have attention; 0 where attention is not measured.
-        samples_curves: whether attention that only metrics read is measured for a sample.
-    """
-
-    needed: Mapping[str, str]
-    vision_token_ids: tuple[int, ...] = ()
-    special_token_ids: tuple[int, ...] = ()
-    views: tuple[str, ...] = ()
-    named: tuple[NamedSignal, ...] = ()
-    layers: int = 0
-    samples_curves: bool = False
-
-    def needs(self, *names: str) -> bool:
-        """Whether any of these is needed."""
-        return not self.needed.keys().isdisjoint(names)
-
-    @property
-    def head(self) -> bool:
-        """Whether a pass through the model's head is needed, for log-probabilities or entropies."""
-        return self.needs("entropies", "dependency", "shift", "logps")
-
-    @property
-    def scoring(self) -> bool:
-        """Whether a pass over the rollout batch is needed."""
-        return self.head or self.needs("attention", "similarity", "values")
-
-    @property
-    def samples(self) -> bool:
-        """Whether training rollouts are scored for the attention metrics alone, so that a sample is enough."""
-        only_curves = self.needed.get("attention") == "compute_attention_metrics" and not self.named
-        return self.samples_curves and only_curves and not (self.head or self.needs("similarity", "values"))
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns that rewards get beside those of the data."""
-        of_attention = (*SIGNAL_COLUMNS, "mdi_balance_ratio") if "attention" in self.needed else ()
-        answers = (BLIND_ANSWERS,) if "blind" in self.needed else ()
-        return (*of_attention, *answers, *(signal.name for signal in self.named if not signal.is_late))
 
 
 def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
