@@ -40,6 +40,7 @@ from vgr_trl.signals.probe import (
     why_not_measurable,
 )
 from vgr_trl.signals.ratios import (
+    last_layers,
     special_token_ids,
     vision_token_ids,
 )
@@ -63,12 +64,8 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
             raise ConfigError(f"{reader} cannot be used here: {why}")
     if args.compute_attention_metrics is None and why_not_measured(trainer, "attention", ids) is None:
         needed.setdefault("attention", "compute_attention_metrics")
-    last = args.token_weights_last_k_layers
-    if args.token_weights and last is not None and last > (count := count_attention_layers(model)):
-        raise ConfigError(
-            f"token_weights_last_k_layers is {last}, but {count} layers of the model have attention: give a number in "
-            f"[1, {count}], or None for the late segment."
-        )
+    if args.token_weights and (last := args.token_weights_last_k_layers) is not None:
+        last_layers(count_attention_layers(model), last, args.attention_segments, "token_weights_last_k_layers")
     embedded = model.config.get_text_config(decoder=True).vocab_size
     if unknown := [token for token in args.vision_token_ids or () if token >= embedded]:
         raise ConfigError(
@@ -215,12 +212,12 @@ def why_not_share_generation(trainer: ConstructedTrainer) -> str | None:
 
 def why_not_share_scoring(trainer: ConstructedTrainer) -> str | None:
     """Return why scoring passes do not share prompts."""
-    return _why_no_pass_shares(trainer) or _why_compiles(trainer) or why_not_share(trainer.model, gradients=False)
+    return _why_no_pass_shares(trainer) or _why_compiled(trainer) or why_not_share(trainer.model, gradients=False)
 
 
 def why_not_share_training(trainer: ConstructedTrainer) -> str | None:
     """Return why training passes do not share prompts; wrapping and checkpointing come only in `train()`."""
-    if why := _why_no_pass_shares(trainer) or _why_compiles(trainer):
+    if why := _why_no_pass_shares(trainer) or _why_compiled(trainer):
         return why
     checkpointing, options = trainer.args.gradient_checkpointing, trainer.args.gradient_checkpointing_kwargs
     if checkpointing:
@@ -355,10 +352,6 @@ def _why_no_pass_shares(trainer: ConstructedTrainer) -> str | None:
 
 def _why_columns_matter(trainer: ConstructedTrainer) -> str | None:
     return _why_noise(trainer) or why_adapter_reads_whole_rows(trainer.model)
-
-
-def _why_compiles(trainer: ConstructedTrainer) -> str | None:
-    return "torch.compile" if _compiles(trainer) else None
 
 
 def _why_compiled(trainer: ConstructedTrainer) -> str | None:
