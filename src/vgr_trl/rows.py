@@ -161,15 +161,14 @@ def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     Raises:
         DataError: pixel inputs cannot be assigned to rows.
     """
-    part = dict(batch)
+    part, index = dict(batch), slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
     for name, value in batch.items():
         if isinstance(value, list | tuple):
             part[name] = [value[row] for row in rows]
         elif isinstance(value, torch.Tensor) and value.ndim > 0 and name not in IMAGE_INPUTS:
-            part[name] = value[list(rows)]
-    return take_images(
-        rows, {**batch, PERTURBED: None}, part, len(batch["prompt_ids" if "prompt_ids" in batch else "input_ids"])
-    )
+            part[name] = value[index]
+    ids = batch["prompt_ids"] if "prompt_ids" in batch else batch["input_ids"]
+    return take_images(rows, {**batch, PERTURBED: None}, part, len(ids))
 
 
 def take_images(rows: Sequence[int], batch: Mapping[str, Any], part: dict[str, Any], count: int) -> dict[str, Any]:

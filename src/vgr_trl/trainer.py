@@ -416,8 +416,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         plain, rollout = super()._get_per_token_logps_and_entropies, self._rollout
         if rollout is not None and rollout.turns is not None and rollout.turns.fields:
             inputs = mark_scored_images(model, input_ids, inputs)
-        if inputs.get("token_type_ids") is not None:
-            inputs = make_completions_causal(inputs, causal_model(model).config, logits_to_keep)
+        inputs = make_completions_causal(inputs, causal_model(model).config, logits_to_keep)
         if torch.is_grad_enabled() or self._pass is not None:
             return training_pass(self, model, plain, inputs, batch_size, self._pass)
         is_policy = model is self.model and policy_is_active(model)

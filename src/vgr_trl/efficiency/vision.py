@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from inspect import signature
 from itertools import accumulate, chain
 from typing import Any
@@ -44,7 +44,7 @@ from vgr_trl.sharing.model_support import (
     sdpa_by_key_head,
 )
 from vgr_trl.sharing.prefix_forward import has_images
-from vgr_trl.utils import DataError, patched_attribute
+from vgr_trl.utils import DataError
 
 # What processors of transformers return beside pixel inputs: one entry per image, or per row of images.
 _LISTED = {"num_patches", "num_crops", "num_soft_tokens_per_image", "rows", "cols"}
@@ -397,7 +397,6 @@ class DummyImage:
         owner, name = (causal, "generate") if generates else (base, "forward")
         plain = getattr(owner, name)
 
-        @wraps(plain)
         def taking_part(*args: Any, **kwargs: Any) -> Any:
             if generates:
                 self._refuse_uneven(kwargs)
@@ -406,7 +405,7 @@ class DummyImage:
                     return plain(*args, **kwargs)
             return plain(*args, **kwargs)
 
-        with patched_attribute(owner, name, taking_part):
+        with replaced((owner, name, taking_part)):
             yield
 
     def _refuse_uneven(self, inputs: Mapping[str, Any]) -> None:
