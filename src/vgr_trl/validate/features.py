@@ -122,12 +122,8 @@ def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequ
     maker = find_completion_maker(trainer)
     columns = getattr(trainer.train_dataset, "column_names", None)
     beams = getattr(getattr(trainer, "generation_config", None), "num_beams", None) or 1
-    backends = {
-        "vLLM": trainer.use_vllm,
-        "continuous batching": trainer.use_transformers_continuous_batching,
-        "beam search": beams > 1,
-    }
-    backend = next((name for name, is_on in backends.items() if is_on), None)
+    backend = "vLLM" if trainer.use_vllm else "beam search" if beams > 1 else None
+    backend = "continuous batching" if trainer.use_transformers_continuous_batching else backend
     in_generation, inside = args.attention_source == "generate", need in ("attention", "similarity")
     table: list[tuple[Any, str]] = [
         (maker == "rollout_func", "with rollout_func the tokens of a completion are not all the policy's answer to its "
@@ -421,9 +417,8 @@ def plan_dummy_image(trainer: ConstructedTrainer, has_images: bool) -> DummyImag
     base = base_of(causal_model(trainer.model))
     processor = getattr(trainer.processing_class, "image_processor", None)
     alone = trainer.accelerator.num_processes == 1 and not tower_trains(base)
-    if alone or not (has_images and trainer._is_vlm) or processor is None or _compiles(trainer):
-        return None
-    if not hasattr(base, "get_image_features"):
+    reads_images = has_images and trainer._is_vlm and processor is not None and hasattr(base, "get_image_features")
+    if alone or not reads_images or _compiles(trainer):
         return None
     return DummyImage(processor, trainer.accelerator, is_sharded(trainer))
 

@@ -102,13 +102,10 @@ def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images:
     """Raise `ConfigError` for the first option that does not fit the rewards, the model, the data or the launch."""
     args, estimator = trainer.args, trainer.args.advantage_estimator
     aggregation, maker = args.multi_objective_aggregation, find_completion_maker(trainer)
-    others = {
-        f"advantage_estimator {estimator}": estimator != "grpo",
-        "replay_buffer_size, dynamic_sampling or online_filtering": args.selects_groups,
-    }
-    for other, is_on in others.items():  # they read weighted sums of rewards
-        if is_on and aggregation != "sum_then_normalize":
-            raise ConfigError(f"multi_objective_aggregation is {aggregation} with {other}: use sum_then_normalize.")
+    if aggregation != "sum_then_normalize" and (estimator != "grpo" or args.selects_groups):  # which read weighted sums
+        other = "replay_buffer_size, dynamic_sampling or online_filtering"
+        other = f"advantage_estimator {estimator}" if estimator != "grpo" else other
+        raise ConfigError(f"multi_objective_aggregation is {aggregation} with {other}: use sum_then_normalize.")
     if estimator == "remax" and (maker or trainer.use_vllm or trainer.use_transformers_continuous_batching):
         other = maker or ("vLLM" if trainer.use_vllm else "continuous batching")
         raise ConfigError(f"advantage_estimator is remax with {other}, but needs transformers to generate: use rloo.")
