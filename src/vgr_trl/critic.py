@@ -172,10 +172,6 @@ class Critic:
         self.steps += 1
         return {"critic/grad_norm": norm.item(), "critic/learning_rate": rate}
 
-    def holds_policy(self) -> bool:
-        """Whether the policy is not trained yet."""
-        return self.trainer.state.global_step < self.trainer.args.critic_warmup
-
     def save(self, folder: Path) -> None:
         """Write the critic and its optimizer into a checkpoint."""
         if self.trainer.accelerator.is_main_process:

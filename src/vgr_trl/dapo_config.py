@@ -108,8 +108,3 @@ class DAPOConfig(
     def uses_critic(self) -> bool:
         """Whether advantages come from a critic."""
         return self.advantage_estimator == "gae"
-
-    @property
-    def has_token_advantages(self) -> bool:
-        """Whether the loss gets advantages (N, T)."""
-        return self.shapes_advantages or self.uses_critic

@@ -1,7 +1,7 @@
 """Run the forward passes of a run: what wraps each, training passes over what the loss reads, token budgets."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -81,22 +81,18 @@ class ForwardPasses:
         """
         generates, trains = completion_length is None, torch.is_grad_enabled()
         stage = "generation" if generates else "training" if trains else "scoring"
+        causal = causal_model(model)
+        base = base_of(causal)
+        headless = base is causal or is_compiled(model)  # else scoring skips padding, which TRL scores without Triton
         with (
             self.vision_cache.around(model, counts=counts),
-            nullcontext() if generates or trains else score_labelled_tokens(model),
+            nullcontext() if generates or trains or headless else score_only_tokens(causal, base, None),
             self.shared.around(
                 self.features[f"share_{stage}"], model, completion_length, packs=packs, counts=counts, again=again
             ),
             nullcontext() if self.dummy_image is None else self.dummy_image.around(model, generates),
         ):
             yield
-
-
-def score_labelled_tokens(model: nn.Module) -> AbstractContextManager[None]:
-    """Skip padding in TRL's fused head, which scores it where there is no Triton."""
-    causal = causal_model(model)
-    base = base_of(causal)
-    return nullcontext() if base is causal or is_compiled(model) else score_only_tokens(causal, base, None)
 
 
 def rows_per_pass(

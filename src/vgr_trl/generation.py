@@ -196,8 +196,11 @@ def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     if noise is None:
         return
     if noise.generations and args.noisy_importance == "perturbed":
-        inputs = scoring_inputs(_batch_with_noisy_images(rollout, noise))
-        rollout.batch = rollout.batch | {OLD_LOGPS: trainer.score(inputs, Want()).logps}
+        batch, seen = rollout.batch, noise.prompts
+        if seen is not None and seen.images is not None:
+            pixels = pixels_of_rows(seen.fields, seen.images, range(len(rollout.rows)), batch)
+            batch = batch | {"pixel_values": joined(pixels)}
+        rollout.batch = rollout.batch | {OLD_LOGPS: trainer.score(scoring_inputs(batch), Want()).logps}
     rollout.metrics |= {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
     if noise.generations:
         rewards = weighted_sums(rollout.rewards, trainer.reward_weights).nan_to_num()  # (N of all,)
@@ -205,15 +208,6 @@ def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         noisy = torch.tensor(rows, device=rewards.device)
         rollout.metrics["noisy/reward"] = rewards[noisy].mean().item()
         rollout.metrics["noisy/reward_clean"] = rewards[~noisy].mean().item()
-
-
-def _batch_with_noisy_images(rollout: Rollout, noise: Noise) -> dict[str, Any]:
-    """The batch with the images that each row was generated from."""
-    if noise.prompts is None or noise.prompts.images is None:
-        return rollout.batch
-    rows = range(len(rollout.rows))
-    pixels = pixels_of_rows(noise.prompts.fields, noise.prompts.images, rows, rollout.batch)
-    return rollout.batch | {"pixel_values": joined(pixels)}
 
 
 def refuse_dropped_images(prompts: Prompts, vision_token_ids: Sequence[int]) -> None:

@@ -117,7 +117,8 @@ class StepMetrics:
         self._tokens: dict[str, list[float]] = {"valid": [], "scored": []}  # with loss, and scored, per micro-batch
         self._sums: Counter[str] = Counter()
         self.prompts_too_long = self.updates_left_out = self.rows_replaced = 0
-        by_completion = args.importance_sampling_level == "sequence" and not args.has_token_advantages
+        has_token_advantages = args.shapes_advantages or args.uses_critic
+        by_completion = args.importance_sampling_level == "sequence" and not has_token_advantages
         self._means = ("entropy",) if by_completion else ("entropy", *_RATIO_MEANS)  # TRL's, over tokens that train
 
     def measure(self, passed: "TrainingPass", of_trl: MutableMapping[str, list[float]]) -> dict[str, float]:

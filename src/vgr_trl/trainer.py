@@ -453,7 +453,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             loss = loss + terms
             if self.critic is not None:
                 metrics |= self.critic.learn(passed)
-                loss = loss * (not self.critic.holds_policy())
+                loss = loss * (self.state.global_step >= self.args.critic_warmup)  # before it the policy stands still
             self._log_metrics(metrics)
             return loss
         finally:
