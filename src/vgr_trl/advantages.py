@@ -8,12 +8,10 @@ group have a reward, the advantages are 0.
 import torch
 from torch import Tensor
 
-from vgr_trl import config
+from vgr_trl.config import GROUP_ESTIMATORS
 from vgr_trl.metrics import Gather
 from vgr_trl.options import check_value
 from vgr_trl.utils import ConfigError
-
-ESTIMATORS = tuple(name for name in config.ESTIMATORS if name != "gae")  # which takes values of tokens
 
 
 def estimate_advantages(
@@ -50,8 +48,8 @@ def estimate_advantages(
     Raises:
         ConfigError: there is no such estimator, or `remax` has no baseline.
     """
-    if estimator not in ESTIMATORS:
-        raise ConfigError(f"advantage_estimator is {estimator!r}: give one of {', '.join(ESTIMATORS)}.")
+    if estimator not in GROUP_ESTIMATORS:
+        raise ConfigError(f"advantage_estimator is {estimator!r}: give one of {', '.join(GROUP_ESTIMATORS)}.")
     # In double precision the mean of equal rewards is that reward; rounding, divided by a tiny deviation, would count.
     groups = rewards.double().view(-1, num_generations)  # (num_groups, G)
     centred, count = _centred(groups), _count(groups)
@@ -89,6 +87,22 @@ def row_std(rewards: Tensor) -> Tensor:
     count = _count(rewards)
     variance = (_centred(rewards) ** 2).nanmean(dim=1, keepdim=True) * (count / (count - 1))
     return torch.where(count > 1, variance.sqrt(), torch.nan)
+
+
+def priority(advantages: Tensor, rewards: Tensor) -> Tensor:
+    """Return the sum of |advantages| (num_groups, G) times the deviation of the rewards, (num_groups,) float64."""
+    return advantages.double().abs().sum(dim=1) * row_std(rewards.double()).squeeze(1)
+
+
+def group_spread(advantages: Tensor, rewards: Tensor, estimator: str = "grpo") -> Tensor:
+    """Return what makes a group's gradient, (num_groups,): deviation of the rewards for `grpo`, else max |advantage|.
+
+    Args:
+        advantages: (num_groups, G).
+        rewards: weighted sums, (num_groups, G), NaN for a completion without any; with fewer than two the deviation is
+            NaN.
+    """
+    return row_std(rewards.double()).squeeze(1) if estimator == "grpo" else advantages.double().abs().amax(dim=1)
 
 
 @torch.no_grad()

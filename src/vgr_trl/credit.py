@@ -7,7 +7,7 @@
 import inspect
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -99,48 +99,59 @@ def shape_advantages(
     options.check_plugins()  # switches rules of `credit_rules` on
     check_value("perception_weighting", options.perception_weighting, Literal["filter", "soft"])
     _require_signals(signals, options)
-    mask, dependency = signals.mask.bool(), signals.measured("dependency")  # (N, T)
+    mask, totals = signals.mask.bool(), Totals()
     credit = per_token(advantages).float().expand(mask.shape).clone()  # (N, T)
-    totals, kept = Totals(), []  # tokens that each filter keeps, (N, T) bool
+    kept: list[Tensor] = []  # tokens that each filter keeps, (N, T) bool
+    context = {"shaped": shaped, "groups": groups, "gather": gather, "completion_ids": completion_ids}
+    for name, weights in _weights_by_rule(advantages, signals, options, context, totals):
+        if weights_of is not None and name is not None:
+            weights_of[name] = weights.float()
+        if weights.dtype == torch.bool:
+            kept.append(weights)
+        else:
+            credit *= weights
+    if kept:
+        union = torch.stack(kept).any(dim=0)
+        totals.add_mean("combined_token_fraction", union, mask)
+        credit *= union
+    return credit, totals.metrics(gather)
+
+
+def _weights_by_rule(
+    advantages: Tensor, signals: RolloutSignals, options: CreditOptions, context: Mapping[str, Any], totals: Totals
+) -> Iterator[tuple[str | None, Tensor]]:
+    """Yield the weights (N, T) or (N, 1) of each rule that is on, bool: tokens that it keeps; add its metrics.
+
+    In front of the weights of a plug-in stands its name.
+    """
+    mask, dependency = signals.mask.bool(), signals.measured("dependency")  # (N, T)
     if options.token_weights:
         measured = attention_weights(signals.measured("attention"), mask, options)
         weights = given_weights(signals.extra.get(OF_REWARD), mask, measured)
         if options.token_weights_positive_only:
             weights = weights.masked_fill(per_token(advantages) < 0, 1)
         add_weights(totals, "token_weight", weights, mask)
-        credit *= weights
+        yield None, weights
     if options.enable_perception_filtering and options.perception_weighting == "soft":
         weights = dependency_weights(dependency, mask, clip=options.token_weights_clip)
         add_weights(totals, "perception_weight", weights, mask)
-        credit *= weights
+        yield None, weights
     elif options.enable_perception_filtering:
-        kept.append(
-            _keep_largest(dependency, mask, options.top_p_perception_tokens, totals, "perception", "low_var_kl")
-        )
+        fraction = options.top_p_perception_tokens
+        yield None, _keep_largest(dependency, mask, fraction, totals, "perception", "low_var_kl")
     if options.enable_entropy_filtering:
-        kept.append(_keep_largest(signals.entropies, mask, options.top_p_entropy_tokens, totals, "entropy", "entropy"))
-    context = {"shaped": shaped, "groups": groups, "gather": gather, "completion_ids": completion_ids}
+        fraction = options.top_p_entropy_tokens
+        yield None, _keep_largest(signals.entropies, mask, fraction, totals, "entropy", "entropy")
     for spec in options.plugin_rules:
-        weights = _plugin_weights(spec, (advantages, signals, mask), options, context, totals)
-        if weights_of is not None:
-            weights_of[short_name(spec)] = weights.float()
-        if weights.dtype == torch.bool:
-            kept.append(weights)
-        else:
-            credit *= weights
+        yield short_name(spec), _plugin_weights(spec, (advantages, signals, mask), options, context, totals)
     if options.enable_trajectory_reweighting:
-        means = mean_dependency(dependency, mask)  # (N,)
+        means, shaped = mean_dependency(dependency, mask), context["shaped"]  # (N,)
         compared = means if shaped is None else means.masked_fill(~shaped.bool(), torch.nan)
-        scale, largest = _scale(means, compared, options.trajectory_scaling_min, gather)
+        scale, largest = _scale(means, compared, options.trajectory_scaling_min, context["gather"])
         totals.add_mean("sensitivity_score_mean", means, ~compared.isnan())
         totals.add_mean("scaling_factor_mean", scale, ~compared.isnan())
         totals.add_known("dynamic_scaling_max", largest)
-        credit *= scale.unsqueeze(1)
-    if kept:
-        union = torch.stack(kept).any(dim=0)
-        totals.add_mean("combined_token_fraction", union, mask)
-        credit *= union
-    return credit, totals.metrics(gather)
+        yield None, scale.unsqueeze(1)
 
 
 def _require_signals(signals: RolloutSignals, options: CreditOptions) -> None:
@@ -301,14 +312,10 @@ def stack_weights(values: Any, response_mask: Tensor) -> Tensor:
         response_mask: (N, T).
 
     Raises:
-        DataError: there is not one row per completion, it has no numbers, or a weight of a valid token is negative or
-            not finite.
+        DataError: there is not one row per completion, or a weight of a valid token is negative or not finite.
     """
     count, length = response_mask.shape
-    try:
-        rows = [torch.ones(0) if row is None else torch.as_tensor(row, dtype=torch.float32).flatten() for row in values]
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"token_weights cannot be read ({error}): give numbers, one for each token.") from error
+    rows = [torch.ones(0) if row is None else torch.as_tensor(row, dtype=torch.float32).flatten() for row in values]
     if len(rows) != count:
         raise DataError(f"token_weights has {len(rows)} rows for {count} responses: give one for each.")
     padded = pad_sequence([*rows, torch.ones(length)], batch_first=True, padding_value=1.0)  # (N + 1, T or more)

@@ -2,7 +2,6 @@
 
 from copy import deepcopy
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sampling.zero_variance import sum_task_rewards
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.signals.scoring import Want
-from vgr_trl.utils import ConfigError
 
 logger = logging.get_logger(__name__)
 FILE = "critic.pt"  # in a checkpoint
@@ -126,9 +124,8 @@ class Critic:
         return metrics
 
     def _explained(self, values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
-        errors = returns - values
         totals = Totals()
-        for name, tensor in (("returns", returns), ("errors", errors)):
+        for name, tensor in (("returns", returns), ("errors", returns - values)):
             totals.add_mean(name, tensor, mask)
             totals.add_mean(f"{name} squared", tensor.square(), mask)
         totals.add_mean("critic/value_mean", values, mask)
@@ -175,10 +172,6 @@ class Critic:
         self.steps += 1
         return {"critic/grad_norm": norm.item(), "critic/learning_rate": rate}
 
-    def holds_policy(self) -> bool:
-        """Whether the policy is not trained yet."""
-        return self.trainer.state.global_step < self.trainer.args.critic_warmup
-
     def save(self, folder: Path) -> None:
         """Write the critic and its optimizer into a checkpoint."""
         if self.trainer.accelerator.is_main_process:
@@ -187,23 +180,13 @@ class Critic:
             torch.save(state, folder / FILE)
 
     def load(self, folder: Path) -> None:
-        """Continue with the critic of a checkpoint, which any number of processes may have written.
-
-        Raises:
-            ConfigError: it cannot be read, or is of another kind.
-        """
+        """Continue with the critic of a checkpoint, which any number of processes may have written."""
         if not (folder / FILE).exists():
             logger.warning(f"{folder} has no critic, which starts from scratch: it was written with another estimator.")
             return
-        try:
-            state = torch.load(folder / FILE, map_location="cpu", weights_only=True)
-            with torch.no_grad():
-                for name, value in self.named.items():
-                    value.copy_(state["parameters"][name])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.steps = state["steps"]
-        except (OSError, RuntimeError, EOFError, UnpicklingError, KeyError, ValueError) as error:
-            raise ConfigError(
-                f"The critic in {folder} cannot be continued ({type(error).__name__}: {error}): give the options of "
-                "critic, model and adapter that it was saved with, or an earlier checkpoint."
-            ) from error
+        state = torch.load(folder / FILE, map_location="cpu", weights_only=True)
+        with torch.no_grad():
+            for name, value in self.named.items():
+                value.copy_(state["parameters"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]

@@ -10,13 +10,15 @@ from torch import nn
 from vgr_trl.efficiency.loss_mask import (
     Extent,
     pack_rows,
-    take_rows,
     tokens_of,
 )
 from vgr_trl.loss import PER_WINDOW
 from vgr_trl.rollout import ConstructedTrainer
-from vgr_trl.rows import OLD_LOGPS, valid_tokens
-from vgr_trl.sharing.lending import PROMPT_GROUP, READ_AGAIN
+from vgr_trl.rows import OLD_LOGPS, take_rows, valid_tokens
+from vgr_trl.sharing.lending import (
+    PROMPT_GROUP,
+    READ_AGAIN,
+)
 from vgr_trl.sharing.prefix_forward import find_groups
 from vgr_trl.training_pass import _extents
 

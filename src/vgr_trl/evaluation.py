@@ -49,9 +49,8 @@ def build_conversation(row: Mapping[str, Any], blank_images: bool, system_prompt
 def grade(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, Any]:
     """Return the record of a question: completions, correctness and format."""
     completions = [greedy, *sampled]
-    correct = grade_completions(row, completions)
+    correct, well_formed = grade_completions(row, completions), think_format_reward(completions)
     solution = read_solution(row)
-    well_formed = think_format_reward(completions)
     return {
         **{key: row[key] for key in ("id", "source", "problem", "solution") if key in row},
         "greedy": greedy,
@@ -212,6 +211,8 @@ class CompletionGenerator:
         self.model, self.processor = model, processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.max_completion_length = max_completion_length
+        pad = self.tokenizer.pad_token_id
+        self.pad_id = int(self.tokenizer.eos_token_id if pad is None else pad)
 
     def encode_prompts(self, conversations: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Return model inputs for conversations (or texts), left-padded, on the model's device."""
@@ -227,7 +228,7 @@ class CompletionGenerator:
             )
         ids = fields.pop("input_ids")
         fields.pop("attention_mask", None)
-        padded, mask = pad_rows(ids, self._pad_id(), "left")
+        padded, mask = pad_rows(ids, self.pad_id, "left")
         inputs = {"input_ids": padded, "attention_mask": mask}
         for name, value in fields.items():
             if isinstance(value, list) and value and isinstance(value[0], list):
@@ -255,7 +256,7 @@ class CompletionGenerator:
         settings = GenerationConfig(
             max_new_tokens=self.max_completion_length,
             eos_token_id=sorted({*declared, self.tokenizer.eos_token_id}),
-            pad_token_id=self._pad_id(),
+            pad_token_id=self.pad_id,
             suppress_tokens=None if image_id is None or self.tokenizer is self.processor else [image_id],  # as TRL does
             **sampling,
         )
@@ -264,10 +265,6 @@ class CompletionGenerator:
         with patched_attribute(owner, "generation_config", settings):
             ids = self.model.generate(**inputs, generation_config=settings)
         return list(self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-
-    def _pad_id(self) -> int:
-        pad = self.tokenizer.pad_token_id
-        return int(self.tokenizer.eos_token_id if pad is None else pad)
 
 
 def evaluate(
@@ -324,10 +321,8 @@ def evaluate(
             greedy, sampled = generator.generate_greedy(inputs), generator.sample(inputs, num_samples, temperature)
             graded = [grade(*each) for each in zip(batch, greedy, sampled, strict=True)]
             if blind and not blank_images and any(images_of(row) for row in batch):
-                blind_answers = generator.generate_greedy(
-                    generator.encode_prompts([build_conversation(row, True, system_prompt) for row in batch])
-                )
-                for record, row, text in zip(graded, batch, blind_answers, strict=True):
+                blanked = generator.encode_prompts([build_conversation(row, True, system_prompt) for row in batch])
+                for record, row, text in zip(graded, batch, generator.generate_greedy(blanked), strict=True):
                     record["correct_blind"] = grade_completions(row, [text])[0]
             records += graded
     greedy = [record["greedy"] for record in records]

@@ -1,26 +1,34 @@
-"""Wrappers around generation: noisy views, blind answers, vLLM errors."""
+"""Wrap generation: noisy views, blind answers, turns of completions that call tools."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from PIL import Image
 
 from vgr_trl.data.prompts import format_question, texts_of
-from vgr_trl.patches.trl import override_sampling
+from vgr_trl.patches.trl import override_sampling, process_with_options
 from vgr_trl.patches.vllm import answers_of_server
-from vgr_trl.pixel_use import refuse_dropped_images
 from vgr_trl.pixels import image_tensors, joined
 from vgr_trl.registries import BLIND_ANSWERS
-from vgr_trl.rollout import ConstructedTrainer, Noise, Rollout, weighted_sums
-from vgr_trl.rows import OLD_LOGPS, Prompts, pixels_of_rows, scoring_inputs
+from vgr_trl.rollout import ConstructedTrainer, Noise, Rollout, describe_row, weighted_sums
+from vgr_trl.rows import (
+    OLD_LOGPS,
+    ImagesOfRows,
+    Prompts,
+    Turns,
+    pixels_of_rows,
+    scoring_inputs,
+)
 from vgr_trl.signals.named import RolloutSignals
-from vgr_trl.signals.perturbation import perturb_images, perturbed_prompts
+from vgr_trl.signals.perturbation import Perturb, perturb_images, perturbed_prompts
 from vgr_trl.signals.probe import GenerationProbe
 from vgr_trl.signals.scoring import Want
+from vgr_trl.tools import show_again
 from vgr_trl.utils import DataError
 
 
@@ -188,8 +196,11 @@ def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     if noise is None:
         return
     if noise.generations and args.noisy_importance == "perturbed":
-        inputs = scoring_inputs(_batch_with_noisy_images(rollout, noise))
-        rollout.batch = rollout.batch | {OLD_LOGPS: trainer.score(inputs, Want()).logps}
+        batch, seen = rollout.batch, noise.prompts
+        if seen is not None and seen.images is not None:
+            pixels = pixels_of_rows(seen.fields, seen.images, range(len(rollout.rows)), batch)
+            batch = batch | {"pixel_values": joined(pixels)}
+        rollout.batch = rollout.batch | {OLD_LOGPS: trainer.score(scoring_inputs(batch), Want()).logps}
     rollout.metrics |= {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
     if noise.generations:
         rewards = weighted_sums(rollout.rewards, trainer.reward_weights).nan_to_num()  # (N of all,)
@@ -199,10 +210,106 @@ def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         rollout.metrics["noisy/reward_clean"] = rewards[~noisy].mean().item()
 
 
-def _batch_with_noisy_images(rollout: Rollout, noise: Noise) -> dict[str, Any]:
-    """The batch with the images that each row was generated from."""
-    if noise.prompts is None or noise.prompts.images is None:
-        return rollout.batch
-    rows = range(len(rollout.rows))
-    pixels = pixels_of_rows(noise.prompts.fields, noise.prompts.images, rows, rollout.batch)
-    return rollout.batch | {"pixel_values": joined(pixels)}
+def refuse_dropped_images(prompts: Prompts, vision_token_ids: Sequence[int]) -> None:
+    """Raise `DataError` if a prompt with images has no placeholder token, because its chat template drops images."""
+    for ids, images in zip(prompts.ids, prompts.images or (), strict=False):
+        if images and vision_token_ids and not set(vision_token_ids).intersection(ids):
+            raise DataError(
+                f"A prompt of {len(ids)} tokens has {len(images)} images, but no image token: use a chat template that "
+                "writes images, or set check_pixels to False to train anyway."
+            )
+
+
+def collect_turns(trainer: ConstructedTrainer, rollout: Rollout, generated: Sequence[Any]) -> Turns:
+    """Return the turns of what TRL's `_generate` has returned for a rollout.
+
+    Raises:
+        DataError: a row has other image tokens than its images take.
+    """
+    prompt_ids, completion_ids, own, messages, *_, images, returned = generated
+    images = [[*(of_row or ())] for of_row in images or [()] * len(own)]
+    fields = process_images(trainer, images) if any(returned) and trainer._is_vlm else {}
+    if "image_grid_thw" in fields:
+        ids = [[*prompt, *completion] for prompt, completion in zip(prompt_ids, completion_ids, strict=True)]
+        refuse_mismatch(trainer, rollout.rows, ids, images, fields["image_grid_thw"])
+    return Turns(own, images, returned, fields, messages)
+
+
+def process_images(trainer: ConstructedTrainer, images: ImagesOfRows) -> dict[str, torch.Tensor]:
+    """Return the pixel inputs that TRL makes of the images of all rows, where tools have returned some."""
+    processor: Any = trainer.processing_class
+    flat = [image for of_row in images for image in of_row]
+    with process_with_options(processor):
+        return image_tensors(processor.image_processor(images=flat, return_tensors="pt"))
+
+
+def refuse_mismatch(
+    trainer: ConstructedTrainer,
+    rows: Sequence[Mapping[str, Any]],
+    ids: Sequence[Sequence[int]],
+    images: ImagesOfRows,
+    grids: torch.Tensor,
+) -> None:
+    """Raise `DataError` if a row has other image tokens than its images take.
+
+    TRL 1.16 then trains on all rows of the process without their images (`has_mismatch` in grpo_trainer.py).
+
+    Args:
+        ids: of prompts and completions.
+        images: of each row.
+        grids: patches of all images along time, height and width, (images, 3).
+    """
+    processor: Any = trainer.processing_class
+    wanted = iter((grids.prod(-1) // getattr(processor.image_processor, "merge_size", 2) ** 2).tolist())
+    for row, tokens, of_row in zip(rows, ids, images, strict=True):
+        takes, count = sum(next(wanted) for _ in of_row), [*tokens].count(trainer._image_pad_token_id or -1)
+        if count != takes:
+            raise DataError(
+                f"The {describe_row(row)} has {count} image tokens with its completion, but its {len(of_row)} "
+                f"images take {takes}: use a chat template that writes the images of tool messages, and tools whose "
+                "texts hold no image token."
+            )
+
+
+def perturb_turns(turns: Turns, numbers: Sequence[int], which: str, perturb: Perturb) -> list[list[Image.Image]]:
+    """Return the images of each row, those of its prompt first, of which some are perturbed.
+
+    With `all`, what `vgr_trl.tools` show of the first image is the same part of the perturbed image.
+
+    Args:
+        numbers: per row, a number that rows with the same perturbed images of the prompt share, over all processes.
+        which: `all`, or only those of the `prompt` or of `tools`.
+        perturb: returns perturbed images, given their number and the place of the first in the row.
+    """
+    of_prompts: dict[int, list[Image.Image]] = {}
+    shown = []
+    for of_row, returned, number in zip(turns.images, turns.returned, numbers, strict=True):
+        images, count = [*of_row], len(of_row) - len(returned)
+        if which != "tools":
+            if number not in of_prompts:
+                of_prompts[number] = perturb(images[:count], index=number)
+            images[:count] = of_prompts[number]
+        if which != "prompt":
+            images[count:] = perturb(images[count:], index=number, first=count)
+        if which == "all" and count:
+            parts = [show_again(part, images[0]) for part in of_row[count:]]
+            images[count:] = [part or other for part, other in zip(parts, images[count:], strict=True)]
+        shown.append(images)
+    return shown
+
+
+def rows_perturbed(turns: Turns, which: str) -> torch.Tensor:
+    """Return which rows have an image that `perturb_turns` perturbs, (N,) bool."""
+    returned = torch.tensor([*map(len, turns.returned)])
+    every = torch.tensor([*map(len, turns.images)])
+    return {"all": every, "tools": returned, "prompt": every - returned}[which] > 0
+
+
+TURN_COLUMNS = ("num_turns", "num_tool_calls", "num_returned_images")
+
+
+def count_turns(completions: Sequence[Any], turns: Turns) -> dict[str, list[int]]:
+    """Return the columns `TURN_COLUMNS` that rewards get: messages of the policy, of tools, and images of tools."""
+    roles = [[message["role"] for message in completion] for completion in completions]
+    counts = ([each.count("assistant") for each in roles], [each.count("tool") for each in roles])
+    return dict(zip(TURN_COLUMNS, (*counts, [*map(len, turns.returned)]), strict=True))

@@ -1,30 +1,31 @@
-"""Plan the measurements of rollouts, and score completions and perturbed views for them."""
+"""Score completions and perturbed views of a rollout; check once that the model uses the pixels."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
 from torch.nn import functional
+from transformers.utils import logging
 
-from vgr_trl.boxes import BOX_COLUMNS, Box, boxes_of
+from vgr_trl.boxes import Box, boxes_of
 from vgr_trl.config import REMOVE_IMAGE
-from vgr_trl.credit import builtin_rules
-from vgr_trl.data.read_row import image_columns
-from vgr_trl.efficiency.loss_mask import find_window, take_rows, trim_inputs
+from vgr_trl.efficiency.loss_mask import find_window, trim_inputs
+from vgr_trl.generation import perturb_turns, process_images, rows_perturbed
+from vgr_trl.metrics import ENGINE_BOUND
 from vgr_trl.patches.trl import mark_images
 from vgr_trl.pixels import image_inputs_of, image_tensors, joined, parts_by_counts, tiles_by_tokens
-from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
-from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
+from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row, find_completion_maker
 from vgr_trl.rows import (
     build_scoring_inputs,
     pixels_of_rows,
     rows_with_images,
     scoring_inputs,
     stacked_inputs,
+    take_rows,
     text_inputs,
     valid_tokens,
 )
@@ -32,27 +33,16 @@ from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.sharing import whole_groups
 from vgr_trl.signals.named import (
     PER_IMAGE,
-    SIGNAL_COLUMNS,
     SINGLE_COLUMNS,
-    NamedSignal,
     RolloutSignals,
     add_named,
     attention_metrics,
     build_unmeasured_signals,
     named_columns,
     named_metrics,
-    named_signals,
-    needed_signal_columns,
     reward_columns,
 )
 from vgr_trl.signals.perturbation import Perturb, derive_seed, drop_images, images_in, perturb_images, perturbed_prompts
-from vgr_trl.signals.probe import (
-    count_attention_layers,
-    decoder_layers,
-    find_decoder,
-    hidden_state_number,
-    why_not_measurable,
-)
 from vgr_trl.signals.ratios import (
     AttentionMass,
     drawn,
@@ -60,205 +50,13 @@ from vgr_trl.signals.ratios import (
     lit_share,
     measure_segments,
     select_region,
-    special_token_ids,
     token_shares,
-    vision_token_ids,
     visual_dependency,
 )
 from vgr_trl.signals.scoring import AttentionPlan, Head, Scores, Want, given_tokens
-from vgr_trl.turns import perturb_turns, process_images, rows_perturbed
-from vgr_trl.utils import ConfigError
+from vgr_trl.utils import DataError
 
 MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 10 rows of 1,024 tokens of a 7 B model
-_LATE = ("dependency", "shift", "views", "perception")  # what the pass over perturbed images is made for
-_OF_IMAGES = ("attention", "per_image", "similarity", "regions", "blind", *_LATE)
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Measurements of every rollout batch.
-
-    Attributes:
-        needed: name of a measurement -> the first option, reward or rule that needs it. `shift` is how distributions
-            differ under the perturbation, `views` log-probabilities under perturbations, `regions` attention on what
-            the question is about, `per_image` attention on each image, `values` those of a critic's head, `blind`
-            answers without the image, `perception` perturbed images for the loss.
-        vision_token_ids: placeholder tokens of images and videos.
-        special_token_ids: tokens that belong to no modality.
-        views: perturbations under which completions are scored.
-        named: signals that are asked for by name, or read by plug-ins.
-        layers: of the model, those that have attention; 0 where attention is not measured.
-        samples_curves: whether attention that only metrics read is measured for a sample.
-    """
-
-    needed: Mapping[str, str]
-    vision_token_ids: tuple[int, ...] = ()
-    special_token_ids: tuple[int, ...] = ()
-    views: tuple[str, ...] = ()
-    named: tuple[NamedSignal, ...] = ()
-    layers: int = 0
-    samples_curves: bool = False
-
-    def needs(self, *names: str) -> bool:
-        """Whether any of these is needed."""
-        return not self.needed.keys().isdisjoint(names)
-
-    @property
-    def head(self) -> bool:
-        """Whether a pass through the model's head is needed, for log-probabilities or entropies."""
-        return self.needs("entropies", "dependency", "shift", "logps")
-
-    @property
-    def scoring(self) -> bool:
-        """Whether a pass over the rollout batch is needed."""
-        return self.head or self.needs("attention", "similarity", "values")
-
-    @property
-    def samples(self) -> bool:
-        """Whether training rollouts are scored for the attention metrics alone, so that a sample is enough."""
-        only_curves = self.needed.get("attention") == "compute_attention_metrics" and not self.named
-        return self.samples_curves and only_curves and not (self.head or self.needs("similarity", "values"))
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns that rewards get beside those of the data."""
-        of_attention = (*SIGNAL_COLUMNS, "mdi_balance_ratio") if "attention" in self.needed else ()
-        answers = (BLIND_ANSWERS,) if "blind" in self.needed else ()
-        return (*of_attention, *answers, *(signal.name for signal in self.named if not signal.is_late))
-
-
-def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
-    """Return what the constructed `trainer` measures of every rollout batch.
-
-    Raises:
-        ConfigError: a feature needs a measurement that model, data or generation do not allow; it is named.
-    """
-    args, needed = trainer.args, find_needed_measurements(trainer)
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    ids = tuple(args.vision_token_ids or vision_token_ids(model, trainer.processing_class))
-    for need, reader in needed.items():
-        if (why := why_not_measured(trainer, need, ids)) is not None:
-            raise ConfigError(f"{reader} cannot be used here: {why}")
-    if args.compute_attention_metrics is None and why_not_measured(trainer, "attention", ids) is None:
-        needed.setdefault("attention", "compute_attention_metrics")
-    last = args.token_weights_last_k_layers
-    if args.token_weights and last is not None and last > (count := count_attention_layers(model)):
-        raise ConfigError(
-            f"token_weights_last_k_layers is {last}, but {count} layers of the model have attention: give a number in "
-            f"[1, {count}], or None for the late segment."
-        )
-    embedded = model.config.get_text_config(decoder=True).vocab_size
-    if unknown := [token for token in args.vision_token_ids or () if token >= embedded]:
-        raise ConfigError(
-            f"vision_token_ids has {unknown[0]}, but the model has {embedded} tokens: give the placeholder of images."
-        )
-    of_rewards = [need for reward in trainer.reward_funcs for need in needed_signals(reward) if need != BLIND_ANSWERS]
-    named = named_signals(args, of_rewards)
-    if any(signal.name == "stability" for signal in named) and not args.further_perturbations:
-        raise ConfigError("The signal stability compares at least two perturbations: add further_perturbations.")
-    views = tuple(args.read_views("dependency" in needed))
-    layers = count_attention_layers(model) if "attention" in needed else 0
-    samples = args.attention_rows == "auto" and args.attention_source == "scoring" and not trainer.tools
-    return Measurement(needed, ids, tuple(special_token_ids(trainer.processing_class)), views, named, layers, samples)
-
-
-def find_needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
-    """Return what rewards, rules of credit, signals and other options read -> the first of them that does."""
-    args, needed = trainer.args, dict[str, str]()
-    data_columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
-    for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
-        if read := needed_signal_columns(reward) - data_columns:
-            needed.setdefault("attention", f"the reward {name}")
-            if PER_IMAGE in read:
-                needed.setdefault("per_image", f"the reward {name}")
-        if BLIND_ANSWERS in needed_signals(reward):
-            needed.setdefault("blind", f"the reward {name}")
-        for need in find_measurements([need for need in needed_signals(reward) if need != BLIND_ANSWERS]):
-            if is_measured_after_rewards(need):
-                raise ConfigError(
-                    f"The reward {name} needs {need}, measured after the rewards: let a signal or rule read it."
-                )
-            needed.setdefault(need, f"the reward {name}")
-    for rule, need in builtin_rules(args).items():
-        needed.setdefault(need, rule)
-    for need, readers in args.readers().items():
-        needed.setdefault("views" if need.startswith(LOGPS_PREFIX) else need, readers[0])
-    for need, option, is_on in (
-        ("attention", needed.get("regions", ""), "regions" in needed),
-        ("attention", "compute_attention_metrics", args.compute_attention_metrics is True),
-        ("logps", "kl_coef", args.penalises_kl),
-        ("logps", "replay_buffer_size", args.replay_buffer_size > 0),
-        ("values" if args.critic == "head" else "critic", "advantage_estimator gae", args.uses_critic),
-        ("perception", "perception_loss_weight", args.perception_loss_weight > 0),
-        ("perception", "der_loss_weight2", args.der_loss_weight2 > 0),
-    ):
-        if is_on:
-            needed.setdefault(need, option)
-    return needed
-
-
-def find_completion_maker(trainer: ConstructedTrainer) -> str | None:
-    """Return the option by which completions are more than the policy's answer to its prompt, if one is on."""
-    makers = {"rollout_func": "rollout_func", "environment_factories": "environment_factory", "tools": "tools"}
-    return next((option for name, option in makers.items() if getattr(trainer, name, None)), None)
-
-
-def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequence[int]) -> str | None:
-    """Return why something cannot be measured with this model, these data and this generation; None if it can."""
-    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-    maker = find_completion_maker(trainer)
-    columns = getattr(trainer.train_dataset, "column_names", None)
-    beams = getattr(getattr(trainer, "generation_config", None), "num_beams", None) or 1
-    backends = {
-        "vLLM": trainer.use_vllm,
-        "continuous batching": trainer.use_transformers_continuous_batching,
-        "beam search": beams > 1,
-    }
-    backend = next((name for name, is_on in backends.items() if is_on), None)
-    in_generation, inside = args.attention_source == "generate", need in ("attention", "similarity")
-    table: list[tuple[Any, str]] = [
-        (maker == "rollout_func", "with rollout_func the tokens of a completion are not all the policy's answer to its "
-         "prompt; switch one of the two off."),
-        (maker and need == "regions", f"boxes refer to the prompt's image, but {maker} may add images; switch "
-         "one of the two off."),
-        (maker and need == "blind", f"with {maker} a blind answer could still see the image; switch one of "
-         "the two off."),
-        (maker and need == "attention" and in_generation, f'attention_source is "generate" with {maker}, which '
-         'generates several times; use "scoring".'),
-        (need == "per_image" and in_generation, 'attention_source is "generate", which does not tell images apart; use '
-         '"scoring".'),
-        (need in _OF_IMAGES and not trainer._is_vlm,
-         f"{type(trainer.model).__name__} reads text only; use a vision-language model, or switch it off."),
-        (need in _OF_IMAGES and not data_has_images(trainer),
-         "the data have no column `image` or `images`; add one, or switch it off."),
-        (need == "regions" and in_generation,
-         'attention_source is "generate", which does not know regions; use "scoring".'),
-        (need == "regions" and columns is not None and not set(BOX_COLUMNS) & set(columns),
-         f"the data have neither of the columns {' and '.join(BOX_COLUMNS)}; add one, or switch it off."),
-        (inside and not vision_tokens, "the placeholder token of images is not found in the model's configuration or "
-         "its processor; give it as vision_token_ids."),
-        (need == "attention" and in_generation and backend,
-         f'attention_source is "generate" with {backend}, which keeps no attention; use "scoring".'),
-    ]  # fmt: skip
-    why = next((sentence for wrong, sentence in table if wrong), None)
-    if inside and why is None and (why := why_not_measurable(model)) is None and need == "similarity":
-        hidden_state_number(args.hidden_similarity_layer, len(decoder_layers(find_decoder(model))))
-    return why
-
-
-def iterate_datasets(trainer: ConstructedTrainer) -> Iterator[tuple[str, Any]]:
-    """The train data and every part of the eval data, with a name for messages."""
-    for name, dataset in (("train", trainer.train_dataset), ("eval", trainer.eval_dataset)):
-        parts = dataset.values() if isinstance(dataset, dict) else [dataset]
-        yield from ((name, part) for part in parts if part is not None)
-
-
-def data_has_images(trainer: ConstructedTrainer) -> bool:
-    """Whether the data have a column of images, or may have: they are a stream, or tools may return images."""
-    return find_completion_maker(trainer) in ("environment_factory", "tools") or any(
-        getattr(dataset, "column_names", None) is None or image_columns(dataset)
-        for _, dataset in iterate_datasets(trainer)
-    )
 
 
 def completion_inputs(trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, Any]:
@@ -321,10 +119,8 @@ def wanted_scores(
 def make_signals(scores: Scores, generated: RolloutSignals | None) -> RolloutSignals:
     """Return the signals of a rollout, with the attention that was measured in generation where there is some."""
     mass = scores.attention if generated is None else pad_signals(generated, scores.mask).attention
-    assert scores.entropies is not None
-    return RolloutSignals(
-        scores.logps.float(), scores.entropies.float(), scores.mask, mass, similarity=scores.similarity
-    )
+    entropies: Any = scores.entropies
+    return RolloutSignals(scores.logps.float(), entropies.float(), scores.mask, mass, similarity=scores.similarity)
 
 
 def _limit_kept_rows(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> list[int]:
@@ -345,8 +141,7 @@ def _limit_kept_rows(vision: torch.Tensor, queries: int, rows: Sequence[int]) ->
 
 def pad_signals(generated: RolloutSignals, mask: torch.Tensor) -> RolloutSignals:
     """Return signals of T' tokens for the T tokens of `mask`, (N, T): padded with zeros, or cut."""
-    mass, mask = generated.attention, mask.to(generated.mask.device)
-    assert mass is not None
+    mass, mask = generated.measured("attention"), mask.to(generated.mask.device)
     missing = mask.size(1) - generated.mask.size(1)  # the longest completion may have been cut or padded
     values = generated.logps, generated.entropies, mass.vision, mass.instruction
     logps, entropies, vision, instruction = (functional.pad(each, (0, missing)) * mask for each in values)
@@ -355,8 +150,7 @@ def pad_signals(generated: RolloutSignals, mask: torch.Tensor) -> RolloutSignals
 
 def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Return the columns that rewards get of the signals of a rollout, and its metrics; empty if there are none."""
-    args, signals, gather = trainer.args, rollout.signals, trainer.accelerator.gather
-    assert signals is not None
+    args, gather, signals = trainer.args, trainer.accelerator.gather, cast("RolloutSignals", rollout.signals)
     new = add_named(trainer.measurement.named, signals)
     columns: dict[str, list[Any]] = {**named_columns(new, signals)}
     metrics = named_metrics(new, signals, gather)
@@ -371,10 +165,9 @@ def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[d
 
 
 def attention_columns(
-    trainer: ConstructedTrainer, mass: AttentionMass | None, prompt_mass: AttentionMass | None
+    trainer: ConstructedTrainer, mass: Any, prompt_mass: AttentionMass | None
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Return the `SIGNAL_COLUMNS` of completions, and the metrics of those of all processes."""
-    assert mass is not None
     segmentation = trainer.args.attention_segments, trainer.args.mdi_balance_ratio
     segments = measure_segments(mass, *segmentation)
     of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, *segmentation)
@@ -610,3 +403,112 @@ def region_mask(trainer: ConstructedTrainer, rollout: Rollout, prompt_ids: torch
 
 def _painted(boxes: dict[int, list[Box]], images: list[Image.Image], *, index: int) -> list[Any]:
     return [drawn(boxes.get(index, []), images[0].size)]
+
+
+logger = logging.get_logger(__name__)
+UNCHANGED = 1e-5  # nats; smaller changes of every log-probability are rounding
+_REMEDY = "or set check_pixels to False to train anyway"
+
+
+@dataclass(frozen=True)
+class PixelUse:
+    """How log-probabilities of completions with an image differ, in nats.
+
+    Attributes:
+        tokens: number of tokens compared.
+        change: mean |change| behind a blank image.
+        largest: largest |change| behind a blank image.
+        engine: mean distance of the engine's from the trainer's; None without an engine that returns its own.
+        engine_blank: mean distance of the engine's from the trainer's behind a blank image; None likewise.
+    """
+
+    tokens: int
+    change: float
+    largest: float
+    engine: float | None = None
+    engine_blank: float | None = None
+
+    def describe(self) -> str:
+        """Return the line of a run; an engine closer to the trainer without the image does not get it."""
+        line = f"With a blank image, log-probabilities change by {self.change:.3g} nats per token"
+        if self.engine is None:
+            return line + "."
+        line += f"; those of vLLM are {self.engine:.3g} from the trainer's"
+        if self.engine > ENGINE_BOUND:
+            line += f", more than {ENGINE_BOUND}: compare its weights, chat template and image processor"
+            if (self.engine_blank or 0) < self.engine:
+                line += f". With a blank image they are {self.engine_blank:.3g} from the trainer's: vLLM gets no images"
+        return line + "."
+
+
+def compare_logps(
+    logps: torch.Tensor,
+    blank: torch.Tensor,
+    engine: torch.Tensor | None,
+    mask: torch.Tensor,
+    gather: Callable[[torch.Tensor], torch.Tensor],
+) -> PixelUse:
+    """Compare log-probabilities (N, T) of completions given their images, given blank ones, and of the engine.
+
+    Args:
+        engine: NaN where it has none; None on every process, or on none.
+        mask: (N, T) bool, tokens that are compared.
+        gather: over processes.
+    """
+    change = (blank - logps).abs()[mask]
+    given = logps if engine is None else engine.to(logps)
+    known = mask & given.isfinite()
+    distances = [(given - other).abs()[known].sum() for other in (logps, blank)]
+    sums = torch.stack([mask.sum().to(logps), change.sum(), known.sum().to(logps), *distances])
+    largest = float(gather(change.max().view(1) if len(change) else logps.new_zeros(1)).max())
+    tokens, changed, both, apart, apart_blank = gather(sums.unsqueeze(0)).double().sum(0).tolist()
+    of_engine = (None, None) if engine is None or not both else (apart / both, apart_blank / both)
+    return PixelUse(int(tokens), changed / max(tokens, 1), largest, *of_engine)
+
+
+def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, float] | None:
+    """Score the first group with an image again behind a blank image; log one line, and return metrics.
+
+    Every process makes the same passes.
+
+    Returns:
+        None: no token is to be compared, so that the next rollout has to be checked.
+
+    Raises:
+        DataError: no log-probability changes; in every process.
+    """
+    batch, accelerator, size = rollout.batch, trainer.accelerator, trainer.completions_per_prompt
+    if find_completion_maker(trainer) is not None:
+        return {}
+    valid = valid_tokens(batch).bool()
+    compared = valid & rows_with_images(batch).to(valid.device).unsqueeze(1)  # (N, T)
+    if not accelerator.gather(compared.sum().view(1)).any():
+        return None
+    start = min(int(compared.any(1).int().argmax()), max(len(valid) - size, 0))
+    rows = list(range(start, min(start + size, len(valid))))
+    part, inputs, why = take_rows(batch, rows), [], ""
+    try:
+        blank = partial(perturb_images, name="mask_image", seed=0, step=0)
+        other, _ = inputs_with_other_images(trainer, part, [rollout.messages[row] for row in rows], rows, blank)
+        inputs = [scoring_inputs(part), other]
+    except DataError as error:
+        why = f": {error}"
+    if not accelerator.gather(torch.tensor([bool(inputs)], device=accelerator.device)).all():
+        logger.warning_once(f"Skipped the check that the model uses the pixels{why}")
+        return {}
+    with keep_random_state(accelerator.device):
+        logps, behind_blank = trainer.score(stacked_inputs(inputs), Want()).logps.float().chunk(2)
+    engine = part.get("sampling_per_token_logps")
+    if engine is not None and rollout.noise is not None:  # the engine saw other images there
+        noisy = torch.tensor([rollout.noise.rows[row] for row in rows], device=engine.device)
+        engine = engine.masked_fill(noisy.unsqueeze(1), torch.nan)
+    use = compare_logps(logps, behind_blank, engine, compared[rows].to(logps.device), accelerator.gather)
+    if use.tokens and use.largest < UNCHANGED:
+        raise DataError(
+            f"The log-probabilities of {use.tokens} tokens do not change with a blank image, so the model does not "
+            f"use its images: check that it reads pixel_values and that the processor passes them on, {_REMEDY}."
+        )
+    if accelerator.is_main_process:
+        logger.warning(use.describe())
+    metrics = {"pixels/change": use.change, "pixels/engine_distance": use.engine}
+    return {name: value for name, value in metrics.items() if value is not None}

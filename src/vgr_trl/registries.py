@@ -57,9 +57,7 @@ def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = C
         name = f"{name}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(name, file)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
         with _naming_import_errors(str(file), kind, error_type):

@@ -6,21 +6,76 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
-from vgr_trl.efficiency.vision_cache import VisionCache
+from vgr_trl.efficiency.vision import VisionCache
 from vgr_trl.metrics import StageClock
+from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rows import Placement, Prompts, Turns
 from vgr_trl.sharing.sharing import SharedPasses
-from vgr_trl.signals.named import RolloutSignals
+from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal, RolloutSignals
 from vgr_trl.signals.scoring import Scores, Want
 from vgr_trl.utils import DataError, Feature
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Measurements of every rollout batch.
+
+    Attributes:
+        needed: name of a measurement -> the first option, reward or rule that needs it. `shift` is how distributions
+            differ under the perturbation, `views` log-probabilities under perturbations, `regions` attention on what
+            the question is about, `per_image` attention on each image, `values` those of a critic's head, `blind`
+            answers without the image, `perception` perturbed images for the loss.
+        vision_token_ids: placeholder tokens of images and videos.
+        special_token_ids: tokens that belong to no modality.
+        views: perturbations under which completions are scored.
+        named: signals that are asked for by name, or read by plug-ins.
+        layers: of the model, those that have attention; 0 where attention is not measured.
+        samples_curves: whether attention that only metrics read is measured for a sample.
+    """
+
+    needed: Mapping[str, str]
+    vision_token_ids: tuple[int, ...] = ()
+    special_token_ids: tuple[int, ...] = ()
+    views: tuple[str, ...] = ()
+    named: tuple[NamedSignal, ...] = ()
+    layers: int = 0
+    samples_curves: bool = False
+
+    def needs(self, *names: str) -> bool:
+        """Whether any of these is needed."""
+        return not self.needed.keys().isdisjoint(names)
+
+    @property
+    def head(self) -> bool:
+        """Whether a pass through the model's head is needed, for log-probabilities or entropies."""
+        return self.needs("entropies", "dependency", "shift", "logps")
+
+    @property
+    def scoring(self) -> bool:
+        """Whether a pass over the rollout batch is needed."""
+        return self.head or self.needs("attention", "similarity", "values")
+
+    @property
+    def samples(self) -> bool:
+        """Whether training rollouts are scored for the attention metrics alone, so that a sample is enough."""
+        only_curves = self.needed.get("attention") == "compute_attention_metrics" and not self.named
+        return self.samples_curves and only_curves and not (self.head or self.needs("similarity", "values"))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that rewards get beside those of the data."""
+        of_attention = (*SIGNAL_COLUMNS, "mdi_balance_ratio") if "attention" in self.needed else ()
+        answers = (BLIND_ANSWERS,) if "blind" in self.needed else ()
+        return (*of_attention, *answers, *(signal.name for signal in self.named if not signal.is_late))
+
 
 if TYPE_CHECKING:
 
@@ -29,10 +84,7 @@ if TYPE_CHECKING:
 
         args: DAPOConfig
         model: PreTrainedModel
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin
         train_dataset: Dataset | IterableDataset
-        eval_dataset: Dataset | IterableDataset | DatasetDict | IterableDatasetDict | None
-        shuffle_dataset: bool
         num_generations: int
         num_generations_eval: int
         pad_to_multiple_of: int | None
@@ -40,8 +92,7 @@ if TYPE_CHECKING:
         _buffered_inputs: Any
 
         # Planned before the first generation; types that depend on this class are Any.
-        measurement: Any
-        has_credit: bool
+        measurement: Measurement
         features: dict[str, Feature]
         reward_schedule: Any
         passes: Any
@@ -58,7 +109,6 @@ if TYPE_CHECKING:
         further_prompts: Any
         kl: Any
         critic: Any
-        selects_groups: bool
         pixels_unchecked: bool
 
         @property
@@ -264,3 +314,9 @@ def weighted_sums(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted sums of rewards (N, F), (N,); NaN for a completion that none applies to."""
     sums = (rewards * weights.to(rewards)).nansum(dim=1)
     return sums.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+
+
+def find_completion_maker(trainer: ConstructedTrainer) -> str | None:
+    """Return the option by which completions are more than the policy's answer to its prompt, if one is on."""
+    makers = {"rollout_func": "rollout_func", "environment_factories": "environment_factory", "tools": "tools"}
+    return next((option for name, option in makers.items() if getattr(trainer, name, None)), None)

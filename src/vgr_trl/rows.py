@@ -1,8 +1,8 @@
 """Rows of a TRL batch: inputs of scoring; rows taken, joined, padded and placed on processes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from PIL import Image
@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vgr_trl.pixels import (
     IMAGE_INPUTS,
+    PERTURBED,
     ROW_INPUTS,
     Images,
     clone_to,
@@ -145,15 +146,29 @@ def take_scoring_rows(inputs: Mapping[str, Any], rows: range) -> dict[str, Any]:
         DataError: an input cannot be assigned to rows.
     """
     given = {name: value for name, value in inputs.items() if value is not None}
-    count, images = len(given["input_ids"]), image_inputs_of(given)
-    if len(rows) == count:
+    if len(rows) == len(given["input_ids"]):
         return given
-    part: dict[str, Any] = {"logits_to_keep": given["logits_to_keep"]}
-    for name in given.keys() - images.keys() - part.keys():
-        if len(given[name]) != count or name not in _SCORED_BY_ROW:
-            raise DataError(f"The input {name} cannot be cut into chunks: score all rows at once (batch_size=None).")
-        part[name] = given[name][rows.start : rows.stop]
-    return take_images(rows, given, part, count)
+    if unknown := given.keys() - {*_SCORED_BY_ROW, "logits_to_keep", *IMAGE_INPUTS}:
+        raise DataError(
+            f"The input {min(unknown)} cannot be cut into chunks: score all rows at once (batch_size=None)."
+        )
+    return take_rows(given, rows)
+
+
+def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """Return some rows of a micro-batch of TRL, or of the arguments of a scoring pass; what belongs to no row stays.
+
+    Raises:
+        DataError: pixel inputs cannot be assigned to rows.
+    """
+    part, index = dict(batch), slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
+    for name, value in batch.items():
+        if isinstance(value, list | tuple):
+            part[name] = [value[row] for row in rows]
+        elif isinstance(value, torch.Tensor) and value.ndim > 0 and name not in IMAGE_INPUTS:
+            part[name] = value[index]
+    ids = batch["prompt_ids"] if "prompt_ids" in batch else batch["input_ids"]
+    return take_images(rows, {**batch, PERTURBED: None}, part, len(ids))
 
 
 def take_images(rows: Sequence[int], batch: Mapping[str, Any], part: dict[str, Any], count: int) -> dict[str, Any]:
@@ -483,10 +498,6 @@ def _lacking(name: str) -> DataError:
     )
 
 
-Gather = Callable[[list[Any]], list[Any]]  # a list per process -> their concatenation, in their order, everywhere
-Piece = TypeVar("Piece")
-
-
 @dataclass(frozen=True)
 class Placement:
     """Placement of the completions of a rollout batch on the processes.
@@ -524,25 +535,3 @@ class Placement:
     def holder(self, group: int) -> int:
         """The process that keeps `group` whole: that of its first completion."""
         return self.holders(group)[0]
-
-    def bring_to_holders(
-        self, pieces: Mapping[int, Piece], holders: Mapping[int, int], gather: Gather | None
-    ) -> dict[int, list[Piece]]:
-        """Return the pieces of the groups that this process is the holder of, in the order of their completions.
-
-        If any of the groups has completions on other processes than its holder, all of them call `gather` once.
-
-        Args:
-            pieces: of each group that has completions here, what to bring.
-            holders: group -> process that keeps it whole; the same on every process.
-            gather: over the processes; None if there is one.
-        """
-        here = self.process_index
-        found = {group: {here: piece} for group, piece in pieces.items() if holders[group] == here}
-        travelling = [group for group, holder in holders.items() if list(self.holders(group)) != [holder]]
-        if travelling and gather is not None:
-            sent = [(group, here, pieces[group]) for group in travelling if group in pieces and group not in found]
-            for group, process, piece in gather(sent):
-                if holders[group] == here:
-                    found.setdefault(group, {})[process] = piece
-        return {group: [parts[process] for process in sorted(parts)] for group, parts in found.items()}

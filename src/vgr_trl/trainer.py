@@ -16,30 +16,27 @@ from trl.trainer import grpo_trainer
 
 from vgr_trl.callbacks import FiniteUpdates, SaveOnTermination, guard_trackers, print_lines
 from vgr_trl.checkpoints import ResumableTrainer
-from vgr_trl.collapse import CollapseWatch
 from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.dynamic_batching import loss_in_parts
-from vgr_trl.efficiency.vision_cache import images_processed_once
-from vgr_trl.efficiency.vision_windows import join_windows
+from vgr_trl.efficiency.vision import images_processed_once, join_windows
 from vgr_trl.forward_passes import ForwardPasses, refuse_nan, rows_per_pass
-from vgr_trl.generation import blind_answers, generate, record_noise
+from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, record_noise
 from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
 from vgr_trl.measure import (
+    check_pixel_use,
     completion_inputs,
-    data_has_images,
     keep_random_state,
     make_signals,
     measure_sample,
     pad_signals,
-    plan_measurement,
     score_perturbed,
     signals_as_columns,
     wanted_scores,
 )
-from vgr_trl.metrics import OptimizerClock, StageClock, StepMetrics
+from vgr_trl.metrics import CollapseWatch, OptimizerClock, StageClock, StepMetrics
 from vgr_trl.patches.trl import (
     enable_reference_model,
     enlarge_tables,
@@ -58,7 +55,6 @@ from vgr_trl.patches.trl import (
     unlogged,
 )
 from vgr_trl.patches.vllm import AFTER_IMAGES, forget_with_new_weights, plan_vllm_images
-from vgr_trl.pixel_use import check_pixel_use
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
@@ -82,10 +78,17 @@ from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
 from vgr_trl.training_pass import shuffle_rows, training_pass
-from vgr_trl.turns import TURN_COLUMNS, collect_turns, count_turns
 from vgr_trl.utils import ConfigError, RewardError, check_release, initialise_loader, patched_attribute
 from vgr_trl.validate.data import check_data, prepare_trainer
-from vgr_trl.validate.features import announce, is_sharded, plan_dummy_image, plan_features, plan_vision
+from vgr_trl.validate.features import (
+    announce,
+    data_has_images,
+    is_sharded,
+    plan_dummy_image,
+    plan_features,
+    plan_measurement,
+    plan_vision,
+)
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
 
 logger = logging.get_logger(__name__)
@@ -179,7 +182,6 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     def _add_state(self) -> None:
         """Create the state that is kept across steps and saved in checkpoints."""
         args = self.args
-        self.has_credit, self.selects_groups = args.shapes_advantages, args.selects_groups
         self.pixels_unchecked = args.check_pixels and self._is_vlm and data_has_images(self)
         self.has_reward_files = any(isinstance(reward, ScoredFile) for reward in self.reward_funcs)
         self.zero_variance_streak = ZeroVarianceStreak(args)
@@ -372,7 +374,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
                         self._log_metrics(self.critic.estimate(rollout))
                     advantages = rollout.batch["advantages"]  # (N,), with a critic (N, T)
                     self._log_metrics(rollout.metrics)
-                    if self.has_credit:
+                    if self.args.shapes_advantages:
                         self._log_metrics(apply_token_credit(self, rollout))
                 self.recorder.add_credit(recorded, rollout, advantages, rollout.batch["advantages"])
             self.recorder.write(rollout, recorded)
@@ -417,8 +419,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         plain, rollout = super()._get_per_token_logps_and_entropies, self._rollout
         if rollout is not None and rollout.turns is not None and rollout.turns.fields:
             inputs = mark_scored_images(model, input_ids, inputs)
-        if inputs.get("token_type_ids") is not None:
-            inputs = make_completions_causal(inputs, causal_model(model).config, logits_to_keep)
+        inputs = make_completions_causal(inputs, causal_model(model).config, logits_to_keep)
         if torch.is_grad_enabled() or self._pass is not None:
             return training_pass(self, model, plain, inputs, batch_size, self._pass)
         is_policy = model is self.model and policy_is_active(model)
@@ -455,7 +456,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             loss = loss + terms
             if self.critic is not None:
                 metrics |= self.critic.learn(passed)
-                loss = loss * (not self.critic.holds_policy())
+                loss = loss * (self.state.global_step >= self.args.critic_warmup)  # before it the policy stands still
             self._log_metrics(metrics)
             return loss
         finally:

@@ -1,6 +1,6 @@
 """Training passes over what the loss reads, and over nothing else."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -86,7 +86,8 @@ def training_pass(
     with ExitStack() as stack:
         if features["skip_head"].enabled:
             stack.enter_context(head)
-        again = _read_again(passed.inputs, window)
+        again = passed.inputs.get(READ_AGAIN)  # None: no plan of micro-batches
+        again = again and [again[row] and window.images for row in window.rows]
         stack.enter_context(trainer.passes.around(model, window.completion, packs=packs, again=again))
         states = stack.enter_context(read_hidden_states(model, window.completion)) if keeps_hidden else []
         logps, entropies, aux_loss = plain(model, **part)
@@ -131,13 +132,6 @@ def _score_nothing(passed: TrainingPass, loss_mask: torch.Tensor) -> Scored:
     if not hasattr(passed, "logps"):
         passed.logps, passed.hidden = constants + anchor, None
     return constants + anchor, torch.zeros_like(constants), None
-
-
-def _read_again(inputs: Mapping[str, Any], window: Window) -> list[bool] | None:
-    """Whether a later micro-batch of the optimizer step reads the prompts of the rows that run; None: no plan."""
-    if (again := inputs.get(READ_AGAIN)) is None:
-        return None
-    return [again[row] and window.images for row in window.rows]
 
 
 def _returned_images(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor | None:

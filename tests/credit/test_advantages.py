@@ -4,7 +4,8 @@ import pytest
 import torch
 from recorded import NUM_CASES, cases, needs_recorded, tensors
 
-from vgr_trl.advantages import ESTIMATORS, estimate_advantages, gae, token_rewards, value_loss, whiten
+from vgr_trl.advantages import estimate_advantages, gae, token_rewards, value_loss, whiten
+from vgr_trl.config import GROUP_ESTIMATORS
 
 NAN = float("nan")
 recorded = cases()
@@ -49,7 +50,7 @@ def test_a_completion_without_a_reward_is_left_out(estimator, expected):
     assert estimate([0, NAN, 1], 3, estimator, baseline) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_nothing_to_compare_is_no_advantage(estimator):
     """With greedy completions that have no reward either, for `remax`.
 

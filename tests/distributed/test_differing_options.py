@@ -5,7 +5,7 @@ from support.launching import launch
 SCRIPT = """
 import os, sys
 from vgr_trl import DAPOConfig
-from vgr_trl.patches.distributed import close_group_at_exit
+from vgr_trl.patches.transformers import close_group_at_exit
 from vgr_trl.utils import ConfigError
 from vgr_trl.validate.options import refuse_differing_options
 

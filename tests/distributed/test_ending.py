@@ -9,7 +9,7 @@ from support.launching import launch
 SCRIPT = """
 import atexit
 from torch import distributed
-from vgr_trl.patches.distributed import close_group_at_exit
+from vgr_trl.patches.transformers import close_group_at_exit
 
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 atexit.register(lambda: print("open" if distributed.is_initialized() else "closed"))  # runs after the next one

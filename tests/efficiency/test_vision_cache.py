@@ -15,9 +15,8 @@ from support.models.compare import generated, gradients, largest_relative, score
 from support.models.families import FAMILIES, build, make_batch, with_frozen_tower
 from support.models.other_families import OTHERS
 
-from vgr_trl.efficiency.vision_cache import FAMILIES as TYPES
-from vgr_trl.efficiency.vision_cache import VisionCache, images_processed_once, parts_of_tower
-from vgr_trl.forward_passes import add_zero_features
+from vgr_trl.efficiency.vision import FAMILIES as TYPES
+from vgr_trl.efficiency.vision import VisionCache, add_zero_features, images_processed_once, parts_of_tower
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of
 from vgr_trl.validate.features import plan_vision

@@ -8,8 +8,9 @@ import torch
 from batches import cut, draw_batch
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
+from vgr_trl.advantages import priority
 from vgr_trl.rows import Placement
-from vgr_trl.sampling.replay import Group, ReplayBuffer, deal_groups, priority
+from vgr_trl.sampling.replay import Group, ReplayBuffer, deal_groups
 
 
 def group(*rewards: float, step: int = 0, scale: float = 1.0) -> Group:

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vgr_trl.advantages import estimate_advantages
-from vgr_trl.sampling.replay import group_spread
+from vgr_trl.advantages import estimate_advantages, group_spread
 from vgr_trl.sampling.zero_variance import ZeroVarianceStreak, filter_index, filtered_groups
 
 NAN = float("nan")

@@ -95,7 +95,7 @@ def results_of(function: Callable, *arguments: object, processes: int) -> list[A
 
 def join_group() -> None:
     """Begin the group of the processes of `results_of`, where no trainer does; it is closed when they end."""
-    from vgr_trl.patches.distributed import close_group_at_exit  # needs TRL, which most of what is tested so does not
+    from vgr_trl.patches.transformers import close_group_at_exit  # needs TRL, which most of what is tested so does not
 
     dist.init_process_group("gloo")
     close_group_at_exit()

@@ -12,9 +12,9 @@ from support.trainers import BIG_STEPS, begin, prompts, train_file, weights
 from support.vllm import in_place_of_vllm
 from test_turns import rollout_of
 
+from vgr_trl.generation import perturb_turns, rows_perturbed
 from vgr_trl.rows import Turns, pad_rows, scoring_inputs
 from vgr_trl.tools import LookAgain, Zoom
-from vgr_trl.turns import perturb_turns, rows_perturbed
 from vgr_trl.utils import ConfigError
 
 

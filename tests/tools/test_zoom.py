@@ -13,10 +13,10 @@ from test_turns import rollout_of
 from trl.chat_template_utils import qwen3_vl_chat_template
 
 from vgr_trl import DAPOConfig
+from vgr_trl.generation import perturb_turns
 from vgr_trl.rewards.loading import load_reward
 from vgr_trl.rows import Turns
 from vgr_trl.tools import LookAgain, Zoom, load_environment
-from vgr_trl.turns import perturb_turns
 from vgr_trl.utils import ConfigError, DataError
 
 

@@ -148,5 +148,5 @@ def test_attention_features_on_a_text_model(text_trainer):
 def test_attention_features_that_data_or_model_cannot_have(make, vision_trainer):
     with pytest.raises(ConfigError, match="token_weights cannot be used here: the data have no column `image`"):
         make(rows=vision_trainer.rows.remove_columns("image"), token_weights=True)
-    with pytest.raises(ConfigError, match="last_k_layers is 4, but 3 layers of the model have attention: give a n"):
+    with pytest.raises(ConfigError, match="last_k_layers is 4: give a number in .1, 3., or None"):
         make(token_weights=True, token_weights_last_k_layers=4)

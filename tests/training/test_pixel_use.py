@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.vllm import in_place_of_vllm
 
-from vgr_trl.collapse import first_signs
-from vgr_trl.pixel_use import PixelUse, compare_logps
+from vgr_trl.measure import PixelUse, compare_logps
+from vgr_trl.metrics import first_signs
 from vgr_trl.utils import DataError
 
 
@@ -78,7 +78,7 @@ def test_an_engine_is_not_compared_where_it_saw_noise(make, monkeypatch):
         known.append(engine.isfinite().any(1).tolist())
         return compare_logps(logps, blank, engine, *others)
 
-    monkeypatch.setattr("vgr_trl.pixel_use.compare_logps", compare)
+    monkeypatch.setattr("vgr_trl.measure.compare_logps", compare)
     noise = {"noisy_generations": 1, "vllm_importance_sampling_correction": False}
     make(use_vllm=True, vllm_mode="colocate", max_steps=1, **noise).train()
     assert known == [[True, True, True, False]]
@@ -103,9 +103,7 @@ def test_an_engine_without_images_is_told_from_one_with_other_weights():
     engine[:, 0] = torch.tensor([-1.4, -2.8])
     blind = compare(engine)
     assert (blind.engine, blind.engine_blank) == (pytest.approx(1.1), pytest.approx(0.15))
-    assert blind.engine_is_blind
     assert "With a blank image they are 0.15 from the trainer's: vLLM gets no images." in blind.describe()
     near = compare(torch.tensor([[-1.05, -2.0, 0.0], [-1.0, -1.0, -1.0]]))
     assert near.engine == pytest.approx(0.01)
-    assert not near.engine_is_far
-    assert not near.engine_is_blind
+    assert near.describe().endswith("those of vLLM are 0.01 from the trainer's.")

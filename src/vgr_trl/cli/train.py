@@ -55,7 +55,7 @@ from vgr_trl.data.prompts import PromptTemplate
 from vgr_trl.data.read_row import FLAGS
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.options import changed_options
-from vgr_trl.patches.distributed import close_group_at_exit, wait_for_gloo
+from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo
 from vgr_trl.reporting.markdown import format_duration, print_record, progress_lines
 from vgr_trl.reporting.recorder import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import read_run, refuse_unwritable

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vgr_trl.pixels import IMAGE_INPUTS, PERTURBED, on_device
+from vgr_trl.pixels import IMAGE_INPUTS, on_device
 from vgr_trl.rows import take_images
 from vgr_trl.sharing.model_support import replace_hidden_states, replaced
 from vgr_trl.sharing.prefix_forward import PER_TOKEN
@@ -254,21 +254,6 @@ def trim_inputs(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tens
     if every:
         return part
     return take_images(window.rows, inputs, part, len(ids))
-
-
-def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Return some rows of a micro-batch of TRL; what belongs to no row stays.
-
-    Raises:
-        DataError: pixel inputs cannot be assigned to rows.
-    """
-    part = dict(batch)
-    for name, value in batch.items():
-        if isinstance(value, list):
-            part[name] = [value[row] for row in rows]
-        elif isinstance(value, torch.Tensor) and value.ndim > 0 and name not in IMAGE_INPUTS:
-            part[name] = value[list(rows)]
-    return take_images(rows, {**batch, PERTURBED: None}, part, len(batch["prompt_ids"]))
 
 
 def scatter_back(

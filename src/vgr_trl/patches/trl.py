@@ -315,17 +315,13 @@ def shuffle_by(shuffle: Callable[[dict[str, Any]], dict[str, Any]], joins_pixels
 _SCORING_ARGUMENTS = frozenset(signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
 
 
-def image_options(processor: Any) -> dict[str, Any]:
-    """Return the options with which a processor calls its image processor, beside those of that."""
-    defaults = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", {})
-    return {**defaults.get("images_kwargs", {}), **(getattr(processor, "images_kwargs", None) or {})}
-
-
 @contextmanager
 def process_with_options(processor: Any) -> Iterator[None]:
     """In this block the image processor alone makes of images what it makes of them within its processor."""
+    defaults = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", {})
+    options = {**defaults.get("images_kwargs", {}), **(getattr(processor, "images_kwargs", None) or {})}
     with ExitStack() as stack:
-        for name, value in image_options(processor).items():
+        for name, value in options.items():
             stack.enter_context(patched_attribute(processor.image_processor, name, value))
         yield
 

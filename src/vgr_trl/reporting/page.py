@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vgr_trl.collapse import first_signs
+from vgr_trl.metrics import first_signs
 from vgr_trl.reporting.records import (
     LOGS_FILE,
     RUN_FILE,

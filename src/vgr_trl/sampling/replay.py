@@ -1,7 +1,7 @@
 """Replay buffer: groups of earlier rollouts take the place of zero-variance groups."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers.utils import logging
 
-from vgr_trl.advantages import row_std
+from vgr_trl.advantages import group_spread, priority
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.credit import active_rules
 from vgr_trl.registries import short_name
@@ -58,14 +58,22 @@ def cut_groups(trainer: ConstructedTrainer, rollout: Rollout, wanted: Sequence[i
     rows = Rows.from_batch(batch | signals_to_columns(rollout.signals))
     rows.columns.pop("advantages", None)
     lengths = [batch[name].sum(1).tolist() for name in ("prompt_mask", "completion_mask")]
-    pieces = {}
+    holders = {group: placement.holder(group) for group in wanted}
+    pieces: dict[int, list[Rows]] = {}  # of the groups that this process holds, the holder's own piece first
+    sent = []
     for group in wanted:
         if here := [row for row, _ in placement.here(group)]:
             widths = [max(1, *(of_rows[row] for row in here)) for of_rows in lengths]
-            pieces[group] = rows.take(here).trim(*widths).stored()
-    holders = {group: placement.holder(group) for group in wanted}
-    brought = placement.bring_to_holders(pieces, holders, gather_object)
-    whole = {group: join_rows(parts, pad_token_id=pad_token_id).stored() for group, parts in brought.items()}
+            piece = rows.take(here).trim(*widths).stored()
+            if holders[group] == placement.process_index:
+                pieces[group] = [piece]
+            else:
+                sent.append((group, piece))
+    if any(len(placement.holders(group)) > 1 for group in wanted):
+        for group, piece in gather_object(sent):
+            if holders[group] == placement.process_index:
+                pieces[group].append(piece)
+    whole = {group: join_rows(parts, pad_token_id=pad_token_id).stored() for group, parts in pieces.items()}
     advantages, rewards = (
         each.detach().to("cpu", torch.float32).view(-1, placement.num_generations)
         for each in (selection.advantages, selection.task_rewards)
@@ -119,22 +127,7 @@ def _bring_rows(replacements: Mapping[int, Group], placement: Placement) -> dict
     }
 
 
-def priority(advantages: Tensor, rewards: Tensor) -> Tensor:
-    """Return the sum of |advantages| (num_groups, G) times the deviation of the rewards, (num_groups,) float64."""
-    return advantages.double().abs().sum(dim=1) * row_std(rewards.double()).squeeze(1)
-
-
-def group_spread(advantages: Tensor, rewards: Tensor, estimator: str = "grpo") -> Tensor:
-    """Return what makes a group's gradient, (num_groups,): deviation of the rewards for `grpo`, else max |advantage|.
-
-    Args:
-        advantages: (num_groups, G).
-        rewards: weighted sums, (num_groups, G), NaN for a completion without any; with fewer than two the deviation is
-            NaN.
-    """
-    return row_std(rewards.double()).squeeze(1) if estimator == "grpo" else advantages.double().abs().amax(dim=1)
-
-
+@dataclass(eq=False)
 class ReplayBuffer:
     """Keeps the groups of highest priority and draws from them.
 
@@ -145,7 +138,7 @@ class ReplayBuffer:
     With several processes each has a buffer that knows all groups, adds and draws the same ones (as long as it is
     called with the same arguments everywhere) and has the rows of those groups that the process is the holder of.
 
-    Args:
+    Attributes:
         size: groups to keep at most, at least 1.
         min_reward: mean reward that a group needs to enter. None: any.
         variance_epsilon: a group whose `group_spread` is not above it has no gradient; at least 0.
@@ -154,21 +147,17 @@ class ReplayBuffer:
         estimator: of the groups' advantages.
     """
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        min_reward: float | None = None,
-        variance_epsilon: float = 1e-6,
-        max_age: int | None = None,
-        seed: int = 0,
-        estimator: str = "grpo",
-    ) -> None:
-        self.size, self.min_reward, self.variance_epsilon = size, min_reward, variance_epsilon
-        self.max_age, self.estimator = max_age, estimator
-        self.step = 0
-        self.groups: list[Group] = []  # in the order of being added
-        self._generator = torch.Generator().manual_seed(seed)
+    size: int
+    _: KW_ONLY
+    min_reward: float | None = None
+    variance_epsilon: float = 1e-6
+    max_age: int | None = None
+    seed: int = 0
+    estimator: str = "grpo"
+
+    def __post_init__(self) -> None:
+        self.step, self.groups = 0, list[Group]()  # in the order of being added
+        self._generator = torch.Generator().manual_seed(self.seed)
 
     def __len__(self) -> int:
         return len(self.groups)

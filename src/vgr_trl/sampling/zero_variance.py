@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from vgr_trl.advantages import estimate_advantages
+from vgr_trl.advantages import estimate_advantages, group_spread
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.credit import masked_mean
 from vgr_trl.patches.trl import merge_round_metrics, replace_newest
 from vgr_trl.rollout import ConstructedTrainer, GroupSelection, Rollout, weighted_sums
 from vgr_trl.rows import OLD_LOGPS, Placement, valid_tokens
-from vgr_trl.sampling.replay import Group, cut_groups, group_spread, insert_groups
+from vgr_trl.sampling.replay import Group, cut_groups, insert_groups
 from vgr_trl.utils import ConfigError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, fl
     sentence = trainer.zero_variance_streak.end_rollout(trained)
     if sentence is not None and trainer.accelerator.is_main_process:
         logger.warning(sentence)
-    if not trainer.selects_groups:
+    if not args.selects_groups:
         rollout.with_gradient = selection.rows_with_gradient()
         return {}
     missing = [group for group in selection.dropped if group not in chosen]
@@ -131,7 +131,7 @@ def divide_by_one_deviation(
 
 def sum_task_rewards(trainer: ConstructedTrainer, rewards: Tensor) -> Tensor:
     """Return the weighted sums, (N of all,), of rewards (N of all, F) without the KL penalty, their last column."""
-    count = rewards.size(1) - trainer.args.penalises_kl
+    count = rewards.size(1) - trainer.kl.penalises
     return weighted_sums(rewards[:, :count], trainer.reward_weights[:count])
 
 
@@ -164,7 +164,7 @@ def find_zero_variance(
     zero_variance, filtered = list[int](), list[int]()
     if trainer.critic is None:
         advantages = selection.advantages
-        if args.penalises_kl:  # its differences within a group say nothing about the task
+        if trainer.kl.penalises:  # its differences within a group say nothing about the task
             advantages = estimate_advantages(tasks, size, estimator, baseline)
         spread = group_spread(advantages.view(-1, size), tasks.view(-1, size), estimator)
         zero_variance = _numbers(~(spread > args.replay_var_epsilon))  # of NaN too

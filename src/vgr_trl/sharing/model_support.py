@@ -176,7 +176,7 @@ def sdpa_by_key_head(
     keeps the copies: 219 MB a layer for Qwen2.5-VL-7B, P 1400, T 512, G 8. Here the queries of a key head see a view.
     Behind prompts without padding, flash attention needs no mask: outputs of padding behind completions differ, unread.
     Passes that share no prompts, of any model in the process, get what transformers does. A module's `attend_within`
-    takes the place of all of this: see vgr_trl.efficiency.vision_windows.
+    takes the place of all of this: see vgr_trl.efficiency.vision.
 
     Args:
         query: (B, H, Q, D).

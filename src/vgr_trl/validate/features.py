@@ -1,14 +1,18 @@
-"""Plan what passes share and skip: one function per feature returns why it is off."""
+"""Plan what passes measure, share and skip: one function per feature returns why it is off."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from transformers.utils import logging
 
+from vgr_trl.boxes import BOX_COLUMNS
+from vgr_trl.credit import builtin_rules
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.efficiency.vision_cache import VisionCache, parts_of_tower, tower_trains, why_not_once
-from vgr_trl.forward_passes import DummyImage
-from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.data.read_row import image_columns
+from vgr_trl.efficiency.vision import DummyImage, VisionCache, parts_of_tower, tower_trains, why_not_once
+from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
+from vgr_trl.rollout import ConstructedTrainer, Measurement, find_completion_maker
 from vgr_trl.sharing.model_support import (
     DROPS_CACHES,
     base_of,
@@ -22,7 +26,148 @@ from vgr_trl.sharing.model_support import (
 from vgr_trl.sharing.prefix_forward import why_not_pack
 from vgr_trl.sharing.probe import why_not_share, why_padding_counts
 from vgr_trl.sharing.sharing import why_not_lend, why_not_static
-from vgr_trl.utils import Feature, describe_features
+from vgr_trl.signals.named import (
+    PER_IMAGE,
+    named_signals,
+    needed_signal_columns,
+)
+from vgr_trl.signals.probe import (
+    count_attention_layers,
+    decoder_layers,
+    find_decoder,
+    hidden_state_number,
+    why_not_measurable,
+)
+from vgr_trl.signals.ratios import (
+    last_layers,
+    special_token_ids,
+    vision_token_ids,
+)
+from vgr_trl.utils import ConfigError, Feature, describe_features
+
+_LATE = ("dependency", "shift", "views", "perception")  # what the pass over perturbed images is made for
+_OF_IMAGES = ("attention", "per_image", "similarity", "regions", "blind", *_LATE)
+
+
+def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
+    """Return what the constructed `trainer` measures of every rollout batch.
+
+    Raises:
+        ConfigError: a feature needs a measurement that model, data or generation do not allow; it is named.
+    """
+    args, needed = trainer.args, find_needed_measurements(trainer)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    ids = tuple(args.vision_token_ids or vision_token_ids(model, trainer.processing_class))
+    for need, reader in needed.items():
+        if (why := why_not_measured(trainer, need, ids)) is not None:
+            raise ConfigError(f"{reader} cannot be used here: {why}")
+    if args.compute_attention_metrics is None and why_not_measured(trainer, "attention", ids) is None:
+        needed.setdefault("attention", "compute_attention_metrics")
+    if args.token_weights and (last := args.token_weights_last_k_layers) is not None:
+        last_layers(count_attention_layers(model), last, args.attention_segments, "token_weights_last_k_layers")
+    embedded = model.config.get_text_config(decoder=True).vocab_size
+    if unknown := [token for token in args.vision_token_ids or () if token >= embedded]:
+        raise ConfigError(
+            f"vision_token_ids has {unknown[0]}, but the model has {embedded} tokens: give the placeholder of images."
+        )
+    of_rewards = [need for reward in trainer.reward_funcs for need in needed_signals(reward) if need != BLIND_ANSWERS]
+    named = named_signals(args, of_rewards)
+    if any(signal.name == "stability" for signal in named) and not args.further_perturbations:
+        raise ConfigError("The signal stability compares at least two perturbations: add further_perturbations.")
+    views = tuple(args.read_views("dependency" in needed))
+    layers = count_attention_layers(model) if "attention" in needed else 0
+    samples = args.attention_rows == "auto" and args.attention_source == "scoring" and not trainer.tools
+    return Measurement(needed, ids, tuple(special_token_ids(trainer.processing_class)), views, named, layers, samples)
+
+
+def find_needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
+    """Return what rewards, rules of credit, signals and other options read -> the first of them that does."""
+    args, needed = trainer.args, dict[str, str]()
+    data_columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
+    for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
+        if read := needed_signal_columns(reward) - data_columns:
+            needed.setdefault("attention", f"the reward {name}")
+            if PER_IMAGE in read:
+                needed.setdefault("per_image", f"the reward {name}")
+        if BLIND_ANSWERS in needed_signals(reward):
+            needed.setdefault("blind", f"the reward {name}")
+        for need in find_measurements([need for need in needed_signals(reward) if need != BLIND_ANSWERS]):
+            if is_measured_after_rewards(need):
+                raise ConfigError(
+                    f"The reward {name} needs {need}, measured after the rewards: let a signal or rule read it."
+                )
+            needed.setdefault(need, f"the reward {name}")
+    for rule, need in builtin_rules(args).items():
+        needed.setdefault(need, rule)
+    for need, readers in args.readers().items():
+        needed.setdefault("views" if need.startswith(LOGPS_PREFIX) else need, readers[0])
+    for need, option, is_on in (
+        ("attention", needed.get("regions", ""), "regions" in needed),
+        ("attention", "compute_attention_metrics", args.compute_attention_metrics is True),
+        ("logps", "kl_coef", args.penalises_kl),
+        ("logps", "replay_buffer_size", args.replay_buffer_size > 0),
+        ("values" if args.critic == "head" else "critic", "advantage_estimator gae", args.uses_critic),
+        ("perception", "perception_loss_weight", args.perception_loss_weight > 0),
+        ("perception", "der_loss_weight2", args.der_loss_weight2 > 0),
+    ):
+        if is_on:
+            needed.setdefault(need, option)
+    return needed
+
+
+def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequence[int]) -> str | None:
+    """Return why something cannot be measured with this model, these data and this generation; None if it can."""
+    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    maker = find_completion_maker(trainer)
+    columns = getattr(trainer.train_dataset, "column_names", None)
+    beams = getattr(getattr(trainer, "generation_config", None), "num_beams", None) or 1
+    backend = "vLLM" if trainer.use_vllm else "beam search" if beams > 1 else None
+    backend = "continuous batching" if trainer.use_transformers_continuous_batching else backend
+    in_generation, inside = args.attention_source == "generate", need in ("attention", "similarity")
+    table: list[tuple[Any, str]] = [
+        (maker == "rollout_func", "with rollout_func the tokens of a completion are not all the policy's answer to its "
+         "prompt; switch one of the two off."),
+        (maker and need == "regions", f"boxes refer to the prompt's image, but {maker} may add images; switch "
+         "one of the two off."),
+        (maker and need == "blind", f"with {maker} a blind answer could still see the image; switch one of "
+         "the two off."),
+        (maker and need == "attention" and in_generation, f'attention_source is "generate" with {maker}, which '
+         'generates several times; use "scoring".'),
+        (need == "per_image" and in_generation, 'attention_source is "generate", which does not tell images apart; use '
+         '"scoring".'),
+        (need in _OF_IMAGES and not trainer._is_vlm,
+         f"{type(trainer.model).__name__} reads text only; use a vision-language model, or switch it off."),
+        (need in _OF_IMAGES and not data_has_images(trainer),
+         "the data have no column `image` or `images`; add one, or switch it off."),
+        (need == "regions" and in_generation,
+         'attention_source is "generate", which does not know regions; use "scoring".'),
+        (need == "regions" and columns is not None and not set(BOX_COLUMNS) & set(columns),
+         f"the data have neither of the columns {' and '.join(BOX_COLUMNS)}; add one, or switch it off."),
+        (inside and not vision_tokens, "the placeholder token of images is not found in the model's configuration or "
+         "its processor; give it as vision_token_ids."),
+        (need == "attention" and in_generation and backend,
+         f'attention_source is "generate" with {backend}, which keeps no attention; use "scoring".'),
+    ]  # fmt: skip
+    why = next((sentence for wrong, sentence in table if wrong), None)
+    if inside and why is None and (why := why_not_measurable(model)) is None and need == "similarity":
+        hidden_state_number(args.hidden_similarity_layer, len(decoder_layers(find_decoder(model))))
+    return why
+
+
+def iterate_datasets(trainer: ConstructedTrainer) -> Iterator[tuple[str, Any]]:
+    """The train data and every part of the eval data, with a name for messages."""
+    for name, dataset in (("train", trainer.train_dataset), ("eval", trainer.eval_dataset)):
+        parts = dataset.values() if isinstance(dataset, dict) else [dataset]
+        yield from ((name, part) for part in parts if part is not None)
+
+
+def data_has_images(trainer: ConstructedTrainer) -> bool:
+    """Whether the data have a column of images, or may have: they are a stream, or tools may return images."""
+    return find_completion_maker(trainer) in ("environment_factory", "tools") or any(
+        getattr(dataset, "column_names", None) is None or image_columns(dataset)
+        for _, dataset in iterate_datasets(trainer)
+    )
+
 
 logger = logging.get_logger(__name__)
 
@@ -62,12 +207,12 @@ def why_not_share_generation(trainer: ConstructedTrainer) -> str | None:
 
 def why_not_share_scoring(trainer: ConstructedTrainer) -> str | None:
     """Return why scoring passes do not share prompts."""
-    return _why_no_pass_shares(trainer) or _why_compiles(trainer) or why_not_share(trainer.model, gradients=False)
+    return _why_no_pass_shares(trainer) or _why_compiled(trainer) or why_not_share(trainer.model, gradients=False)
 
 
 def why_not_share_training(trainer: ConstructedTrainer) -> str | None:
     """Return why training passes do not share prompts; wrapping and checkpointing come only in `train()`."""
-    if why := _why_no_pass_shares(trainer) or _why_compiles(trainer):
+    if why := _why_no_pass_shares(trainer) or _why_compiled(trainer):
         return why
     checkpointing, options = trainer.args.gradient_checkpointing, trainer.args.gradient_checkpointing_kwargs
     if checkpointing:
@@ -204,10 +349,6 @@ def _why_columns_matter(trainer: ConstructedTrainer) -> str | None:
     return _why_noise(trainer) or why_adapter_reads_whole_rows(trainer.model)
 
 
-def _why_compiles(trainer: ConstructedTrainer) -> str | None:
-    return "torch.compile" if _compiles(trainer) else None
-
-
 def _why_compiled(trainer: ConstructedTrainer) -> str | None:
     return "torch.compile" if _compiles(trainer) or is_compiled(trainer.model) else None
 
@@ -275,9 +416,8 @@ def plan_dummy_image(trainer: ConstructedTrainer, has_images: bool) -> DummyImag
     base = base_of(causal_model(trainer.model))
     processor = getattr(trainer.processing_class, "image_processor", None)
     alone = trainer.accelerator.num_processes == 1 and not tower_trains(base)
-    if alone or not (has_images and trainer._is_vlm) or processor is None or _compiles(trainer):
-        return None
-    if not hasattr(base, "get_image_features"):
+    reads_images = has_images and trainer._is_vlm and processor is not None and hasattr(base, "get_image_features")
+    if alone or not reads_images or _compiles(trainer):
         return None
     return DummyImage(processor, trainer.accelerator, is_sharded(trainer))
 

@@ -18,12 +18,11 @@ from trl.trainer import utils
 from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.loss import kl_penalty_reward
-from vgr_trl.measure import find_completion_maker
 from vgr_trl.options import unused_options
 from vgr_trl.patches.vllm import AFTER_IMAGES
 from vgr_trl.rewards.functions import gather_groups, needed_columns, scale_by_accuracy
 from vgr_trl.rewards.loading import RewardSchedule, is_reward_name, load_reward, replace_by_hard_negative
-from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.rollout import ConstructedTrainer, find_completion_maker
 from vgr_trl.sampling.zero_variance import filter_index
 from vgr_trl.tools import RETURN_IMAGES
 from vgr_trl.utils import ConfigError, UnsupportedTRLError, naming_torchvision, release
@@ -103,13 +102,10 @@ def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images:
     """Raise `ConfigError` for the first option that does not fit the rewards, the model, the data or the launch."""
     args, estimator = trainer.args, trainer.args.advantage_estimator
     aggregation, maker = args.multi_objective_aggregation, find_completion_maker(trainer)
-    others = {
-        f"advantage_estimator {estimator}": estimator != "grpo",
-        "replay_buffer_size, dynamic_sampling or online_filtering": args.selects_groups,
-    }
-    for other, is_on in others.items():  # they read weighted sums of rewards
-        if is_on and aggregation != "sum_then_normalize":
-            raise ConfigError(f"multi_objective_aggregation is {aggregation} with {other}: use sum_then_normalize.")
+    if aggregation != "sum_then_normalize" and (estimator != "grpo" or args.selects_groups):  # which read weighted sums
+        other = "replay_buffer_size, dynamic_sampling or online_filtering"
+        other = f"advantage_estimator {estimator}" if estimator != "grpo" else other
+        raise ConfigError(f"multi_objective_aggregation is {aggregation} with {other}: use sum_then_normalize.")
     if estimator == "remax" and (maker or trainer.use_vllm or trainer.use_transformers_continuous_batching):
         other = maker or ("vLLM" if trainer.use_vllm else "continuous batching")
         raise ConfigError(f"advantage_estimator is remax with {other}, but needs transformers to generate: use rloo.")

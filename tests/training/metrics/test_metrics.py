@@ -18,7 +18,9 @@ def test_rates_and_kl_start_a_new_window_after_each_reading():
 
     Ratios 2 and 1/2: 2 - 1 - ln 2 = 0.306853, 1/2 - 1 + ln 2 = 0.193147, over three tokens; padding does not count.
     """
-    args = SimpleNamespace(importance_sampling_level="token", has_token_advantages=False, num_generations=2)
+    args = SimpleNamespace(
+        importance_sampling_level="token", shapes_advantages=False, uses_critic=False, num_generations=2
+    )
     steps, weights = (
         StepMetrics(args, SimpleNamespace(reduce=lambda local, reduction: local)),
         {"accuracy": 0.5, "format": 2.0},
@@ -43,7 +45,9 @@ def test_rates_and_kl_start_a_new_window_after_each_reading():
 
 def test_means_over_tokens_that_were_scored():
     """Of three valid tokens in two rows one row of two ran; TRL's mean over the three becomes one over the two."""
-    args = SimpleNamespace(importance_sampling_level="token", has_token_advantages=False, num_generations=2)
+    args = SimpleNamespace(
+        importance_sampling_level="token", shapes_advantages=False, uses_critic=False, num_generations=2
+    )
     steps = StepMetrics(args, SimpleNamespace(reduce=lambda local, reduction: local))
     passed = TrainingPass({"prompt_mask": torch.ones(2, 1), "completion_mask": torch.tensor([[1, 1], [1, 0]])})
     passed.logps, passed.rows_run = torch.zeros(2, 2), 1

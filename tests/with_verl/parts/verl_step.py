@@ -23,7 +23,7 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from vgr_trl.integrations.verl.inside_verl import plugin  # noqa: F401  registers itself
-from vgr_trl.patches.distributed import close_group_at_exit
+from vgr_trl.patches.transformers import close_group_at_exit
 
 # TRL adds 1e-4 to the standard deviation, verl 1e-6.
 core_algos.ADV_ESTIMATOR_REGISTRY["grpo_of_trl"] = partial(core_algos.compute_grpo_outcome_advantage, epsilon=1e-4)
