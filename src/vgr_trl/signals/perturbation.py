@@ -30,12 +30,11 @@ def perturbed_prompts(prompts: Sequence[Any], indices: Sequence[int], perturb: P
         indices: per row, a number that rows with the same perturbed images share, over all processes.
         perturb: returns the perturbed images of a conversation.
     """
-    position: dict[int, int] = {}
-    different: list[Any] = []
+    firsts: dict[int, Any] = {}  # index -> the first prompt with it
     for prompt, index in zip(prompts, indices, strict=True):
-        if index not in position:
-            position[index] = len(different)
-            different.append(_replace_images(prompt, partial(perturb, index=index)))
+        firsts.setdefault(index, prompt)
+    position = {index: number for number, index in enumerate(firsts)}
+    different = [_replace_images(prompt, partial(perturb, index=index)) for index, prompt in firsts.items()]
     return different, [position[index] for index in indices]
 
 

@@ -77,21 +77,21 @@ def build_token_vgr_weights_for_batch(
     masks = build_modality_masks(
         input_ids, torch.ones_like(input_ids), vision_token_ids=vision, special_token_ids=special
     )
-    sets = torch.stack([masks.vision, masks.instruction], dim=-1)  # (N, P, 2)
-    mass = _mass_of_steps(outputs_attentions[:length], sets.repeat_interleave(count // len(input_ids), dim=0))
+    sets = torch.stack([masks.vision, masks.instruction], dim=-1).repeat_interleave(count // len(input_ids), dim=0)
     tokens = sequences[:, -length:]
     ends = tokens == tokenizer.eos_token_id
     before_end = ends.cumsum(1) - ends.long() == 0  # up to and including the first end of sequence
-    mass.mask = before_end & ((tokens != tokenizer.pad_token_id) | ends)
-    return token_vgr_weights(mass, **options)
+    mask = before_end & ((tokens != tokenizer.pad_token_id) | ends)
+    return token_vgr_weights(_mass_of_steps(outputs_attentions[:length], sets, mask), **options)
 
 
-def _mass_of_steps(steps: Sequence[Sequence[Tensor | None]], sets: Tensor) -> AttentionMass:
+def _mass_of_steps(steps: Sequence[Sequence[Tensor | None]], sets: Tensor, mask: Tensor) -> AttentionMass:
     """Return the mass of the emitting queries, each the last one of its step.
 
     Args:
         steps: per new token and layer, (N, H, Q, K) weights; step 0 comes after the P tokens of the prompt.
         sets: (N, P, 2), vision and instruction.
+        mask: (N, T) bool, tokens that count.
     """
     prompt = sets.size(1)
     of_tokens = []
@@ -109,7 +109,6 @@ def _mass_of_steps(steps: Sequence[Sequence[Tensor | None]], sets: Tensor) -> At
         of_tokens.append(torch.stack(sides))  # (L, N, 2)
     mass = torch.stack(of_tokens, dim=2)  # (L, N, T, 2)
     counts = sets.sum(1)
-    mask = torch.ones(mass.shape[1:3], dtype=torch.bool, device=mass.device)
     return AttentionMass(mass[..., 0], mass[..., 1], counts[:, 0], counts[:, 1], mask)
 
 
