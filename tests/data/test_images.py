@@ -94,10 +94,12 @@ def test_files_that_need_no_change_keep_their_bytes_and_others_lose_nothing():
 
 def test_images_with_too_many_pixels_are_left_out_before_they_are_decoded(monkeypatch):
     data = {"bytes": encoded(Image.new("RGB", (40, 40)))}
-    assert encode_image(data, HERE, ImageLimits(max_image_pixels=1600))[1].width == 40
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1600)
+    assert encode_image(data, HERE, LIMITS)[1].width == 40
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1599)
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
-    with pytest.raises(DataError, match="image has size 40x40: give 1 to 1599 pixels"):
-        encode_image(data, HERE, ImageLimits(max_image_pixels=1599))
+    with pytest.raises(DataError, match="exceeds limit of 1599 pixels|image has size 40x40: give 1 to 1599 pixels"):
+        encode_image(data, HERE, LIMITS)
 
 
 WHOLE = {
@@ -205,7 +207,7 @@ def decoded(monkeypatch):
         seen.append(value)
         return open_image(value, root)
 
-    monkeypatch.setattr("vgr_trl.data.images.open_image", opened)
+    monkeypatch.setattr("vgr_trl.data.rows.open_image", opened)
     return seen
 
 

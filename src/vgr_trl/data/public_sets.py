@@ -40,7 +40,7 @@ def _multiple_choice(row: Row, source: str) -> list[Row]:
     """Return a row that must have options; the vision-only rows of MMMU-Pro have them in the image."""
     if is_vision_only(row):
         return [{**row, "source": f"{source} vision"}]
-    if value_of(row, *KEYS.choices) in (None, []):
+    if value_of(row, *KEYS["choices"]) in (None, []):
         raise DataError("it has no options")
     return [{**row, "source": source}]
 

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,18 @@ from datasets.fingerprint import Hasher
 from transformers.utils import logging
 
 from vgr_trl.boxes import boxes_of
-from vgr_trl.data.images import ANY_SIZE, FOLDER, MEDIA, PLACE, ImageLimits, VideoOptions, decode_row, measure_row
+from vgr_trl.data.images import (
+    ANY_SIZE,
+    FOLDER,
+    MEDIA,
+    PLACE,
+    ImageLimits,
+    folder_of,
+    frames_of,
+    image_size,
+    images_of,
+    open_image,
+)
 from vgr_trl.data.lengths import SIZES, PromptLengths
 from vgr_trl.data.prompts import (
     SYSTEM_PROMPT,
@@ -73,7 +84,8 @@ class RowOptions:
         root: folder that relative paths of images and videos start from.
         needs_solution: whether a row must say what is right (an accuracy reward is on).
         system_prompt: put before a `problem`; rows with a `prompt` of their own keep it.
-        videos: rate and limit of the frames of videos.
+        video_fps: frames of a video per second, above 0.
+        max_video_frames: most frames of one row; a row with more is left out.
         special: finds the special tokens of the model's tokenizer, which no text of a row may hold.
         images: the sizes that images may have, and are brought to.
         boxes: whether something reads the boxes of rows with one image, so that rows with a bad one are left out.
@@ -83,7 +95,8 @@ class RowOptions:
     root: Path = Path()
     needs_solution: bool = True
     system_prompt: str | PromptTemplate | None = SYSTEM_PROMPT
-    videos: VideoOptions = field(default_factory=VideoOptions)
+    video_fps: float = 2.0
+    max_video_frames: int = 16
     special: re.Pattern[str] | None = None
     images: ImageLimits = ANY_SIZE
     boxes: bool = False
@@ -106,8 +119,12 @@ def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
         prompt = _conversation(row, question, options.system_prompt)
         if (problem := special_problem(options.special, _conversation(row, question, None))) is not None:
             raise DataError(problem)
-        sizes = measure_row(row, options.root, options.videos, decodes=options.decodes)
-        sizes = [options.images.size_of(*size) for size in sizes]
+        if options.decodes:
+            sizes = [image.size for image in decoded_images(row, options)]
+        else:
+            found_sizes = [image_size(value, folder_of(row, options.root)) for value in images_of(row)]
+            found_sizes += [frame.size for frame in _frames(row, options)]
+            sizes = [options.images.size_of(*size) for size in found_sizes]
         if options.boxes and len(sizes) == 1:
             boxes_of(row, sizes[0], "it")
     except DataError as error:
@@ -138,10 +155,15 @@ def ready_row(row: Mapping[str, Any], options: RowOptions, column: str = "images
     return ready | {"prompt": placed(found["prompt"]), column: decoded_images(row, options, column)}
 
 
-def decoded_images(row: Mapping[str, Any], options: RowOptions, column: str) -> Any:
+def decoded_images(row: Mapping[str, Any], options: RowOptions, column: str = "images") -> Any:
     """Return the decoded images and frames of a row in the size that the model gets, as `column` holds them."""
-    shown = list(map(options.images.fitted, decode_row(row, options.root, options.videos)))
+    images = [open_image(value, folder_of(row, options.root)) for value in images_of(row)]
+    shown = list(map(options.images.fitted, [*images, *_frames(row, options)]))
     return shown if column == "images" else shown[0] if shown else None
+
+
+def _frames(row: Mapping[str, Any], options: RowOptions) -> list[Any]:
+    return frames_of(row, options.video_fps, options.max_video_frames, folder_of(row, options.root))
 
 
 # Passes over a whole data set
@@ -249,7 +271,7 @@ def _prepare_dataset(
     skipped = skipped_rows(split, reasons, dataset["id"] if "id" in names else None)
     unreadable = [row for row in skipped if row.reason.startswith("solution is")]
     if len(unreadable) > LARGEST_SHARE * len(dataset):
-        answer = next((name for name in KEYS.answer if name in names), "solution")
+        answer = next((name for name in KEYS["solution"] if name in names), "solution")
         first, many = unreadable[0], f"{len(unreadable)} of the {len(dataset)} rows of {split}"
         problem = f"The answer in `{answer}` cannot be read in {many}, such as row {first.row}: {first.reason}"
         raise DataError(f"{problem}. Name the answer column with --solution_key.")
