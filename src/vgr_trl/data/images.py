@@ -204,7 +204,11 @@ def _opened(value: Any, root: Path, kind: str = "image") -> BinaryIO:
     if isinstance(value, Mapping):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, str) and ((address := DATA_ADDRESS.match(value)) or BASE64_IMAGE.fullmatch(value)):
-        value = _decode_base64(value[address.end() :] if address else value, kind)
+        try:
+            text = value[address.end() :] if address else value
+            value = base64.b64decode("".join(text.split()), validate=True)
+        except ValueError as error:
+            raise DataError(f"{kind} is unreadable: the text is not base64 ({error})") from error
     if isinstance(value, bytes):
         return io.BytesIO(value)
     if not isinstance(value, str | Path):
@@ -218,13 +222,6 @@ def _opened(value: Any, root: Path, kind: str = "image") -> BinaryIO:
     if kind == "image" and (size := path.stat().st_size) > LARGEST_FILE:
         raise DataError(f"image file {str(path)[:200]} has {size} bytes; the limit is {LARGEST_FILE}")
     return path.open("rb")
-
-
-def _decode_base64(text: str, kind: str) -> bytes:
-    try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except ValueError as error:
-        raise DataError(f"{kind} is unreadable: the text is not base64 ({error})") from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -75,16 +75,13 @@ def load_split(
     names = [name for name, value in given.items() if value]
     if len(names) != 1:
         raise ConfigError(f"Give one of {', '.join(given)}; given: {' and '.join(names) or 'none'}.")
-    source = given[names[0]]
+    source: Any = given[names[0]]
     with readable(source, names[0], only_reads=True):
         if dataset_path and not Path(dataset_path).is_dir():
             raise DataError(f"dataset_path is {dataset_path}, which is not a folder; for single files use data_files.")
-        if data_files:
-            splits: Any = parse_data_files(data_files) if isinstance(data_files, str) else data_files
-        else:
-            splits = _find_splits(str(source), dataset_config, streaming)
-        name = _named_split(splits, split, "data_files" if data_files else str(source))
-        return _read(splits[name], streaming, with_folders)
+        files = parse_data_files(data_files) if isinstance(data_files, str) else data_files
+        splits = files or _find_splits(source, dataset_config, streaming)
+        return _read(splits[_named_split(splits, split, str(source))], streaming, with_folders)
 
 
 def load_path(
@@ -117,7 +114,10 @@ def _find_splits(source: str, config: str | None, streaming: bool) -> Mapping[st
     else:
         files, has_card = row_files(folder), _has_card_with_files(folder, config)
         if files and not has_card and not any(file.name in METADATA for file in files):
-            files = [file for file in files if config and _is_of(file.relative_to(folder), config)] or files
+            if config:  # a subfolder, or how the names of files start
+                start = re.compile(re.escape(config) + r"(?![a-zA-Z])")
+                named = [f for f in files if config in f.relative_to(folder).parts[:-1] or start.match(f.name)]
+                files = named or files
             if len({*map(_kind, files)}) > 1:  # JSON may describe the other files
                 files = [file for file in files if file.suffix.lower() != ".json"]
             if len({*map(_kind, files)}) > 1:
@@ -214,11 +214,6 @@ def row_files(folder: Path) -> list[Path]:
     files = (path for path in folder.rglob("*") if path.suffix.lower() in BUILDERS and path.is_file())
     hidden = re.compile(r"(^|/)\.|(^|/)skipped\.jsonl$")
     return sorted(path for path in files if not hidden.search(path.relative_to(folder).as_posix()))
-
-
-def _is_of(path: Path, config: str) -> bool:
-    """Whether a file belongs to a configuration: by a folder of its name, or by how its own name starts."""
-    return config in path.parts[:-1] or re.match(re.escape(config) + r"(?![a-zA-Z])", path.name) is not None
 
 
 def _kind(path: Path) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from datasets import Dataset, Image, Json, List, Video
+from datasets import Image, Json, List, Video
 
 from vgr_trl.data.images import FOLDER, IMAGE_COLUMNS, MEDIA, NUMBERED_IMAGES, images_of, refuse_named_files, videos_of
 from vgr_trl.data.prompts import LETTERS, format_question, require_placeholders
@@ -308,12 +308,6 @@ def known_names(columns: Iterable[str], keys: Keys) -> dict[str, str]:
 def renamed_row(row: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
     """Return `row` with the columns of `keys` under the names that are known."""
     return {name: row[column] for column, name in known_names(row, keys).items()}
-
-
-def renamed(dataset: Dataset, keys: Keys) -> Dataset:
-    """Return `dataset` with the columns of `keys` under the names that are known."""
-    names = known_names(dataset.column_names, keys)
-    return dataset.select_columns(list(names)).rename_columns(names)
 
 
 def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KEYS) -> Any:

@@ -1,9 +1,4 @@
-"""Prepare rows for training: check every row at the start, decode its images when it is used.
-
-A row has a `prompt` (a conversation or a text) or a `problem` (the question's text, with `choices` for multiple
-choice), a `solution`, and `image`, `images`, `video` or `videos` unless it is about text alone; or it is in a format
-that `read_row.py` knows, or has other names for these that flags give.
-"""
+"""Prepare rows for training: check every row at the start, decode its images when it is used."""
 
 import json
 import os
@@ -11,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +45,8 @@ from vgr_trl.data.read_row import (
     Question,
     image_column,
     image_columns,
+    known_names,
     read_row,
-    renamed,
     renamed_row,
     require_columns,
     undecoded,
@@ -205,9 +200,7 @@ def map_rows(
 @cache
 def _code_hash() -> str:
     """Hash the code that reads rows and answers, so that a new release does not load results of an old one."""
-    root = Path(__file__).parents[1]
-    patterns = "boxes.py", "data/*.py", "rewards/*.py", "rewards/*.toml"
-    files = [file for pattern in patterns for file in sorted(root.glob(pattern))]
+    files = sorted(file for file in Path(__file__).parents[1].rglob("*") if file.suffix in (".py", ".toml"))
     return str(Hasher.hash([file.read_bytes() for file in files]))
 
 
@@ -226,7 +219,7 @@ def prepare_rows(
     list is empty, and `on_skipped` gets each row once. Frames of videos follow the images of a row in `images`.
 
     Args:
-        dataset: rows as described at the top of this file.
+        dataset: rows that `read_row` reads, with columns named as `keys` say.
         on_skipped: called for each row of a stream that is left out; None: a warning.
         shuffle_seed: of a stream: draw each row from the next 1000, which wait undecoded; None: keep the order.
         options: of `RowOptions`.
@@ -244,14 +237,25 @@ def prepare_rows(
         def number(row: Mapping[str, Any], place: int) -> dict[str, Any]:
             return {**renamed_row(row, keys), PLACE: place}
 
+        def prepare(row: Mapping[str, Any]) -> dict[str, Any]:
+            try:
+                return {**ready_row(row, rules, column), PLACE: row[PLACE], REASON: None}
+            except DataError as error:
+                return {PLACE: row[PLACE], REASON: str(error).rstrip(".")}
+
+        def usable(rows: IterableDataset) -> IterableDataset:
+            ready = rows.map(prepare, remove_columns=list(OWN_COLUMNS))
+            return ready.filter(lambda row: keeps(row, row[PLACE], row[REASON])).remove_columns([PLACE, REASON])
+
+        keeps = row_filter(split, on_skipped)
         numbered = dataset.map(number, with_indices=True, remove_columns=list(first))
-        usable = partial(_usable, rules=rules, column=column, keeps=row_filter(split, on_skipped))
         require_row(usable(numbered), split)
         if shuffle_seed is not None:
             numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
         return usable(numbered), []
 
-    return _prepare_dataset(renamed(dataset, keys), split, rules, column)
+    names = known_names(dataset.column_names, keys)
+    return _prepare_dataset(dataset.select_columns(list(names)).rename_columns(names), split, rules, column)
 
 
 def _prepare_dataset(
@@ -285,19 +289,6 @@ def _prepare_dataset(
     if skipped:
         dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
     return dataset.with_transform(ShowRows(column, rules)), skipped
-
-
-def _usable(rows: IterableDataset, rules: RowOptions, column: str, keeps: Callable[..., bool]) -> IterableDataset:
-    """Return the numbered rows of a stream made ready, without those that cannot be used."""
-
-    def prepare(row: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            return {**ready_row(row, rules, column), PLACE: row[PLACE], REASON: None}
-        except DataError as error:
-            return {PLACE: row[PLACE], REASON: str(error).rstrip(".")}
-
-    ready = rows.map(prepare, remove_columns=list(OWN_COLUMNS))
-    return ready.filter(lambda row: keeps(row, row[PLACE], row[REASON])).remove_columns([PLACE, REASON])
 
 
 def drop_long_prompts(
@@ -466,14 +457,14 @@ def row_filter(
     """
     reported = set[Any]()
 
+    def warn(row: SkippedRow) -> None:
+        logger.warning(f"Skipped {split} row {row.row} of the stream: {row.reason}.")
+
     def keeps(row: Mapping[str, Any], place: int, reason: str | None) -> bool:
         name = place if row.get("id") is None else (str(row["id"]), reason)  # the place changes with the files' order
         if reason is not None and name not in reported:
             reported.add(name)
-            if on_skipped is not None:
-                on_skipped(SkippedRow(split, place, row.get("id"), reason))
-            else:
-                logger.warning(f"Skipped {split} row {place} of the stream: {reason}.")
+            (on_skipped or warn)(SkippedRow(split, place, row.get("id"), reason))
         return reason is None
 
     return keeps
@@ -505,8 +496,5 @@ def report_skipped(skipped: Sequence[SkippedRow], path: Path, mode: str = "w") -
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open(mode, encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(row), default=str) + "\n" for row in skipped)
-    first = skipped[0]
-    logger.warning(
-        f"Skipped {len(skipped)} unusable rows, listed with their reasons in {path}; the first: "
-        f"{first.split} row {first.row}: {first.reason}."
-    )
+    first = f"the first: {skipped[0].split} row {skipped[0].row}: {skipped[0].reason}"
+    logger.warning(f"Skipped {len(skipped)} unusable rows, listed with their reasons in {path}; {first}.")
