@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 
 from vgr_trl.data.images import folder_of, image_bytes, images_of
 from vgr_trl.data.lengths import SIZES, PromptLengths
-from vgr_trl.data.prompts import LETTERS, placed, to_parts
+from vgr_trl.data.prompts import LETTERS, to_parts
 from vgr_trl.data.read_row import KEYS, Keys, renamed_row, require_columns, undecoded
 from vgr_trl.data.rows import REASON, RowOptions, SkippedRow, examine_row, map_rows, ready_row
 from vgr_trl.utils import DataError, printable
@@ -100,7 +100,7 @@ def summarise(
     about |= {"id": None if row.get("id") is None else str(row["id"]), "source": str(row.get("source") or "not stated")}
     try:
         if found[REASON] is None and lengths is not None:
-            about["length"] = lengths({**found, "prompt": placed(found["prompt"])})
+            about["length"] = lengths(found)
             about["tokens"] = [lengths.image_tokens([size]) + 1 for size in found[SIZES]]
     except DataError as error:
         about[REASON] = str(error).rstrip(".")
@@ -148,8 +148,8 @@ def inspect_rows(
         stream = map(examine, rows)
         parts = iter(lambda: list(islice(stream, STREAMED)), [])
         found = concatenate_datasets([Dataset.from_list(part, features=SUMMARY) for part in parts])
-    usable = [place for place, reason in enumerate(found[REASON]) if reason is None]
-    reasons = enumerate(zip(found["id"], found[REASON], strict=True))
+    usable = [place for place, reason in enumerate(found[REASON][:]) if reason is None]
+    reasons = enumerate(zip(found["id"][:], found[REASON][:], strict=True))
     skipped = [SkippedRow(split, place, name, reason) for place, (name, reason) in reasons if reason is not None]
     examples = defaultdict[str, list[str]](list)  # kind of reason → lines about the first three rows
     for row in skipped:
@@ -168,11 +168,11 @@ def inspect_rows(
     bad += f"; {unreadable:,} because of an unreadable answer" if unreadable else ""
     summary = report(found.remove_columns("digests"))
     text = [f"{split}: {len(found):,} rows, {bad}.", summary, *chain(*examples.values()), ""]
-    measured = [length for length in found["length"] if length is not None]
+    measured = [length for length in found["length"][:] if length is not None]
     for most in ((limit // 2, limit, 2 * limit) if limit else LIMITS) if measured else ():
         longer = sum(length > most for length in measured)
         text.append(f"max_prompt_length={most} skips {longer:,} rows ({longer / len(measured):.1%}).")
-    digests = Counter(digest for of in found["digests"] for digest in of or ())
+    digests = Counter(digest for of in found["digests"][:] for digest in of or ())
     return Findings(len(found), len(usable), skipped, digests, sample, "\n".join(text))
 
 

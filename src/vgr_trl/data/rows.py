@@ -111,7 +111,7 @@ def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
     if isinstance(question, str):
         return found | {REASON: question}
     try:
-        prompt = _conversation(row, question, options.system_prompt)
+        prompt = placed(_conversation(row, question, options.system_prompt))
         if (problem := special_problem(options.special, _conversation(row, question, None))) is not None:
             raise DataError(problem)
         if options.decodes:
@@ -147,7 +147,7 @@ def ready_row(row: Mapping[str, Any], options: RowOptions, column: str = "images
         raise DataError(found[REASON])
     ready = {name: value for name, value in row.items() if name not in OWN_COLUMNS}
     ready |= {name: found[name] for name in ("choices", "solution") if found[name] is not None or name in row}
-    return ready | {"prompt": placed(found["prompt"]), column: decoded_images(row, options, column)}
+    return ready | {"prompt": found["prompt"], column: decoded_images(row, options, column)}
 
 
 def decoded_images(row: Mapping[str, Any], options: RowOptions, column: str = "images") -> Any:
@@ -267,12 +267,12 @@ def _prepare_dataset(
         return {name: texts.get(name, found[name]) for name in EXAMINED}
 
     def has_repaired_file(found: Dataset) -> bool:
-        rejected = [row for row, reason in enumerate(found[REASON]) if (reason or "").startswith(OF_FILES)]
+        rejected = [row for row, reason in enumerate(found[REASON][:]) if (reason or "").startswith(OF_FILES)]
         return any(examine_row(dataset[row], rules)[REASON] is None for row in rejected)
 
     found = map_rows(dataset, stored, EXAMINED, rules, f"Reading rows ({split})", is_stale=has_repaired_file)
-    reasons, names = list(found[REASON]), dataset.column_names
-    skipped = skipped_rows(split, reasons, dataset["id"] if "id" in names else None)
+    reasons, names = found[REASON][:], dataset.column_names
+    skipped = skipped_rows(split, reasons, dataset["id"][:] if "id" in names else None)
     unreadable = [row for row in skipped if row.reason.startswith("solution is")]
     if len(unreadable) > LARGEST_SHARE * len(dataset):
         answer = next((name for name in KEYS["solution"] if name in names), "solution")
@@ -330,16 +330,16 @@ def drop_long_prompts(
 
 def prompt_lengths(dataset: Dataset, lengths: PromptLengths, description: str) -> list[int]:
     """Return the tokens of every row's prompt."""
-    rows, is_shown = dataset, prepared_transform(dataset) is not None
+    rows = dataset
     if is_repeatable(dataset):
-        names = ["prompt", *([SIZES] if is_shown else image_columns(dataset))]
+        names = ["prompt", *([SIZES] if prepared_transform(dataset) else image_columns(dataset))]
         rows = undecoded(dataset.with_format(None).select_columns(names))
 
     def count(row: Mapping[str, Any]) -> dict[str, int]:
-        return {"length": lengths({**row, "prompt": placed(row["prompt"])} if is_shown else row)}
+        return {"length": lengths(row)}
 
     features, in_parallel = Features({"length": Value("int32")}), not lengths.needs_pixels
-    return list(map_rows(rows, count, features, lengths.key, description, in_parallel=in_parallel)["length"])
+    return list(map_rows(rows, count, features, lengths.key, description, in_parallel=in_parallel)["length"][:])
 
 
 # Rows as the trainer reads them
@@ -347,7 +347,7 @@ def prompt_lengths(dataset: Dataset, lengths: PromptLengths, description: str) -
 
 @dataclass(frozen=True)
 class ShowRows:
-    """The transform of prepared data: replace placeholders by parts, and decode images into `image` or `images`."""
+    """The transform of prepared data: decode images into `image` or `images`."""
 
     column: str
     rules: RowOptions
@@ -355,8 +355,6 @@ class ShowRows:
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Return the columns of a batch."""
         ready = {name: values for name, values in batch.items() if name not in OWN_COLUMNS}
-        if "prompt" in batch:
-            ready["prompt"] = list(map(placed, batch["prompt"]))
         if {*MEDIA} & batch.keys():
             rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
             ready[self.column] = [decoded_images(row, self.rules, self.column) for row in rows]
