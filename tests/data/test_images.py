@@ -118,10 +118,14 @@ def test_truncated_files_are_refused():
 @pytest.mark.parametrize(
     ("limits", "size", "expected"),
     [
-        ({}, (4096, 2048), (2048, 1024)),  # the short side, 2048, is halved
-        ({}, (1000, 5000), (1000, 5000)),  # a long side alone is no reason
+        ({"max_short_side": 1024}, (4096, 2048), (2048, 1024)),  # the short side, 2048, is halved
+        ({"max_short_side": 1024}, (1000, 5000), (1000, 5000)),  # a long side alone is no reason
         ({"max_pixels": 640 * 480 // 4}, (640, 480), (320, 240)),
-        ({"max_pixels": 100 * 50}, (4000, 2000), (100, 50)),  # 1/40, which is less than the short side's 1024/2000
+        (
+            {"max_pixels": 100 * 50, "max_short_side": 1024},
+            (4000, 2000),
+            (100, 50),
+        ),  # 1/40, which is less than the short side's 1024/2000
         ({"min_pixels": 640 * 480}, (320, 240), (640, 480)),
         ({"max_short_side": 10}, (11, 1000), (10, 909)),  # 909.09, rounded down
         ({"filter_big_images": True}, (1024, 8), (1024, 8)),

@@ -103,8 +103,7 @@ class DataArguments:
 
     def image_limits(self) -> ImageLimits:
         """Return the limits for images that are too large or too small."""
-        short = self.max_short_side or None
-        return ImageLimits(self.min_pixels, self.max_pixels, short, filter_big_images=self.filter_big_images or None)
+        return ImageLimits(self.min_pixels, self.max_pixels, self.max_short_side, self.filter_big_images)
 
 
 DEFAULT_REWARDS = ("accuracy", "format", "length")

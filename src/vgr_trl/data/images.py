@@ -254,14 +254,14 @@ class ImageLimits:
     Attributes:
         min_pixels: a smaller image is enlarged to this area; None: not.
         max_pixels: a larger image is reduced to this area, after `max_short_side`; None: not.
-        max_short_side: an image whose shorter side is longer is reduced to this; None: not.
+        max_short_side: an image whose shorter side is longer is reduced to this; None or 0: not.
         filter_big_images: True: an image of a side above 1024 pixels is left out.
     """
 
     min_pixels: int | None = None
     max_pixels: int | None = None
-    max_short_side: int | None = MAX_SHORT_SIDE
-    filter_big_images: bool | None = None
+    max_short_side: int | None = None
+    filter_big_images: bool = False
 
     def size_of(self, width: int, height: int) -> Size:
         """Return the size that an image of `width` x `height` pixels is brought to, or raise `DataError`."""
@@ -284,9 +284,6 @@ class ImageLimits:
         """Return `image` within the limits, or raise `DataError` if its row is to be left out."""
         size = self.size_of(*image.size)
         return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
-
-
-ANY_SIZE = ImageLimits(max_short_side=None)
 
 
 # Videos

@@ -15,7 +15,7 @@ from typing import Any
 from datasets import Image, Json, List, Video
 
 from vgr_trl.data.images import FOLDER, IMAGE_COLUMNS, MEDIA, NUMBERED_IMAGES, images_of, refuse_named_files, videos_of
-from vgr_trl.data.prompts import LETTERS, format_question, require_placeholders
+from vgr_trl.data.prompts import LETTERS, PromptTemplate, build_prompt, drop_video_placeholders, require_placeholders
 from vgr_trl.rewards.answers import Solution, resolve_solution
 from vgr_trl.utils import ConfigError, DataError, RewardError
 
@@ -58,6 +58,7 @@ class Question:
         right: what the answer means, where the row must say what is right.
         is_complete: whether the prompt is a conversation that has, or wants, no system prompt of ours.
         images, videos: paths, bytes, or dicts with these, not opened.
+        source: where the question comes from, for templates.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -67,6 +68,14 @@ class Question:
     is_complete: bool
     images: list[Any]
     videos: list[Any]
+    source: str | None
+
+    def conversation(self, system: str | PromptTemplate | None) -> Any:
+        """Return the prompt as a conversation without `<video>`; a text is put behind a system prompt or a template."""
+        prompt: Any = self.prompt
+        if not self.is_complete or (isinstance(system, PromptTemplate) and system.role == "user"):
+            prompt = build_prompt(prompt, self.choices, system_prompt=system, source=self.source)
+        return drop_video_placeholders(prompt) if self.videos else prompt
 
 
 def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question | str:
@@ -85,9 +94,9 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question |
         answer = replied if answer is None else answer
         right = resolve_solution(answer, choices) if needs_answer else None
         images, videos = images_of(row), videos_of(row)
-        shown: Any = format_question(prompt, choices) if isinstance(prompt, str) else prompt
-        require_placeholders(shown, len(images), bool(videos))
-        return Question(prompt, choices, answer, right, is_complete, images, videos)
+        require_placeholders(build_prompt(prompt, choices, system_prompt=None), len(images), bool(videos))
+        source = row.get("source") if isinstance(row.get("source"), str) else None
+        return Question(prompt, choices, answer, right, is_complete, images, videos, source)
     except (DataError, RewardError) as error:
         return str(error).rstrip(".")
 

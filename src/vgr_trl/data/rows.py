@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from transformers.utils import logging
 
 from vgr_trl.boxes import boxes_of
 from vgr_trl.data.images import (
-    ANY_SIZE,
     FOLDER,
     MEDIA,
     PLACE,
@@ -29,20 +28,12 @@ from vgr_trl.data.images import (
     open_image,
 )
 from vgr_trl.data.lengths import SIZES, PromptLengths
-from vgr_trl.data.prompts import (
-    SYSTEM_PROMPT,
-    PromptTemplate,
-    build_prompt,
-    drop_video_placeholders,
-    placed,
-    special_problem,
-)
+from vgr_trl.data.prompts import SYSTEM_PROMPT, PromptTemplate, placed, special_problem
 from vgr_trl.data.read_row import (
     DIALOGUES,
     KEYS,
     UNREADABLE,
     Keys,
-    Question,
     image_column,
     image_columns,
     known_names,
@@ -93,7 +84,7 @@ class RowOptions:
     video_fps: float = 2.0
     max_video_frames: int = 16
     special: re.Pattern[str] | None = None
-    images: ImageLimits = ANY_SIZE
+    images: ImageLimits = field(default_factory=ImageLimits)
     boxes: bool = False
     decodes: bool = False
 
@@ -111,8 +102,8 @@ def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
     if isinstance(question, str):
         return found | {REASON: question}
     try:
-        prompt = placed(_conversation(row, question, options.system_prompt))
-        if (problem := special_problem(options.special, _conversation(row, question, None))) is not None:
+        prompt = placed(question.conversation(options.system_prompt))
+        if (problem := special_problem(options.special, question.conversation(None))) is not None:
             raise DataError(problem)
         if options.decodes:
             sizes = [image.size for image in decoded_images(row, options)]
@@ -126,14 +117,6 @@ def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
         return found | {REASON: str(error).rstrip(".")}
     answer = {"choices": question.choices, "solution": question.answer, "right": question.right}
     return found | {"prompt": prompt, SIZES: sizes} | answer
-
-
-def _conversation(row: Mapping[str, Any], question: Question, system: str | PromptTemplate | None) -> Any:
-    prompt: Any = question.prompt
-    if not question.is_complete or (isinstance(system, PromptTemplate) and system.role == "user"):
-        source = row.get("source") if isinstance(row.get("source"), str) else None
-        prompt = build_prompt(prompt, question.choices, system_prompt=system, source=source)
-    return drop_video_placeholders(prompt) if question.videos else prompt
 
 
 def ready_row(row: Mapping[str, Any], options: RowOptions, column: str = "images") -> dict[str, Any]:
