@@ -30,11 +30,12 @@ def test_nothing_left_is_an_error_and_may_be_corrected_in_the_same_folder(tmp_pa
     assert (left["row"], left["reason"][:19]) == (0, "solution is 'green'")
 
 
-def test_two_processes_give_the_same_as_none(tmp_path):
+def test_two_processes_give_the_same_as_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("vgr_trl.data.convert.ROWS_PER_FILE", 20)
     rows = [question(n, solution="A" if n % 7 else "green") for n in range(100)]
     file = jsonl(tmp_path / "rows.jsonl", [{**row, "images": None} for row in rows])
     for workers in (0, 2):
-        flags = ["--output_dir", str(tmp_path / str(workers)), "--rows_per_file", "20", "--workers", str(workers)]
+        flags = ["--output_dir", str(tmp_path / str(workers)), "--workers", str(workers)]
         assert main(["convert", "jsonl", "--data_files", str(file), *flags]) == 0
     names = {f"train-{number:05d}.parquet" for number in range(5)} | {"report.txt", "skipped.jsonl"}
     assert files_in(tmp_path / "0").keys() == files_in(tmp_path / "2").keys() == names
@@ -57,15 +58,16 @@ def test_only_as_many_rows_are_read_as_are_asked_for(tmp_path):
 
 
 def test_an_earlier_result_stays_until_a_new_one_is_complete(tmp_path, monkeypatch):
-    written([question(n) for n in range(60)], tmp_path, rows_per_file=20)
+    monkeypatch.setattr("vgr_trl.data.convert.ROWS_PER_FILE", 20)
+    written([question(n) for n in range(60)], tmp_path)
     before = files_in(tmp_path)
     new = [question(n, problem="How many?") for n in range(30)]
     with monkeypatch.context() as patch:
         patch.setattr(Dataset, "to_parquet", lambda self, path, **more: path.write_bytes(b"torn") and 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            written(new, tmp_path, rows_per_file=20)
+            written(new, tmp_path)
     assert files_in(tmp_path) == before
-    written(new, tmp_path, rows_per_file=20)
+    written(new, tmp_path)
     assert {row["problem"] for row in rows_in(tmp_path)} == {"How many?"}
     assert sorted(files_in(tmp_path)) == ["report.txt", "skipped.jsonl", "train-00000.parquet", "train-00001.parquet"]
 

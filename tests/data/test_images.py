@@ -94,10 +94,12 @@ def test_files_that_need_no_change_keep_their_bytes_and_others_lose_nothing():
 
 def test_images_with_too_many_pixels_are_left_out_before_they_are_decoded(monkeypatch):
     data = {"bytes": encoded(Image.new("RGB", (40, 40)))}
-    assert encode_image(data, HERE, ImageLimits(max_image_pixels=1600))[1].width == 40
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1600)
+    assert encode_image(data, HERE, LIMITS)[1].width == 40
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1599)
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
-    with pytest.raises(DataError, match="image has size 40x40: give 1 to 1599 pixels"):
-        encode_image(data, HERE, ImageLimits(max_image_pixels=1599))
+    with pytest.raises(DataError, match="exceeds limit of 1599 pixels|image has size 40x40: give 1 to 1599 pixels"):
+        encode_image(data, HERE, LIMITS)
 
 
 WHOLE = {
@@ -116,10 +118,14 @@ def test_truncated_files_are_refused():
 @pytest.mark.parametrize(
     ("limits", "size", "expected"),
     [
-        ({}, (4096, 2048), (2048, 1024)),  # the short side, 2048, is halved
-        ({}, (1000, 5000), (1000, 5000)),  # a long side alone is no reason
+        ({"max_short_side": 1024}, (4096, 2048), (2048, 1024)),  # the short side, 2048, is halved
+        ({"max_short_side": 1024}, (1000, 5000), (1000, 5000)),  # a long side alone is no reason
         ({"max_pixels": 640 * 480 // 4}, (640, 480), (320, 240)),
-        ({"max_pixels": 100 * 50}, (4000, 2000), (100, 50)),  # 1/40, which is less than the short side's 1024/2000
+        (
+            {"max_pixels": 100 * 50, "max_short_side": 1024},
+            (4000, 2000),
+            (100, 50),
+        ),  # 1/40, which is less than the short side's 1024/2000
         ({"min_pixels": 640 * 480}, (320, 240), (640, 480)),
         ({"max_short_side": 10}, (11, 1000), (10, 909)),  # 909.09, rounded down
         ({"filter_big_images": True}, (1024, 8), (1024, 8)),
@@ -205,7 +211,7 @@ def decoded(monkeypatch):
         seen.append(value)
         return open_image(value, root)
 
-    monkeypatch.setattr("vgr_trl.data.images.open_image", opened)
+    monkeypatch.setattr("vgr_trl.data.rows.open_image", opened)
     return seen
 
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from vgr_trl.cli.data import main as data
-from vgr_trl.data.inspect import Looks, inspect_rows
+from vgr_trl.data.inspect import inspect_rows
 from vgr_trl.data.load import load_path
 from vgr_trl.data.rows import RowOptions
 
@@ -38,7 +38,7 @@ def main(arguments) -> int:
 @pytest.mark.parametrize("streaming", [False, True])
 def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, streaming):
     split, loads = load_path("rows.jsonl", streaming=streaming)
-    found = inspect_rows(loads[split](), Looks(RowOptions(root=folder)), split)
+    found = inspect_rows(loads[split](), RowOptions(root=folder), split)
     assert [(row.row, row.id) for row in found.skipped] == [(2, "q2"), (3, "q3"), (4, "q4"), (6, "q6")]
     lines = [" ".join(line.replace("█", "").split()) for line in found.text.splitlines()]
     assert lines[0] == "train: 8 rows, 4 unusable; 2 because of an unreadable answer."

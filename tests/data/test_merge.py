@@ -27,7 +27,7 @@ def two_sets(tmp_path) -> list[str]:
     """30 rows in two files, and 10 with several images, one of which is that of row 0 of the first set."""
     first = [question(f"a{n}", (n, 0, 0), solution="ABC"[n % 3]) for n in range(30)]
     second = [question(f"b{n}", None, images=[picture((0, n, 0)), picture((0, 0, n))]) for n in range(10)]
-    return [made_set(tmp_path / "a", first, rows_per_file=20), made_set(tmp_path / "b", second, columns=("images",))]
+    return [made_set(tmp_path / "a", first), made_set(tmp_path / "b", second, columns=("images",))]
 
 
 def merged(tmp_path, paths, *flags) -> int:

@@ -64,7 +64,7 @@ def test_a_shuffled_stream_waits_with_undecoded_images(pictures):
 
     shuffled = stream(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vgr_trl.data.images.open_image", counted)
+        patch.setattr("vgr_trl.data.rows.open_image", counted)
         next(iter(shuffled))
     assert len(opened) == 1  # the others wait
     orders = [[row["id"] for row in stream(seed)] for seed in (0, 0, 1)]

@@ -5,7 +5,7 @@ import pytest
 from datasets import Dataset, Features, List, Value
 from PIL import Image
 
-from vgr_trl.data.images import VideoOptions, frames_of
+from vgr_trl.data.images import frames_of
 from vgr_trl.data.lengths import refuse_single_image_models
 from vgr_trl.data.rows import RowOptions, prepare_rows, ready_row
 from vgr_trl.demo.tiny_model import build_processor
@@ -47,16 +47,16 @@ def video(tmp_path_factory) -> Path:
     ],
 )
 def test_frames_are_taken_at_a_steady_rate(video, fps, numbers):
-    frames = frames_of({"video": str(video)}, VideoOptions(fps, 20))
+    frames = frames_of({"video": str(video)}, fps, 20)
     assert greys(frames) == numbers
     assert {(frame.size, frame.mode) for frame in frames} == {((64, 48), "RGB")}
 
 
 def test_other_containers_bytes_and_relative_paths(video, tmp_path):
     row = {"video": str(write_video(tmp_path / "a.mkv"))}
-    assert greys(frames_of(row, VideoOptions(2, 20))) == [0, 5, 10, 15]
+    assert greys(frames_of(row, 2, 20)) == [0, 5, 10, 15]
     for value in (video.read_bytes(), {"bytes": video.read_bytes(), "path": None}, {"path": "grey.mp4"}, "grey.mp4"):
-        assert greys(frames_of({"videos": [value]}, VideoOptions(1, 2), video.parent)) == [0, 10]
+        assert greys(frames_of({"videos": [value]}, 1, 2, video.parent)) == [0, 10]
 
 
 def test_frames_are_turned_as_the_video_says(tmp_path):
@@ -68,7 +68,7 @@ def test_frames_are_turned_as_the_video_says(tmp_path):
         stream.set_display_rotation(90)
         container.mux(stream.encode(av.VideoFrame.from_image(stored.convert("RGB"))))
         container.mux(stream.encode())
-    (frame,) = frames_of({"video": str(tmp_path / "turned.mp4")}, VideoOptions())
+    (frame,) = frames_of({"video": str(tmp_path / "turned.mp4")}, 2, 16)
     assert frame.size == (48, 64)
     left, right = (frame.convert("L").getpixel((x, 32)) for x in (6, 42))
     assert left < 40  # counterclockwise by 90 degrees, what was above is left
@@ -77,10 +77,10 @@ def test_frames_are_turned_as_the_video_says(tmp_path):
 
 def test_a_row_with_more_frames_than_allowed_is_refused_and_one_with_as_many_is_not(video):
     two = {"videos": [str(video)] * 2}
-    assert greys(frames_of(two, VideoOptions(1, 4))) == [0, 10, 0, 10]
+    assert greys(frames_of(two, 1, 4)) == [0, 10, 0, 10]
     message = "more than max_video_frames=3 frames at video_fps=1: lower video_fps, or raise"
     with pytest.raises(DataError, match=message):
-        frames_of(two, VideoOptions(1, 3))
+        frames_of(two, 1, 3)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_list_of_other_files_is_not_followed(tmp_path, video):
     (tmp_path / "concat.mp4").write_text(f"ffconcat version 1.0\nfile '{video}'\n")
     for name in ("list.mp4", "concat.mp4"):
         with pytest.raises(DataError, match="video cannot be decoded"):
-            frames_of({"video": str(tmp_path / name)}, VideoOptions())
+            frames_of({"video": str(tmp_path / name)}, 2, 16)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -125,7 +125,8 @@ def test_frames_come_behind_the_images_of_a_row(video, streaming):
         made.to_iterable_dataset() if streaming else made,
         root=video.parent,
         system_prompt=None,
-        videos=VideoOptions(1, 4),
+        video_fps=1,
+        max_video_frames=4,
         on_skipped=heard.append,
     )
     found = list(rows)

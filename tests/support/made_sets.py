@@ -66,9 +66,7 @@ def converted(name: str, rows: Any, folder: Path, **rules: Any) -> tuple[list[di
     return usable, [(row["__row__"], row["__reason__"]) for row in made if row["__reason__"] is not None]
 
 
-def written(
-    rows: list[dict[str, Any]], folder: Path, columns: tuple[str, ...] = ("image",), rows_per_file: int = 2000
-) -> str:
+def written(rows: list[dict[str, Any]], folder: Path, columns: tuple[str, ...] = ("image",)) -> str:
     """Convert rows of the user's own in this process, and return the report."""
     features = features_of(rows)
     table = Dataset.from_list([{name: row.get(name) for name in features} for row in rows], features=features)
@@ -76,7 +74,7 @@ def written(
     with prepare_folder(folder, []) as working:
         made = convert_rows(table, Rules(CONVERTERS["jsonl"], "made"), names, working, workers=0)
         usable = [place for place, reason in enumerate(made["__reason__"]) if reason is None]
-        return write_rows(made, {"train": usable}, names, Path(working), rows_per_file)
+        return write_rows(made, {"train": usable}, names, Path(working))
 
 
 def features_of(rows: list[dict[str, Any]]) -> Features:

@@ -62,7 +62,7 @@ def test_boxes_in_pixels_are_of_the_image_as_it_is_trained_on(vision_trainer, qu
     half = [0.0, 0.0, wide // 2 + 0.0, high // 2 + 0.0]
     boxes = [[half], [[0.0, 0.0, wide // 2 + 1.0, 2.0]], [[0.0, 0.0, 1.0, 0.5]], [[0.0, 0.0, wide + 1.0, 2.0]]]
     questions = questions.add_column("regions", boxes * 4)
-    smaller = ImageLimits(max_pixels=(wide // 2) * (high // 2), max_short_side=None)
+    smaller = ImageLimits(max_pixels=(wide // 2) * (high // 2))
     for rows in (
         prepare_rows(questions, images=smaller, boxes=True)[0],
         vision_trainer(load_reward("region"), prepare_rows(questions, images=smaller)[0]).train_dataset,

@@ -28,7 +28,7 @@ from trl import ModelConfig
 
 from vgr_trl.config_converters import convert, read_configuration
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.images import ImageLimits, VideoOptions, downloaded
+from vgr_trl.data.images import ImageLimits, downloaded
 from vgr_trl.data.lengths import refuse_single_image_models
 from vgr_trl.data.load import BUILDERS, load_split, parse_data_files, readable
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, special_tokens
@@ -72,9 +72,9 @@ class DataArguments:
     video_key: str | None = option(None, "Video column (default: videos or video); none: ignore videos.")
     image_dir: str | None = option(None, "Root folder for relative image paths; paths may not leave it "
         "(default: the folder of the data).")
-    min_pixels: int | None = option(None, "Enlarge smaller images to this area, in pixels.")
-    max_pixels: int | None = option(None, "Shrink larger images to this area, in pixels.")
-    max_short_side: int | None = option(None, "Shrink images whose shorter side exceeds this, in pixels; 0: off.")
+    min_pixels: int | None = option(None, "Enlarge smaller images to this area, in pixels.", ge=1)
+    max_pixels: int | None = option(None, "Shrink larger images to this area, in pixels.", ge=1)
+    max_short_side: int | None = option(None, "Shrink images whose shorter side exceeds this, in pixels; 0: off.", ge=0)
     filter_big_images: bool = option(False, "Skip rows that have an image wider or higher than 1024 pixels.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
@@ -95,7 +95,6 @@ class DataArguments:
             self.data_files = ",".join(map(str, self.data_files))
         check_options(self)
         keys_of(**vars(self))
-        self.image_limits()
         if self.image_dir is not None and not Path(self.image_dir).is_dir():
             raise ConfigError(f"image_dir is {self.image_dir}, which is not a folder.")
         if len(self.prompt_options()) > 1:
@@ -108,8 +107,7 @@ class DataArguments:
 
     def image_limits(self) -> ImageLimits:
         """Return the limits for images that are too large or too small."""
-        short = self.max_short_side or None
-        return ImageLimits(self.min_pixels, self.max_pixels, short, filter_big_images=self.filter_big_images or None)
+        return ImageLimits(self.min_pixels, self.max_pixels, self.max_short_side, self.filter_big_images)
 
 
 DEFAULT_REWARDS = ("accuracy", "format", "length")
@@ -516,14 +514,15 @@ def load_rows(
         dataset = dataset.take(limit if streaming else min(limit, len(dataset)))
     keys = keys_of(**vars(arguments))
     with readable(source_name(arguments), "the data"):  # a stream raises read errors only here
-        if processor is not None and set(keys.video) & set(dataset.column_names or ()):
+        if processor is not None and set(keys["video"]) & set(dataset.column_names or ()):
             refuse_single_image_models(processor())
         return prepare_rows(
             dataset,
             split=split,
             keys=keys,
             root=image_root(arguments, split),
-            videos=VideoOptions(arguments.video_fps, arguments.max_video_frames),
+            video_fps=arguments.video_fps,
+            max_video_frames=arguments.max_video_frames,
             special=None if processor is None else special_tokens(processor()),
             images=arguments.image_limits(),
             **{"system_prompt": load_system_prompt(arguments)} | rules,

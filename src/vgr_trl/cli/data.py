@@ -4,7 +4,8 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from textwrap import shorten
@@ -22,21 +23,22 @@ from vgr_trl.cli.arguments import (
     source_name,
 )
 from vgr_trl.data.convert import SKIPPED, Rules, columns_of, convert_rows, has_one_image, prepare_folder, write_rows
-from vgr_trl.data.images import MAX_SHORT_SIDE, VideoOptions, downloaded
-from vgr_trl.data.inspect import Findings, Looks, inspect_rows, page, to_one_line
+from vgr_trl.data.images import MAX_SHORT_SIDE, downloaded
+from vgr_trl.data.inspect import Findings, inspect_rows, page, to_one_line
 from vgr_trl.data.lengths import PromptLengths
 from vgr_trl.data.load import MEANT, load_path, load_split, parse_data_files, readable
 from vgr_trl.data.merge import merge
 from vgr_trl.data.prompts import special_tokens
 from vgr_trl.data.public_sets import CONVERTERS, load_converter, read_ids, shuffle_choices
 from vgr_trl.data.read_row import FLAGS, keys_of
-from vgr_trl.data.rows import REASON, RowOptions
+from vgr_trl.data.rows import REASON, RowOptions, report_skipped
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.rewards.answers import LETTERS, completion_text, is_right, resolve_solution, stated_answer
 from vgr_trl.utils import ConfigError, DataError, RewardError, write_atomic
 
 SOURCE = ("dataset_name", "dataset_config", "dataset_path")
-COLUMNS = ("image_dir", *FLAGS.values())
+COLUMNS = ("image_dir", *FLAGS)
+ALIASES = {"problem_key": "--prompt_key", "solution_key": "--answer_key"}
 IMAGES = ("min_pixels", "max_pixels", "max_short_side", "filter_big_images")
 PROMPTS = ("system_prompt_file", "prompt_language", "video_fps", "max_video_frames")
 READING = ("dataset_config", "dataset_streaming", *COLUMNS, *IMAGES, *PROMPTS)
@@ -61,8 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     def command(name: str, text: str, *options: str) -> Callable[..., Any]:
         made = commands.add_parser(name, allow_abbrev=False, help=text, description=text)
         for option in (option for option in fields(DataArguments) if option.name in options):
-            flags = [f"--{option.name}"]
-            flags += [f"--{part}_key" for part, flag in FLAGS.items() if flag == option.name != f"{part}_key"]
+            flags = [f"--{option.name}", *filter(None, [ALIASES.get(option.name)])]
             kind: Any = int if "int" in str(option.type) else float if option.type is float else str
             parsing = {"action": "store_true"} if option.type is bool else {"type": kind, "default": option.default}
             made.add_argument(*flags, help=option.metadata["help"], **parsing)
@@ -80,11 +81,9 @@ def make_parser() -> argparse.ArgumentParser:
     merge("--test_share", type=float, default=0.1, help="share of the test split; 0: no split (default 0.1)")
     for name, add in {"convert": convert, "merge": merge}.items():
         add("--output_dir", "--out_dir", type=Path, required=True, help="output folder; replaces an earlier result")
-        add("--rows_per_file", type=int, default=2000, help="rows per Parquet file (default 2000)")
         add("--shuffle_choices", action="store_true", help="shuffle the choices, with balanced right letters")
         add("--seed", type=int, default=0, help="seed of split and shuffle (default 0)")
         add("--workers", type=int, default=2, help="worker processes for decoding; 0: none (default 2)")
-        add("--max_image_pixels", type=int, help="skip rows with larger images (width x height)")
         add("--page", type=Path, help="inspect the result, and write some questions to this HTML file")
         commands.choices[name].set_defaults(max_short_side=MAX_SHORT_SIDE)
     inspect = command("inspect", "Check a set before training, and look at some rows.", *READING)
@@ -136,7 +135,7 @@ def convert_run(flags: argparse.Namespace) -> None:
         source_name(data),
         keys_of(**vars(flags)),
         image_root(data, asked),
-        replace(data.image_limits(), max_image_pixels=flags.max_image_pixels),
+        data.image_limits(),
         read_ids(flags.question_id_file) if flags.question_id_file else None,
         flags.subset_size,
     )
@@ -149,7 +148,7 @@ def convert_run(flags: argparse.Namespace) -> None:
 
 def merge_run(flags: argparse.Namespace) -> None:
     """Merge as the flags say, and print and write down what the result consists of."""
-    limits, sets, read = replace(_data_arguments(flags).image_limits(), max_image_pixels=flags.max_image_pixels), [], []
+    limits, sets, read = _data_arguments(flags).image_limits(), [], []
     for text in flags.sets:
         path, _, asked = (text, "", "") if Path(text).exists() else text.rpartition(":")
         split, loads = load_path(path or text, asked or None)
@@ -171,7 +170,7 @@ def _write(
 ) -> None:
     if flags.shuffle_choices:
         rows = shuffle_choices(rows, sides.values(), flags.seed)
-    text = write_rows(rows, sides, columns, working, flags.rows_per_file)
+    text = write_rows(rows, sides, columns, working)
     left_out = len(rows) - sum(map(len, sides.values()))
     print(f"{text}\nRows are in {flags.output_dir}; {left_out:,} skipped are listed in {flags.output_dir / SKIPPED}.")
     if flags.page:
@@ -193,7 +192,8 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
         root=Path(data.image_dir).absolute() if data.image_dir else root,
         needs_solution=not flags.no_solution,
         system_prompt=load_system_prompt(data),
-        videos=VideoOptions(data.video_fps, data.max_video_frames),
+        video_fps=data.video_fps,
+        max_video_frames=data.max_video_frames,
         special=special_tokens(processor) if processor else None,
         images=data.image_limits(),
     )
@@ -204,15 +204,15 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
         rows = loads[split]()
         if flags.max_rows is not None:
             rows = rows.take(min(flags.max_rows, len(rows)) if isinstance(rows, Dataset) else flags.max_rows)
-        looks = Looks(options, keys_of(**vars(data)), lengths, hashes=bool(others))
-        findings = inspect_rows(rows, looks, split, flags.samples, flags.seed, flags.max_prompt_length)
+        inspect = partial(inspect_rows, options=options, keys=keys_of(**vars(data)), hashes=bool(others))
+        drawing = {"samples": flags.samples, "seed": flags.seed, "limit": flags.max_prompt_length}
+        findings = inspect(rows, split=split, lengths=lengths, **drawing)
         for name in others:
-            other = inspect_rows(loads[name](), looks, name, samples=0).digests
+            other = inspect(loads[name](), split=name, samples=0).digests
             if shared := sum(findings.digests[image] for image in findings.digests.keys() & other.keys()):
                 findings.text += f"\n{shared:,} rows of {split} have an image that is also in {name}."
     if flags.skipped:
-        lines = [json.dumps(asdict(row), default=str) + "\n" for row in findings.skipped]
-        flags.skipped.write_text("".join(lines), encoding="utf-8")
+        report_skipped(findings.skipped, flags.skipped)
     print(findings.text + "\n")
     if processor is None:
         print("Prompt lengths not measured; pass --model.")

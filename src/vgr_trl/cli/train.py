@@ -270,7 +270,7 @@ def run_identity(
     if data.data_files:  # independent of how the paths are written
         files = parse_data_files(data.data_files)
         source = ",".join(f"{key}={'+'.join(str(path.resolve()) for path in files[key])}" for key in sorted(files))
-    columns = [f" {flag}={getattr(data, flag)}" for flag in FLAGS.values() if getattr(data, flag) is not None]
+    columns = [f" {flag}={getattr(data, flag)}" for flag in FLAGS if getattr(data, flag) is not None]
     names = rewards.reward_funcs or ()
     prompt = load_system_prompt(data)
     if isinstance(prompt, str):

@@ -16,14 +16,7 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from vgr_trl.boxes import BOX_COLUMNS, boxes_of, to_shares
-from vgr_trl.data.images import (
-    ImageLimits,
-    image_bytes,
-    image_size,
-    path_within,
-    read_image,
-    to_rgb,
-)
+from vgr_trl.data.images import ImageLimits, image_bytes, image_size, path_within, read_image, to_rgb
 from vgr_trl.data.inspect import report
 from vgr_trl.data.lengths import SIZES
 from vgr_trl.data.load import readable, row_files
@@ -36,6 +29,7 @@ from vgr_trl.utils import ConfigError, DataError, RewardError
 
 KEPT = ("JPEG", "PNG", "WEBP")  # formats whose files are stored as they are
 ENCODING: dict[str, dict[str, Any]] = {"JPEG": {"quality": 95, "subsampling": 0}, "PNG": {"compress_level": 3}}
+ROWS_PER_FILE = 2000
 ROW_GROUP_ROWS = 100  # what a stream reads at a time
 REPORT, SKIPPED = "report.txt", "skipped.jsonl"
 DIGESTS, ROW = "__digests__", "__row__"
@@ -54,7 +48,7 @@ class Rules:
 
     converter: Converter
     file: str
-    keys: Keys = KEYS
+    keys: Keys = field(default_factory=lambda: KEYS)
     root: Path = Path()  # relative image and video paths start here and may not leave it
     limits: ImageLimits = field(default_factory=ImageLimits)
     ids: frozenset[str] | None = None  # of the rows to convert; None: all
@@ -65,7 +59,7 @@ class Rules:
 def columns_of(sets: Sequence[tuple[Dataset, Rules]], several_images: bool) -> list[str]:
     """Return the columns of converted rows of these sets; `datasets` loads only splits with the same columns."""
     names = {name for rows, _ in sets for name in rows.column_names}
-    has_videos = not names.isdisjoint(name for _, rules in sets for name in rules.keys.video)
+    has_videos = not names.isdisjoint(name for _, rules in sets for name in rules.keys["video"])
     has_boxes = not names.isdisjoint(BOX_COLUMNS) or any(rules.converter.regions for _, rules in sets)
     has = {"image": not several_images, "images": several_images, "videos": has_videos, "regions": has_boxes}
     return [name for name in SCHEMA if has.get(name, True)]
@@ -82,15 +76,16 @@ def convert_rows(rows: Dataset, rules: Rules, columns: Sequence[str], folder: st
 
     Images are decoded by `workers` processes (0: this one) into temporary files in `folder`.
     """
-    features, places = Features({name: SCHEMA[name] for name in columns} | ABOUT), list(range(len(rows)))
+    features = Features({name: SCHEMA[name] for name in columns} | ABOUT)
+    places: Sequence[int] = list(range(len(rows)))
     column = next((name for name in (rules.converter.id_column, "id") if name in rows.column_names), None)
     if rules.ids is not None and column is not None:
         places = [place for place, name in enumerate(rows[column]) if str(name) in rules.ids]
     if not places:
         raise DataError(f"None of the ids is in {rules.file}: check the file of ids.")
-    given = {"rows": undecoded(rows), "rules": rules, "columns": tuple(features), "places": places}
     if rules.most is not None:  # the usable rows are counted, so one process gets all; only lists are divided
-        workers, given["places"] = 0, tuple(places)
+        workers, places = 0, tuple(places)
+    given = {"rows": undecoded(rows), "rules": rules, "columns": tuple(features), "places": places}
     options = {"cache_dir": str(folder), "fingerprint": rows._fingerprint, "num_proc": workers or None}
     with readable(rules.file, "the source"):
         return cast("Dataset", Dataset.from_generator(_convert, features, gen_kwargs=given, **options))
@@ -174,7 +169,7 @@ def encode_image(value: Any, root: Path, limits: ImageLimits) -> tuple[bytes, Im
     `value` is an image, a path, or a dict with `bytes` or `path`. `DataError` says why it cannot be used.
     """
     data = b"" if isinstance(value, Image.Image) else image_bytes(value, root)
-    opened = read_image({"bytes": data} if data else value, root, limits.max_image_pixels)
+    opened = read_image({"bytes": data} if data else value, root)
     image = limits.fitted(to_rgb(opened))
     if data and image is opened and opened.format in KEPT and getattr(opened, "n_frames", 1) == 1:
         return data, image
@@ -201,9 +196,7 @@ def prepare_folder(folder: Path, read: Sequence[str | None]) -> TemporaryDirecto
     return TemporaryDirectory(prefix=".unfinished-", dir=folder)
 
 
-def write_rows(
-    rows: Dataset, sides: Mapping[str, Sequence[int]], columns: list[str], working: Path, rows_per_file: int
-) -> str:
+def write_rows(rows: Dataset, sides: Mapping[str, Sequence[int]], columns: list[str], working: Path) -> str:
     """Write the rows of each split (split → numbers) in place of an earlier result, and return the report.
 
     Files are written to `working` and moved to the folder that it is in when all are complete.
@@ -224,8 +217,8 @@ def write_rows(
     texts = [f"{split}: {len(side):,} rows\n{report(about.select(side))}\n" for split, side in used.items()]
     text = "\n".join([*texts, report(left_out)])
     for split, side in sides.items():
-        for number, start in enumerate(range(0, len(side), rows_per_file)):
-            part = rows.select(side[start : start + rows_per_file]).select_columns(columns)
+        for number, start in enumerate(range(0, len(side), ROWS_PER_FILE)):
+            part = rows.select(side[start : start + ROWS_PER_FILE]).select_columns(columns)
             path = working / f"{split}-{number:05d}.parquet"
             part.to_parquet(path, batch_size=ROW_GROUP_ROWS, write_page_checksum=True)  # verified when it is loaded
     with (folder / REPORT).open(mode, encoding="utf-8") as file:

@@ -115,12 +115,10 @@ def open_image(value: Any, root: Path = Path()) -> Image.Image:
     return to_rgb(read_image(value, root))
 
 
-def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = None) -> Image.Image:
+def read_image(value: Any, root: Path = Path()) -> Image.Image:
     """Return `value` as a fully decoded image of any mode, turned as its EXIF data say.
 
-    Args:
-        value: an image, a path, base64 text, or a dict with `bytes` or `path` as `datasets` stores undecoded images.
-        max_image_pixels: larger images are refused before they are decoded; None: Pillow's limit.
+    `value` is an image, a path, base64 text, or a dict with `bytes` or `path` as `datasets` stores undecoded images.
 
     Raises:
         DataError: the image is missing, unreadable, truncated, empty or too large; the message is the reason.
@@ -129,14 +127,14 @@ def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = N
     if not isinstance(value, Image.Image):
         with _reasons("image is unreadable"):
             image = Image.open(io.BytesIO(image_bytes(value, root)), formats=_formats())
-    _require_size(image.size, max_image_pixels)
+    _require_size(image.size)
     with _reasons("image is truncated or damaged"):
         image.load()
         turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
         return ImageOps.exif_transpose(image) if turned else image
 
 
-def image_size(value: Any, root: Path = Path(), max_image_pixels: int | None = None) -> Size:
+def image_size(value: Any, root: Path = Path()) -> Size:
     """Return the size of an upright image from its header. Arguments and errors are those of `read_image`.
 
     A JPEG, PNG or WEBP that seems to lack its end is decoded, to be sure; other damage to the pixels is not found.
@@ -148,8 +146,8 @@ def image_size(value: Any, root: Path = Path(), max_image_pixels: int | None = N
         with _reasons("image is unreadable"), _opened(value, root) as file:
             image = Image.open(file, formats=_formats())
             size, is_whole = _upright_size(image), _has_its_end(file, str(image.format))
-    _require_size(size, max_image_pixels)
-    return size if is_whole else read_image(value, root, max_image_pixels).size
+    _require_size(size)
+    return size if is_whole else read_image(value, root).size
 
 
 def _upright_size(image: Image.Image) -> Size:
@@ -169,8 +167,8 @@ def _has_its_end(file: BinaryIO, kind: str) -> bool:
     return ENDS.get(kind, b"") in file.read()
 
 
-def _require_size(size: Size, limit: int | None = None, kind: str = "image") -> None:
-    limit = limit or Image.MAX_IMAGE_PIXELS
+def _require_size(size: Size, kind: str = "image") -> None:
+    limit = Image.MAX_IMAGE_PIXELS
     if min(size) == 0 or max(size) >= MOST_ELONGATED * min(size) or (limit and size[0] * size[1] > limit):
         found = f"{kind} has size {size[0]}x{size[1]}"
         raise DataError(f"{found}: give 1 to {limit} pixels, with an aspect ratio below {MOST_ELONGATED}")
@@ -206,7 +204,11 @@ def _opened(value: Any, root: Path, kind: str = "image") -> BinaryIO:
     if isinstance(value, Mapping):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, str) and ((address := DATA_ADDRESS.match(value)) or BASE64_IMAGE.fullmatch(value)):
-        value = _decode_base64(value[address.end() :] if address else value, kind)
+        try:
+            text = value[address.end() :] if address else value
+            value = base64.b64decode("".join(text.split()), validate=True)
+        except ValueError as error:
+            raise DataError(f"{kind} is unreadable: the text is not base64 ({error})") from error
     if isinstance(value, bytes):
         return io.BytesIO(value)
     if not isinstance(value, str | Path):
@@ -220,13 +222,6 @@ def _opened(value: Any, root: Path, kind: str = "image") -> BinaryIO:
     if kind == "image" and (size := path.stat().st_size) > LARGEST_FILE:
         raise DataError(f"image file {str(path)[:200]} has {size} bytes; the limit is {LARGEST_FILE}")
     return path.open("rb")
-
-
-def _decode_base64(text: str, kind: str) -> bytes:
-    try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except ValueError as error:
-        raise DataError(f"{kind} is unreadable: the text is not base64 ({error})") from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -259,26 +254,14 @@ class ImageLimits:
     Attributes:
         min_pixels: a smaller image is enlarged to this area; None: not.
         max_pixels: a larger image is reduced to this area, after `max_short_side`; None: not.
-        max_short_side: an image whose shorter side is longer is reduced to this; None: not.
-        max_image_pixels: a larger image is left out before it is decoded; None: Pillow's own limit.
+        max_short_side: an image whose shorter side is longer is reduced to this; None or 0: not.
         filter_big_images: True: an image of a side above 1024 pixels is left out.
-
-    Raises:
-        ConfigError: a bound is below 1, or `min_pixels` is above `max_pixels`.
     """
 
     min_pixels: int | None = None
     max_pixels: int | None = None
-    max_short_side: int | None = MAX_SHORT_SIDE
-    max_image_pixels: int | None = None
-    filter_big_images: bool | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value!r}: give an integer of at least 1, or None for no such limit.")
-        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
-            raise ConfigError(f"min_pixels is {self.min_pixels}, above max_pixels {self.max_pixels}: lower it.")
+    max_short_side: int | None = None
+    filter_big_images: bool = False
 
     def size_of(self, width: int, height: int) -> Size:
         """Return the size that an image of `width` x `height` pixels is brought to, or raise `DataError`."""
@@ -303,39 +286,22 @@ class ImageLimits:
         return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
 
 
-ANY_SIZE = ImageLimits(max_short_side=None)
-
-
 # Videos
 
 
-@dataclass(frozen=True)
-class VideoOptions:
-    """Options for sampling frames from videos.
+def frames_of(row: Mapping[str, Any], fps: float, most: int, root: Path = Path()) -> list[Image.Image]:
+    """Return the frames of all videos of `row`, at most so many, in order, as RGB images, turned as the video says.
 
-    Attributes:
-        fps: frames per second of the video, above 0.
-        max_frames: most frames of one row; a row with more is left out.
-    """
-
-    fps: float = 2.0
-    max_frames: int = 16
-
-
-def frames_of(row: Mapping[str, Any], options: VideoOptions, root: Path = Path()) -> list[Image.Image]:
-    """Return the frames of all videos of `row`, in order, as RGB images, turned as the video says.
-
-    Of each video these are the frames at the times 0, 1/fps, 2/fps, …: the first one shown then or later. A video with
-    fewer frames per second gives each of its frames once.
+    Of each video these are the frames at the times 0, 1/fps, 2/fps, … seconds: the first one shown then or later. A
+    video with fewer frames per second gives each of its frames once.
 
     Raises:
         ConfigError: PyAV is not installed.
         DataError: a video cannot be read, or there are too many frames; the message is the reason.
     """
-    frames = (frame for value in videos_of(row) for frame in _sampled(value, options.fps, root))
-    found = list(islice(frames, options.max_frames + 1))
-    if len(found) > options.max_frames:
-        limit = f"max_video_frames={options.max_frames} frames at video_fps={options.fps:g}"
+    found = list(islice((frame for value in videos_of(row) for frame in _sampled(value, fps, root)), most + 1))
+    if len(found) > most:
+        limit = f"max_video_frames={most} frames at video_fps={fps:g}"
         raise DataError(f"its videos have more than {limit}: lower video_fps, or raise max_video_frames")
     return found
 
@@ -366,21 +332,3 @@ def _sampled(value: Any, fps: float, root: Path) -> Iterator[Image.Image]:
                 yield frame.to_image().rotate(turn, expand=True) if turn else frame.to_image()
         if not taken:
             raise DataError("video has no frames")
-
-
-# All of a row
-
-
-def decode_row(row: Mapping[str, Any], root: Path, videos: VideoOptions) -> list[Image.Image]:
-    """Return the images of `row`, then the frames of its videos; raise `DataError` if one cannot be decoded."""
-    folder = folder_of(row, root)
-    return [*(open_image(value, folder) for value in images_of(row)), *frames_of(row, videos, folder)]
-
-
-def measure_row(row: Mapping[str, Any], root: Path, videos: VideoOptions, decodes: bool = False) -> list[Size]:
-    """Return the sizes of what `decode_row` returns; unless it `decodes`, those of images are read from headers."""
-    if decodes:
-        return [image.size for image in decode_row(row, root, videos)]
-    folder = folder_of(row, root)
-    frames = frames_of(row, videos, folder)
-    return [*(image_size(value, folder) for value in images_of(row)), *(frame.size for frame in frames)]

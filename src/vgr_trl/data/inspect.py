@@ -5,8 +5,7 @@ import io
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from random import Random
@@ -18,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 
 from vgr_trl.data.images import folder_of, image_bytes, images_of
 from vgr_trl.data.lengths import SIZES, PromptLengths
-from vgr_trl.data.prompts import LETTERS, placed, to_parts
+from vgr_trl.data.prompts import LETTERS, to_parts
 from vgr_trl.data.read_row import KEYS, Keys, renamed_row, require_columns, undecoded
 from vgr_trl.data.rows import REASON, RowOptions, SkippedRow, examine_row, map_rows, ready_row
 from vgr_trl.utils import DataError, printable
@@ -92,83 +91,83 @@ class Findings:
     text: str
 
 
-@dataclass(frozen=True)
-class Looks:
-    """Options of an inspection; without `lengths` prompts are not measured, `hashes` are for comparing splits."""
-
-    options: RowOptions
-    keys: Keys = KEYS
-    lengths: PromptLengths | None = None
-    hashes: bool = False
-
-
-def summarise(row: Mapping[str, Any], looks: Looks) -> dict[str, Any]:
-    """Return what is counted of a row, under the names of `SUMMARY`."""
-    row, lengths = renamed_row(row, looks.keys), looks.lengths
-    found = examine_row(row, looks.options)
-    about: dict[str, Any] = dict.fromkeys(SUMMARY) | {REASON: found[REASON]}
-    about["id"] = None if row.get("id") is None else str(row["id"])
+def summarise(
+    row: Mapping[str, Any], options: RowOptions, lengths: PromptLengths | None, hashes: bool
+) -> dict[str, Any]:
+    """Return what is counted of a row, under the names of `SUMMARY`; `hashes`: of its image files too."""
+    found = examine_row(row, options)
+    about: dict[str, Any] = dict.fromkeys(SUMMARY) | {REASON: found[REASON], SIZES: found[SIZES]}
+    about |= {"id": None if row.get("id") is None else str(row["id"]), "source": str(row.get("source") or "not stated")}
     try:
         if found[REASON] is None and lengths is not None:
-            about["length"] = lengths({**found, "prompt": placed(found["prompt"])})
+            about["length"] = lengths(found)
             about["tokens"] = [lengths.image_tokens([size]) + 1 for size in found[SIZES]]
     except DataError as error:
         about[REASON] = str(error).rstrip(".")
     if (right := found["right"]) is not None:
         about["choices"] = list(right.choices) or None
         about["solution"] = LETTERS[right.index] if right.choices else str(found["solution"])
-    if looks.hashes and about[REASON] is None:
-        files = [image_bytes(value, folder_of(row, looks.options.root)) for value in images_of(row)]
+    if hashes and about[REASON] is None:
+        files = [image_bytes(value, folder_of(row, options.root)) for value in images_of(row)]
         about["digests"] = [*{xxhash.xxh3_128_hexdigest(data) for data in files}]
-    return about | {"source": str(row.get("source") or "not stated"), SIZES: found[SIZES]}
+    return about
 
 
 def inspect_rows(
     dataset: Dataset | IterableDataset,
-    looks: Looks,
+    options: RowOptions,
     split: str = "train",
+    *,
+    keys: Keys = KEYS,
+    lengths: PromptLengths | None = None,
+    hashes: bool = False,
     samples: int = 12,
     seed: int = 0,
     limit: int | None = None,
 ) -> Findings:
     """Look at every row as training would, and decode the images of `samples` drawn ones.
 
-    `limit` is `max_prompt_length`. `DataError`: the data have no rows, or lack the needed columns.
+    Args:
+        lengths: measures prompts; None: they are not measured.
+        hashes: whether to hash images, to compare splits.
+        limit: `max_prompt_length`.
+
+    Raises:
+        DataError: the data have no rows, or lack the needed columns.
     """
-    rows, lengths = undecoded(dataset), looks.lengths
-    require_columns(rows, split, looks.options.needs_solution, looks.keys)
-    examine = partial(summarise, looks=looks)
+    rows = undecoded(dataset)
+    require_columns(rows, split, options.needs_solution, keys)
+
+    def examine(row: Mapping[str, Any]) -> dict[str, Any]:
+        return summarise(renamed_row(row, keys), options, lengths, hashes)
+
     if isinstance(rows, Dataset):
-        key, in_parallel = (
-            [replace(looks, lengths=None), lengths and lengths.key],
-            not (lengths and lengths.needs_pixels),
-        )
+        key, in_parallel = [options, keys, hashes, lengths and lengths.key], not (lengths and lengths.needs_pixels)
         found = map_rows(rows, examine, SUMMARY, key, f"Reading rows ({split})", in_parallel=in_parallel)
     else:
         stream = map(examine, rows)
         parts = iter(lambda: list(islice(stream, STREAMED)), [])
         found = concatenate_datasets([Dataset.from_list(part, features=SUMMARY) for part in parts])
-    usable, skipped, examples = list[int](), list[SkippedRow](), defaultdict[str, list[str]](list)
-    for place, (name, reason) in enumerate(zip(found["id"][:], found[REASON][:], strict=True)):
-        if reason is None:
-            usable.append(place)
-        else:
-            skipped.append(SkippedRow(split, place, name, reason))
-            shown = f"  row {place}, counted from 0 (id {str(name)[:60]!a}): {to_one_line(reason)[:200]}"
-            examples[kind_of(reason)] = [*examples[kind_of(reason)], shown][:3]
+    usable = [place for place, reason in enumerate(found[REASON][:]) if reason is None]
+    reasons = enumerate(zip(found["id"][:], found[REASON][:], strict=True))
+    skipped = [SkippedRow(split, place, name, reason) for place, (name, reason) in reasons if reason is not None]
+    examples = defaultdict[str, list[str]](list)  # kind of reason → lines about the first three rows
+    for row in skipped:
+        if len(lines := examples[kind_of(row.reason)]) < 3:
+            reason = to_one_line(row.reason)[:200]
+            lines.append(f"  row {row.row}, counted from 0 (id {str(row.id)[:60]!a}): {reason}")
     drawn = sorted(Random(seed).sample(usable, min(samples, len(usable))))
-    from_start = islice(enumerate(rows), max(drawn, default=-1) + 1)
-    numbered = zip(drawn, rows.select(drawn), strict=True) if isinstance(rows, Dataset) else from_start
-    sample = [one for place, row in numbered if place in drawn and (one := show_row(row, place, looks))]
+    picked = rows.select(drawn) if isinstance(rows, Dataset) else (row for n, row in enumerate(rows) if n in drawn)
+    sample = [
+        shown
+        for place, row in zip(drawn, picked, strict=False)
+        if (shown := show_row(renamed_row(row, keys), options, {**found[place], "row": place}))
+    ]
     unreadable = sum(row.reason.startswith("solution is") for row in skipped)
     bad = f"{len(skipped):,} unusable" if skipped else "all usable"
     bad += f"; {unreadable:,} because of an unreadable answer" if unreadable else ""
-    text = [
-        f"{split}: {len(found):,} rows, {bad}.",
-        report(found.remove_columns("digests")),
-        *chain(*examples.values()),
-        "",
-    ]
+    summary = report(found.remove_columns("digests"))
+    text = [f"{split}: {len(found):,} rows, {bad}.", summary, *chain(*examples.values()), ""]
     measured = [length for length in found["length"][:] if length is not None]
     for most in ((limit // 2, limit, 2 * limit) if limit else LIMITS) if measured else ():
         longer = sum(length > most for length in measured)
@@ -177,13 +176,13 @@ def inspect_rows(
     return Findings(len(found), len(usable), skipped, digests, sample, "\n".join(text))
 
 
-def show_row(row: Mapping[str, Any], place: int, looks: Looks) -> dict[str, Any] | None:
-    """Return what the page shows of the `place`-th row; None if decoding shows that it is damaged."""
-    about, pictures = summarise(row, looks), []
+def show_row(row: Mapping[str, Any], options: RowOptions, about: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what the page shows of a row beside its summary; None if decoding shows that it is damaged."""
     try:
-        ready = ready_row(renamed_row(row, looks.keys), looks.options)
+        ready = ready_row(row, options)
     except DataError:
         return None
+    pictures = []
     for image in images_of(ready)[:8]:
         small, buffer = image.copy(), io.BytesIO()
         small.thumbnail((640, 640))  # twelve questions stay far below 10 MB
@@ -197,7 +196,7 @@ def show_row(row: Mapping[str, Any], place: int, looks: Looks) -> dict[str, Any]
         (turn["role"], "\n".join(part.get("text") or f"[{part['type']}]" for part in to_parts(turn["content"])))
         for turn in ready["prompt"]
     ]
-    return about | {"row": place, "answer": answer, "messages": messages, "pictures": pictures}
+    return about | {"answer": answer, "messages": messages, "pictures": pictures}
 
 
 def page(findings: Findings, source: str, seed: int) -> bytes:

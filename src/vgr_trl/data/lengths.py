@@ -43,11 +43,8 @@ class PromptLengths:
         self._processed: dict[tuple[Size, ...], int] = {}
         self._by_size: dict[Size, int] = {}
         self._markers = self._calibrate() if self.reads_images else None
-
-    @property
-    def needs_pixels(self) -> bool:
-        """Whether blank images are processed, which must not happen in a forked process: torch may hang there."""
-        return self.reads_images and self._markers is None
+        # Whether blank images are processed, which must not happen in a forked process: torch may hang there.
+        self.needs_pixels = self.reads_images and self._markers is None
 
     @property
     def key(self) -> str:
@@ -62,13 +59,11 @@ class PromptLengths:
 
         Raises:
             ConfigError: the row has images, and there is a tokenizer only.
-            DataError: the prompt is a text beside images, or the chat template refuses it.
+            DataError: the chat template refuses the prompt.
         """
         prompt, sizes = row["prompt"], image_sizes_of(row)
         if sizes and not self.reads_images:
             raise ConfigError(f"The data have images, but {type(self.processor).__name__} reads text only.")
-        if sizes and isinstance(prompt, str):
-            raise DataError("A row with images has a text prompt: give a conversation (a list of messages).")
         try:
             if not sizes:
                 return self._processor_count(prompt, [])

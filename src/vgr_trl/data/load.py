@@ -29,11 +29,8 @@ from datasets import (
     load_dataset_builder,
     load_from_disk,
 )
-from datasets.config import HF_DATASETS_CACHE
 from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, DatasetNotFoundError
-from huggingface_hub import DatasetCard, repo_exists
-from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub import DatasetCard
 from pyarrow.dataset import ParquetFragmentScanOptions
 from pyarrow.lib import ArrowException
 
@@ -42,7 +39,6 @@ from vgr_trl.data.read_row import KEYS, UNREADABLE
 from vgr_trl.utils import ConfigError, DataError, MissingSplitError, VGRError, error_text
 
 MMMU_PRO = "MMMU/MMMU_Pro", "standard (10 options)"  # a hub name, and the configuration that is read by default
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `save_to_disk`
 METADATA = ("metadata.jsonl", "metadata.csv")  # of an image folder
 BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "text", ".csv": "text", ".arrow": "arrow"}
@@ -79,16 +75,13 @@ def load_split(
     names = [name for name, value in given.items() if value]
     if len(names) != 1:
         raise ConfigError(f"Give one of {', '.join(given)}; given: {' and '.join(names) or 'none'}.")
-    source = given[names[0]]
+    source: Any = given[names[0]]
     with readable(source, names[0], only_reads=True):
         if dataset_path and not Path(dataset_path).is_dir():
             raise DataError(f"dataset_path is {dataset_path}, which is not a folder; for single files use data_files.")
-        if data_files:
-            splits: Any = parse_data_files(data_files) if isinstance(data_files, str) else data_files
-        else:
-            splits = _find_splits(str(source), dataset_config, streaming)
-        name = _named_split(splits, split, "data_files" if data_files else str(source))
-        return _read(splits[name], streaming, with_folders)
+        files = parse_data_files(data_files) if isinstance(data_files, str) else data_files
+        splits = files or _find_splits(source, dataset_config, streaming)
+        return _read(splits[_named_split(splits, split, str(source))], streaming, with_folders)
 
 
 def load_path(
@@ -114,8 +107,6 @@ def _find_splits(source: str, config: str | None, streaming: bool) -> Mapping[st
     """Return the files, or the rows, of each split of a folder or a hub data set."""
     folder = Path(source)
     if not folder.is_dir():
-        if (why := why_not_on_hub(source, "dataset")) is not None:
-            raise ConnectionError(why)
         config = MMMU_PRO[1] if config is None and source == MMMU_PRO[0] else config
     elif any((folder / name).exists() for name in SAVED):
         saved = load_from_disk(source)
@@ -123,7 +114,10 @@ def _find_splits(source: str, config: str | None, streaming: bool) -> Mapping[st
     else:
         files, has_card = row_files(folder), _has_card_with_files(folder, config)
         if files and not has_card and not any(file.name in METADATA for file in files):
-            files = [file for file in files if config and _is_of(file.relative_to(folder), config)] or files
+            if config:  # a subfolder, or how the names of files start
+                start = re.compile(re.escape(config) + r"(?![a-zA-Z])")
+                named = [f for f in files if config in f.relative_to(folder).parts[:-1] or start.match(f.name)]
+                files = named or files
             if len({*map(_kind, files)}) > 1:  # JSON may describe the other files
                 files = [file for file in files if file.suffix.lower() != ".json"]
             if len({*map(_kind, files)}) > 1:
@@ -166,7 +160,7 @@ def _read(found: Any, streaming: bool, with_folders: bool = True) -> Any:
 
 def _checked(rows: Any) -> Any:
     """Return rows that `datasets` has read, unless it has turned texts of mixed columns into numbers (`DataError`)."""
-    for name in (*KEYS.answer, *KEYS.choices):
+    for name in (*KEYS["solution"], *KEYS["choices"]):
         feature = (rows.features or {}).get(name)
         if isinstance(feature.feature if isinstance(feature, List) else feature, Json):
             mixed = f"The column `{name}` mixes texts and numbers, which would all become numbers"
@@ -222,16 +216,6 @@ def row_files(folder: Path) -> list[Path]:
     return sorted(path for path in files if not hidden.search(path.relative_to(folder).as_posix()))
 
 
-def has_config(folder: Path, config: str) -> bool:
-    """Return whether `folder` has files of a configuration."""
-    return any(_is_of(file.relative_to(folder), config) for file in row_files(folder))
-
-
-def _is_of(path: Path, config: str) -> bool:
-    """Whether a file belongs to a configuration: by a folder of its name, or by how its own name starts."""
-    return config in path.parts[:-1] or re.match(re.escape(config) + r"(?![a-zA-Z])", path.name) is not None
-
-
 def _kind(path: Path) -> str:
     return BUILDERS[path.suffix.lower()]
 
@@ -273,20 +257,6 @@ def readable(source: Any, name: str, only_reads: bool = False) -> Iterator[None]
             raise
         cause = error_text(error.__cause__ or error, 300)
         raise DataError(f"{source} cannot be read ({cause}): check {name}, and that it is complete.") from error
-
-
-def why_not_on_hub(name: str, kind: str) -> str | None:
-    """Return why a model or a dataset (`kind`) is neither in the caches nor on the hub; None where it is.
-
-    The hub is asked once: where it does not answer, its libraries ask six times for each file.
-    """
-    cached = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
-    if cached.exists() or (Path(HF_DATASETS_CACHE) / name.replace("/", "___")).exists():
-        return None
-    try:
-        return None if repo_exists(name, repo_type=kind) else f"it has no {kind} {name}"
-    except Exception as error:  # no connection, by whichever library of HTTP
-        return error_text(error)
 
 
 # JSON, JSONL and CSV
@@ -365,12 +335,8 @@ def _object(value: Any) -> dict[str, Any]:
 def _csv(path: Path) -> Iterator[dict[str, Any]]:
     """Yield rows under the names of the first line: every value a text, an empty one None."""
     with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.reader(file, strict=True)
-        names = next(lines, [])
-        if len(set(names)) != len(names) or "" in names:
-            raise ValueError(f"its columns are {names}: give each column a different name")
-        for values in filter(None, lines):
-            if len(values) == len(names):
-                yield {name: text or None for name, text in zip(names, values, strict=True)}
+        for row in csv.DictReader(file, strict=True):
+            if None in row or None in row.values():  # DictReader's mark of a longer or a shorter line
+                yield {UNREADABLE: "the line has another number of values than there are columns"}
             else:
-                yield {UNREADABLE: f"the line has {len(values)} values for {len(names)} columns"}
+                yield {name: text or None for name, text in row.items()}

@@ -45,7 +45,10 @@ def merge(rows: Dataset, test_share: float, seed: int) -> tuple[Dataset, dict[st
             images[number] = row[DIGESTS] or [problem]
             alike[(*images[number], problem)].append((number, right, choices))
     for same in alike.values():
-        contradicts = any(_contradict(*one[1:], *other[1:]) for one, other in combinations(same, 2))
+        contradicts = any(
+            answer != other and ((answer in others and other in choices) or (not choices and not others))
+            for (_, answer, choices), (_, other, others) in combinations(same, 2)  # both could have been chosen
+        )
         for number, *_ in same if contradicts else same[1:]:
             reasons[number] = CONTRADICTION if contradicts else DUPLICATE
             del images[number]
@@ -55,12 +58,6 @@ def merge(rows: Dataset, test_share: float, seed: int) -> tuple[Dataset, dict[st
         sides[name] = Random(seed).sample([numbers[place] for place in side], len(side))
     rows = rows.remove_columns(REASON).add_column(REASON, reasons, feature=rows.features[REASON])
     return rows, sides
-
-
-def _contradict(answer: str, choices: list[str], other: str, others: list[str]) -> bool:
-    """Whether two rows call different answers right where both could have been chosen."""
-    both_open = not choices and not others
-    return answer != other and (both_open or (answer in others and other in choices))
 
 
 def train_test_split(

@@ -71,9 +71,8 @@ def _split(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"type": "text", "text": text}
 
 
-def require_placeholders(prompt: str | Messages, images: int, has_videos: bool = False) -> None:
-    """Raise `DataError` if a text or a conversation has placeholders, but not as many as there are images."""
-    conversation = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+def require_placeholders(conversation: Messages, images: int, has_videos: bool = False) -> None:
+    """Raise `DataError` if a conversation has placeholders, but not as many as there are images."""
     found = sum(part.get("type") == "image" for part in _parts_of(placed(conversation)))
     if found and has_videos:
         raise DataError("its prompt has <image> beside a video, whose frames come first: remove the placeholders")

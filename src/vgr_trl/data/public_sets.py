@@ -40,7 +40,7 @@ def _multiple_choice(row: Row, source: str) -> list[Row]:
     """Return a row that must have options; the vision-only rows of MMMU-Pro have them in the image."""
     if is_vision_only(row):
         return [{**row, "source": f"{source} vision"}]
-    if value_of(row, *KEYS.choices) in (None, []):
+    if value_of(row, *KEYS["choices"]) in (None, []):
         raise DataError("it has no options")
     return [{**row, "source": source}]
 
@@ -89,11 +89,6 @@ def _nlvr(row: Row) -> list[Row]:
     return [{**about, "question": question, "choices": ["true", "false"], "answer": answer}]
 
 
-def _keep_row(row: Row) -> list[Row]:
-    """Return a row of the user's own files, in any format that `read_row` knows."""
-    return [row]
-
-
 _aokvqa = partial(_multiple_choice, source="A-OKVQA")
 _arxivqa = partial(_multiple_choice, source="ArxivQA")
 _mmmu_pro = partial(_multiple_choice, source="MMMU-Pro")
@@ -101,7 +96,7 @@ CONVERTERS = {
     "aokvqa": Converter(_aokvqa, hub_name=HUB_NAME, id_column="question_id"),
     "arxivqa": Converter(_arxivqa, hub_name="openbmb/VisRAG-Ret-Test-ArxivQA", id_column="query-id", join=join_arxivqa),
     "mmmu_pro": Converter(_mmmu_pro, several_images=True, hub_name=MMMU_PRO[0], config=MMMU_PRO[1], split="test"),
-    "jsonl": Converter(_keep_row, several_images=True),
+    "jsonl": Converter(lambda row: [row], several_images=True),
     "easy_vqa": Converter(_easy_vqa),
     "nlvr": Converter(_nlvr, regions=True),
 }

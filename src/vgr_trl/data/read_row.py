@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from datasets import Dataset, Image, Json, List, Video
+from datasets import Image, Json, List, Video
 
 from vgr_trl.data.images import FOLDER, IMAGE_COLUMNS, MEDIA, NUMBERED_IMAGES, images_of, refuse_named_files, videos_of
-from vgr_trl.data.prompts import LETTERS, format_question, require_placeholders
+from vgr_trl.data.prompts import LETTERS, PromptTemplate, build_prompt, drop_video_placeholders, require_placeholders
 from vgr_trl.rewards.answers import Solution, resolve_solution
 from vgr_trl.utils import ConfigError, DataError, RewardError
 
@@ -35,20 +35,16 @@ _LABELLED = re.compile(r"(?:\(([A-J])\)|([A-J])\s?[).:])\s*(\S.*)", re.DOTALL)
 _OPTION_COLUMN = re.compile(r"([A-J])|(?:option|choice)_?([A-Ja-j])")  # A, option_a, optionA, choice_a, …
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Names of the columns; several: the first that a row has."""
-
-    prompt: tuple[str, ...] = ("prompt", "problem", "question", "query", *DIALOGUES)
-    answer: tuple[str, ...] = ("solution", "answer", "answers", *INDICES)
-    image: tuple[str, ...] = ("images", "image")
-    video: tuple[str, ...] = ("videos", "video")
-    choices: tuple[str, ...] = ("choices", "options")
-
-
-KEYS = Keys()
-STANDARD = {"prompt": "problem", "answer": "solution", "image": "image", "video": "video", "choices": "choices"}
-FLAGS = {part: f"{name}_key" for part, name in STANDARD.items()}
+Keys = dict[str, tuple[str, ...]]
+# Our name of a column → the names that it may have; the first that a row has counts.
+KEYS: Keys = {
+    "problem": ("prompt", "problem", "question", "query", *DIALOGUES),
+    "solution": ("solution", "answer", "answers", *INDICES),
+    "image": ("images", "image"),
+    "video": ("videos", "video"),
+    "choices": ("choices", "options"),
+}
+FLAGS = [f"{name}_key" for name in KEYS]
 
 
 @dataclass(frozen=True)
@@ -62,6 +58,7 @@ class Question:
         right: what the answer means, where the row must say what is right.
         is_complete: whether the prompt is a conversation that has, or wants, no system prompt of ours.
         images, videos: paths, bytes, or dicts with these, not opened.
+        source: where the question comes from, for templates.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -71,6 +68,14 @@ class Question:
     is_complete: bool
     images: list[Any]
     videos: list[Any]
+    source: str | None
+
+    def conversation(self, system: str | PromptTemplate | None) -> Any:
+        """Return the prompt as a conversation without `<video>`; a text is put behind a system prompt or a template."""
+        prompt: Any = self.prompt
+        if not self.is_complete or (isinstance(system, PromptTemplate) and system.role == "user"):
+            prompt = build_prompt(prompt, self.choices, system_prompt=system, source=self.source)
+        return drop_video_placeholders(prompt) if self.videos else prompt
 
 
 def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question | str:
@@ -83,15 +88,15 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question |
     try:
         row = _rename_known_formats(row)
         prompt, replied, is_complete = _read_prompt(row)
-        stated = value_of(row, *KEYS.choices)
+        stated = value_of(row, *KEYS["choices"])
         choices = None if stated is None or stated == [] else options_of(stated)
         answer = _answer_of(row, choices)
         answer = replied if answer is None else answer
         right = resolve_solution(answer, choices) if needs_answer else None
         images, videos = images_of(row), videos_of(row)
-        shown: Any = format_question(prompt, choices) if isinstance(prompt, str) else prompt
-        require_placeholders(shown, len(images), bool(videos))
-        return Question(prompt, choices, answer, right, is_complete, images, videos)
+        require_placeholders(build_prompt(prompt, choices, system_prompt=None), len(images), bool(videos))
+        source = row.get("source") if isinstance(row.get("source"), str) else None
+        return Question(prompt, choices, answer, right, is_complete, images, videos, source)
     except (DataError, RewardError) as error:
         return str(error).rstrip(".")
 
@@ -100,7 +105,7 @@ def _rename_known_formats(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a row of MMMU-Pro, ArxivQA or MMBench as one with `question`, `options`, `answer` and `images`."""
     columns = [match for name in row if (match := _OPTION_COLUMN.fullmatch(name)) and _is_option(row[name])]
     by_letter = {(match[1] or match[2]).upper(): str(row[match[0]]) for match in columns}
-    if value_of(row, *KEYS.choices) is None and {"A", "B"} <= by_letter.keys():
+    if value_of(row, *KEYS["choices"]) is None and {"A", "B"} <= by_letter.keys():
         options = [by_letter[letter] for letter in sorted(by_letter)]
         row = {name: value for name, value in row.items() if not _OPTION_COLUMN.fullmatch(name)} | {"options": options}
     numbers = [number for number, name in enumerate(NUMBERED_IMAGES, start=1) if row.get(name) is not None]
@@ -127,7 +132,7 @@ def _is_option(value: Any) -> bool:
 def is_vision_only(row: Mapping[str, Any]) -> bool:
     """Return whether `row` is one of MMMU-Pro whose question and options are to be read from the image."""
     has_all = all(row.get(name) is not None for name in ("image", "options", "answer", "subject"))
-    return has_all and not any(row.get(name) for name in KEYS.prompt)
+    return has_all and not any(row.get(name) for name in KEYS["problem"])
 
 
 def renumber_placeholders(texts: list[str], numbers: list[int]) -> list[str]:
@@ -144,10 +149,10 @@ def renumber_placeholders(texts: list[str], numbers: list[int]) -> list[str]:
 
 def _read_prompt(row: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
     """Return the question or conversation, what the assistant answers to it, and whether it wants no system prompt."""
-    name = next((name for name in KEYS.prompt if row.get(name) not in (None, [], "")), None)
+    name = next((name for name in KEYS["problem"] if row.get(name) not in (None, [], "")), None)
     prompt: Any = None if name is None else row[name]
     if name is None or isinstance(prompt, str):
-        return text_of(row, *(KEYS.prompt[:3] if name is None else [name])), None, False
+        return text_of(row, *(KEYS["problem"][:3] if name is None else [name])), None, False
     if not isinstance(prompt, list):
         raise DataError(f"its prompt is a {type(prompt).__name__}: give a text or a conversation (a list of messages)")
     turns = prompt if name == "prompt" else [_turn(message, name) for message in prompt]
@@ -212,7 +217,7 @@ def options_of(value: Any) -> list[str]:
 
 def _answer_of(row: Mapping[str, Any], options: Sequence[str] | None) -> Any:
     """Return the stated answer of a row: a letter, an index or a text, or a list of answers that all count."""
-    name = next((name for name in KEYS.answer if row.get(name) is not None), "")
+    name = next((name for name in KEYS["solution"] if row.get(name) is not None), "")
     answer: Any = row.get(name)
     if name in INDICES:
         answer = int(answer) if isinstance(answer, str) and answer.strip().isdecimal() else answer
@@ -295,33 +300,23 @@ def is_media(feature: Any) -> bool:
 
 def keys_of(**flags: str | None) -> Keys:
     """Return the names of the columns that the flags give; `none`: there is no such column."""
-    given = {part: flags.get(flag) for part, flag in FLAGS.items()}
-    for part, name in given.items():
-        if name == "" or (part == "prompt" and name == NONE):
-            raise ConfigError(f"{FLAGS[part]} is {name!r}: give the name of a column, or leave the flag out.")
-    return Keys(**{part: () if name == NONE else (name,) for part, name in given.items() if name})
+    given = {name: flags.get(f"{name}_key") for name in KEYS}
+    for name, own in given.items():
+        if own == "" or (name == "problem" and own == NONE):
+            raise ConfigError(f"{name}_key is {own!r}: give the name of a column, or leave the flag out.")
+    return {name: () if own == NONE else (own,) if own else KEYS[name] for name, own in given.items()}
 
 
 def known_names(columns: Iterable[str], keys: Keys) -> dict[str, str]:
     """Return column → name in `KEYS`, without the columns that `keys` replaces by others."""
-    new, replaced = dict[str, str](), set[str]()
-    for part, standard in STANDARD.items():
-        given, known = getattr(keys, part), getattr(KEYS, part)
-        if given != known:
-            new |= {name: standard for name in given if name not in known}
-            replaced |= {*known} - {*given}
-    return {name: new.get(name, name) for name in columns if name in new or name not in replaced}
+    new = {column: name for name, own in keys.items() for column in own if column not in KEYS[name]}
+    replaced = {column for name, own in keys.items() for column in {*KEYS[name]} - {*own}}
+    return {column: new.get(column, column) for column in columns if column in new or column not in replaced}
 
 
 def renamed_row(row: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
     """Return `row` with the columns of `keys` under the names that are known."""
     return {name: row[column] for column, name in known_names(row, keys).items()}
-
-
-def renamed(dataset: Dataset, keys: Keys) -> Dataset:
-    """Return `dataset` with the columns of `keys` under the names that are known."""
-    names = known_names(dataset.column_names, keys)
-    return dataset.select_columns(list(names)).rename_columns(names)
 
 
 def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KEYS) -> Any:
@@ -340,11 +335,11 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
     def has(*known: str) -> bool:
         return not {*known}.isdisjoint(names)
 
-    answer = value_of(row, *keys.answer)
-    has_answer = has(*keys.answer) or (has(*keys.choices) and has("label"))
+    answer = value_of(row, *keys["solution"])
+    has_answer = has(*keys["solution"]) or (has(*keys["choices"]) and has("label"))
     is_dialogue = any(isinstance(row.get(name), list) for name in DIALOGUES)
-    given = {flag: getattr(keys, part) for part, flag in FLAGS.items() if getattr(keys, part) != getattr(KEYS, part)}
-    missing = next((f"{flag} is {name[0]}" for flag, name in given.items() if name and not has(*name)), None)
+    given = {name: own[0] for name, own in keys.items() if own not in ((), KEYS[name])}
+    missing = next((f"{name}_key is {own}" for name, own in given.items() if not has(own)), None)
     features = rows.features or {}
     image = next((name for name in names if is_media(features.get(name)) or _is_image_file(row[name])), None)
     choices = next((name for name in names if _looks_like_options(row[name], answer)), None)
@@ -353,13 +348,13 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
         if missing.startswith("solution_key"):
             none = "--solution_key none (data.answer_key=none or dataset.answer_key=none)"
             problem += f" If no reward needs it, give {none}."
-    elif not has(*keys.prompt) and not is_vision_only(row):
+    elif not has(*keys["problem"]) and not is_vision_only(row):
         problem = "it needs `prompt`, or `problem` with `solution`; name the question column with --problem_key."
     elif needs_solution and not is_dialogue and not has_answer:
         problem = "the accuracy reward needs `solution`; name the answer column with --solution_key."
-    elif image is not None and keys.image and not has(*keys.image, *keys.video, *NUMBERED_IMAGES):
+    elif image is not None and keys["image"] and not has(*keys["image"], *keys["video"], *NUMBERED_IMAGES):
         problem = f"`{image}` seems to hold images; give --image_key {image}, or --image_key none for text alone."
-    elif choices is not None and needs_solution and keys.choices and not has(*keys.choices):
+    elif choices is not None and needs_solution and keys["choices"] and not has(*keys["choices"]):
         problem = f"`{choices}` seems to hold the options, with the answer {answer} among them; give "
         problem += f"--choices_key {choices}, or --choices_key none for open questions."
     else:

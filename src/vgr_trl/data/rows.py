@@ -1,9 +1,4 @@
-"""Prepare rows for training: check every row at the start, decode its images when it is used.
-
-A row has a `prompt` (a conversation or a text) or a `problem` (the question's text, with `choices` for multiple
-choice), a `solution`, and `image`, `images`, `video` or `videos` unless it is about text alone; or it is in a format
-that `read_row.py` knows, or has other names for these that flags give.
-"""
+"""Prepare rows for training: check every row at the start, decode its images when it is used."""
 
 import json
 import os
@@ -11,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +16,28 @@ from datasets.fingerprint import Hasher
 from transformers.utils import logging
 
 from vgr_trl.boxes import boxes_of
-from vgr_trl.data.images import ANY_SIZE, FOLDER, MEDIA, PLACE, ImageLimits, VideoOptions, decode_row, measure_row
-from vgr_trl.data.lengths import SIZES, PromptLengths
-from vgr_trl.data.prompts import (
-    SYSTEM_PROMPT,
-    PromptTemplate,
-    build_prompt,
-    drop_video_placeholders,
-    placed,
-    special_problem,
+from vgr_trl.data.images import (
+    FOLDER,
+    MEDIA,
+    PLACE,
+    ImageLimits,
+    folder_of,
+    frames_of,
+    image_size,
+    images_of,
+    open_image,
 )
+from vgr_trl.data.lengths import SIZES, PromptLengths
+from vgr_trl.data.prompts import SYSTEM_PROMPT, PromptTemplate, placed, special_problem
 from vgr_trl.data.read_row import (
     DIALOGUES,
     KEYS,
     UNREADABLE,
     Keys,
-    Question,
     image_column,
     image_columns,
+    known_names,
     read_row,
-    renamed,
     renamed_row,
     require_columns,
     undecoded,
@@ -73,7 +70,8 @@ class RowOptions:
         root: folder that relative paths of images and videos start from.
         needs_solution: whether a row must say what is right (an accuracy reward is on).
         system_prompt: put before a `problem`; rows with a `prompt` of their own keep it.
-        videos: rate and limit of the frames of videos.
+        video_fps: frames of a video per second, above 0.
+        max_video_frames: most frames of one row; a row with more is left out.
         special: finds the special tokens of the model's tokenizer, which no text of a row may hold.
         images: the sizes that images may have, and are brought to.
         boxes: whether something reads the boxes of rows with one image, so that rows with a bad one are left out.
@@ -83,9 +81,10 @@ class RowOptions:
     root: Path = Path()
     needs_solution: bool = True
     system_prompt: str | PromptTemplate | None = SYSTEM_PROMPT
-    videos: VideoOptions = field(default_factory=VideoOptions)
+    video_fps: float = 2.0
+    max_video_frames: int = 16
     special: re.Pattern[str] | None = None
-    images: ImageLimits = ANY_SIZE
+    images: ImageLimits = field(default_factory=ImageLimits)
     boxes: bool = False
     decodes: bool = False
 
@@ -103,25 +102,21 @@ def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
     if isinstance(question, str):
         return found | {REASON: question}
     try:
-        prompt = _conversation(row, question, options.system_prompt)
-        if (problem := special_problem(options.special, _conversation(row, question, None))) is not None:
+        prompt = placed(question.conversation(options.system_prompt))
+        if (problem := special_problem(options.special, question.conversation(None))) is not None:
             raise DataError(problem)
-        sizes = measure_row(row, options.root, options.videos, decodes=options.decodes)
-        sizes = [options.images.size_of(*size) for size in sizes]
+        if options.decodes:
+            sizes = [image.size for image in decoded_images(row, options)]
+        else:
+            found_sizes = [image_size(value, folder_of(row, options.root)) for value in images_of(row)]
+            found_sizes += [frame.size for frame in _frames(row, options)]
+            sizes = [options.images.size_of(*size) for size in found_sizes]
         if options.boxes and len(sizes) == 1:
             boxes_of(row, sizes[0], "it")
     except DataError as error:
         return found | {REASON: str(error).rstrip(".")}
     answer = {"choices": question.choices, "solution": question.answer, "right": question.right}
     return found | {"prompt": prompt, SIZES: sizes} | answer
-
-
-def _conversation(row: Mapping[str, Any], question: Question, system: str | PromptTemplate | None) -> Any:
-    prompt: Any = question.prompt
-    if not question.is_complete or (isinstance(system, PromptTemplate) and system.role == "user"):
-        source = row.get("source") if isinstance(row.get("source"), str) else None
-        prompt = build_prompt(prompt, question.choices, system_prompt=system, source=source)
-    return drop_video_placeholders(prompt) if question.videos else prompt
 
 
 def ready_row(row: Mapping[str, Any], options: RowOptions, column: str = "images") -> dict[str, Any]:
@@ -135,13 +130,18 @@ def ready_row(row: Mapping[str, Any], options: RowOptions, column: str = "images
         raise DataError(found[REASON])
     ready = {name: value for name, value in row.items() if name not in OWN_COLUMNS}
     ready |= {name: found[name] for name in ("choices", "solution") if found[name] is not None or name in row}
-    return ready | {"prompt": placed(found["prompt"]), column: decoded_images(row, options, column)}
+    return ready | {"prompt": found["prompt"], column: decoded_images(row, options, column)}
 
 
-def decoded_images(row: Mapping[str, Any], options: RowOptions, column: str) -> Any:
+def decoded_images(row: Mapping[str, Any], options: RowOptions, column: str = "images") -> Any:
     """Return the decoded images and frames of a row in the size that the model gets, as `column` holds them."""
-    shown = list(map(options.images.fitted, decode_row(row, options.root, options.videos)))
+    images = [open_image(value, folder_of(row, options.root)) for value in images_of(row)]
+    shown = list(map(options.images.fitted, [*images, *_frames(row, options)]))
     return shown if column == "images" else shown[0] if shown else None
+
+
+def _frames(row: Mapping[str, Any], options: RowOptions) -> list[Any]:
+    return frames_of(row, options.video_fps, options.max_video_frames, folder_of(row, options.root))
 
 
 # Passes over a whole data set
@@ -183,9 +183,7 @@ def map_rows(
 @cache
 def _code_hash() -> str:
     """Hash the code that reads rows and answers, so that a new release does not load results of an old one."""
-    root = Path(__file__).parents[1]
-    patterns = "boxes.py", "data/*.py", "rewards/*.py", "rewards/*.toml"
-    files = [file for pattern in patterns for file in sorted(root.glob(pattern))]
+    files = sorted(file for file in Path(__file__).parents[1].rglob("*") if file.suffix in (".py", ".toml"))
     return str(Hasher.hash([file.read_bytes() for file in files]))
 
 
@@ -204,7 +202,7 @@ def prepare_rows(
     list is empty, and `on_skipped` gets each row once. Frames of videos follow the images of a row in `images`.
 
     Args:
-        dataset: rows as described at the top of this file.
+        dataset: rows that `read_row` reads, with columns named as `keys` say.
         on_skipped: called for each row of a stream that is left out; None: a warning.
         shuffle_seed: of a stream: draw each row from the next 1000, which wait undecoded; None: keep the order.
         options: of `RowOptions`.
@@ -222,14 +220,25 @@ def prepare_rows(
         def number(row: Mapping[str, Any], place: int) -> dict[str, Any]:
             return {**renamed_row(row, keys), PLACE: place}
 
+        def prepare(row: Mapping[str, Any]) -> dict[str, Any]:
+            try:
+                return {**ready_row(row, rules, column), PLACE: row[PLACE], REASON: None}
+            except DataError as error:
+                return {PLACE: row[PLACE], REASON: str(error).rstrip(".")}
+
+        def usable(rows: IterableDataset) -> IterableDataset:
+            ready = rows.map(prepare, remove_columns=list(OWN_COLUMNS))
+            return ready.filter(lambda row: keeps(row, row[PLACE], row[REASON])).remove_columns([PLACE, REASON])
+
+        keeps = row_filter(split, on_skipped)
         numbered = dataset.map(number, with_indices=True, remove_columns=list(first))
-        usable = partial(_usable, rules=rules, column=column, keeps=row_filter(split, on_skipped))
         require_row(usable(numbered), split)
         if shuffle_seed is not None:
             numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
         return usable(numbered), []
 
-    return _prepare_dataset(renamed(dataset, keys), split, rules, column)
+    names = known_names(dataset.column_names, keys)
+    return _prepare_dataset(dataset.select_columns(list(names)).rename_columns(names), split, rules, column)
 
 
 def _prepare_dataset(
@@ -241,15 +250,15 @@ def _prepare_dataset(
         return {name: texts.get(name, found[name]) for name in EXAMINED}
 
     def has_repaired_file(found: Dataset) -> bool:
-        rejected = [row for row, reason in enumerate(found[REASON]) if (reason or "").startswith(OF_FILES)]
+        rejected = [row for row, reason in enumerate(found[REASON][:]) if (reason or "").startswith(OF_FILES)]
         return any(examine_row(dataset[row], rules)[REASON] is None for row in rejected)
 
     found = map_rows(dataset, stored, EXAMINED, rules, f"Reading rows ({split})", is_stale=has_repaired_file)
-    reasons, names = list(found[REASON]), dataset.column_names
-    skipped = skipped_rows(split, reasons, dataset["id"] if "id" in names else None)
+    reasons, names = found[REASON][:], dataset.column_names
+    skipped = skipped_rows(split, reasons, dataset["id"][:] if "id" in names else None)
     unreadable = [row for row in skipped if row.reason.startswith("solution is")]
     if len(unreadable) > LARGEST_SHARE * len(dataset):
-        answer = next((name for name in KEYS.answer if name in names), "solution")
+        answer = next((name for name in KEYS["solution"] if name in names), "solution")
         first, many = unreadable[0], f"{len(unreadable)} of the {len(dataset)} rows of {split}"
         problem = f"The answer in `{answer}` cannot be read in {many}, such as row {first.row}: {first.reason}"
         raise DataError(f"{problem}. Name the answer column with --solution_key.")
@@ -263,19 +272,6 @@ def _prepare_dataset(
     if skipped:
         dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
     return dataset.with_transform(ShowRows(column, rules)), skipped
-
-
-def _usable(rows: IterableDataset, rules: RowOptions, column: str, keeps: Callable[..., bool]) -> IterableDataset:
-    """Return the numbered rows of a stream made ready, without those that cannot be used."""
-
-    def prepare(row: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            return {**ready_row(row, rules, column), PLACE: row[PLACE], REASON: None}
-        except DataError as error:
-            return {PLACE: row[PLACE], REASON: str(error).rstrip(".")}
-
-    ready = rows.map(prepare, remove_columns=list(OWN_COLUMNS))
-    return ready.filter(lambda row: keeps(row, row[PLACE], row[REASON])).remove_columns([PLACE, REASON])
 
 
 def drop_long_prompts(
@@ -317,16 +313,16 @@ def drop_long_prompts(
 
 def prompt_lengths(dataset: Dataset, lengths: PromptLengths, description: str) -> list[int]:
     """Return the tokens of every row's prompt."""
-    rows, is_shown = dataset, prepared_transform(dataset) is not None
+    rows = dataset
     if is_repeatable(dataset):
-        names = ["prompt", *([SIZES] if is_shown else image_columns(dataset))]
+        names = ["prompt", *([SIZES] if prepared_transform(dataset) else image_columns(dataset))]
         rows = undecoded(dataset.with_format(None).select_columns(names))
 
     def count(row: Mapping[str, Any]) -> dict[str, int]:
-        return {"length": lengths({**row, "prompt": placed(row["prompt"])} if is_shown else row)}
+        return {"length": lengths(row)}
 
     features, in_parallel = Features({"length": Value("int32")}), not lengths.needs_pixels
-    return list(map_rows(rows, count, features, lengths.key, description, in_parallel=in_parallel)["length"])
+    return list(map_rows(rows, count, features, lengths.key, description, in_parallel=in_parallel)["length"][:])
 
 
 # Rows as the trainer reads them
@@ -334,7 +330,7 @@ def prompt_lengths(dataset: Dataset, lengths: PromptLengths, description: str) -
 
 @dataclass(frozen=True)
 class ShowRows:
-    """The transform of prepared data: replace placeholders by parts, and decode images into `image` or `images`."""
+    """The transform of prepared data: decode images into `image` or `images`."""
 
     column: str
     rules: RowOptions
@@ -342,8 +338,6 @@ class ShowRows:
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Return the columns of a batch."""
         ready = {name: values for name, values in batch.items() if name not in OWN_COLUMNS}
-        if "prompt" in batch:
-            ready["prompt"] = list(map(placed, batch["prompt"]))
         if {*MEDIA} & batch.keys():
             rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
             ready[self.column] = [decoded_images(row, self.rules, self.column) for row in rows]
@@ -444,14 +438,14 @@ def row_filter(
     """
     reported = set[Any]()
 
+    def warn(row: SkippedRow) -> None:
+        logger.warning(f"Skipped {split} row {row.row} of the stream: {row.reason}.")
+
     def keeps(row: Mapping[str, Any], place: int, reason: str | None) -> bool:
         name = place if row.get("id") is None else (str(row["id"]), reason)  # the place changes with the files' order
         if reason is not None and name not in reported:
             reported.add(name)
-            if on_skipped is not None:
-                on_skipped(SkippedRow(split, place, row.get("id"), reason))
-            else:
-                logger.warning(f"Skipped {split} row {place} of the stream: {reason}.")
+            (on_skipped or warn)(SkippedRow(split, place, row.get("id"), reason))
         return reason is None
 
     return keeps
@@ -483,8 +477,5 @@ def report_skipped(skipped: Sequence[SkippedRow], path: Path, mode: str = "w") -
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open(mode, encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(row), default=str) + "\n" for row in skipped)
-    first = skipped[0]
-    logger.warning(
-        f"Skipped {len(skipped)} unusable rows, listed with their reasons in {path}; the first: "
-        f"{first.split} row {first.row}: {first.reason}."
-    )
+    first = f"the first: {skipped[0].split} row {skipped[0].row}: {skipped[0].reason}"
+    logger.warning(f"Skipped {len(skipped)} unusable rows, listed with their reasons in {path}; {first}.")
