@@ -11,10 +11,8 @@ from support.models.families import build as build_model
 from support.steps import DAPO, build_trainer, options
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.sharing.sharing import why_not_static
-from vgr_trl.utils import Feature
-from vgr_trl.validate.features import describe_sharing, is_sharded, plan_features, warn_of_slow_generation
+from vgr_trl.validate.features import is_sharded, plan_features
 
 ROWS = Dataset.from_dict({"prompt": ["red blue green teal " * 6] * 8})
 
@@ -88,37 +86,6 @@ def test_shared_dropout_is_announced(lora, attention, make, caplog):
     assert ("share the dropout drawn over it" in caplog.text) == bool(lora or attention)
 
 
-def test_the_start_says_how_often_a_prompt_runs_in_training():
-    """Of a group of 8 completions in micro-batches of 3."""
-    features = dict.fromkeys(
-        ("share_generation", "share_scoring", "share_training", "share_over_micro_batches"), Feature(None)
-    )
-    assert describe_sharing(features, 8, 8).endswith("generation, scoring, training.")
-    assert describe_sharing(features, 8, 3).endswith(
-        "In training, one pass over a prompt serves its 3 micro-batches of 3."
-    )
-    apart = features | {"share_over_micro_batches": Feature("DeepSpeed")}
-    assert describe_sharing(apart, 8, 3).endswith("it is computed in each of its 3 micro-batches of 3 (DeepSpeed).")
-    off = apart | {"share_training": Feature("torch.compile")}
-    assert describe_sharing(off, 8, 3).endswith("not in training (torch.compile).")
-
-
 def test_a_static_cache_of_windows_generates_plainly():
     assert why_not_static(build_model("llama").config) is None
     assert "see a window" in why_not_static(build_model("gemma3").config)
-
-
-@pytest.mark.parametrize(
-    ("options", "device", "warns"),
-    [
-        ({}, "cuda", True),
-        ({}, "cpu", False),
-        ({"use_vllm": True}, "cuda", False),
-        ({"cache_implementation": "static"}, "cuda", False),
-    ],
-)
-def test_slow_generation_is_named(options, device, warns, tmp_path):
-    args = DAPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **options)
-    warning = warn_of_slow_generation(args, device)
-    assert (warning is not None) == warns
-    assert warning is None or "cache_implementation=static" in warning
