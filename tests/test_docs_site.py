@@ -35,17 +35,6 @@ def test_the_site_builds(tmp_path):
         assert f'id="vgr_trl.{name}"' in reference, name
 
 
-def test_pages_of_results_have_a_command_that_is_there():
-    targets = " ".join(re.findall(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)).split()
-    for page in (ROOT / "benchmarks" / "results").glob("*.md"):
-        text = page.read_text(encoding="utf-8")
-        found = re.findall(r"`(?:[A-Z_]+=\S+ )*(?:make ([\w-]+)|python -m (\w+)|python (benchmarks/\w+\.py))", text)
-        assert found, page.name
-        for target, module, file in found:
-            places = [f"benchmarks/{module}.py", f"benchmarks/{module}/__main__.py"] if module else [file]
-            assert target in targets if target else any((ROOT / place).is_file() for place in places), page.name
-
-
 def test_flags_exist(capsys):
     known = ELSEWHERE | {f"--{alias}" for alias in ALIASES}
     for command in COMMANDS:

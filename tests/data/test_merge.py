@@ -113,31 +113,6 @@ def test_both_splits_have_the_same_columns_and_letters_stay_balanced(tmp_path):
     assert Counter(row["solution"] for row in loaded["train"]) == dict.fromkeys("ABC", 18)
 
 
-def test_a_list_of_images_stays_whole(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("red", "green"):
-        Image.new("RGB", (12, 8), name).save(f"{name}.png")
-    jsonl(tmp_path / "mine.jsonl", [{"prompt": "?", "answer": "x", "image": ["red.png", "green.png"]}])
-    assert main(["data", "merge", "mine.jsonl", "--output_dir", "out", "--test_share", "0", "--workers", "0"]) == 0
-    assert [len(row["images"]) for row in rows_in(tmp_path / "out")] == [2]
-
-
-def test_a_set_that_cannot_be_read_is_named(tmp_path, capsys):
-    (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
-    assert main(["data", "merge", str(tmp_path / "torn.parquet"), "--output_dir", str(tmp_path / "out")]) == 1
-    assert "torn.parquet cannot be read" in capsys.readouterr().err
-
-
-def test_what_cannot_be_merged(tmp_path, capsys):
-    source = made_set(tmp_path / "a", [question("a0", (1, 1, 1))])
-    for flags, words in (
-        (["--test_share", "1"], "test_share is 1.0: give a number"),
-        ([], "The 1 rows cannot be split"),
-    ):
-        assert merged(tmp_path, [source], *flags) == 1
-        assert words in capsys.readouterr().err
-
-
 def converted(**changed):
     fields = {"problem": "p", "solution": "x", "choices": None, DIGESTS: ["a"], "__reason__": None}
     return fields | changed

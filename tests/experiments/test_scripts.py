@@ -1,20 +1,17 @@
 """The users' scripts: the settings that they give to training, and that each trains the embedded model."""
 
-import importlib
 import json
 import os
-import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments, parse
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
 from vgr_trl.cli.data import make_parser
 from vgr_trl.demo.write_folder import write_folder
 from vgr_trl.rewards.loading import replace_by_hard_negative
@@ -143,16 +140,6 @@ def test_data_are_converted_and_merged_in_one_command(tmp_path):
     assert merged.sets == [str(flags.output_dir) for flags in converted]
 
 
-def test_several_machines_take_the_gpus_of_all(tmp_path):
-    stub(tmp_path, "nvidia-smi", "echo 'GPU 0: one'; echo 'GPU 1: other'")
-    variables = {"NUM_MACHINES": "2", "MACHINE_RANK": "1", "MAIN_IP": "10.0.0.1"}
-    given = launched("experiment1.sh", tmp_path, **variables)
-    expected = "--num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port"
-    assert given[3:13] == [*expected.split(), "29500"]
-    given = launched("experiment1.sh", tmp_path, **variables, NUM_PROCESSES="3", MAIN_PORT="1234")
-    assert (given[4], given[12]) == ("3", "1234")
-
-
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
@@ -183,39 +170,6 @@ def test_each_trains_the_embedded_model(script, tiny_folder, tmp_path, monkeypat
     assert TRACES.get(script, {"rewards/vgr_reward/mean"}) <= seen
 
 
-FAILS = """#!/usr/bin/env bash
-printf "%s\n" "$@" > given
-if [[ " $* " == *" --dry_run "* ]]; then
-    printf " data   a.parquet: training  \n        8 rows, evaluation none \n rewards   accuracy\n"
-else
-    echo "vgr-trl train: There is no room." >&2
-    echo "subprocess.CalledProcessError: it returned non-zero exit status 1." >&2
-    exit 1
-fi
-"""
-
-
-def test_a_check_says_where_a_run_would_fail_and_why(tiny_folder, tmp_path):
-    """And asks for everything that a run may measure, whatever the script and the user's flags say."""
-    (tmp_path / "bin").mkdir()
-    stub = tmp_path / "bin" / "accelerate"
-    stub.write_text(FAILS)
-    stub.chmod(0o755)
-    words = [str(EXPERIMENTS / "tprl.sh"), "--token_weights", "false", "--max_prompt_length", "99"]
-    done = run("check.sh", tmp_path, *words, TINY="1", TINY_FOLDER=str(tiny_folder))
-    assert done.returncode == 1
-    assert "data          ok      training 8 rows, evaluation none\n" in done.stdout
-    assert "every signal  FAILED  vgr-trl train: There is no room.\n" in done.stdout
-    given = (tmp_path / "given").read_text().splitlines()
-    script = next(index for index, word in enumerate(given) if word.endswith("train_grpo_vlm.py"))
-    _, _, config, _ = parse((DataArguments, RewardArguments, DAPOConfig, ModelConfig), "train", given[script + 1 :])
-    assert config.max_prompt_length == 99
-    assert config.max_steps == config.save_steps == config.eval_steps == 1
-    assert all((config.compute_attention_metrics, config.token_weights, config.enable_perception_filtering))
-    assert config.replay_buffer_size == 64
-    assert run("check.sh", tmp_path, "nothing.sh").returncode == 2
-
-
 # What each experiment leaves in the log, if not the reward vgr.
 TRACES = {
     "experiment4.sh": {"rewards/vgr_hard_negative_reward/mean"},
@@ -224,38 +178,3 @@ TRACES = {
     "mdi.sh": {"rewards/mdi_reward/mean"},
     "tprl.sh": {"perception_token_fraction", "entropy_token_fraction", "scaling_factor_mean"},
 }
-
-
-@pytest.fixture
-def compare(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXPERIMENTS.parent / "benchmarks"))
-    return importlib.import_module("compare")
-
-
-@pytest.mark.parametrize("name", ["questions", "ablations", "recipe_runs"])
-def test_runs_of_a_grid_have_flags_that_hold(name, compare, tmp_path):
-    grid = yaml.safe_load((EXPERIMENTS / f"{name}.yaml").read_text())
-    assert grid["baseline"] in grid["runs"]
-    for run_name, flags in compare.cells(grid):
-        given = [str(flag).format(model=tmp_path) for flag in compare.as_flags(flags)]
-        given += ["--output_dir", str(tmp_path / run_name), "--use_cpu", "true", "--bf16", "false"]
-        parse((RunArguments, DataArguments, RewardArguments, DAPOConfig, ModelConfig), "train", given)
-        assert "script" not in flags or (EXPERIMENTS.parent / flags["script"]).is_file()
-
-
-@pytest.mark.minutes
-def test_a_comparison_goes_on_where_it_ended(compare, model_folder, question_files, tmp_path, capsys):
-    grid = yaml.safe_load((EXPERIMENTS / "ablations.yaml").read_text())
-    grid["flags"] |= {"model_name_or_path": str(model_folder), "data_files": question_files}
-    grid["flags"] |= {"max_steps": 2, "per_device_train_batch_size": 16}
-    grid["evaluate"]["data_files"] = question_files.split(",")[1]
-    grid["runs"] = {"plain": None, "filter": {"enable_perception_filtering": True}}
-    file, folder = tmp_path / "mine.yaml", tmp_path / "out"
-    for runs in (["plain"], ["plain", "filter"]):
-        file.write_text(yaml.safe_dump(grid))
-        compare.main([str(file), "--output_dir", str(folder), "--seeds", "0", "--runs", *runs])
-    done = [json.loads(line)["run"] for line in (folder / "mine.jsonl").read_text().splitlines()]
-    assert done == ["start", "plain", "filter"]
-    table = (folder / "mine.md").read_text()
-    assert re.search(r"^\| filter \| 1 \| \d\.\d{3} \|", table, re.MULTILINE)
-    assert (folder / "mine.png").stat().st_size > 1000

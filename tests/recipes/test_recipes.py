@@ -122,26 +122,6 @@ def test_a_recipe_of_ones_own_with_the_options_of_its_plug_ins(tmp_path):
             load_recipe(str(file))
 
 
-def test_load_recipe_gives_options_of_python():
-    options = load_recipe("vppo")
-    assert options.pop("reward_funcs") == ["accuracy"]
-    assert "about" not in options
-    assert DAPOConfig(use_cpu=True, bf16=False, **options).delta == 3.0
-    with pytest.raises(ConfigError, match="There is no recipe 'vpo'. Did you mean vppo?"):
-        load_recipe("vpo")
-
-
-def test_all_are_listed_with_source_signals_and_cost(capsys):
-    assert main(["recipes"]) == 0
-    listed = capsys.readouterr().out
-    assert len(recipe_names()) >= 8
-    assert re.findall(r"^(\w+) ", listed, re.MULTILINE)[: len(recipe_names())] == recipe_names()
-    assert "https://arxiv.org/abs/2510.09285; dependency; 2 + 1 passes" in listed
-    assert main(["recipes", "vppo"]) == 0
-    assert capsys.readouterr().out.startswith("# VPPO as published")
-    assert main(["recipes", "vpo"]) == 1
-
-
 @pytest.mark.parametrize(("name", "script"), [("vgr", "experiment3"), ("mdi", "mdi"), ("tprl", "tprl")])
 def test_recipes_of_our_users_are_their_scripts(name, script):
     """Every option of the recipe stands in the script, or in what all scripts share, with the same value."""
