@@ -6,7 +6,6 @@ import re
 import runpy
 import shlex
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments, 
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.recipes import TEMPLATES, load_recipe, read_recipe, recipe_names
 from vgr_trl.registries import rewards as reward_registry
-from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.utils import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -217,35 +215,3 @@ def test_a_step_in_as_many_passes_as_the_recipe_says(
     assert any(not torch.equal(before[weight], after[weight]) for weight in before)
     rows = [sum(rows for graded, rows in passes if graded == trains) for trains in (False, True)]
     assert [count / ROWS for count in rows] == list(recipe.about.passes)
-
-
-def test_two_steps_of_deepeyes(model_folder, question_files, tmp_path, monkeypatch, capsys):
-    """The policy zooms once or twice, or not at all; a dry run leaves nothing behind."""
-    folder = with_tools(model_folder, tmp_path / "model")
-    from support.tool_runs import call, deal_turns
-
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    zooms = partial(deal_turns, asked=lambda place, turn: call("zoom", box=[0, 0, 0.5, 0.5]))
-
-    def build(**given):
-        trainer = DAPOTrainer(**given)
-        trainer.model.generate = zooms(trainer)
-        return trainer
-
-    monkeypatch.setattr("vgr_trl.cli.train.DAPOTrainer", build)
-    words = TINY.replace("_length 8", "_length 400").replace("--max_steps 1", "--max_steps 2").split()
-    flags = [*words, "--model_name_or_path", str(folder), "--data_files", question_files, "--recipe", "deepeyes"]
-    flags += ["--output_dir", str(tmp_path / "run"), "--system_prompt_file", "none"]
-    assert main(["train", *flags, "--dry_run"]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"^ ?tools +zoom *$", shown, re.MULTILINE)
-    assert re.search(r"^prompt 0: .* px, \S+ tokens; .* px, ", shown, re.MULTILINE), "an image of the tool"
-    assert not (tmp_path / "run").exists()
-    assert main(["train", *flags, "--rollout_log_steps", "1"]) == 0
-    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
-    assert [entry["tools/call_frequency"] for entry in history if "tools/call_frequency" in entry] == [1, 1]
-    means = [history[0][f"rewards/{name}/mean"] for name in ("accuracy_reward", "tool_reward", "paired_tags_reward")]
-    assert history[0]["reward"] == pytest.approx(0.8 * means[0] + 1.2 * means[1] + 0.2 * means[2])
-    assert history[0]["grad_norm"] > 0
-    assert main(["train", *flags, "--environment", "look_again", "--resume_from_checkpoint", "latest"]) == 1
-    assert "has a run in it with environment 'zoom', not 'look_again'" in " ".join(capsys.readouterr().err.split())

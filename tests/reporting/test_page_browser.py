@@ -6,11 +6,9 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from made_run import completion, make_run, with_tools
-from PIL import Image
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.reporting.page import write_report
@@ -213,27 +211,6 @@ def test_turns_show_their_calls_images_and_attention(opened: Open) -> None:
     expect(page.locator(".whose")).to_contain_text("(token 1) looked: 25 %")
 
 
-def test_the_configuration_shows_first_what_differs(opened: Open) -> None:
-    rows = opened("two", "Configuration").locator("tbody tr")
-    rewards = [f"accuracy_reward x {weight}, vgr_reward x 1" for weight in (1, 2)]
-    assert rows.all_inner_texts() == ["\t".join(["rewards", *rewards]), "max_steps\t6\t4"]
-    note = opened("two").locator(".legend .note")
-    expect(note).to_contain_text(f"different rewards ({' | '.join(rewards)})")
-    page = opened("one", "Configuration")
-    described = ["model", "recipe", "data", "rewards", "device"]
-    assert page.locator("tbody th").all_inner_texts() == [*described, "beta", "max_steps"]
-    control(page, "Options").select_option("all")
-    assert page.locator("tbody th").all_inner_texts() == [
-        *described, "beta", "max_steps", "num_generations", "seed", "temperature",
-    ]  # fmt: skip
-    expect(opened("one").locator(".legend .note")).to_have_count(0)
-
-
-def test_a_completion_shows_the_weights_of_its_rewards(opened: Open) -> None:
-    rows = opened("two", "Completions").locator(".facts").first.locator("tbody tr")
-    assert rows.all_inner_texts()[:2] == ["accuracy_reward\t0\t× 1", "vgr_reward\t0.25\t× 1"]
-
-
 def test_runs_that_differ_by_their_seed_are_one_line_with_its_deviation(opened: Open) -> None:
     page = opened("seeds")
     strips = page.locator(".strip")
@@ -245,35 +222,6 @@ def test_runs_that_differ_by_their_seed_are_one_line_with_its_deviation(opened: 
     expect(page.locator(".legend li").first).to_contain_text("mean of 3 seeds")
     page.get_by_label("Mean ± deviation over seeds").uncheck()
     expect(strips).to_have_count(4)
-
-
-def test_a_chart_is_saved_as_svg_and_png(opened: Open, tmp_path: Path) -> None:
-    page = opened("seeds")
-    for ending in ("SVG", "PNG"):
-        with page.expect_download() as download:
-            page.get_by_role("button", name=f"Save Reward as {ending}", exact=True).click()
-        download.value.save_as(tmp_path / download.value.suggested_filename)
-    svg = ElementTree.parse(tmp_path / "reward.svg").getroot()
-    texts = [text.text or "" for text in svg.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts[0] == "Reward"
-    assert any("mean of 3 seeds" in text for text in texts)
-    bands = [band.attrib["points"].split() for band in svg.iter("{http://www.w3.org/2000/svg}polygon")]
-    assert sorted(map(len, bands)) == [4, 8]  # up and down, of evaluations at two steps and of four training steps
-    with Image.open(tmp_path / "reward.png") as image:
-        assert image.size == (1280, 2 * int(svg.attrib["height"]))
-        assert len(image.convert("RGB").getcolors(1 << 20) or []) > 10
-
-
-def test_charts_are_whole_on_paper(opened: Open) -> None:
-    page = opened("one")
-    page.set_viewport_size({"width": 1400, "height": 900})
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    page.emulate_media(media="print")
-    page.set_viewport_size({"width": 700, "height": 900})
-    boxes = page.evaluate("""() => [...document.querySelectorAll(".plot")].map(plot =>
-        [plot.getBoundingClientRect().right, plot.querySelector("canvas").getBoundingClientRect().right])""")
-    assert len(boxes) == 4
-    assert all(inner <= outer + 1 for outer, inner in boxes)
 
 
 def test_curves_over_time_and_as_a_table(opened: Open) -> None:
@@ -290,19 +238,6 @@ def test_curves_over_time_and_as_a_table(opened: Open) -> None:
     assert len(rows) == 6 + 2 + 4 + 2  # of training and of evaluation, of each run
     assert [row["reward"] for row in rows if (row["run"], row["mode"]) == ("two", "eval")] == ["0.42", "0.48"]
     assert [row["time/seconds"] for row in rows[:2]] == ["0", "30"]
-
-
-def test_a_live_page_comes_back_to_the_same_place(browser: Browser, tmp_path: Path) -> None:
-    make_run(tmp_path / "run", steps=2)
-    path = write_report([tmp_path / "run"], tmp_path / "page.html", live=1).path
-    page = browser.new_page()
-    page.goto(f"{path.as_uri()}#tab=Completions")
-    expect(page.get_by_role("status")).to_have_text("8 of 8 completions")
-    make_run(tmp_path / "later", steps=3)
-    write_report([tmp_path / "later"], path)
-    expect(page.get_by_role("status")).to_have_text("10 of 10 completions")
-    expect(page.locator(".live")).to_have_count(0)  # the last page stays
-    page.close()
 
 
 def test_a_link_leads_to_the_same_place(opened: Open, pages: dict[str, Path]) -> None:

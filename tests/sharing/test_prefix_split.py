@@ -28,10 +28,11 @@ def test_images_at_the_end_of_the_prompt_and_behind(name, value, column):
 
 
 def test_inputs_that_cannot_be_split():
-    inputs = two_rows()
-    inputs["attention_mask"][:, 3] = 0
-    with pytest.raises(UnsupportedModel, match="not padded on the left"):
-        find_split(inputs, CONFIG, (3, 5))
+    for column in (2, 3):
+        inputs = two_rows()
+        inputs["attention_mask"][:, column] = 0
+        with pytest.raises(UnsupportedModel, match="not padded on the left"):
+            find_split(inputs, CONFIG, (3, 5))
     for asked in ({"return_dict": False}, {"output_attentions": True}):
         with pytest.raises(UnsupportedModel, match=next(iter(asked))):
             check_inputs({**two_rows(), **asked}, CONFIG)
