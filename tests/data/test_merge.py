@@ -34,19 +34,6 @@ def merged(tmp_path, paths, *flags) -> int:
     return main(["data", "merge", *paths, "--output_dir", str(tmp_path / "out"), "--workers", "0", *flags])
 
 
-def test_two_sets_become_one_that_datasets_reads(tmp_path):
-    assert merged(tmp_path, two_sets(tmp_path)) == 0
-    loaded = load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
-    assert {name: len(rows) for name, rows in loaded.items()} == {"train": 36, "test": 4}
-    train, test = ({i.getpixel((0, 0)) for row in rows for i in row["images"]} for rows in loaded.values())
-    assert not train & test
-    by_id = {row["id"]: row for rows in loaded.values() for row in rows}
-    assert by_id.keys() == {f"a{n}" for n in range(30)} | {f"b{n}" for n in range(10)}
-    assert by_id["a7"]["images"][0].getpixel((0, 0)) == (7, 0, 0)
-    assert [image.getpixel((0, 0)) for image in by_id["b5"]["images"]] == [(0, 5, 0), (0, 0, 5)]
-    assert (by_id["a7"]["solution"], by_id["a7"]["choices"]) == ("B", CHOICES)
-
-
 def test_the_same_image_in_another_format_is_the_same(tmp_path):
     """The duplicate is a WEBP without loss; the contradiction differs in case and white space; both are listed."""
     image = Image.effect_noise((20, 20), 90).convert("RGB")
@@ -65,9 +52,17 @@ def test_the_same_image_in_another_format_is_the_same(tmp_path):
     ]
 
 
-def test_a_merge_again_replaces_both_splits_and_gives_the_same(tmp_path):
+def test_two_sets_become_one_that_datasets_reads_and_a_merge_again_gives_the_same(tmp_path):
     sources = two_sets(tmp_path)
     assert merged(tmp_path, sources, "--shuffle_choices") == 0
+    loaded = load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
+    assert {name: len(rows) for name, rows in loaded.items()} == {"train": 36, "test": 4}
+    train, test = ({i.getpixel((0, 0)) for row in rows for i in row["images"]} for rows in loaded.values())
+    assert not train & test
+    by_id = {row["id"]: row for rows in loaded.values() for row in rows}
+    assert by_id.keys() == {f"a{n}" for n in range(30)} | {f"b{n}" for n in range(10)}
+    assert [image.getpixel((0, 0)) for image in by_id["b5"]["images"]] == [(0, 5, 0), (0, 0, 5)]
+    assert by_id["a7"]["choices"]["ABC".index(by_id["a7"]["solution"])] == CHOICES[7 % 3]
     first = {name: rows_in(tmp_path / "out", name) for name in ("train", "test")}
     assert merged(tmp_path, sources, "--shuffle_choices") == 0
     assert {name: rows_in(tmp_path / "out", name) for name in ("train", "test")} == first

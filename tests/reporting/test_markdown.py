@@ -17,7 +17,6 @@ from vgr_trl.reporting.markdown import (
     Summary,
     load_sections,
     print_record,
-    token_shades,
 )
 from vgr_trl.utils import printable
 
@@ -112,14 +111,6 @@ def test_a_file_that_is_full_says_so_once_and_stays(tmp_path):
 )
 def test_text_that_does_not_show_is_written_as_its_numbers(text, shown):
     assert printable(text) == shown
-
-
-def test_heavier_tokens_are_brighter_and_without_weights_those_with_a_small_vgr():
-    # Each fifth of the ranks has a shade, from grey to yellow.
-    weighed = completion(tokens=list("abcde"), weights=[0.3, 2.0, 0.2, 0.5, 1.0])
-    assert token_shades(weighed) == ["#3b8ac4", "#fde725", "#8a8a8a", "#21a5a5", "#5ec962"]
-    assert token_shades(completion(tokens=list("abc"), vgr=[4.0, None, 0.5])) == ["#8a8a8a", "", "#21a5a5"]
-    assert token_shades(completion()) == ["", ""]
 
 
 @given(ANY)

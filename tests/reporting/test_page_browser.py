@@ -1,6 +1,5 @@
 """The page of a report in headless Chromium: it shows what the data hold; clicks and keys change what they should."""
 
-import csv
 import os
 import re
 import shutil
@@ -105,22 +104,6 @@ def test_fits_the_screen(opened: Open, width: int, scheme: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
-def test_the_first_screen_says_how_each_run_went(opened: Open) -> None:
-    page = opened("two")
-    strips = page.locator(".strip")
-    expect(strips).to_have_count(2)
-    # Accuracy 0.2 + 0.6 · step / steps + offset: of 6 steps from 0.3 on, of 4 with an offset of 0.1 from 0.45 on.
-    expect(strips.first).to_contain_text("30 % → 80 %")
-    expect(strips.last).to_contain_text("45 % → 90 %")
-    expect(strips.first).to_contain_text("sampled, 2 each, T=1, step")
-    expect(strips.first).to_contain_text("1.43 → 1.1")  # VGR 1.5 - 0.4 · step / steps
-    expect(strips.first.locator(".spark polyline")).to_have_count(2)  # evaluation and training
-    expect(strips.first.get_by_text("No red flag.")).to_be_visible()
-    assert page.locator(".charts").first.locator("strong").all_inner_texts() == [
-        "Accuracy reward, mean", "Reward", "VGR – smaller: looks more (late layers)", "Entropy",
-    ]  # fmt: skip
-
-
 def test_tokens_are_coloured_by_the_chosen_number(opened: Open) -> None:
     page = opened("one", "Completions")
     token = tokens(page).nth(4)
@@ -222,37 +205,6 @@ def test_runs_that_differ_by_their_seed_are_one_line_with_its_deviation(opened: 
     expect(page.locator(".legend li").first).to_contain_text("mean of 3 seeds")
     page.get_by_label("Mean ± deviation over seeds").uncheck()
     expect(strips).to_have_count(4)
-
-
-def test_curves_over_time_and_as_a_table(opened: Open) -> None:
-    page = opened("two")
-    control(page, "Over").select_option("seconds")  # 30 from one step to the next
-    page.locator("label", has_text="Logarithmic").click()
-    chart = page.locator("figure", has=page.locator("code", has_text=re.compile("^reward$"))).first
-    chart.locator(".plot").focus()
-    page.keyboard.press("End")
-    expect(chart.locator(".readout")).to_contain_text("150 seconds")
-    with page.expect_download() as started:
-        page.get_by_role("button", name="Download CSV").click()
-    rows = list(csv.DictReader(started.value.path().read_text("utf-8").splitlines()))
-    assert len(rows) == 6 + 2 + 4 + 2  # of training and of evaluation, of each run
-    assert [row["reward"] for row in rows if (row["run"], row["mode"]) == ("two", "eval")] == ["0.42", "0.48"]
-    assert [row["time/seconds"] for row in rows[:2]] == ["0", "30"]
-
-
-def test_a_link_leads_to_the_same_place(opened: Open, pages: dict[str, Path]) -> None:
-    page = opened("one", "Completions")
-    control(page, "Answer").select_option("right")
-    page.locator(".list button").nth(2).click()
-    tokens(page).nth(4).click()
-    control(page, "Colour tokens by").select_option("entropies")
-    other = opened("one")
-    other.goto(page.url)
-    for shown in (page, other):
-        expect(shown.get_by_role("status")).to_have_text("8 of 16 completions")
-        expect(shown.locator(".list button").nth(2)).to_have_attribute("aria-current", "true")
-        expect(tokens(shown).nth(4)).to_have_attribute("aria-pressed", "true")
-        expect(control(shown, "Colour tokens by")).to_have_value("entropies")
 
 
 def test_hostile_text_is_shown_as_text(opened: Open) -> None:

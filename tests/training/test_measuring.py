@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig
-from support.trainers import letters_reward
 
 from vgr_trl.measure import choose_sample
 from vgr_trl.reporting.records import read_run
@@ -86,29 +85,6 @@ def test_a_signal_that_reads_attention_is_measured_of_all_rows(make):
     assert None not in trainer._logs["extra"]["vgr"]
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"share_prompts": "off", "rollout_log_steps": 0},  # without the head
-        {"gradient_checkpointing": True, "pad_to_multiple_of": 8},
-        {"attn_implementation": "eager"},
-        {"attention_source": "generate", "share_prompts": "off"},
-    ],
-    ids=str,
-)
-def test_vgr_is_the_same_however_the_batch_is_passed(make, changed):
-    implementation = changed.pop("attn_implementation", None)
-    values = []
-    for options in ({}, changed):
-        trainer = make(max_steps=1, temperature=1.0, attention_rows="all", **options)
-        if implementation and options is changed:
-            trainer.model.set_attn_implementation(implementation)
-        trainer.train()
-        values.append(list(trainer._logs["extra"]["vgr"]))
-    plain, other = values
-    assert other == pytest.approx(plain, rel=1e-4)
-
-
 def test_signals_of_generation_are_those_of_a_scoring_pass(make):
     credit = {"token_weights": True, "enable_trajectory_reweighting": True, "replay_buffer_size": 8}
     logs = []
@@ -133,16 +109,6 @@ def test_the_policy_is_measured_and_not_its_reference(make):
         trainer.train()
         values[beta] = list(trainer._logs["extra"]["vgr"])
     assert values[0.5] == pytest.approx(values[0.0], rel=1e-4)
-
-
-def test_attention_features_on_a_text_model(text_trainer):
-    for reward, changed, name in (
-        (vgr_reward, {}, "the reward vgr_reward"),
-        (letters_reward, {"compute_attention_metrics": True}, "compute_attention_metrics"),
-        (letters_reward, {"perception_loss_weight": 0.1}, "perception_loss_weight"),
-    ):
-        with pytest.raises(ConfigError, match=f"{name} cannot be used here: Qwen2ForCausalLM reads text"):
-            text_trainer(reward, **changed)
 
 
 def test_attention_features_that_data_or_model_cannot_have(make, vision_trainer):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.trainers import letters_reward, logged
 
-from vgr_trl import DAPOConfig
 from vgr_trl import generation as noisy
 from vgr_trl.config import decay
 
@@ -104,11 +103,3 @@ def test_the_ratio_to_the_policy_that_generated(make, monkeypatch):
 def test_decays_as_published(kind, coefficient, expected):
     found = [decay(kind, step, 100, coefficient, 40) for step in (1, 20, 40, 60, 100)]
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-15)
-
-
-@pytest.mark.parametrize(
-    ("perturbation", "expected"), [("diffusion_noise", {"steps": 125}), ("crop_image", {"share": 0.875})]
-)
-def test_a_quarter_of_the_strength(perturbation, expected, tmp_path):
-    options = DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, noisy_perturbation=perturbation)
-    assert options.noisy_parameters(0.25) == expected
