@@ -174,3 +174,15 @@ def test_what_cannot_be_started_is_named_with_the_keys_of_the_file(config, launc
     assert mtrl.main([f"config={config}", *more]) == 1
     assert message in capsys.readouterr().err
     assert launcher == []
+
+
+def test_processes_are_started_as_the_configuration_asks(config, launcher, monkeypatch):
+    """None by a process that was started itself."""
+    monkeypatch.setattr(mtrl, "run_command", lambda arguments: launcher.append(arguments) or 0)
+    given = [f"config={config}", "trainer.n_gpus_per_node=2"]
+    assert mtrl.main(given) == 0
+    command = launcher.pop()
+    assert command[command.index("--num_processes") + 1] == "2"
+    assert command[-4:] == ["-m", "vgr_trl.mtrl", *given]
+    assert mtrl.main(given) == 0
+    assert launcher.pop() == ["train", f"--config={config}", "trainer.n_gpus_per_node=2"]

@@ -48,15 +48,33 @@ def test_a_set_is_converted_and_reported(tmp_path, capsys):
     assert ids(tmp_path / "out") == [f"q{number}" for number in range(12)]
 
 
-def test_a_split_gets_a_name_that_is_found_again(tmp_path, capsys):
-    aokvqa(tmp_path / "in" / "dev.parquet", 3)
-    assert convert(tmp_path, "--dataset_path", tmp_path / "in", "--split", "dev") == 0
-    assert len(load_dataset(str(tmp_path / "out"), split="validation", cache_dir=str(tmp_path / "cache"))) == 3
+def test_a_split_gets_a_name_that_is_found_again_beside_others(tmp_path, capsys):
+    """What each command reports is added; a split that is written again is replaced, the other stays."""
+    for name, rows in (("train", 2), ("dev", 3)):
+        aokvqa(tmp_path / "in" / f"{name}.parquet", rows)
+    for split in ("train", "dev", "dev"):
+        assert convert(tmp_path, "--dataset_path", tmp_path / "in", "--split", split) == 0
+    for split, rows in (("train", 2), ("validation", 3)):
+        assert len(load_dataset(str(tmp_path / "out"), split=split, cache_dir=str(tmp_path / "cache"))) == rows
+    report = (tmp_path / "out" / "report.txt").read_text(encoding="utf-8")
+    assert report.index("train: 2 rows") < report.index("validation: 3 rows")
     other = ("--data_files", tmp_path / "in" / "dev.parquet", "--split", "mine")
     assert convert(tmp_path, *other, out="mine") == 1
     assert "The split 'mine' needs a name in the result: give --output_split" in (capsys.readouterr().err)
     assert convert(tmp_path, *other, "--output_split", "test", out="mine") == 0
     assert ids(tmp_path / "mine", "test") == ["q0", "q1", "q2"]
+
+
+def test_a_copy_of_a_hub_set_is_read_in_its_usual_configuration(tmp_path):
+    """MMMU-Pro asks the same questions in three configurations, which are not to be mixed."""
+    for config, count in (("standard (4 options)", 4), ("standard (10 options)", 10)):
+        row = {"id": config, "question": "Which?", "options": str([f"o{n}" for n in range(count)]), "answer": "A"}
+        parquet(tmp_path / "in" / config / "test-00000-of-00001.parquet", [row | {"image_1": picture()}])
+    assert convert(tmp_path, "--dataset_path", tmp_path / "in", source="mmmu_pro") == 0
+    assert ids(tmp_path / "out", "test") == ["standard (10 options)"]
+    four = ("--dataset_config", "standard (4 options)")
+    assert convert(tmp_path, "--dataset_path", tmp_path / "in", *four, source="mmmu_pro", out="four") == 0
+    assert ids(tmp_path / "four", "test") == ["standard (4 options)"]
 
 
 def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys):

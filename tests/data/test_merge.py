@@ -68,7 +68,7 @@ def test_two_sets_become_one_that_datasets_reads_and_a_merge_again_gives_the_sam
     assert {name: rows_in(tmp_path / "out", name) for name in ("train", "test")} == first
     assert merged(tmp_path, sources, "--test_share", "0") == 0
     assert (len(rows_in(tmp_path / "out")), rows_in(tmp_path / "out", "test")) == (40, [])  # none is in both
-    assert merged(tmp_path, ["out"], "--output_dir", "out/in") == 1
+    assert merged(tmp_path, ["out"], "--output_dir", "out/in") == merged(tmp_path, sources, "--test_share", "1") == 1
 
 
 def test_regions_are_carried_on_in_the_form_of_converted_sets(tmp_path):

@@ -11,6 +11,7 @@ from support.made_sets import corners, jsonl, loaded, picture
 
 from vgr_trl.cli.arguments import DataArguments, load_rows
 from vgr_trl.cli.data import inspect_run, make_parser
+from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import special_tokens
 from vgr_trl.data.rows import RowOptions, ready_row
 from vgr_trl.demo.tiny_model import build_processor
@@ -140,6 +141,17 @@ def test_paths_start_from_the_folder_of_their_file(tmp_path, streaming):
         assert "__folder__" not in rows[0]
         rows, _ = loaded(data_files=paths, dataset_streaming=streaming, image_dir=str(tmp_path / "a"))
         assert [corners(row) for row in rows] == [[RED], [RED]]
+
+
+@BOTH
+def test_sizes_of_images(pictures, streaming):
+    rows = [{"question": "q", "answer": "x", "image": name} for name in ("red.png", "blue.png")]
+    given = {"data_files": str(jsonl(pictures / "rows.jsonl", rows)), "dataset_streaming": streaming}
+    for limits, sizes in (
+        ({"min_pixels": 192, "max_pixels": 1200}, [(16, 12), (40, 30)]),
+        ({"max_short_side": 30, "filter_big_images": True}, [(8, 6), (40, 30)]),
+    ):
+        assert [images_of(row)[0].size for row in loaded(**given, **limits)[0]] == sizes
 
 
 @BOTH

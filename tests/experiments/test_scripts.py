@@ -140,6 +140,16 @@ def test_data_are_converted_and_merged_in_one_command(tmp_path):
     assert merged.sets == [str(flags.output_dir) for flags in converted]
 
 
+def test_several_machines_take_the_gpus_of_all(tmp_path):
+    stub(tmp_path, "nvidia-smi", "echo 'GPU 0: one'; echo 'GPU 1: other'")
+    variables = {"NUM_MACHINES": "2", "MACHINE_RANK": "1", "MAIN_IP": "10.0.0.1"}
+    given = launched("experiment1.sh", tmp_path, **variables)
+    expected = "--num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port"
+    assert given[3:13] == [*expected.split(), "29500"]
+    given = launched("experiment1.sh", tmp_path, **variables, NUM_PROCESSES="3", MAIN_PORT="1234")
+    assert (given[4], given[12]) == ("3", "1234")
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
@@ -168,6 +178,39 @@ def test_each_trains_the_embedded_model(script, tiny_folder, tmp_path, monkeypat
     assert "eval_reward" in json.loads((tmp_path / "out" / "metrics.json").read_text())
     seen = {name for entry in steps for name in entry}
     assert TRACES.get(script, {"rewards/vgr_reward/mean"}) <= seen
+
+
+FAILS = """#!/usr/bin/env bash
+printf "%s\n" "$@" > given
+if [[ " $* " == *" --dry_run "* ]]; then
+    printf " data   a.parquet: training  \n        8 rows, evaluation none \n rewards   accuracy\n"
+else
+    echo "vgr-trl train: There is no room." >&2
+    echo "subprocess.CalledProcessError: it returned non-zero exit status 1." >&2
+    exit 1
+fi
+"""
+
+
+def test_a_check_says_where_a_run_would_fail_and_why(tiny_folder, tmp_path):
+    """And asks for everything that a run may measure, whatever the script and the user's flags say."""
+    (tmp_path / "bin").mkdir()
+    stub = tmp_path / "bin" / "accelerate"
+    stub.write_text(FAILS)
+    stub.chmod(0o755)
+    words = [str(EXPERIMENTS / "tprl.sh"), "--token_weights", "false", "--max_prompt_length", "99"]
+    done = run("check.sh", tmp_path, *words, TINY="1", TINY_FOLDER=str(tiny_folder))
+    assert done.returncode == 1
+    assert "data          ok      training 8 rows, evaluation none\n" in done.stdout
+    assert "every signal  FAILED  vgr-trl train: There is no room.\n" in done.stdout
+    given = (tmp_path / "given").read_text().splitlines()
+    script = next(index for index, word in enumerate(given) if word.endswith("train_grpo_vlm.py"))
+    _, _, config, _ = parse((DataArguments, RewardArguments, DAPOConfig, ModelConfig), "train", given[script + 1 :])
+    assert config.max_prompt_length == 99
+    assert config.max_steps == config.save_steps == config.eval_steps == 1
+    assert all((config.compute_attention_metrics, config.token_weights, config.enable_perception_filtering))
+    assert config.replay_buffer_size == 64
+    assert run("check.sh", tmp_path, "nothing.sh").returncode == 2
 
 
 # What each experiment leaves in the log, if not the reward vgr.

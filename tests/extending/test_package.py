@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 
 from vgr_trl import DAPOConfig, registries
@@ -17,6 +18,7 @@ from vgr_trl.credit import CreditOptions, shape_advantages
 from vgr_trl.data.load import load_split
 from vgr_trl.rewards import load_reward
 from vgr_trl.signals.named import RolloutSignals, add_named, named_signals
+from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.ratios import AttentionMass
 from vgr_trl.utils import ConfigError, DataError, RewardError
 
@@ -88,6 +90,12 @@ def test_a_rule_reads_a_signal_by_its_name(installed):
     assert metrics["credit/focus/weight_mean"] == pytest.approx(9 / 5)
 
 
+def test_a_rule_by_its_name_switches_its_options_on():
+    config = DAPOConfig("out", use_cpu=True, credit_rules=["perception_weights", "token_weights"])
+    found = config.enable_perception_filtering, config.perception_weighting, config.token_weights
+    assert found == (True, "soft", True)
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -148,6 +156,16 @@ def test_a_name_that_two_packages_register(installed, monkeypatch):
         load_reward("brevity")
     with pytest.raises(RewardError, match="A reward 'brevity' is already registered"):
         registries.rewards.register("brevity")(max)
+
+
+def test_a_perturbation_and_its_option(installed):
+    image = Image.new("RGB", (2, 1))
+    image.putpixel((0, 0), (255, 0, 0))
+    config = DAPOConfig("out", use_cpu=True, perturbation="mirror")
+    (found,) = perturb_images([image], "mirror", config.parameters_of("mirror"), seed=0, step=0, index=0)
+    assert [found.getpixel((0, 0)), found.getpixel((1, 0))] == [(0, 0, 0), (255, 0, 0)]
+    turned = DAPOConfig("out", use_cpu=True, perturbation="mirror", plugin_options='{"mirror_upside_down": true}')
+    assert turned.parameters_of("mirror") == {"mirror_upside_down": True}
 
 
 def test_options_of_a_reward(installed):

@@ -204,3 +204,15 @@ def test_live_writes_again_until_interrupted(tmp_path: Path, monkeypatch: pytest
     assert seen == [(5.0, 5.0)] * 2
     assert data_in(run / "report.html")["live"] is None
     assert main(["report", str(run), "--live", "0"]) == 1
+
+
+def test_command_writes_the_page_into_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", steps=2, name="\x1b[31mred")
+    (run / "rollouts/logs.jsonl").write_text("")
+    assert main(["report", str(run)]) == 0
+    assert len(data_in(run / "report.html")["runs"]) == 1
+    printed = capsys.readouterr().out
+    assert "report.html: 0.2 MB, 4 recorded steps." in printed
+    assert r"\x1b[31mred: " in printed  # names do not steer the terminal
+    assert main(["report", str(tmp_path / "missing")]) == 1
+    assert capsys.readouterr().err.startswith(f"vgr-trl report: {tmp_path / 'missing'} has no records")

@@ -13,6 +13,8 @@ from support.dealt_completions import generate_by_prompt
 from support.launching import results_of
 from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 
+from vgr_trl import registries
+from vgr_trl.registries import declares
 from vgr_trl.reporting.recorder import RecordBeforeTraining
 from vgr_trl.reporting.records import read_logs, read_run
 from vgr_trl.rewards import accuracy_reward, vgr_reward
@@ -78,6 +80,33 @@ def test_records_hold_what_was_generated_measured_and_rewarded(make, tmp_path):
             (image,) = completion.images
             assert image.perturbed not in (None, image.file)
             assert (run.folder / image.perturbed).is_file()
+
+
+def test_own_signals_and_credit_rules_are_recorded_token_by_token(make, tmp_path, monkeypatch):
+    """A signal that counts the tokens, made after the rewards; a rule of its odd ones, and one that drops the first."""
+
+    @declares(needs=("dependency",))
+    def place(signals, options):
+        return torch.arange(signals.mask.size(1)).expand(signals.mask.shape).float()
+
+    @declares(needs=("place",))
+    def odd(advantages, signals, mask, options):
+        return 1 + signals.extra["place"] % 2, {}
+
+    def later(advantages, signals, mask, options):
+        return torch.arange(mask.size(1)).expand(mask.shape) > 0, {}
+
+    monkeypatch.setitem(registries.signals._own, "place", place)
+    monkeypatch.setitem(registries.credit_rules._own, "odd", odd)
+    monkeypatch.setitem(registries.credit_rules._own, "later", later)
+    make(max_steps=1, credit_rules=["odd", "later"]).train()
+    for completion in next(read_run(tmp_path / "run").records()).completions:
+        places = list(range(len(completion.tokens)))
+        assert completion.signals == {"place": places}
+        assert completion.credit == {
+            "odd": [1 + place % 2 for place in places],
+            "later": [int(bool(p)) for p in places],
+        }
 
 
 def test_attention_maps_sum_to_the_mass_on_the_image_on_its_grid(make, vision_trainer, tmp_path):

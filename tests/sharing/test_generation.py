@@ -47,3 +47,17 @@ def test_tokens_of_a_static_cache(name, sample, copies, compiled):
             shared = compare.generated(model, inputs, **options, cache_implementation="static")
         assert (report.prompts, report.rows, report.plain) == (2, 6 * copies, {})
         assert torch.equal(plain, shared)
+
+
+def test_a_compiled_step_is_compiled_once():
+    """Not again for each block in which prompts are shared."""
+    model, batch = build("llama"), make_batch("llama")
+    compiled = CompileConfig(backend="eager", mode=None, fullgraph=False)
+    compiled._compile_all_devices = True
+    torch._dynamo.reset()
+    counts = []
+    for _ in range(3):
+        with share_prompts(model):
+            compare.generated(model, batch, sample=False, cache_implementation="static", compile_config=compiled)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 0 < counts[0] == counts[2]

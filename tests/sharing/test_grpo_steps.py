@@ -1,12 +1,14 @@
 """Three optimizer steps of `DAPOTrainer` with shared prompts are three steps of TRL's `GRPOTrainer`."""
 
 import pytest
+import torch
 from peft import LoraConfig
 from support.models.tiny_questions import picture, questions
 from support.old_releases import KEEPS_LESS
 from support.steps import DAPO, LOSSES, ROUNDING, STOCK, assert_same_steps, build_trainer, options, trained
 from support.trainers import logged
 from support.vllm import in_place_of_vllm
+from transformers import TrainerCallback
 
 from vgr_trl.sharing import share_prompts
 
@@ -137,3 +139,21 @@ def test_passes_are_shared_whatever_wrote_the_completions(vision, image_rows, tm
     assert ours.places["scoring"].prompts_per_row == ours.places["training"].prompts_per_row == 1 / 4
     ratios = [entry["sampling/importance_sampling_ratio/mean"] for entry in ours.state.log_history[:-1]]
     assert all(ratio != 1 for ratio in ratios)
+
+
+def test_nothing_is_left_of_an_interrupted_training(vision, image_rows, tmp_path):
+    """Not by this trainer, and not for the optimizer of another one that gets the same model."""
+
+    class Interrupt(TrainerCallback):
+        def on_substep_end(self, *args, **kwargs):
+            found.append(len(lending.open))
+            raise KeyboardInterrupt
+
+    found = []
+    trainer = build_trainer(DAPO, *vision, image_rows, options(tmp_path, **STRADDLING))
+    lending = trainer.shared_passes.lending
+    trainer.add_callback(Interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert (found, lending.open) == ([1], [])
+    torch.optim.SGD(trainer.model.parameters(), lr=0.0).step()

@@ -11,8 +11,9 @@ from support.models.families import build as build_model
 from support.steps import DAPO, build_trainer, options
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.sharing.sharing import why_not_static
-from vgr_trl.validate.features import is_sharded, plan_features
+from vgr_trl.validate.features import is_sharded, plan_features, warn_of_slow_generation
 
 ROWS = Dataset.from_dict({"prompt": ["red blue green teal " * 6] * 8})
 
@@ -89,3 +90,19 @@ def test_shared_dropout_is_announced(lora, attention, make, caplog):
 def test_a_static_cache_of_windows_generates_plainly():
     assert why_not_static(build_model("llama").config) is None
     assert "see a window" in why_not_static(build_model("gemma3").config)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "warns"),
+    [
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({"use_vllm": True}, "cuda", False),
+        ({"cache_implementation": "static"}, "cuda", False),
+    ],
+)
+def test_slow_generation_is_named(options, device, warns, tmp_path):
+    args = DAPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **options)
+    warning = warn_of_slow_generation(args, device)
+    assert (warning is not None) == warns
+    assert warning is None or "cache_implementation=static" in warning

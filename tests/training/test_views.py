@@ -90,3 +90,28 @@ def test_completions_behind_perturbed_images_of_their_own(vision_trainer, monkey
     valid = plain.signals.mask.bool()
     assert torch.allclose(shared.signals.dependency[valid], plain.signals.dependency[valid], rtol=1e-3, atol=1e-7)
     assert len({image.tobytes() for (image,) in shared.perturbed_images.values()}) == len(valid)
+
+
+def test_a_pass_gets_the_pixels_of_its_own_groups_only(vision_trainer, monkeypatch):
+    """And the dependency is that of all rows at once."""
+    found, passes = [], []
+    for rows, accumulated in ((8, 1), (4, 2)):
+        run = vision_trainer(
+            max_steps=1, credit_rules=["trajectory_scale"], per_device_train_batch_size=rows,
+            gradient_accumulation_steps=accumulated, learning_rate=0.0,
+        )  # fmt: skip
+        scored = run.score
+
+        def note(inputs, *more, scored=scored, **named):
+            patches = int(inputs["image_grid_thw"].prod(-1).sum())
+            passes.append((len(inputs["input_ids"]), patches == len(inputs["pixel_values"])))
+            return scored(inputs, *more, **named)
+
+        monkeypatch.setattr(run, "score", note)
+        found.append(rollout_of(run, monkeypatch))
+    assert passes == [(rows, True) for rows in (8, 8, 8, 4, 4)]  # each time first the scoring pass
+    whole, parts = found
+    valid = whole.signals.mask.bool()
+    assert torch.equal(whole.batch["completion_ids"], parts.batch["completion_ids"])
+    assert whole.signals.dependency[valid] == pytest.approx(parts.signals.dependency[valid], abs=1e-5)
+    assert sorted(parts.perturbed_images) == list(range(8))
