@@ -47,16 +47,15 @@ def test_no_pass_is_made_twice(make, passes, changed, expected):
 
 
 @pytest.mark.parametrize(
-    ("recorded", "draw", "expected"),
-    [((0, 1, 4, 5), 9, [0, 1, 2, 3, 4, 5]), ((6,), 0, [4, 5, 6, 7]), ((), 13, [4, 5, 6, 7]), ((), 11, [0, 1, 2, 3])],
-)
-def test_the_sample_is_what_is_recorded_and_one_group(recorded, draw, expected):
-    assert choose_sample(8, 4, 16, recorded, draw) == expected
-
-
-def test_the_sample_of_a_group_that_several_processes_hold():
-    assert choose_sample(6, 4, 6, (), 0) == [0, 1]  # of the group of rows 4 to 7 of all processes
-    assert choose_sample(6, 4, 6, (), 5) == [2, 3, 4, 5]
+    ("rows", "recorded", "draw", "expected"),
+    [
+        (8, (0, 1, 4, 5), 9, [0, 1, 2, 3, 4, 5]), (8, (6,), 0, [4, 5, 6, 7]), (8, (), 13, [4, 5, 6, 7]),
+        (8, (), 11, [0, 1, 2, 3]),
+        (6, (), 0, [0, 1]), (6, (), 5, [2, 3, 4, 5]),  # of the group of rows 4 to 7 of all processes
+    ],
+)  # fmt: skip
+def test_the_sample_is_what_is_recorded_and_one_group(rows, recorded, draw, expected):
+    assert choose_sample(rows, 4, 16 if rows == 8 else 6, recorded, draw) == expected
 
 
 def test_curves_and_records_of_a_sample_are_those_of_its_rows(make, tmp_path):
