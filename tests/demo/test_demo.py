@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from datasets import load_dataset
@@ -73,6 +74,13 @@ def test_the_answer_is_what_stands_between_its_tags():
     loss, of_answer = supervised_loss(model, processor, rows, images=False)
     of_zero = logits.logsumexp(0).item()
     assert (loss.item(), of_answer) == pytest.approx((2 * of_zero - 4 / 9, of_zero))
+
+
+def test_a_shape_has_the_size_and_place_of_its_scene():
+    for shape in demo.SHAPES:
+        image = demo.draw_scene(demo.Scene("red", shape, "southwest", size=17, x=3, y=5, shade=128, paper=255))
+        rows, columns = (np.asarray(image) == demo.COLOURS["red"]).all(-1).nonzero()
+        assert (rows.min(), rows.max(), columns.min(), columns.max()) == (33, 49, 3, 19), shape
 
 
 def test_a_seed_draws_the_same_questions_again_and_no_image_is_in_two_splits():
