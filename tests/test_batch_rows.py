@@ -5,7 +5,6 @@ import torch
 
 from vgr_trl.pixels import UnknownParts, number_images, parts_by_counts, parts_by_tokens
 from vgr_trl.rows import Prompts, Rows, build_scoring_inputs, join_rows
-from vgr_trl.utils import DataError
 
 IMAGE, PAD = 2, 9
 GRIDS = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 2, 2]])  # 8, 16 and 4 patches, four to a token
@@ -107,17 +106,6 @@ def test_tiles_of_rows(fields, tiles):
     assert batch["num_tiles"] == tiles
 
 
-def test_stored_completions_of_a_prompt_share_pixels():
-    value = torch.randn(40, 588)
-    rows = Rows(1, 1, {}, [{"pixel_values": value}, {"pixel_values": value.clone()}, {"pixel_values": -value}, {}])
-    stored = rows.stored()
-    first, second, other, without = stored.images
-    assert first["pixel_values"] is second["pixel_values"]
-    assert torch.equal(other["pixel_values"], -value)
-    assert without == {}
-    assert stored.nbytes == 2 * value.nbytes
-
-
 def rows(prompt, completion, count=1, **columns):
     """Tokens counted up from 1, all of them valid."""
     wide = {
@@ -127,14 +115,6 @@ def rows(prompt, completion, count=1, **columns):
         "completion_mask": torch.ones(count, completion, dtype=torch.long),
     }
     return Rows(prompt, completion, {**wide, **columns}, [{} for _ in range(count)])
-
-
-def test_joined_prompts_are_padded_on_the_left_and_completions_on_the_right():
-    joined = join_rows([rows(2, 3), rows(3, 1)], pad_token_id=PAD).columns
-    assert joined["prompt_ids"].tolist() == [[PAD, 1, 2], [1, 2, 3]]
-    assert joined["prompt_mask"].tolist() == [[0, 1, 1], [1, 1, 1]]
-    assert joined["completion_ids"].tolist() == [[1, 2, 3], [1, PAD, PAD]]
-    assert joined["completion_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
 def test_columns_that_only_one_has():
@@ -153,21 +133,6 @@ def test_columns_that_only_one_has():
     assert joined["num_images"] == [2, 0]
     assert joined["token_type_ids"].tolist() == [[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
     assert joined["importance_sampling_ratio"].tolist() == [[0.5, 0.5, 1.0], [2.0, 3.0, 4.0]]
-
-
-def test_rows_become_a_batch_again():
-    """A number, also as a tensor, belongs to no row; a list with another length to none that is known."""
-    batch = {
-        **rows(2, 3, count=2).columns,
-        "num_items_in_batch": torch.tensor(5),
-        "step": 4,
-        "old_per_token_logps": None,
-    }
-    again = Rows.from_batch(batch).take([1, 0]).into_batch(batch)
-    assert list(again) == list(batch)
-    assert again["num_items_in_batch"] == 5
-    with pytest.raises(DataError, match="The batch has words, which cannot be assigned to its 2 rows"):
-        Rows.from_batch(batch | {"words": ["one"]})
 
 
 def test_which_image_a_token_stands_for():

@@ -186,8 +186,3 @@ def test_processes_are_started_as_the_configuration_asks(config, launcher, monke
     assert command[-4:] == ["-m", "vgr_trl.mtrl", *given]
     assert mtrl.main(given) == 0
     assert launcher.pop() == ["train", f"--config={config}", "trainer.n_gpus_per_node=2"]
-
-
-def test_without_a_configuration_the_sentence_names_it(capsys):
-    assert mtrl.main([]) == 1
-    assert capsys.readouterr().err == "config= is missing: give config=FILE.yaml, a configuration of EasyR1 or MTRL.\n"

@@ -14,22 +14,6 @@ def test_a_full_disk_is_one_sentence_in_every_command(monkeypatch, capsys):
     assert "Disk full while writing files" in capsys.readouterr().err
 
 
-def test_commands_are_listed_and_the_nearest_is_named(capsys):
-    assert main(["--help"]) == 0
-    assert "\n  train " in capsys.readouterr().out
-    assert main([]) == 2
-    assert main(["trian"]) == 2
-    assert "unknown command 'trian': give one of quickstart, train," in capsys.readouterr().err
-
-
-def test_version_and_environment(capsys):
-    assert main(["--version"]) == 0
-    assert main(["env"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("vgr_trl ") == 2
-    assert all(name in printed for name in ("TRL version", "PyTorch version"))
-
-
 @pytest.mark.parametrize("more", [[], ["--laptop"]])
 def test_init_writes_options_that_exist_and_keeps_what_is_there(tmp_path, capsys, monkeypatch, more):
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,6 @@ from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.train import check_output_dir
 from vgr_trl.data.merge import train_test_split
 from vgr_trl.data.rows import prepare_rows
-from vgr_trl.reporting.records import read_run
 from vgr_trl.utils import ConfigError
 
 HUB = Path("lujunxi57") / "DDM"
@@ -106,16 +105,6 @@ def test_a_run_from_local_files_looks_up_no_host(train, question_files, is_local
     train("--data_files", question_files, "--test_dataset", test)
     _telemetry._TELEMETRY_QUEUE.join()
     assert set(hosts) == (set() if is_local else {"s3.amazonaws.com", "huggingface.co"})
-
-
-def test_a_folder_with_test_is_evaluated_where_it_is_asked_for(train, rows, tmp_path):
-    save(rows.select(range(8)), tmp_path / "set" / "train.parquet")
-    save(rows.select(range(8, 10)), tmp_path / "set" / "test.parquet")
-    printed, is_evaluated = train("--dataset_path", "set", *EVERY_STEP)
-    assert "training 8 rows, evaluation 2 rows" in printed
-    assert "at step 0 4 evaluation completions and their rewards" in printed
-    assert (0, "eval") in read_run(tmp_path / "out").steps()
-    assert is_evaluated
 
 
 def test_text_alone_trains_on_the_default_rewards(train, tmp_path):

@@ -113,9 +113,6 @@ def unused(tmp_path: Path, absent=(), **given: object) -> dict[str, str]:
     return unused_options(config(tmp_path, **given), absent)
 
 
-FILTER = {"enable_perception_filtering": True}
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -1,6 +1,7 @@
 """Advantages (N, T) in TRL's own loss: numbers recorded from the published code."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from recorded import cases as recorded_cases
 from recorded import needs_recorded, tensors
 from support.trainers import STOCK
-from support.trl_loss import loss_of, make_trainer
+from support.trl_loss import loss_of
 
 from vgr_trl.advantages import estimate_advantages
 from vgr_trl.credit import CreditOptions, shape_advantages
@@ -24,11 +25,8 @@ cases = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else []
 
 
 @pytest.fixture
-def trainer(text_model, text_tokenizer, text_rows, tmp_path):
-    def make(**options):
-        return make_trainer(text_model, text_tokenizer, text_rows, tmp_path, **options)
-
-    return make
+def trainer(text_trainer):
+    return partial(text_trainer, classes=STOCK)
 
 
 def shape(case):

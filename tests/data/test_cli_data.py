@@ -48,29 +48,21 @@ def test_a_set_is_converted_and_reported(tmp_path, capsys):
     assert ids(tmp_path / "out") == [f"q{number}" for number in range(12)]
 
 
-def test_a_split_gets_a_name_that_is_found_again(tmp_path, capsys):
-    aokvqa(tmp_path / "in" / "dev.parquet", 3)
-    assert convert(tmp_path, "--dataset_path", tmp_path / "in", "--split", "dev") == 0
-    assert len(load_dataset(str(tmp_path / "out"), split="validation", cache_dir=str(tmp_path / "cache"))) == 3
+def test_a_split_gets_a_name_that_is_found_again_beside_others(tmp_path, capsys):
+    """What each command reports is added; a split that is written again is replaced, the other stays."""
+    for name, rows in (("train", 2), ("dev", 3)):
+        aokvqa(tmp_path / "in" / f"{name}.parquet", rows)
+    for split in ("train", "dev", "dev"):
+        assert convert(tmp_path, "--dataset_path", tmp_path / "in", "--split", split) == 0
+    for split, rows in (("train", 2), ("validation", 3)):
+        assert len(load_dataset(str(tmp_path / "out"), split=split, cache_dir=str(tmp_path / "cache"))) == rows
+    report = (tmp_path / "out" / "report.txt").read_text(encoding="utf-8")
+    assert report.index("train: 2 rows") < report.index("validation: 3 rows")
     other = ("--data_files", tmp_path / "in" / "dev.parquet", "--split", "mine")
     assert convert(tmp_path, *other, out="mine") == 1
     assert "The split 'mine' needs a name in the result: give --output_split" in (capsys.readouterr().err)
     assert convert(tmp_path, *other, "--output_split", "test", out="mine") == 0
     assert ids(tmp_path / "mine", "test") == ["q0", "q1", "q2"]
-
-
-def test_splits_of_a_folder_are_written_one_by_one(tmp_path):
-    """What each command reports is added; a split that is written again is replaced, the other stays."""
-    for name in ("train", "dev"):
-        rows = [{"prompt": f"{name} {n}?", "answer": "x" if n else None, "id": f"{name}{n}"} for n in range(4)]
-        jsonl(tmp_path / "in" / f"{name}.jsonl", rows)
-    both = {"train": ["train1", "train2", "train3"], "validation": ["dev1", "dev2", "dev3"]}
-    for split in ("train", "dev", "dev"):
-        assert convert(tmp_path, "--dataset_path", tmp_path / "in", "--split", split, source="jsonl") == 0
-    assert {split: ids(tmp_path / "out", split) for split in both} == both
-    report = (tmp_path / "out" / "report.txt").read_text(encoding="utf-8")
-    assert report.index("train: 3 rows") < report.index("validation: 3 rows")
-    assert len(skipped_in(tmp_path / "out")) == 3
 
 
 def test_a_copy_of_a_hub_set_is_read_in_its_usual_configuration(tmp_path):
@@ -83,21 +75,6 @@ def test_a_copy_of_a_hub_set_is_read_in_its_usual_configuration(tmp_path):
     four = ("--dataset_config", "standard (4 options)")
     assert convert(tmp_path, "--dataset_path", tmp_path / "in", *four, source="mmmu_pro", out="four") == 0
     assert ids(tmp_path / "four", "test") == ["standard (4 options)"]
-
-
-def test_merge_splits(tmp_path, capsys):
-    for name in "ab":
-        assert convert(tmp_path, "--data_files", aokvqa(tmp_path / f"{name}.parquet", 20), out=name) == 0
-    flags = ["--output_dir", tmp_path / "out", "--workers", 0, "--shuffle_choices", "--page", tmp_path / "page.html"]
-    assert run("merge", tmp_path / "a", tmp_path / "b", *flags) == 0
-    assert (len(ids(tmp_path / "out")), len(ids(tmp_path / "out", "test"))) == (18, 2)
-    printed = capsys.readouterr().out
-    assert printed.index("train: 18 rows") < printed.index("test: 2 rows")
-    page = (tmp_path / "page.html").read_text("utf-8")
-    assert page.index("train: 18 rows") < page.index("What is it") < page.index("What they are")  # questions come first
-    assert "20  100.0%  ████████████████████  it has the same image and question as an earlier row" in printed
-    assert run("merge", f"{tmp_path / 'out'}:test", "--output_dir", tmp_path / "again", "--test_share", 0) == 0
-    assert sorted(ids(tmp_path / "again")) == sorted(ids(tmp_path / "out", "test"))
 
 
 def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys):

@@ -57,8 +57,8 @@ def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, 
 
 def test_the_page_shows_text_as_text_and_holds_its_images(folder, capsys):
     assert (
-        main(["rows.jsonl", "--tiny", "--max_prompt_length", "700", "--skipped", "bad.jsonl", "--page", "inspect.html"])
-        == 0
+        main([*"rows.jsonl --tiny --max_prompt_length 700 --skipped bad.jsonl --page inspect.html --strict".split()])
+        == 1
     )
     page = (folder / "inspect.html").read_text(encoding="utf-8")
     assert not re.search(r"<script|<[^>]*\son\w+ *=", page)
@@ -76,14 +76,6 @@ def test_the_page_shows_text_as_text_and_holds_its_images(folder, capsys):
         "prompt length in tokens",
     ):
         assert shown in printed
-
-
-def test_strict_says_so_by_its_exit_status_and_no_page_is_needed(folder, capsys):
-    assert main(["rows.jsonl", "--strict"]) == 1
-    assert main(["rows.jsonl", "--samples", "0", "--strict", "--max_rows", "2"]) == 0
-    assert main(["rows.jsonl", "--samples", "0", "--max_rows", "99"]) == 0
-    assert "Prompt lengths not measured; pass --model." in capsys.readouterr().out
-    assert not (folder / "inspect.html").exists()
 
 
 def test_images_in_two_splits_are_named_and_lengths_are_compared_with_three_limits(tmp_path, monkeypatch, capsys):

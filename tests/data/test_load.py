@@ -1,6 +1,5 @@
 """Files, folders and the hub as commands load them; damaged files give a sentence, never another row."""
 
-import json
 import re
 
 import pytest
@@ -89,29 +88,6 @@ def test_a_byte_that_changed_in_a_written_set_is_found(tmp_path):
         load_split("train", data_files=str(file))
 
 
-def test_malformed_data_files_are_refused():
-    for text in ("train=", "=a.parquet", "", "train=a.jsonl,", "train=a.jsonl+"):
-        with pytest.raises(ConfigError, match=re.escape(f"data_files is {text!r}: give train=a.jsonl+b.jsonl,test=c")):
-            parse_data_files(text)
-
-
-def test_several_files_of_a_split(tmp_path):
-    for number in range(3):
-        (tmp_path / f"part{number}.jsonl").write_text(json.dumps({"problem": f"q{number}", "solution": "x"}))
-    ROWS.to_parquet(tmp_path / "part3.parquet")
-    ROWS.to_parquet(tmp_path / "a+b.parquet")
-    a, b, c, d = (str(path) for path in sorted(tmp_path.glob("part*")))
-    q = ["q0", "q1", "q2"]
-    for text, problems in (
-        (f"train={a}+{b}+{c}", q),
-        (f"train={tmp_path}/*.jsonl,test={d}", q),
-        (f"{c}+{d}", ["q2", *PROBLEMS]),
-        (f"{tmp_path}/a+b.parquet", PROBLEMS),
-    ):
-        assert list(load_split("train", data_files=text)["problem"]) == problems
-        assert [row["problem"] for row in load_split("train", data_files=text, streaming=True)] == problems
-
-
 def test_json_keeps_its_types_and_csv_its_texts(tmp_path):
     lines = tmp_path / "metadata.jsonl"
     lines.write_text('\ufeff{"solution": 1, "choices": ["1"]}\n\n{"solution": "1"}\n{"solution": "\\ud800"}')
@@ -130,6 +106,20 @@ def test_json_keeps_its_types_and_csv_its_texts(tmp_path):
         assert list(rows["problem"]) == ["1, 2?", "q", None]
         assert list(rows["choices"]) == [None, "['1', '2']", None]
         assert rows[2]["__unreadable__"] == "the line has another number of values than there are columns"
+
+
+def test_several_files_of_a_split(tmp_path):
+    for name in ("a.jsonl", "b.jsonl", "c+d.jsonl"):
+        jsonl(tmp_path / name, [{"file": name}])
+    for text, files in (
+        (f"train={tmp_path}/b.jsonl+{tmp_path}/a.jsonl,test={tmp_path}/c+d.jsonl", ["b.jsonl", "a.jsonl"]),
+        (f"{tmp_path}/?.jsonl", ["a.jsonl", "b.jsonl"]),
+        (f"{tmp_path}/c+d.jsonl", ["c+d.jsonl"]),
+    ):
+        assert list(load_split("train", data_files=text)["file"]) == files
+    for text in ("train=", "=a.parquet", "", "train=a.jsonl,", "train=a.jsonl+"):
+        with pytest.raises(ConfigError, match=re.escape(f"data_files is {text!r}: give train=a.jsonl+b.jsonl,test=c")):
+            parse_data_files(text)
 
 
 @pytest.mark.parametrize(

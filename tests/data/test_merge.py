@@ -34,19 +34,6 @@ def merged(tmp_path, paths, *flags) -> int:
     return main(["data", "merge", *paths, "--output_dir", str(tmp_path / "out"), "--workers", "0", *flags])
 
 
-def test_two_sets_become_one_that_datasets_reads(tmp_path):
-    assert merged(tmp_path, two_sets(tmp_path)) == 0
-    loaded = load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
-    assert {name: len(rows) for name, rows in loaded.items()} == {"train": 36, "test": 4}
-    train, test = ({i.getpixel((0, 0)) for row in rows for i in row["images"]} for rows in loaded.values())
-    assert not train & test
-    by_id = {row["id"]: row for rows in loaded.values() for row in rows}
-    assert by_id.keys() == {f"a{n}" for n in range(30)} | {f"b{n}" for n in range(10)}
-    assert by_id["a7"]["images"][0].getpixel((0, 0)) == (7, 0, 0)
-    assert [image.getpixel((0, 0)) for image in by_id["b5"]["images"]] == [(0, 5, 0), (0, 0, 5)]
-    assert (by_id["a7"]["solution"], by_id["a7"]["choices"]) == ("B", CHOICES)
-
-
 def test_the_same_image_in_another_format_is_the_same(tmp_path):
     """The duplicate is a WEBP without loss; the contradiction differs in case and white space; both are listed."""
     image = Image.effect_noise((20, 20), 90).convert("RGB")
@@ -65,15 +52,23 @@ def test_the_same_image_in_another_format_is_the_same(tmp_path):
     ]
 
 
-def test_a_merge_again_replaces_both_splits_and_gives_the_same(tmp_path):
+def test_two_sets_become_one_that_datasets_reads_and_a_merge_again_gives_the_same(tmp_path):
     sources = two_sets(tmp_path)
     assert merged(tmp_path, sources, "--shuffle_choices") == 0
+    loaded = load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
+    assert {name: len(rows) for name, rows in loaded.items()} == {"train": 36, "test": 4}
+    train, test = ({i.getpixel((0, 0)) for row in rows for i in row["images"]} for rows in loaded.values())
+    assert not train & test
+    by_id = {row["id"]: row for rows in loaded.values() for row in rows}
+    assert by_id.keys() == {f"a{n}" for n in range(30)} | {f"b{n}" for n in range(10)}
+    assert [image.getpixel((0, 0)) for image in by_id["b5"]["images"]] == [(0, 5, 0), (0, 0, 5)]
+    assert by_id["a7"]["choices"]["ABC".index(by_id["a7"]["solution"])] == CHOICES[7 % 3]
     first = {name: rows_in(tmp_path / "out", name) for name in ("train", "test")}
     assert merged(tmp_path, sources, "--shuffle_choices") == 0
     assert {name: rows_in(tmp_path / "out", name) for name in ("train", "test")} == first
     assert merged(tmp_path, sources, "--test_share", "0") == 0
     assert (len(rows_in(tmp_path / "out")), rows_in(tmp_path / "out", "test")) == (40, [])  # none is in both
-    assert merged(tmp_path, ["out"], "--output_dir", "out/in") == 1
+    assert merged(tmp_path, ["out"], "--output_dir", "out/in") == merged(tmp_path, sources, "--test_share", "1") == 1
 
 
 def test_regions_are_carried_on_in_the_form_of_converted_sets(tmp_path):
@@ -111,31 +106,6 @@ def test_both_splits_have_the_same_columns_and_letters_stay_balanced(tmp_path):
     assert loaded["train"].column_names == loaded["test"].column_names
     assert {*loaded["train"].column_names} >= {"images", "regions"}
     assert Counter(row["solution"] for row in loaded["train"]) == dict.fromkeys("ABC", 18)
-
-
-def test_a_list_of_images_stays_whole(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("red", "green"):
-        Image.new("RGB", (12, 8), name).save(f"{name}.png")
-    jsonl(tmp_path / "mine.jsonl", [{"prompt": "?", "answer": "x", "image": ["red.png", "green.png"]}])
-    assert main(["data", "merge", "mine.jsonl", "--output_dir", "out", "--test_share", "0", "--workers", "0"]) == 0
-    assert [len(row["images"]) for row in rows_in(tmp_path / "out")] == [2]
-
-
-def test_a_set_that_cannot_be_read_is_named(tmp_path, capsys):
-    (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
-    assert main(["data", "merge", str(tmp_path / "torn.parquet"), "--output_dir", str(tmp_path / "out")]) == 1
-    assert "torn.parquet cannot be read" in capsys.readouterr().err
-
-
-def test_what_cannot_be_merged(tmp_path, capsys):
-    source = made_set(tmp_path / "a", [question("a0", (1, 1, 1))])
-    for flags, words in (
-        (["--test_share", "1"], "test_share is 1.0: give a number"),
-        ([], "The 1 rows cannot be split"),
-    ):
-        assert merged(tmp_path, [source], *flags) == 1
-        assert words in capsys.readouterr().err
 
 
 def converted(**changed):

@@ -1,22 +1,17 @@
 """The demo: drawn questions, the warm start, what a short run leaves, and the embedded model as files."""
 
 import json
-from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from datasets import load_dataset
-from support import trainers
 from transformers import AutoProcessor
-from trl import GRPOTrainer
 
 from vgr_trl.cli.evaluate import load_for_inference
-from vgr_trl.data.prompts import LETTERS
 from vgr_trl.demo import Options, demo
 from vgr_trl.demo.demo import (
-    FAMILIES,
     draw_questions,
     learn_answers,
     learn_captions,
@@ -28,7 +23,6 @@ from vgr_trl.demo.tiny_model import build_processor, build_tiny_vlm
 from vgr_trl.demo.write_folder import write_folder
 from vgr_trl.evaluation import evaluate
 from vgr_trl.reporting.records import read_run
-from vgr_trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 
 SPLITS = ("train", "validation", "test")
 
@@ -95,28 +89,6 @@ def test_a_seed_draws_the_same_questions_again_and_no_image_is_in_two_splits():
     assert first != draw_questions(20, seed=4, split="train")
     images = [{row["image"].tobytes() for row in draw_questions(200, seed=0, split=split)} for split in SPLITS]
     assert len(set.union(*images)) == sum(map(len, images))
-
-
-def test_the_letter_of_a_solution_says_nothing_about_it():
-    """400 rows over 48 pairs of word and letter: 8 on average."""
-    pairs = Counter()
-    for row in draw_questions(400, seed=0, split="train"):
-        word = row["choices"][LETTERS.index(row["solution"])]
-        assert word in row["thought"].split()
-        assert sorted(row["choices"]) == sorted(FAMILIES[row["family"]][1])
-        pairs[word, row["solution"]] += 1
-    assert len(pairs) == 12 * 4
-    assert max(pairs.values()) < 24
-
-
-def test_trl_alone_trains_the_saved_model_with_our_rewards(model_folder, question_files, tmp_path):
-    rows = trainers.prompts(trainers.train_file(question_files))
-    args = trainers.config(tmp_path, trainers.STOCK[1], max_steps=1)
-    rewards = [trainers.letters_reward, accuracy_reward, think_format_reward, get_soft_overlong_punishment(6, 2)]
-    trainer = GRPOTrainer(str(model_folder), rewards, args, rows)
-    trainer.train()
-    assert trainer.state.log_history[0]["grad_norm"] > 0
-    assert trainer.state.log_history[0]["rewards/accuracy_reward/mean"] == 0.0, "a random model states no answer"
 
 
 def test_the_embedded_model_writes_answers_and_some_are_right(tmp_path):

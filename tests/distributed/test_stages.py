@@ -176,36 +176,17 @@ def test_one_process_and_two_train_the_same(name, outcomes):
 
 
 def test_the_stages_did_something(outcomes):
+    """What would be equal in one process and two where it did nothing."""
     (_, one), _ = outcomes
-    signals = one["signals"]
-    assert len(set(signals["rewards"]["vgr_reward"])) > 2
-    assert set(signals["rewards"]["vgr_hard_negative_reward"]) - {0.0}
-    assert {"vgr", "aei_vision", "aei_instruction"} <= set(signals["extra"])
-    last = signals["history"][-1]
-    assert last["token_weight_mean"] == pytest.approx(1, abs=1e-4)
-    assert last["scaling_factor_mean"] == pytest.approx(1, abs=1e-4)
-    assert 0.3 < last["combined_token_fraction"] < 1
-    replayed = one["replay and resample"]["history"]
+    assert set(one["signals"]["rewards"]["vgr_hard_negative_reward"]) - {0.0}
+    assert 0.3 < one["signals"]["history"][-1]["combined_token_fraction"] < 1
     for name in ("replay/replaced_fraction", "dynamic_sampling/generated_groups"):
-        assert max(entry[name] for entry in replayed) > 0
+        assert max(entry[name] for entry in one["replay and resample"]["history"]) > 0
     ranks = one["ranks"]
     assert ranks["extra"]["text_seen"] == ranks["completion"], "each process got back its own slice, in order"
     assert all(entry["reward/rows"] == len(ranks["completion"]) for entry in ranks["history"])
-    assert [entry["reward_weights/rank_reward"] for entry in ranks["history"]] == [0.5, 1.0, 1.0]
-    penalised = one["kl among the rewards"]["history"]
-    assert len({entry["kl/coefficient"] for entry in penalised}) == 3
-    assert penalised[-1]["kl/mean"] > 0
+    assert len({entry["kl/coefficient"] for entry in one["kl among the rewards"]["history"]}) == 3
     for name in ("critic", "critic model"):
-        assert one[name]["history"][0]["critic/value_mean"] == 0
         assert one[name]["history"][-1]["critic/value_mean"] != 0
-    assert one["perception loss"]["history"][-1]["perception_loss"] < 0
-    seen = one["regions, similarity and views"]
-    assert any(0 < entry["signals/region_share"] < 1 for entry in seen["history"])
-    assert all(0 < entry["signals/stability"] < 1 for entry in seen["history"])
-    assert len({round(value, 6) for value in seen["rewards"]["likeness_reward"]}) > 3
-    mixed = one["remax, rows without images"]
-    assert set(mixed["images"]) == {0, 1}
-    assert max(entry["vgr/undefined_fraction"] for entry in mixed["history"]) > 0
-    noise = one["noise and blind answers"]
-    assert len({entry["noisy/strength"] for entry in noise["history"]}) == 3
-    assert set(noise["rewards"]["blind_accuracy_reward"]) == {0.0, 1.0}
+    assert max(entry["vgr/undefined_fraction"] for entry in one["remax, rows without images"]["history"]) > 0
+    assert set(one["noise and blind answers"]["rewards"]["blind_accuracy_reward"]) == {0.0, 1.0}

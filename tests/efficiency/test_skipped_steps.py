@@ -10,7 +10,6 @@ from support.steps import LOSSES, ROUNDING, relative_difference, uneven_reward
 from support.trainers import logged
 from text_runs import START, build, computed_tokens, equal_rewards, train, weights_of
 
-from vgr_trl.config import SWITCHES
 from vgr_trl.utils import describe_features
 
 TWICE = {"num_iterations": 2}  # the second time the policy is not the one that wrote the completions
@@ -138,13 +137,6 @@ def test_old_log_probabilities_of_the_first_pass():
     kl = logged(ours, "approx_kl")
     assert kl[0] == kl[2] == 0
     assert kl[1] > 1e-5
-
-
-def test_switches():
-    ours = build(False, **dict.fromkeys(SWITCHES, "off"))
-    assert {option: str(ours.features[option]) for option in SWITCHES} == {
-        option: f"off ({option}=off)" for option in SWITCHES
-    }
 
 
 WORKER = Path(__file__).with_name("skip_worker.py")

@@ -28,7 +28,6 @@ def noise(seed, *size, mode="RGB"):
 
 
 FIRST, SECOND, THIRD = noise(0, 70, 44), noise(1, 50, 60, mode="L"), noise(2, 70, 44)
-ONE_EACH = [[FIRST], [FIRST.copy()], [SECOND], [SECOND], [THIRD], [FIRST]]
 SEVERAL = [[FIRST, SECOND], [FIRST, SECOND], [SECOND, FIRST], [SECOND, FIRST], [THIRD], [THIRD]]
 SOME_WITHOUT = [[FIRST], [FIRST], [], [], [SECOND]]
 SQUARE = {"height": 16, "width": 16}

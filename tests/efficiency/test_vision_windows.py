@@ -9,7 +9,7 @@ from support.models.families import build, make_batch
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import AttentionInterface
 
-from vgr_trl.efficiency.vision import join_windows, plan_windows
+from vgr_trl.efficiency.vision import join_windows
 
 
 @contextmanager
@@ -65,9 +65,3 @@ def test_another_sdpa_attends_to_each_window(monkeypatch):
 
 def test_a_family_without_windows():
     assert join_windows(build("gemma3")) == 0
-
-
-def test_windows_of_two_lengths():
-    windows = plan_windows([2, 1, 2], torch.device("cpu"))
-    assert {length: patches.tolist() for length, patches in windows.by_length.items()} == {2: [0, 1, 3, 4], 1: [2]}
-    assert windows.back.tolist() == [0, 1, 4, 2, 3]

@@ -191,18 +191,3 @@ def test_programs(page, folder, shelf, model_folder, vision_trainer, monkeypatch
         if page not in TESTED_ELSEWHERE:
             with hub(shelf):
                 exec(program, names)
-
-
-def test_commands_within_sentences_and_no_blocks_of_other_languages():
-    text = "\n".join(ENGLISH.values())
-    assert {language for language, _ in BLOCK.findall(text)} <= {"", "bash", "python", "jinja", "toml"}
-    assert set(re.findall(r"`vgr-trl (\w+)", text)) <= set(COMMANDS)
-    assert set(re.findall(r"`make ([\w-]+)", text)) <= set(TARGETS)
-    assert set(re.findall(r"pip install [^`\n]*\[(\w+)\]", text)) <= set(EXTRAS)
-
-
-@pytest.mark.parametrize("page", ["start.md", "index.md"])
-def test_the_chinese_page_has_the_commands_of_the_english_one(page):
-    blocks = [BLOCK.findall(PAGES[f"docs/{folder}{page}"]) for folder in ("", "zh/")]
-    english, chinese = ([re.sub(r" *#.*", "", text) for _, text in each] for each in blocks)
-    assert chinese == english

@@ -99,16 +99,6 @@ def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, cap
     )
     assert main(["train", *flags(model_folder, question_files, output, *more.split())]) == 0
     screen = capsys.readouterr().out
-    for part in (
-        "training 16 rows, evaluation 6 rows",
-        "accuracy_reward x 2.5 (early 1), vgr_reward x 1 (early 0), think_format_reward x 0.5 (early 2)",
-        "2 prompts x 4 completions = 8",
-    ):
-        assert part in " ".join(screen.split()), part
-    assert len(re.findall(r"^ \w", screen[: screen.index("step 1/2")], re.M)) <= 10, "rows, which long paths break"
-    reached = r"training +reward -?[\d.]+ → -?[\d.]+, accuracy .*\nevaluation +reward .* on 6 rows\n"
-    last = re.search(reached + r"(?:Accuracy stayed .*\n)?(.*)\n$", screen)
-    assert f"vgr-trl report {output}" in last[1]
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     assert [entry["reward_weights/think_format_reward"] for entry in history if "reward" in entry] == [2.0, 0.5]
     evaluated = [entry for entry in history if "eval_reward" in entry]

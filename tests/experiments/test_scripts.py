@@ -1,29 +1,23 @@
 """The users' scripts: the settings that they give to training, and that each trains the embedded model."""
 
-import importlib
 import json
 import os
-import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments, parse
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
 from vgr_trl.cli.data import make_parser
 from vgr_trl.demo.write_folder import write_folder
-from vgr_trl.rewards.loading import replace_by_hard_negative
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 NO_RUNS = ("check.sh", "common.sh", "data.sh", "ablations.sh")
 SCRIPTS = sorted(path.name for path in EXPERIMENTS.glob("*.sh") if path.name not in NO_RUNS)
-VGR = ["accuracy", "vgr", "format", "length"]
-HARD = ["accuracy", "vgr_hard_negative", "format", "length"]
 
 
 def run(
@@ -61,53 +55,6 @@ def options(arguments: list[str]):
     assert Path(arguments[2]).is_file()
     groups = (DataArguments, RewardArguments, DAPOConfig, ModelConfig)
     return parse(groups, "train", [*arguments[script + 1 :], "--use_cpu", "true", "--bf16", "false"])
-
-
-@pytest.mark.parametrize(
-    ("script", "functions", "weights", "early", "minimum"),
-    [
-        ("experiment1.sh", VGR, [2.5, 0, 0.5, 1], [1, 0, 2, 1], 1.5),
-        ("experiment2.sh", VGR, [0, 2.5, 0.5, 1], [0, 1, 2, 1], 1.5),
-        ("experiment3.sh", VGR, [2.5, 1, 0.5, 1], [1, 1, 2, 1], 2.0),
-        ("experiment4.sh", HARD, [2.5, 1, 0.5, 1], [1, 1, 2, 1], 1.0),
-        ("experiment5.sh", VGR, [2.5, 0, 0.5, 1], [1, 0, 2, 1], 1.5),
-        ("dapo_train.sh", HARD, [2.5, 1, 0.5, 1], [1, 1, 2, 1], 1.0),
-        ("mdi.sh", ["accuracy", "format", "mdi"], [4, 1, 1], None, None),
-        ("tprl.sh", ["accuracy", "format", "length"], [2.5, 0.5, 1], None, None),
-    ],
-)
-def test_settings(script, functions, weights, early, minimum, tmp_path):
-    arguments = launched(script, tmp_path)
-    data, rewards, config, model = options(arguments)
-    assert (
-        replace_by_hard_negative(rewards.reward_funcs) if config.vgr_hard_negative else rewards.reward_funcs
-    ) == functions
-    assert config.reward_weights == weights
-    assert config.early_reward_weights == early
-    assert config.filter_min_reward == minimum
-    assert config.token_weights is (script == "experiment5.sh")
-    assert (config.num_train_epochs == 1) is (script in ("experiment4.sh", "dapo_train.sh"))
-    size, stage = ("3B", "zero3") if script == "mdi.sh" else ("7B", "zero2")
-    assert model.model_name_or_path == f"Qwen/Qwen2.5-VL-{size}-Instruct"
-    assert Path(arguments[2]).stem == stage
-    assert model.use_peft is (script == "dapo_train.sh")
-    assert not model.use_peft or model.lora_target_modules == ["q_proj", "v_proj"]
-    switches = ("enable_perception_filtering", "enable_entropy_filtering", "enable_trajectory_reweighting")
-    assert {getattr(config, name) for name in switches} == {script == "tprl.sh"}
-    assert not config.use_entropy_penalty
-    if script == "tprl.sh":
-        found = config.top_p_perception_tokens, config.top_p_entropy_tokens, config.trajectory_scaling_min
-        assert (*found, config.perturb_per) == (0.2, 0.2, 0.8, "completion")
-    common = {
-        "max_prompt_length": 1024, "max_completion_length": 512, "num_generations": 8, "logging_steps": 1,
-        "eval_steps": 10, "num_generations_eval": 4, "learning_rate": 1e-5, "lr_scheduler_type": "cosine",
-        "warmup_ratio": 0.05, "max_grad_norm": 1.0, "replay_buffer_size": 64 * (script != "tprl.sh"),
-        "replay_var_epsilon": 1e-6, "soft_punish_cache": 50, "output_dir": f"runs/{script.removesuffix('.sh')}",
-    }  # fmt: skip
-    assert {name: getattr(config, name) for name in common} == common
-    assert model.dtype == "bfloat16"
-    assert data.max_short_side == 1024
-    assert (data.data_files, data.dataset_name) == (None, None)  # the training script has the questions of the notes
 
 
 def test_questions_of_the_notes_where_no_data_are_named():
@@ -224,38 +171,3 @@ TRACES = {
     "mdi.sh": {"rewards/mdi_reward/mean"},
     "tprl.sh": {"perception_token_fraction", "entropy_token_fraction", "scaling_factor_mean"},
 }
-
-
-@pytest.fixture
-def compare(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXPERIMENTS.parent / "benchmarks"))
-    return importlib.import_module("compare")
-
-
-@pytest.mark.parametrize("name", ["questions", "ablations", "recipe_runs"])
-def test_runs_of_a_grid_have_flags_that_hold(name, compare, tmp_path):
-    grid = yaml.safe_load((EXPERIMENTS / f"{name}.yaml").read_text())
-    assert grid["baseline"] in grid["runs"]
-    for run_name, flags in compare.cells(grid):
-        given = [str(flag).format(model=tmp_path) for flag in compare.as_flags(flags)]
-        given += ["--output_dir", str(tmp_path / run_name), "--use_cpu", "true", "--bf16", "false"]
-        parse((RunArguments, DataArguments, RewardArguments, DAPOConfig, ModelConfig), "train", given)
-        assert "script" not in flags or (EXPERIMENTS.parent / flags["script"]).is_file()
-
-
-@pytest.mark.minutes
-def test_a_comparison_goes_on_where_it_ended(compare, model_folder, question_files, tmp_path, capsys):
-    grid = yaml.safe_load((EXPERIMENTS / "ablations.yaml").read_text())
-    grid["flags"] |= {"model_name_or_path": str(model_folder), "data_files": question_files}
-    grid["flags"] |= {"max_steps": 2, "per_device_train_batch_size": 16}
-    grid["evaluate"]["data_files"] = question_files.split(",")[1]
-    grid["runs"] = {"plain": None, "filter": {"enable_perception_filtering": True}}
-    file, folder = tmp_path / "mine.yaml", tmp_path / "out"
-    for runs in (["plain"], ["plain", "filter"]):
-        file.write_text(yaml.safe_dump(grid))
-        compare.main([str(file), "--output_dir", str(folder), "--seeds", "0", "--runs", *runs])
-    done = [json.loads(line)["run"] for line in (folder / "mine.jsonl").read_text().splitlines()]
-    assert done == ["start", "plain", "filter"]
-    table = (folder / "mine.md").read_text()
-    assert re.search(r"^\| filter \| 1 \| \d\.\d{3} \|", table, re.MULTILINE)
-    assert (folder / "mine.png").stat().st_size > 1000

@@ -11,7 +11,6 @@ from vgr_trl.integrations.verl.credit import (
     SignalContext,
     SignalOptions,
     add_loss_terms,
-    compute_loss_terms,
     make_estimator,
     resolve_options,
     set_signal_context,
@@ -180,12 +179,6 @@ def test_gradients_of_the_published_code(case):
     assert (logps.grad - torch.tensor(case["grad"])).abs().max() <= 1e-6
     assert logps.grad.abs().max() > 1e-3
     assert ("actor/entropy_penalty" in metrics) == context.options.use_entropy_penalty
-
-
-def test_terms_of_the_loss_beside_the_entropy_penalty():
-    logps, mask = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[1, 1, 0]])
-    terms = compute_loss_terms(SignalContext(SignalOptions(der_loss_weight1=0.25)), logps, mask)
-    assert {name: term.tolist() for name, term in terms.items()} == {"entropy_loss": [[0.25, 0.5, 0.0]]}
 
 
 def test_the_command_line_of_easyr1_is_split():

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.trl_loss import loss_of, make_trainer
+from support.trainers import STOCK
+from support.trl_loss import loss_of
 
 from vgr_trl import DAPOConfig
 from vgr_trl.credit import CreditOptions, shape_advantages
@@ -21,14 +22,9 @@ RECORDED = Path(__file__).parent / "recorded"
 
 
 @pytest.fixture
-def stock(text_model, text_tokenizer, text_rows, tmp_path):
+def stock(text_trainer):
     """TRL with the loss of a recipe."""
-
-    def make(recipe):
-        options = {name: recipe[name] for name in LOSS if name in recipe}
-        return make_trainer(text_model, text_tokenizer, text_rows, tmp_path, **options)
-
-    return make
+    return lambda recipe: text_trainer(classes=STOCK, **{name: recipe[name] for name in LOSS if name in recipe})
 
 
 def recorded(name):

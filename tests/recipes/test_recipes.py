@@ -6,7 +6,6 @@ import re
 import runpy
 import shlex
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments, 
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.recipes import TEMPLATES, load_recipe, read_recipe, recipe_names
 from vgr_trl.registries import rewards as reward_registry
-from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.utils import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -122,26 +120,6 @@ def test_a_recipe_of_ones_own_with_the_options_of_its_plug_ins(tmp_path):
             load_recipe(str(file))
 
 
-def test_load_recipe_gives_options_of_python():
-    options = load_recipe("vppo")
-    assert options.pop("reward_funcs") == ["accuracy"]
-    assert "about" not in options
-    assert DAPOConfig(use_cpu=True, bf16=False, **options).delta == 3.0
-    with pytest.raises(ConfigError, match="There is no recipe 'vpo'. Did you mean vppo?"):
-        load_recipe("vpo")
-
-
-def test_all_are_listed_with_source_signals_and_cost(capsys):
-    assert main(["recipes"]) == 0
-    listed = capsys.readouterr().out
-    assert len(recipe_names()) >= 8
-    assert re.findall(r"^(\w+) ", listed, re.MULTILINE)[: len(recipe_names())] == recipe_names()
-    assert "https://arxiv.org/abs/2510.09285; dependency; 2 + 1 passes" in listed
-    assert main(["recipes", "vppo"]) == 0
-    assert capsys.readouterr().out.startswith("# VPPO as published")
-    assert main(["recipes", "vpo"]) == 1
-
-
 @pytest.mark.parametrize(("name", "script"), [("vgr", "experiment3"), ("mdi", "mdi"), ("tprl", "tprl")])
 def test_recipes_of_our_users_are_their_scripts(name, script):
     """Every option of the recipe stands in the script, or in what all scripts share, with the same value."""
@@ -237,35 +215,3 @@ def test_a_step_in_as_many_passes_as_the_recipe_says(
     assert any(not torch.equal(before[weight], after[weight]) for weight in before)
     rows = [sum(rows for graded, rows in passes if graded == trains) for trains in (False, True)]
     assert [count / ROWS for count in rows] == list(recipe.about.passes)
-
-
-def test_two_steps_of_deepeyes(model_folder, question_files, tmp_path, monkeypatch, capsys):
-    """The policy zooms once or twice, or not at all; a dry run leaves nothing behind."""
-    folder = with_tools(model_folder, tmp_path / "model")
-    from support.tool_runs import call, deal_turns
-
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    zooms = partial(deal_turns, asked=lambda place, turn: call("zoom", box=[0, 0, 0.5, 0.5]))
-
-    def build(**given):
-        trainer = DAPOTrainer(**given)
-        trainer.model.generate = zooms(trainer)
-        return trainer
-
-    monkeypatch.setattr("vgr_trl.cli.train.DAPOTrainer", build)
-    words = TINY.replace("_length 8", "_length 400").replace("--max_steps 1", "--max_steps 2").split()
-    flags = [*words, "--model_name_or_path", str(folder), "--data_files", question_files, "--recipe", "deepeyes"]
-    flags += ["--output_dir", str(tmp_path / "run"), "--system_prompt_file", "none"]
-    assert main(["train", *flags, "--dry_run"]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"^ ?tools +zoom *$", shown, re.MULTILINE)
-    assert re.search(r"^prompt 0: .* px, \S+ tokens; .* px, ", shown, re.MULTILINE), "an image of the tool"
-    assert not (tmp_path / "run").exists()
-    assert main(["train", *flags, "--rollout_log_steps", "1"]) == 0
-    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
-    assert [entry["tools/call_frequency"] for entry in history if "tools/call_frequency" in entry] == [1, 1]
-    means = [history[0][f"rewards/{name}/mean"] for name in ("accuracy_reward", "tool_reward", "paired_tags_reward")]
-    assert history[0]["reward"] == pytest.approx(0.8 * means[0] + 1.2 * means[1] + 0.2 * means[2])
-    assert history[0]["grad_norm"] > 0
-    assert main(["train", *flags, "--environment", "look_again", "--resume_from_checkpoint", "latest"]) == 1
-    assert "has a run in it with environment 'zoom', not 'look_again'" in " ".join(capsys.readouterr().err.split())

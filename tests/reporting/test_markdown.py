@@ -15,12 +15,8 @@ from vgr_trl.config import ReportOptions
 from vgr_trl.reporting.markdown import (
     MarkdownLogs,
     Summary,
-    format_duration,
     load_sections,
     print_record,
-    progress_lines,
-    step_line,
-    token_shades,
 )
 from vgr_trl.utils import printable
 
@@ -117,37 +113,8 @@ def test_text_that_does_not_show_is_written_as_its_numbers(text, shown):
     assert printable(text) == shown
 
 
-def test_heavier_tokens_are_brighter_and_without_weights_those_with_a_small_vgr():
-    # Each fifth of the ranks has a shade, from grey to yellow.
-    weighed = completion(tokens=list("abcde"), weights=[0.3, 2.0, 0.2, 0.5, 1.0])
-    assert token_shades(weighed) == ["#3b8ac4", "#fde725", "#8a8a8a", "#21a5a5", "#5ec962"]
-    assert token_shades(completion(tokens=list("abc"), vgr=[4.0, None, 0.5])) == ["#8a8a8a", "", "#21a5a5"]
-    assert token_shades(completion()) == ["", ""]
-
-
 @given(ANY)
 def test_no_text_brings_its_own_control_characters_to_the_terminal(text):
     console = Console(file=io.StringIO(), force_terminal=False, width=80, legacy_windows=False)
     print_record(record(7, "train", completion(prompt=text, tokens=[text], rewards={text: 1.0})), console)
     assert not set(console.file.getvalue()) & set("\x1b\r\x00\x07\x08\x0b\x0c\x9b\u202e")
-
-
-def test_the_ends_of_a_training_are_tenths_of_its_logs_as_in_the_report():
-    history = [{"reward": float(step), "rewards/accuracy_reward/mean": 0.5} for step in range(1, 26)]
-    (line,) = progress_lines(history, "")
-    assert (
-        line
-        == "training    reward 2.000 → 24.000, accuracy 0.500 → 0.500 (means of the first and last tenth of 25 logs)"
-    )
-
-
-def test_the_line_of_a_step_has_every_reward():
-    logs = {"reward": 1.0, "rewards/accuracy_reward/mean": 0.5, "rewards/mine_reward/mean": 0.25}
-    logs |= {"rewards/mine_reward/std": 9.0, "frac_reward_zero_std": 0.25}
-    shown = "step 1/8  reward 1.000  accuracy 0.500  mine 0.250  groups with non-zero variance 75%"
-    assert step_line(1, 8, logs, None) == shown
-
-
-def test_times_in_one_unit_or_two():
-    times = [format_duration(seconds) for seconds in (89, 90, 89 * 60 + 29, 89 * 60 + 31, 3 * 3600 + 5 * 60)]
-    assert times == ["89 s", "2 min", "89 min", "1 h 30", "3 h 05"]

@@ -1,16 +1,13 @@
 """The page of a report in headless Chromium: it shows what the data hold; clicks and keys change what they should."""
 
-import csv
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from made_run import completion, make_run, with_tools
-from PIL import Image
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.reporting.page import write_report
@@ -107,22 +104,6 @@ def test_fits_the_screen(opened: Open, width: int, scheme: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
-def test_the_first_screen_says_how_each_run_went(opened: Open) -> None:
-    page = opened("two")
-    strips = page.locator(".strip")
-    expect(strips).to_have_count(2)
-    # Accuracy 0.2 + 0.6 · step / steps + offset: of 6 steps from 0.3 on, of 4 with an offset of 0.1 from 0.45 on.
-    expect(strips.first).to_contain_text("30 % → 80 %")
-    expect(strips.last).to_contain_text("45 % → 90 %")
-    expect(strips.first).to_contain_text("sampled, 2 each, T=1, step")
-    expect(strips.first).to_contain_text("1.43 → 1.1")  # VGR 1.5 - 0.4 · step / steps
-    expect(strips.first.locator(".spark polyline")).to_have_count(2)  # evaluation and training
-    expect(strips.first.get_by_text("No red flag.")).to_be_visible()
-    assert page.locator(".charts").first.locator("strong").all_inner_texts() == [
-        "Accuracy reward, mean", "Reward", "VGR – smaller: looks more (late layers)", "Entropy",
-    ]  # fmt: skip
-
-
 def test_tokens_are_coloured_by_the_chosen_number(opened: Open) -> None:
     page = opened("one", "Completions")
     token = tokens(page).nth(4)
@@ -213,27 +194,6 @@ def test_turns_show_their_calls_images_and_attention(opened: Open) -> None:
     expect(page.locator(".whose")).to_contain_text("(token 1) looked: 25 %")
 
 
-def test_the_configuration_shows_first_what_differs(opened: Open) -> None:
-    rows = opened("two", "Configuration").locator("tbody tr")
-    rewards = [f"accuracy_reward x {weight}, vgr_reward x 1" for weight in (1, 2)]
-    assert rows.all_inner_texts() == ["\t".join(["rewards", *rewards]), "max_steps\t6\t4"]
-    note = opened("two").locator(".legend .note")
-    expect(note).to_contain_text(f"different rewards ({' | '.join(rewards)})")
-    page = opened("one", "Configuration")
-    described = ["model", "recipe", "data", "rewards", "device"]
-    assert page.locator("tbody th").all_inner_texts() == [*described, "beta", "max_steps"]
-    control(page, "Options").select_option("all")
-    assert page.locator("tbody th").all_inner_texts() == [
-        *described, "beta", "max_steps", "num_generations", "seed", "temperature",
-    ]  # fmt: skip
-    expect(opened("one").locator(".legend .note")).to_have_count(0)
-
-
-def test_a_completion_shows_the_weights_of_its_rewards(opened: Open) -> None:
-    rows = opened("two", "Completions").locator(".facts").first.locator("tbody tr")
-    assert rows.all_inner_texts()[:2] == ["accuracy_reward\t0\t× 1", "vgr_reward\t0.25\t× 1"]
-
-
 def test_runs_that_differ_by_their_seed_are_one_line_with_its_deviation(opened: Open) -> None:
     page = opened("seeds")
     strips = page.locator(".strip")
@@ -245,79 +205,6 @@ def test_runs_that_differ_by_their_seed_are_one_line_with_its_deviation(opened: 
     expect(page.locator(".legend li").first).to_contain_text("mean of 3 seeds")
     page.get_by_label("Mean ± deviation over seeds").uncheck()
     expect(strips).to_have_count(4)
-
-
-def test_a_chart_is_saved_as_svg_and_png(opened: Open, tmp_path: Path) -> None:
-    page = opened("seeds")
-    for ending in ("SVG", "PNG"):
-        with page.expect_download() as download:
-            page.get_by_role("button", name=f"Save Reward as {ending}", exact=True).click()
-        download.value.save_as(tmp_path / download.value.suggested_filename)
-    svg = ElementTree.parse(tmp_path / "reward.svg").getroot()
-    texts = [text.text or "" for text in svg.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts[0] == "Reward"
-    assert any("mean of 3 seeds" in text for text in texts)
-    bands = [band.attrib["points"].split() for band in svg.iter("{http://www.w3.org/2000/svg}polygon")]
-    assert sorted(map(len, bands)) == [4, 8]  # up and down, of evaluations at two steps and of four training steps
-    with Image.open(tmp_path / "reward.png") as image:
-        assert image.size == (1280, 2 * int(svg.attrib["height"]))
-        assert len(image.convert("RGB").getcolors(1 << 20) or []) > 10
-
-
-def test_charts_are_whole_on_paper(opened: Open) -> None:
-    page = opened("one")
-    page.set_viewport_size({"width": 1400, "height": 900})
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    page.emulate_media(media="print")
-    page.set_viewport_size({"width": 700, "height": 900})
-    boxes = page.evaluate("""() => [...document.querySelectorAll(".plot")].map(plot =>
-        [plot.getBoundingClientRect().right, plot.querySelector("canvas").getBoundingClientRect().right])""")
-    assert len(boxes) == 4
-    assert all(inner <= outer + 1 for outer, inner in boxes)
-
-
-def test_curves_over_time_and_as_a_table(opened: Open) -> None:
-    page = opened("two")
-    control(page, "Over").select_option("seconds")  # 30 from one step to the next
-    page.locator("label", has_text="Logarithmic").click()
-    chart = page.locator("figure", has=page.locator("code", has_text=re.compile("^reward$"))).first
-    chart.locator(".plot").focus()
-    page.keyboard.press("End")
-    expect(chart.locator(".readout")).to_contain_text("150 seconds")
-    with page.expect_download() as started:
-        page.get_by_role("button", name="Download CSV").click()
-    rows = list(csv.DictReader(started.value.path().read_text("utf-8").splitlines()))
-    assert len(rows) == 6 + 2 + 4 + 2  # of training and of evaluation, of each run
-    assert [row["reward"] for row in rows if (row["run"], row["mode"]) == ("two", "eval")] == ["0.42", "0.48"]
-    assert [row["time/seconds"] for row in rows[:2]] == ["0", "30"]
-
-
-def test_a_live_page_comes_back_to_the_same_place(browser: Browser, tmp_path: Path) -> None:
-    make_run(tmp_path / "run", steps=2)
-    path = write_report([tmp_path / "run"], tmp_path / "page.html", live=1).path
-    page = browser.new_page()
-    page.goto(f"{path.as_uri()}#tab=Completions")
-    expect(page.get_by_role("status")).to_have_text("8 of 8 completions")
-    make_run(tmp_path / "later", steps=3)
-    write_report([tmp_path / "later"], path)
-    expect(page.get_by_role("status")).to_have_text("10 of 10 completions")
-    expect(page.locator(".live")).to_have_count(0)  # the last page stays
-    page.close()
-
-
-def test_a_link_leads_to_the_same_place(opened: Open, pages: dict[str, Path]) -> None:
-    page = opened("one", "Completions")
-    control(page, "Answer").select_option("right")
-    page.locator(".list button").nth(2).click()
-    tokens(page).nth(4).click()
-    control(page, "Colour tokens by").select_option("entropies")
-    other = opened("one")
-    other.goto(page.url)
-    for shown in (page, other):
-        expect(shown.get_by_role("status")).to_have_text("8 of 16 completions")
-        expect(shown.locator(".list button").nth(2)).to_have_attribute("aria-current", "true")
-        expect(tokens(shown).nth(4)).to_have_attribute("aria-pressed", "true")
-        expect(control(shown, "Colour tokens by")).to_have_value("entropies")
 
 
 def test_hostile_text_is_shown_as_text(opened: Open) -> None:

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.reporting.recorder import (
-    find_image_grids,
-    prompt_text,
     quantise_attention,
     split_tokens,
     strip_padding,
@@ -22,13 +20,6 @@ TOKENIZER = build_processor(["what colour is the circle?", "red blue", "a red"])
 
 def decode(ids):
     return TOKENIZER.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def test_grids_are_those_of_the_processor_merged():
-    # Row 0 has two images, row 1 one: 4 x 6 patches are 2 x 3 vision tokens where two by two are merged.
-    batch = {"num_images": [2, 1], "image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2], [1, 8, 4]])}
-    assert find_image_grids(batch, 0, 2, 7) == [(2, 3), (1, 1)]
-    assert find_image_grids(batch, 1, 2, 8) == [(4, 2)]
 
 
 def test_attention_is_kept_to_a_510th_of_the_largest():
@@ -55,12 +46,6 @@ def test_pieces_of_any_tokens_are_the_text_also_where_bytes_are_none(ids):
     assert (len(pieces), "".join(pieces)) == (len(ids), decode(ids))
     of_bytes = TOKENIZER("é").input_ids  # two bytes, which no token joins
     assert split_tokens([*of_bytes, *TOKENIZER(" red").input_ids], decode) == ["", "é", " red"]
-
-
-def test_the_tokens_of_an_image_are_one_word_in_a_prompt():
-    image = TOKENIZER.convert_tokens_to_ids("<|image_pad|>")
-    red, blue = TOKENIZER("red").input_ids, TOKENIZER(" blue").input_ids
-    assert prompt_text([image] * 4 + red + [image] + blue, [image], decode) == "<image>red<image> blue"
 
 
 def test_a_batch_in_numbers():

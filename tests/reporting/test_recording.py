@@ -194,24 +194,6 @@ def test_a_continued_run_appends_and_a_new_one_moves_aside(make, tmp_path):
     assert (tmp_path / "run" / "rollouts.1").is_dir()
 
 
-def test_markdown_logs_and_the_terminal(make, tmp_path, capsys):
-    trainer = make([accuracy_reward, letters_reward], token_weights=True, rollout_log_steps=2, colorize_output=True,
-                   token_weights_log_path=str(tmp_path / "weights.md"))  # fmt: skip
-    trainer.train()
-    trainer.evaluate()
-    paths = [*(tmp_path / "run" / "training_logs").iterdir(), tmp_path / "weights.md"]
-    texts = {path.name.split("_")[0]: path.read_text(encoding="utf-8") for path in paths}
-    train, evaluation = ["Training, step 0", "Training, step 2"], ["Evaluation, step 3"]
-    assert {name: re.findall("^## (.*)", text, re.M) for name, text in texts.items()} == {
-        "rollout": train, "eval": evaluation, "attention": train + evaluation, "weights.md": train,
-    }  # fmt: skip
-    mean, vgr = (trainer.state.log_history[0][name] for name in ("rewards/letters_reward/mean", "attention/late/vgr"))
-    assert f"| letters\\_reward | {mean:.4g} |" in texts["rollout"]
-    assert f"| late | {vgr:.4g} |" in texts["rollout"]
-    assert "| token\\_weight\\_mean | 1 |" in texts["weights.md"]
-    assert capsys.readouterr().out.count("step 0, prompt") == 4
-
-
 def test_training_continues_where_records_cannot_be_written(make, tmp_path, monkeypatch):
     """A full disk is named once, and what can be written is written."""
     warnings = []

@@ -61,66 +61,42 @@ def accumulated(model, batch, micro_batches, *, synchronises=True, around=lambda
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(
-    ("name", "micro_batches", "prompts"),
-    [
-        *((name, ONE_BY_ONE, 2) for name in LENDS),
-        ("qwen2_5_vl", [[0, 1], [2, 3], [4, 5]], 2),  # the second holds parts of two groups
-        ("gemma3", [[0, 1], [2, 3], [4, 5]], 2),
-        ("llama", [[0, 4], [1, 3], [2, 5]], 2),  # as TRL shuffles them
-        ("qwen2_5_vl", [[0, 1, 2], [3], [4, 5]], 2),
-    ],
-)
-def test_gradients(name, micro_batches, prompts):
-    model, batch = case(name)
+def assert_lent(model, batch, micro_batches=ONE_BY_ONE, checkpointing=False):
+    """Each prompt runs once, and the gradients are those of plain passes."""
     plain = accumulated(model, batch, micro_batches)
+    if checkpointing:
+        checkpointed(model)
     with share_prompts(model) as report:
         shared = accumulated(model, batch, micro_batches)
-    assert (report.prompts, report.rows, report.plain) == (prompts, 6, {})
-    assert plain.keys() == shared.keys()
-    assert largest_relative(plain, shared) < 1e-6
-
-
-@pytest.mark.parametrize("images", [(1, 2), (0, 1)], ids=str)
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-def test_completions_with_images(name, images):
-    """Micro-batches of one completion with none, one or two images behind its prompt."""
-    model, batch = case(name, images=images, returned=(0, 1, 2))
-    plain = accumulated(model, batch, ONE_BY_ONE)
-    with share_prompts(model) as report:
-        shared = accumulated(model, batch, ONE_BY_ONE)
     assert (report.prompts, report.rows, report.plain) == (2, 6, {})
     assert plain.keys() == shared.keys()
     assert largest_relative(plain, shared) < 1e-6
 
 
-@pytest.mark.parametrize("trained", ["visual", "layers.0.self_attn.o_proj"])
-def test_few_weights(trained):
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "more"),
+    [
+        *((name, ONE_BY_ONE, {}) for name in LENDS),
+        ("qwen2_5_vl", [[0, 1], [2, 3], [4, 5]], {}),  # the second holds parts of two groups
+        ("gemma3", [[0, 1], [2, 3], [4, 5]], {}),
+        ("llama", [[0, 4], [1, 3], [2, 5]], {}),  # as TRL shuffles them
+        ("qwen2_5_vl", [[0, 1, 2], [3], [4, 5]], {}),
+        *((name, ONE_BY_ONE, {"returned": (0, 1, 2)}) for name in ("qwen2_5_vl", "qwen3_vl")),
+        ("qwen2_5_vl", ONE_BY_ONE, {"returned": (0, 1, 2), "images": (0, 1)}),
+    ],
+)
+def test_gradients(name, micro_batches, more):
+    """`returned`: images behind the prompt in each completion."""
+    assert_lent(*case(name, **more), micro_batches)
+
+
+@pytest.mark.parametrize("trained", ["visual", "layers.0.self_attn.o_proj", "layers.1"])
+def test_frozen_weights(trained):
     """Completions of a frozen decoder leave a gradient in no weight: the step is not one that was given up."""
     model, batch = case("qwen2_5_vl")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
-    plain = accumulated(model, batch, ONE_BY_ONE)
-    with share_prompts(model) as report:
-        shared = accumulated(model, batch, ONE_BY_ONE)
-    assert report.prompts == 2
-    assert plain.keys() == shared.keys()
-    assert largest_relative(plain, shared) < 1e-6
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-def test_checkpointing_and_half_frozen_models(name):
-    model, batch = case(name)
-    for parameter in base_of(model).visual.parameters():
-        parameter.requires_grad_(False)
-    base_of(model).language_model.layers[0].requires_grad_(False)
-    plain = accumulated(model, batch, ONE_BY_ONE)
-    checkpointed(model)
-    with share_prompts(model) as report:
-        shared = accumulated(model, batch, ONE_BY_ONE)
-    assert report.prompts == 2
-    assert plain.keys() == shared.keys()
-    assert largest_relative(plain, shared) < 1e-6
+    assert_lent(model, batch, checkpointing=trained == "layers.1")
 
 
 def planned(model, batch, open_prompts):

@@ -4,34 +4,21 @@ import copy
 from functools import partial
 
 import pytest
-import torch
 from support.models.compare import checkpointed, gradients, largest_relative, with_head
 from support.models.families import FAMILIES, build, make_batch
 from support.models.flash_on_cpu import as_flash, with_kernels
 from support.models.other_families import OTHERS
-from support.steps import DAPO, LOSSES, ROUNDING, STOCK, assert_same_steps, build_trainer, options, trained
+from support.steps import DAPO, LOSSES, ROUNDING, STOCK, assert_same_steps, options, trained
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of, causal_model
-from vgr_trl.sharing.prefix_forward import PrefixSplit, find_packing, why_not_pack
+from vgr_trl.sharing.prefix_forward import why_not_pack
 from vgr_trl.utils import describe_features
 
 
 @pytest.fixture
 def packed(monkeypatch):
     return with_kernels(monkeypatch)
-
-
-def test_where_tokens_and_keys_lie():
-    """Two prompts of 3 columns, the second with one of padding; rows of 2, 1 and 3 tokens, of 4 columns each."""
-    cut = PrefixSplit(start=3, stop=7, groups=[0, 1, 1], pixels={})
-    mask = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 1, 1]])
-    tokens, keys, bounds = find_packing(cut, [2, 1, 3], mask, torch.device("cpu"))
-    assert tokens.tolist() == [0, 1, 4, 8, 9, 10]
-    assert keys.tolist() == [0, 1, 2, 6, 7, 4, 5, 8, 4, 5, 9, 10, 11]  # 6 keys of prompts, then the tokens
-    assert bounds["cu_seq_lens_q"].tolist() == [0, 2, 3, 6]
-    assert bounds["cu_seq_lens_k"].tolist() == [0, 5, 8, 13]
-    assert (bounds["max_length_q"], bounds["max_length_k"]) == (3, 5)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -78,17 +65,6 @@ def test_steps_are_those_of_trl(loss, vision, image_rows, tmp_path, packed):
     assert "pack_completions: on" in describe_features(ours.features)
     assert_same_steps(model, ours, stock)
     assert any(queries != keys and len(set(queries)) > 1 for queries, keys in packed)
-
-
-def test_packed_passes_are_off_where_they_are_not_wanted(vision, image_rows, tmp_path, packed):
-    flash = as_flash(copy.deepcopy(vision[0]))
-    for model, more, reason in (
-        (flash, {"pack_completions": "off"}, "pack_completions=off"),
-        (flash, {"share_prompts": "off"}, "training does not share prompts"),
-        (vision[0], {}, "sdpa attention; flash attention packs them"),
-    ):
-        trainer = build_trainer(DAPO, model, vision[1], image_rows, options(tmp_path, **more))
-        assert f"pack_completions: off ({reason})" in describe_features(trainer.features)
 
 
 def test_layers_that_keep_other_things_than_keys(packed):

@@ -13,8 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.sharing.sharing import why_not_static
-from vgr_trl.utils import Feature
-from vgr_trl.validate.features import describe_sharing, is_sharded, plan_features, warn_of_slow_generation
+from vgr_trl.validate.features import is_sharded, plan_features, warn_of_slow_generation
 
 ROWS = Dataset.from_dict({"prompt": ["red blue green teal " * 6] * 8})
 
@@ -86,21 +85,6 @@ def test_shared_dropout_is_announced(lora, attention, make, caplog):
     with caplog.at_level(logging.WARNING):
         make(model, LoraConfig(r=2, lora_dropout=lora, target_modules=["q_proj"]))
     assert ("share the dropout drawn over it" in caplog.text) == bool(lora or attention)
-
-
-def test_the_start_says_how_often_a_prompt_runs_in_training():
-    """Of a group of 8 completions in micro-batches of 3."""
-    features = dict.fromkeys(
-        ("share_generation", "share_scoring", "share_training", "share_over_micro_batches"), Feature(None)
-    )
-    assert describe_sharing(features, 8, 8).endswith("generation, scoring, training.")
-    assert describe_sharing(features, 8, 3).endswith(
-        "In training, one pass over a prompt serves its 3 micro-batches of 3."
-    )
-    apart = features | {"share_over_micro_batches": Feature("DeepSpeed")}
-    assert describe_sharing(apart, 8, 3).endswith("it is computed in each of its 3 micro-batches of 3 (DeepSpeed).")
-    off = apart | {"share_training": Feature("torch.compile")}
-    assert describe_sharing(off, 8, 3).endswith("not in training (torch.compile).")
 
 
 def test_a_static_cache_of_windows_generates_plainly():

@@ -10,11 +10,11 @@ from support.models.families import BODY, FAMILIES, PAD, Family, build, make_bat
 from support.models.flash_on_cpu import as_flash
 from support.models.other_families import OTHERS
 
-from vgr_trl.sharing import probe, why_not_share
+from vgr_trl.sharing import why_not_share
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.probe import why_padding_counts
 
-WRONG, SAME = 1e-2, 1e-6
+SAME = 1e-6
 COUNTS = "padding around a prompt changes its hidden states"
 RESTARTS = "a prompt computed before its completion changes its hidden states"
 ENCODERS = {**BODY, "is_decoder": True, "pad_token_id": PAD}
@@ -28,17 +28,8 @@ def decoder(kind):
     return Family(kind, text_model(kind, **options))
 
 
-def wrong_where_shared(model, batch, monkeypatch):
-    """What the shared pass differs by, with the probe switched off."""
-    monkeypatch.setattr(probe, "_difference", lambda *args: None)
-    monkeypatch.setattr(probe, "_sharing", {})
-    plain, shared, report = plain_and_shared(model, batch)
-    assert not report.plain
-    return float((plain - shared).abs().max())
-
-
 @pytest.mark.parametrize("kind", [*FROM_IDS, "jamba"])  # Jamba's state forgets the prompt before several tokens
-def test_a_prompt_that_completions_do_not_go_on_from(kind, monkeypatch):
+def test_a_prompt_that_completions_do_not_go_on_from(kind):
     family = OTHERS.get(kind) or decoder(kind)
     model, batch = with_head(build(family)), make_batch(family)
     plain, shared, report = plain_and_shared(model, batch)
@@ -46,7 +37,6 @@ def test_a_prompt_that_completions_do_not_go_on_from(kind, monkeypatch):
     assert reason.startswith(RESTARTS)
     assert reason == why_not_share(model, gradients=True)
     assert (plain - shared).abs().max() < SAME
-    assert wrong_where_shared(model, batch, monkeypatch) > WRONG
 
 
 @pytest.mark.parametrize("family", [DECODERS["gpt2"], Family("beam", text_model("Beam", **BEAM))],

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.models.compare import assert_same_scores, generated, gradients, largest_relative, scored, with_head
+from support.models.compare import assert_same_scores, gradients, largest_relative, scored, with_head
 from support.models.families import FAMILIES, IMAGE, PAD, build, make_batch, randomise, text_model
 
 from vgr_trl.sharing import share_prompts
@@ -119,50 +119,6 @@ def test_attention_implementations(name, implementation):
     model, batch = with_head(build(name)), make_batch(name)
     model.set_attn_implementation(implementation)
     assert_same_scores(model, batch, 12, 4e-6, (2, 6))
-
-
-def test_several_completions_per_row_of_generate():
-    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl", generations=1)
-    plain = generated(model, batch, sample=True, num_return_sequences=4)
-    with share_prompts(model) as report:
-        shared = generated(model, batch, sample=True, num_return_sequences=4)
-    assert (report.prompts, report.rows, dict(report.plain)) == (2, 8, {})
-    assert torch.equal(plain, shared)
-
-
-def test_batches_without_equal_prompts_run_as_they_are():
-    model, batch = with_head(build("qwen2_vl")), make_batch("qwen2_vl", generations=1)
-    with torch.no_grad(), share_prompts(model, batch.completion_length) as report:
-        scored(model, batch)
-        generated(model, batch, sample=False)
-    assert report.plain == {"no prompt occurs twice": 2}
-    assert report.prompts_per_row == 1
-
-
-def test_a_line_after_the_first_step_says_what_was_shared(capsys):
-    model, batch = with_head(build("qwen2_vl")), make_batch("qwen2_vl")
-    alone = make_batch("qwen2_vl", generations=1)
-    with share_prompts(model):
-        generated(model, batch, sample=False)
-        assert capsys.readouterr().out == ""
-        for _ in range(2):
-            scored(model, batch)[0].sum().backward()
-    assert capsys.readouterr().out == (
-        "share_prompts, until the end of the first step: generation computed 2 prompts for 6 rows; training computed 2 "
-        "prompts for 6 rows.\n"
-    )
-    with share_prompts(model):
-        scored(model, alone)[0].sum().backward()
-    assert capsys.readouterr().out == (
-        "share_prompts, until the end of the first step: training computed 2 prompts for 2 rows (no prompt occurs "
-        "twice).\n"
-    )
-    with patch("vgr_trl.sharing.sharing.why_not_share", return_value="dropout in its router"), share_prompts(model):
-        pass
-    assert capsys.readouterr().out == "share_prompts shares nothing: dropout in its router.\n"
-    with share_prompts(model, batch.completion_length):
-        scored(model, batch)[0].sum().backward()
-    assert capsys.readouterr().out == ""
 
 
 def test_blocks_can_be_nested_and_end_with_errors():

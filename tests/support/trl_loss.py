@@ -1,33 +1,10 @@
 """TRL's real loss on log-probabilities given by a test, in place of those that a model would compute."""
 
 import torch
-from trl import GRPOConfig, GRPOTrainer
-
-
-def no_reward(completions, **kwargs):
-    return [0.0] * len(completions)
-
-
-def make_trainer(model, tokenizer, rows, folder, **options) -> GRPOTrainer:
-    """Stock TRL, as far as `_compute_loss` of a first micro-batch needs it."""
-    config = GRPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=2,
-        num_generations=2,
-        report_to="none",
-        **options,
-    )
-    trainer = GRPOTrainer(model, no_reward, config, rows, processing_class=tokenizer)
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
-    return trainer
 
 
 def loss_of(trainer, advantages, logps, mask, old_logps=None) -> torch.Tensor:
-    """The loss, with gradients to `logps` (N, T)."""
+    """The loss of a first micro-batch of stock TRL, with gradients to `logps` (N, T)."""
     prompt = torch.zeros(len(mask), 1, dtype=torch.long)
     inputs = {
         "prompt_ids": prompt,
@@ -39,5 +16,7 @@ def loss_of(trainer, advantages, logps, mask, old_logps=None) -> torch.Tensor:
     }
     if old_logps is not None:
         inputs["old_per_token_logps"] = old_logps
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logps, torch.zeros_like(logps).detach(), None)
     return trainer._compute_loss(trainer.model, inputs)

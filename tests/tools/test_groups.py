@@ -3,10 +3,10 @@
 import pytest
 import torch
 from support.tool_runs import deal_turns
-from support.trainers import begin
+from support.trainers import begin, emitted
 
 from vgr_trl.pixels import split_images
-from vgr_trl.rows import OLD_LOGPS, scoring_inputs, valid_tokens
+from vgr_trl.rows import OLD_LOGPS, valid_tokens
 
 
 def half_reward(completions, trainer_state, **kwargs):
@@ -29,10 +29,8 @@ def test_replayed_groups_have_their_turns_and_images(make, changed):
     counts = [len(images["image_grid_thw"]) for images in split_images(batch, 8)[0]]
     assert sorted(counts) == sorted([1, 2, 3, 2] * 2)
     assert counts == batch["num_images"]
-    given = scoring_inputs(batch)
-    inputs = {name: value for name, value in given.items() if name not in ("logits_to_keep", "num_images")}
     with torch.no_grad():
-        logits = trainer.model(**inputs).logits[:, -given["logits_to_keep"] - 1 : -1] / trainer.temperature
+        logits = emitted(trainer.model, batch) / trainer.temperature
     expected = logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
     mask = valid_tokens(batch).bool()
     assert torch.allclose(batch[OLD_LOGPS][mask], expected[mask], atol=1e-5)

@@ -8,12 +8,12 @@ import torch
 from PIL import Image
 from support.launching import results_of
 from support.tool_runs import call, deal_turns, look, tool_trainer
-from support.trainers import BIG_STEPS, begin, prompts, train_file, weights
+from support.trainers import BIG_STEPS, begin, emitted, prompts, train_file, weights
 from support.vllm import in_place_of_vllm
 from test_turns import rollout_of
 
 from vgr_trl.generation import perturb_turns, rows_perturbed
-from vgr_trl.rows import Turns, pad_rows, scoring_inputs
+from vgr_trl.rows import Turns, pad_rows
 from vgr_trl.tools import LookAgain, Zoom
 from vgr_trl.utils import ConfigError
 
@@ -53,10 +53,7 @@ def test_dependency_on_some_of_the_images(make, which):
     flat = [image for _, of_row in sorted(rollout.perturbed_images.items()) for image in of_row]
     pixels = trainer.processing_class.image_processor(images=flat, return_tensors="pt")["pixel_values"]
     with torch.no_grad():
-        given = {n: v for n, v in scoring_inputs(batch | {"pixel_values": pixels}).items() if n != "logits_to_keep"}
-        given.pop("num_images")
-        length = mask.size(1)
-        logits = trainer.model(**given).logits[:, -length - 1 : -1]
+        logits = emitted(trainer.model, batch | {"pixel_values": pixels})
         logps = logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
     change = logps - rollout.signals.logps
     assert torch.allclose(rollout.changes[mask], change[mask], atol=1e-5)

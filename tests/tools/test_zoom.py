@@ -2,17 +2,15 @@
 
 import re
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
-from support.tool_runs import call, deal_turns, tool_trainer
+from support.tool_runs import call, deal_turns
 from support.trainers import tiny_model
 from test_turns import rollout_of
 from trl.chat_template_utils import qwen3_vl_chat_template
 
-from vgr_trl import DAPOConfig
 from vgr_trl.generation import perturb_turns
 from vgr_trl.rewards.loading import load_reward
 from vgr_trl.rows import Turns
@@ -43,10 +41,7 @@ def test_boxes_by_hand(box, size, colour):
     part = zoomed(box)[0]["image"]
     assert part.size == size
     assert part.getcolors() == [(size[0] * size[1], colour)]
-
-
-def test_an_image_smaller_than_the_smallest_part():
-    assert zoomed([0.5, 0.5, 0.6, 0.6], (20, 10))[0]["image"].size == (20, 10)
+    assert zoomed(box, (20, 10))[0]["image"].size == (20, 10), "an image that is smaller than the smallest part"
 
 
 WRONG = [[0.5, 0, 0.5, 1], [100, 200, 300, 400], [0, 0, 1], "0 0 1 1", [0, 0, float("nan"), 1], None]
@@ -161,23 +156,3 @@ def test_the_template_of_qwen3_vl(make, model_folder, monkeypatch):
         "\n<|im_start|>user\n<tool_response>\n<|vision_start|><image><|vision_end|>\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-
-
-def test_the_program_of_the_page(model_folder, vision_trainer, tmp_path, monkeypatch):
-    """It runs with a tiny model in the place of its own."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    made = []
-
-    def build(model, rewards, options, train_dataset, environment_factory):
-        given = {name: getattr(options, name) for name in ("token_weights", "perturb_images", "replay_buffer_size")}
-        deal = partial(deal_turns, asked=lambda place, turn: call("zoom", box=BOXES[place][turn]))
-        weights = {"reward_weights": options.reward_weights, "enable_perception_filtering": True}
-        made.append(tool_trainer(model_folder, train_dataset, tmp_path, rewards, deal=deal,
-                                 environment_factory=environment_factory, **given, **weights))  # fmt: skip
-        return made[0]
-
-    monkeypatch.setattr("vgr_trl.DAPOTrainer", build)
-    monkeypatch.setattr("vgr_trl.DAPOConfig", partial(DAPOConfig, use_cpu=True, bf16=False))
-    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
-    exec(page.split("```python\n")[1].split("```")[0], {"rows": vision_trainer.rows})
-    assert made[0].state.global_step == 1

@@ -4,9 +4,8 @@ from copy import copy
 
 import pytest
 import torch
-from support.trainers import letters_reward, logged
+from support.trainers import emitted, letters_reward, logged
 
-from vgr_trl import DAPOConfig
 from vgr_trl import generation as noisy
 from vgr_trl.config import decay
 
@@ -71,15 +70,8 @@ def test_the_ratio_to_the_policy_that_generated(make, monkeypatch):
     )  # fmt: skip
     generated, batches, rollout = trained(run, monkeypatch)
     batch = rollout.batch
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    length = batch["completion_ids"].size(1)
-    types = torch.nn.functional.pad(generated["mm_token_type_ids"], (0, length))
     with torch.no_grad():
-        logits = run.model(
-            input_ids=ids, attention_mask=mask, pixel_values=generated["pixel_values"],
-            image_grid_thw=generated["image_grid_thw"], mm_token_type_ids=types,
-        ).logits[:, -length - 1 : -1]  # fmt: skip
+        logits = emitted(run.model, batch | {"pixel_values": generated["pixel_values"]})
     logps = (logits / run.temperature).log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
     valid = batch["completion_mask"].bool()
     old = batch["old_per_token_logps"]
@@ -104,11 +96,3 @@ def test_the_ratio_to_the_policy_that_generated(make, monkeypatch):
 def test_decays_as_published(kind, coefficient, expected):
     found = [decay(kind, step, 100, coefficient, 40) for step in (1, 20, 40, 60, 100)]
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-15)
-
-
-@pytest.mark.parametrize(
-    ("perturbation", "expected"), [("diffusion_noise", {"steps": 125}), ("crop_image", {"share": 0.875})]
-)
-def test_a_quarter_of_the_strength(perturbation, expected, tmp_path):
-    options = DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, noisy_perturbation=perturbation)
-    assert options.noisy_parameters(0.25) == expected

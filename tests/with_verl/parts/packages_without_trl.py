@@ -36,7 +36,5 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "test_the_trainer_corrects_what_trl_pads" in item.nodeid:
-            item.add_marker(pytest.mark.skip(reason="trains with TRL"))
         if IS_OLD and NEEDS_NEWER.search(item.nodeid):
             item.add_marker(pytest.mark.skip(reason=f"not in transformers {transformers.__version__}"))
