@@ -4,7 +4,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -31,7 +31,7 @@ from vgr_trl.data.merge import merge
 from vgr_trl.data.prompts import special_tokens
 from vgr_trl.data.public_sets import CONVERTERS, load_converter, read_ids, shuffle_choices
 from vgr_trl.data.read_row import FLAGS, keys_of
-from vgr_trl.data.rows import REASON, RowOptions, report_skipped
+from vgr_trl.data.rows import REASON, RowOptions
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.rewards.answers import LETTERS, completion_text, is_right, resolve_solution, stated_answer
 from vgr_trl.utils import ConfigError, DataError, RewardError, write_atomic
@@ -212,7 +212,8 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
             if shared := sum(findings.digests[image] for image in findings.digests.keys() & other.keys()):
                 findings.text += f"\n{shared:,} rows of {split} have an image that is also in {name}."
     if flags.skipped:
-        report_skipped(findings.skipped, flags.skipped)
+        lines = [json.dumps(asdict(row), default=str) + "\n" for row in findings.skipped]
+        flags.skipped.write_text("".join(lines), encoding="utf-8")
     print(findings.text + "\n")
     if processor is None:
         print("Prompt lengths not measured; pass --model.")

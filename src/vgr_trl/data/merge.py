@@ -3,7 +3,6 @@
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -74,16 +73,16 @@ def train_test_split(
     """
     stored = undecoded(dataset.with_format(None))
     stored = stored.select_columns([name for name in ("prompt", *MEDIA, FOLDER) if name in stored.column_names])
-    examine, features = partial(_digests, root=root), Features({DIGESTS: List(Value("string"))})
+    features = Features({DIGESTS: List(Value("string"))})
+
+    def examine(row: Mapping[str, Any]) -> dict[str, list[str]]:
+        shown = [image_bytes(value, folder_of(row, root)) for value in (*images_of(row), *videos_of(row))]
+        content = shown or ["\0".join(texts_of(row["prompt"][-1:])).encode()]
+        return {DIGESTS: [hashlib.sha256(data).hexdigest() for data in content]}
+
     found = list(map_rows(stored, examine, features, str(root), "Comparing images")[DIGESTS])
     train, test = split_by_image(found, min(TEST_SHARE, (most or len(found)) / len(found)), seed)
     return dataset.select(train), dataset.select(test[:most])
-
-
-def _digests(row: Mapping[str, Any], root: Path) -> dict[str, list[str]]:
-    shown = [image_bytes(value, folder_of(row, root)) for value in (*images_of(row), *videos_of(row))]
-    content = shown or ["\0".join(texts_of(row["prompt"][-1:])).encode()]
-    return {DIGESTS: [hashlib.sha256(data).hexdigest() for data in content]}
 
 
 def split_by_image(images: Sequence[Sequence[str]], test_share: float, seed: int) -> tuple[list[int], list[int]]:
