@@ -106,6 +106,9 @@ def test_json_keeps_its_types_and_csv_its_texts(tmp_path):
         assert list(rows["problem"]) == ["1, 2?", "q", None]
         assert list(rows["choices"]) == [None, "['1', '2']", None]
         assert rows[2]["__unreadable__"] == "the line has another number of values than there are columns"
+    path.write_text("problem,problem\nq,x\n")
+    with pytest.raises(DataError, match="give each column a different name"):
+        load_split("train", data_files=str(path))
 
 
 def test_several_files_of_a_split(tmp_path):

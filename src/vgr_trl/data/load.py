@@ -335,7 +335,11 @@ def _object(value: Any) -> dict[str, Any]:
 def _csv(path: Path) -> Iterator[dict[str, Any]]:
     """Yield rows under the names of the first line: every value a text, an empty one None."""
     with path.open(encoding="utf-8-sig", newline="") as file:
-        for row in csv.DictReader(file, strict=True):
+        rows = csv.DictReader(file, strict=True)
+        names = list(rows.fieldnames or ())
+        if len(set(names)) != len(names) or "" in names:
+            raise ValueError(f"its columns are {names}: give each column a different name")
+        for row in rows:
             if None in row or None in row.values():  # DictReader's mark of a longer or a shorter line
                 yield {UNREADABLE: "the line has another number of values than there are columns"}
             else:
