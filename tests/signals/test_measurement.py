@@ -9,19 +9,15 @@ from vgr_trl.signals import AttentionMass, RolloutSignals
 
 @pytest.mark.parametrize("length", [3, 1])
 def test_attention_of_generation_is_padded_and_cut_to_the_batch(length):
-    """Columns that padding adds do not count, columns that are cut off are gone."""
+    """Tokens that are masked and columns that padding adds do not count, columns that are cut off are gone."""
     side, count = torch.full((2, 1, 2), 0.4), torch.tensor([8])
-    mask = torch.arange(length).unsqueeze(0) < 2
+    mask = torch.arange(length).unsqueeze(0) < 1
     made = torch.ones(1, 2).bool()
     signals = RolloutSignals(-side[0], side[0], made, AttentionMass(side, side, count, count, made))
     padded = pad_signals(signals, mask)
-    assert padded.logps.tolist() == [[pytest.approx(-0.4), pytest.approx(-0.4), 0][:length]]
+    assert padded.logps.tolist() == [[pytest.approx(-0.4), 0, 0][:length]]
     found = padded.attention
-    assert (
-        found.vision.tolist()
-        == found.instruction.tolist()
-        == [[[pytest.approx(0.4), pytest.approx(0.4), 0][:length]]] * 2
-    )
+    assert found.vision.tolist() == found.instruction.tolist() == [[[pytest.approx(0.4), 0, 0][:length]]] * 2
     assert torch.equal(found.mask, mask)
     assert found.num_vision.tolist() == [8]
 

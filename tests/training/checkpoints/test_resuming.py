@@ -56,6 +56,7 @@ def test_latest_without_any_checkpoint_starts_at_the_beginning(tmp_path):
     [
         (lambda path: (path / "replay_0_of_2.pt").unlink(), "replay_0_of_2.pt is missing"),
         (lambda path: (path / "optimizer.pt").write_bytes(b"PK"), "optimizer.pt has 2 bytes instead of 24"),
+        (lambda path: (path / "optimizer.pt").write_bytes(b"\0" * 25), "optimizer.pt has 25 bytes instead of 24"),
         (lambda path: (path / "optimizer.pt").write_bytes(b"\0" * 24), "optimizer.pt is damaged"),
         (lambda path: (path / MANIFEST).write_text("{"), "manifest.json, which is written last, is missing"),
         (lambda path: (path / MANIFEST).unlink(), "manifest.json, which is written last, is missing"),
