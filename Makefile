@@ -223,7 +223,7 @@ engines: $(DEV)
 processes: $(DEV)
 	$(BIN)/python -m pytest -m minutes --ignore tests/engines --ignore tests/faults
 
-# Kills at random moments, in each phase and at every file of a save, up to an hour; others are in `make test`, too.
+# Kills in each phase and at every file of a save, up to an hour; others are in `make test`, too.
 .PHONY: faults
 faults: $(DEV)
 	$(BIN)/python -m pip install --quiet -r tests/faults/requirements.txt
