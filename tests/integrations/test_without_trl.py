@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-PACKAGES = ("collapse", "config", "credit", "integrations", "loss", "pixels", "rewards", "rows", "sharing", "signals")
+PACKAGES = ("config", "credit", "integrations", "loss", "metrics", "pixels", "rewards", "rows", "sharing", "signals")
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 sys.modules["trl"] = None
