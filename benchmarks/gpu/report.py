@@ -54,7 +54,7 @@ wanted first, with the minutes that each should take on an H200, computed with `
 
 | command | minutes | what |
 |---|---:|---|
-| `make gpu-tests` | 3 | `tests/gpu`; attention of shapes that are new |
+| `make gpu-tests` | 2 | `tests/gpu`; attention of shapes that are new |
 | `make gpu-passes` | 5 | updates and scoring, with cuDNN's attention and without |
 | `make gpu-signals` | 3 | steps with LoRA: no signal, attention for metrics, every signal; static and growing caches |
 | `make gpu-steps` | 6 | steps on two batches of different lengths, prompts and images, micro-batches of one first |
