@@ -312,10 +312,14 @@ def stack_weights(values: Any, response_mask: Tensor) -> Tensor:
         response_mask: (N, T).
 
     Raises:
-        DataError: there is not one row per completion, or a weight of a valid token is negative or not finite.
+        DataError: there is not one row per completion, it has no numbers, or a weight of a valid token is negative or
+            not finite.
     """
     count, length = response_mask.shape
-    rows = [torch.ones(0) if row is None else torch.as_tensor(row, dtype=torch.float32).flatten() for row in values]
+    try:
+        rows = [torch.ones(0) if row is None else torch.as_tensor(row, dtype=torch.float32).flatten() for row in values]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"token_weights cannot be read ({error}): give numbers, one for each token.") from error
     if len(rows) != count:
         raise DataError(f"token_weights has {len(rows)} rows for {count} responses: give one for each.")
     padded = pad_sequence([*rows, torch.ones(length)], batch_first=True, padding_value=1.0)  # (N + 1, T or more)

@@ -19,6 +19,7 @@ from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sampling.zero_variance import sum_task_rewards
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.signals.scoring import Want
+from vgr_trl.utils import ConfigError
 
 logger = logging.get_logger(__name__)
 FILE = "critic.pt"  # in a checkpoint
@@ -180,11 +181,20 @@ class Critic:
             torch.save(state, folder / FILE)
 
     def load(self, folder: Path) -> None:
-        """Continue with the critic of a checkpoint, which any number of processes may have written."""
+        """Continue with the critic of a checkpoint, which any number of processes may have written.
+
+        Raises:
+            ConfigError: it is of another model or adapter.
+        """
         if not (folder / FILE).exists():
             logger.warning(f"{folder} has no critic, which starts from scratch: it was written with another estimator.")
             return
         state = torch.load(folder / FILE, map_location="cpu", weights_only=True)
+        if set(state["parameters"]) != set(self.named):
+            raise ConfigError(
+                f"The critic in {folder} has other parameters: give the options of critic, model and adapter that it "
+                "was saved with, or an earlier checkpoint."
+            )
         with torch.no_grad():
             for name, value in self.named.items():
                 value.copy_(state["parameters"][name])

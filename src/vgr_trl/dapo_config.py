@@ -33,6 +33,7 @@ _LIMITS = {  # of TRL's and transformers' options, which nobody else checks befo
     **{name: {"ge": 1} for name in _AT_LEAST_1},
     **{name: {"ge": 0} for name in _AT_LEAST_0},
     "temperature": {"gt": 0},
+    "top_p": {"gt": 0, "le": 1},
 }
 
 

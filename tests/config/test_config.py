@@ -72,7 +72,7 @@ def test_values_of_another_type():
 
 def test_numbers_of_trl_are_checked_too(tmp_path):
     outside = {
-        "epsilon": -0.1, "learning_rate": math.nan, "temperature": 0.0, "num_iterations": 0,
+        "epsilon": -0.1, "learning_rate": math.nan, "temperature": 0.0, "top_p": 2.0, "num_iterations": 0,
         "gradient_accumulation_steps": 0, "max_completion_length": -3,
     }  # fmt: skip
     for name, value in outside.items():

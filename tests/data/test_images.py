@@ -16,7 +16,7 @@ from support.made_sets import encoded
 from vgr_trl.data.convert import encode_image
 from vgr_trl.data.images import ImageLimits, open_image, read_image, to_rgb
 from vgr_trl.data.rows import is_repeatable, prepare_rows
-from vgr_trl.utils import DataError
+from vgr_trl.utils import ConfigError, DataError
 
 HERE, LIMITS = Path(), ImageLimits()
 ORIENTATION = 0x0112
@@ -138,6 +138,11 @@ def test_sizes_by_hand(limits, size, expected):
     if max(size) > 1024:
         with pytest.raises(DataError, match="filter_big_images skips sides above 1024"):
             ImageLimits(**limits, filter_big_images=True).size_of(*size)
+
+
+def test_bounds_that_exclude_each_other():
+    with pytest.raises(ConfigError, match="above max_pixels 9"):
+        ImageLimits(min_pixels=10, max_pixels=9)
 
 
 SIDE = 30_000

@@ -16,6 +16,7 @@ from vgr_trl.demo.tiny_model import SPECIAL_TOKENS
 from vgr_trl.integrations.verl import build_token_vgr_weights_for_batch, token_vgr_weights
 from vgr_trl.signals import RolloutScorer
 from vgr_trl.signals.ratios import special_token_ids
+from vgr_trl.utils import DataError
 
 
 def of_images(processor):
@@ -80,3 +81,5 @@ def test_lists_and_tensors_are_padded_or_cut_with_a_warning():
         assert stack_weights(torch.full((2, 3), 2.0), mask).tolist() == [[2, 2, 2], [2, 2, 2]]
     with pytest.warns(UserWarning, match="padded with 1 or cut to the 3 tokens"):
         assert stack_weights([[1.0, 2.0], torch.arange(5.0)], mask).tolist() == [[1, 2, 1], [0, 1, 2]]
+    with pytest.raises(DataError, match="give numbers, one for each token"):
+        stack_weights([["much"], None], mask)

@@ -11,7 +11,7 @@ from support.models.families import Family, build, make_batch, text_model
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from vgr_trl.sharing import model_support, prefix_forward, share_prompts, why_not_share
-from vgr_trl.sharing.model_support import attend_to_all_before, sdpa_by_key_head
+from vgr_trl.sharing.model_support import attend_to_all_before, hides_nothing_before, sdpa_by_key_head
 from vgr_trl.sharing.prefix_cache import marked
 from vgr_trl.sharing.prefix_forward import cut_by_length
 from vgr_trl.signals.probe import AttentionProbe
@@ -125,6 +125,20 @@ def test_a_kernel_reads_no_mask_behind_prompts_without_padding(attention, monkey
     )
     assert all((one - other).abs().max() < 1e-6 for one, other in zip(plain, shared, strict=True))
     assert largest_relative(expected, found) < 1e-6
+
+
+def test_which_masks_hide_nothing_before():
+    """A window that the layers' caches do not know of, and padding in front, do; padding behind does not."""
+    causal = torch.ones(2, 1, 3, 7).tril(4).bool()
+    assert hides_nothing_before(causal.clone())
+    behind = causal.clone()
+    behind[1, :, :, 6] = False  # the last key is padding, and so is the last query
+    assert hides_nothing_before(behind)
+    in_front, window = causal.clone(), causal & torch.ones(3, 7).triu(1).bool()
+    in_front[0, :, :, 0] = False
+    assert not hides_nothing_before(in_front)
+    assert not hides_nothing_before(window)
+    assert not hides_nothing_before(causal.float())
 
 
 def kept_bytes(attend, *args, **options):

@@ -27,7 +27,7 @@ def test_weights_of_a_reward_on_the_mask():
     weights = [[1.0, 1.0, 4.0], [3.0, 1.0], [1.0, 1.0, 1.0], [2.0]]
     assert made.take_token_weights({"overall": [1.0], "token_weights": weights}) == {"overall": [1.0]}
     assert made.take_token_weights({"pg_loss": [2.0]}) == {"pg_loss": [2.0]}  # of another call
-    data = made.compute_advantages(ray_trainer.compute_advantage, batch(), "grpo")
+    data = made.compute_advantages(ray_trainer.compute_advantage, batch(), adv_estimator="grpo", gamma=1.0, lam=1.0)
     weighted = [[0.5, 0.5, 2.0], [1.5, 0.5, 0.0], [1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
     assert torch.allclose(data.batch["response_mask"], torch.tensor(weighted))
 

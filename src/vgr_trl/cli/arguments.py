@@ -95,6 +95,7 @@ class DataArguments:
             self.data_files = ",".join(map(str, self.data_files))
         check_options(self)
         keys_of(**vars(self))
+        self.image_limits()
         if self.image_dir is not None and not Path(self.image_dir).is_dir():
             raise ConfigError(f"image_dir is {self.image_dir}, which is not a folder.")
         if len(self.prompt_options()) > 1:

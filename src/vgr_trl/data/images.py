@@ -263,6 +263,10 @@ class ImageLimits:
     max_short_side: int | None = None
     filter_big_images: bool = False
 
+    def __post_init__(self) -> None:
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ConfigError(f"min_pixels is {self.min_pixels}, above max_pixels {self.max_pixels}: lower it.")
+
     def size_of(self, width: int, height: int) -> Size:
         """Return the size that an image of `width` x `height` pixels is brought to, or raise `DataError`."""
         if self.filter_big_images and max(width, height) > MAX_SHORT_SIDE:

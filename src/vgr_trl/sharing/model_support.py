@@ -174,14 +174,14 @@ def sdpa_by_key_head(
 
     With a mask, which completions behind a shared prompt always have, transformers repeats them, and the backward pass
     keeps the copies: 219 MB a layer for Qwen2.5-VL-7B, P 1400, T 512, G 8. Here the queries of a key head see a view.
-    Behind prompts without padding, flash attention needs no mask: outputs of padding behind completions differ, unread.
+    Where the mask hides no key before a query, as behind prompts without padding, flash attention takes its place: what
+    comes out for padding behind completions differs then.
     Passes that share no prompts, of any model in the process, get what transformers does. A module's `attend_within`
     takes the place of all of this: see vgr_trl.efficiency.vision.
 
     Args:
         query: (B, H, Q, D).
-        key, value: (B, number of key heads, K, D); the keys `marked` where prompts are shared, with `all_seen` where
-            a query sees all keys up to its own.
+        key, value: (B, number of key heads, K, D); the keys `marked` where prompts are shared.
         attention_mask: (B, 1, Q, K).
     """
     if (within := getattr(module, "attend_within", None)) is not None:
@@ -189,13 +189,13 @@ def sdpa_by_key_head(
     groups = getattr(module, "num_key_value_groups", 1)
     plain = dropout == 0 and not any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
     shares = plain and query.size(2) > 1 and hasattr(key, "of_shared_prompts")
-    all_seen = shares and getattr(key, "all_seen", False)
-    if not (all_seen or (shares and groups > 1)) or attention_mask is None or attention_mask.size(1) != 1:
+    if not shares or attention_mask is None or attention_mask.size(1) != 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if torch.is_autocast_enabled(query.device.type):  # it would cast keys and values again for every query head
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if all_seen and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True)):
+    takes_flash = can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
+    if takes_flash and hides_nothing_before(attention_mask):
         return attend_to_all_before(query, key, value, scaling), None
     if groups == 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -209,6 +209,22 @@ def sdpa_by_key_head(
         attend = nn.functional.scaled_dot_product_attention
         seen.append(attend(queries, keys, values, attn_mask=attention_mask, scale=scaling))
     return torch.cat(seen, 1).transpose(1, 2).contiguous(), None
+
+
+def hides_nothing_before(mask: Any) -> bool:
+    """Return whether each query sees all keys up to its own, the last Q of K, and none behind; found once for a mask.
+
+    Args:
+        mask: (B, 1, Q, K) bool. Queries that do not see their own key are padding, and may see anything.
+    """
+    if mask.dtype != torch.bool:
+        return False
+    if not hasattr(mask, "hides_nothing_before"):  # one tensor for all layers of a pass; the host waits for the answer
+        queries, keys = mask.shape[-2:]
+        own = mask.diagonal(keys - queries, -2, -1).unsqueeze(-1)
+        before = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril(keys - queries)
+        mask.hides_nothing_before = bool(((mask == before) | ~own).all())
+    return bool(mask.hides_nothing_before)
 
 
 def attend_to_all_before(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

@@ -127,13 +127,7 @@ class StoredKeys(_Keys):
 
 
 class ExpandedKeys(_Keys):
-    """Stored keys and values, given to every row of a batch in front of its own; never written.
-
-    Attributes:
-        unpadded: whether no prompt has padding, so that a query sees all keys up to its own.
-    """
-
-    unpadded = False
+    """Stored keys and values, given to every row of a batch in front of its own; never written."""
 
     def __init__(self, stored: StoredKeys, index: Tensor) -> None:
         super().__init__()
@@ -142,9 +136,7 @@ class ExpandedKeys(_Keys):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.was_read = True
-        keys: Any = marked(self._behind(self.stored.keys, key_states))
-        keys.all_seen = self.unpadded and not self.is_sliding
-        return keys, self._behind(self.stored.values, value_states)
+        return marked(self._behind(self.stored.keys, key_states)), self._behind(self.stored.values, value_states)
 
     def _behind(self, stored: Tensor, new: Tensor) -> Tensor:
         return torch.cat([stored.index_select(0, self.index), new], dim=-2)
@@ -298,18 +290,15 @@ class ReadPrefix(Cache):
 
     Attributes:
         rows: numbers of these rows in the batch.
-        unpadded: whether their prompts have no padding.
     """
 
     layers: list[Any]
 
-    def __init__(self, written: WrittenPrefix, index: Tensor, rows: Sequence[int], unpadded: bool = False) -> None:
+    def __init__(self, written: WrittenPrefix, index: Tensor, rows: Sequence[int]) -> None:
         kinds: dict[type, Any] = {StoredKeys: ExpandedKeys, StoredState: ExpandedState}  # others keep nothing
         layers = [kinds[type(layer)](layer, index) if type(layer) in kinds else layer for layer in written.layers]
         super().__init__(layers=layers)
         self.rows = list(rows)
-        for layer in self.layers:
-            layer.unpadded = unpadded
 
     def check(self) -> None:
         """Raise `UnsupportedModel` unless every layer has read its prefix."""

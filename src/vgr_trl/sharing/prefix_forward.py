@@ -382,7 +382,6 @@ class CompletionPass:
         self.ids: Tensor = inputs["input_ids"]
         self.mask: Tensor | None = inputs.get("attention_mask")
         self.index = on_device(self.split.groups, self.ids.device)  # (N,)
-        self.unpadded = self.mask is None or bool(self.mask[:, : self.split.start].all())
         deltas = prefill.deltas
         if deltas is not None:
             deltas = deltas.index_select(0, self.index.to(deltas.device))
@@ -408,7 +407,7 @@ class CompletionPass:
         stop, positions = self.split.start + length, self.positions
         if positions is not None:
             positions = (positions[..., at, :] if positions.size(-2) == len(self.ids) else positions)[..., :length]
-        behind = ReadPrefix(self.prefill.written, self.index[at], rows, self.unpadded)
+        behind = ReadPrefix(self.prefill.written, self.index[at], rows)
         with _cache_through_checkpoints(self.prefill.layers):
             outputs = self.prefill.plain(
                 **self.prefill.common,

@@ -76,7 +76,8 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
         model: transformers model, also wrapped by DDP, DeepSpeed or PEFT, or patched by TRL.
         completion_length: T, the number of columns behind the prompts in every batch of the block, at least 1. Of
             the outputs only those that score completions can be used then: hidden states of prompts and padding are 0.
-            None: rows may be anything; their longest common beginnings are shared, and all outputs are there.
+            None: rows may be anything; their longest common beginnings are shared, and all outputs are there. Those of
+            padding may differ from a plain pass.
         modes: of a run with several processes or its own micro-batches, as `SharedForward` takes them.
 
     Yields:

@@ -218,7 +218,9 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
             self._weights = self._weights if weights is None else weights
         return others
 
-    def compute_advantages(self, plain: Any, data: Any, estimator: str, gamma: float = 1.0, lam: float = 1.0) -> Any:
+    def compute_advantages(
+        self, plain: Any, data: Any, adv_estimator: str, gamma: float = 1.0, lam: float = 1.0
+    ) -> Any:
         """Return the batch with advantages, and with `apply_to` mask also a weighted response mask.
 
         Args:
