@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -149,6 +150,9 @@ def start(flags: argparse.Namespace, name: str = "data") -> dict[str, float]:
 def dry_run(flags: argparse.Namespace) -> dict[str, float]:
     """Try a training; its imports are made before."""
     from vgr_trl.cli.train import main as train
+
+    with suppress(ImportError):
+        import deepspeed  # noqa: F401 (accelerate imports it where it is installed)
 
     options = f"--model_name_or_path {flags.folder}/tiny/model --dataset_path {flags.folder}/data --dry_run"
     options += f" --max_prompt_length {LIMIT} --output_dir {flags.folder}/out --num_generations 8"

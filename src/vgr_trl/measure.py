@@ -497,7 +497,7 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
         logger.warning_once(f"Skipped the check that the model uses the pixels{why}")
         return {}
     with keep_random_state(accelerator.device):
-        logps, behind_blank = trainer.score(stacked_inputs(inputs), Want()).logps.float().chunk(2)
+        logps, behind_blank = (trainer.score(each, Want()).logps.float() for each in inputs)  # pixels are not joined
     engine = part.get("sampling_per_token_logps")
     if engine is not None and rollout.noise is not None:  # the engine saw other images there
         noisy = torch.tensor([rollout.noise.rows[row] for row in rows], device=engine.device)
