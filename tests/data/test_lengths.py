@@ -55,7 +55,8 @@ def with_template(family):
 
 @pytest.mark.parametrize("system_prompt", [SYSTEM_PROMPTS["zh"], None])
 def test_rows_of_a_data_set_with_and_without_images(system_prompt):
-    processor = build_processor(["what"])
-    rows = list(rows_of([0, 1, 3], system_prompt))
-    counts = prompt_lengths(Dataset.from_list(rows), PromptLengths(processor), "lengths")
+    processor = build_processor(["what"])  # whose family has the function of sizes in its image processor alone
+    rows, lengths = list(rows_of([0, 1, 3], system_prompt)), PromptLengths(processor)
+    assert not lengths.needs_pixels, "one process would count the tokens of all rows"
+    counts = prompt_lengths(Dataset.from_list(rows), lengths, "lengths")
     assert counts == [trainers_count(processor, row) for row in rows]

@@ -99,8 +99,12 @@ class PromptLengths:
 
     def _counted(self, sizes: Sequence[Size]) -> int:
         for width, height in {*sizes} - self._by_size.keys():
-            found = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
-            self._by_size[width, height] = int(found.num_image_tokens[0])
+            if hasattr(self.processor, "_get_num_multimodal_tokens"):
+                found = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)]).num_image_tokens[0]
+            else:  # PaddleOCR-VL and relatives of Qwen2-VL
+                images = self.processor.image_processor
+                found = images.get_number_of_image_patches(height, width, {}) // images.merge_size**2
+            self._by_size[width, height] = int(found)
         return sum(self._by_size[size] for size in sizes)
 
     def _processor_count(self, prompt: Any, images: Sequence[Image.Image]) -> int:
