@@ -75,6 +75,7 @@ def strip_wrapping(text: str) -> str:
     return text
 
 
+@lru_cache(4096)  # the options of a question are compared again for each part of each completion
 def strip_article(text: str) -> str:
     """Return `text` normalised, without a leading article or a trailing 的."""
     text = normalise(strip_wrapping(text)).removesuffix("的")
