@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,7 +97,7 @@ def write_report(
 
 def load_template() -> str:
     """Return the HTML of the page, without data."""
-    return files("vgr_trl.reporting").joinpath(PAGE).read_text(encoding="utf-8")
+    return Path(__file__).with_name(PAGE).read_text(encoding="utf-8")
 
 
 def build_pages(
