@@ -70,7 +70,7 @@ CASES = {
     "padded to a multiple": {"pad_to_multiple_of": 4, "credit": True},
 }  # fmt: skip
 READ = {"beta": 0.1, "entropy_coef": 0.1, "top_entropy_quantile": 0.5}
-READ_TOKENS = {"importance_sampling_level": "sequence", "off_policy_mask_threshold": 1e-4}
+COMPARED = {"importance_sampling_level": "sequence", "off_policy_mask_threshold": 1e-4}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -86,9 +86,9 @@ def test_nothing_is_left_out_that_another_term_reads(option):
     assert sum(logged(ours, "skipped/rows") + logged(ours, "skipped/tokens")) == 0
 
 
-@pytest.mark.parametrize("option", READ_TOKENS)
+@pytest.mark.parametrize("option", COMPARED)
 def test_whole_completions_run_where_they_are_compared(option):
-    ours = assert_equal_steps(**{option: READ_TOKENS[option]}, **TWICE)
+    ours = assert_equal_steps(**{option: COMPARED[option]}, **TWICE)
     assert f"skip_zero_advantage: on; skip_zero_advantage_tokens: off ({option}" in describe_features(ours.features)
     assert min(logged(ours, "skipped/rows")) >= 5
 

@@ -81,22 +81,12 @@ def test_steps_with_other_options(case, vision, image_rows, tmp_path):
         assert not ours.places["training"].plain
 
 
-def test_rows_with_and_without_an_image(vision, tmp_path):
-    """Stock TRL fails on these; the plain passes to compare with are those of this library's trainer."""
-    (model, processor), mixed_rows = vision, questions(lambda number: [picture(number)] if number % 2 else [])
-    settings = options(tmp_path, **TWICE)
-    plain = trained(DAPO, model, processor, mixed_rows, {**settings, "share_prompts": "off"})
-    shared = trained(DAPO, model, processor, mixed_rows, settings)
-    assert plain.places["training"].rows == 0
-    assert_equal_steps(vision, plain, shared)
-    assert shared.places["scoring"].prompts_per_row == shared.places["training"].prompts_per_row == 1 / 4
-
-
 OURS_ALONE = {
     "perception loss": ({"perception_loss_weight": 0.05, "der_loss_weight2": 0.05}, 1 / 4 + 1 / 16),
     "a critic's head": ({"advantage_estimator": "gae", "critic": "head"}, 1 / 4),
     "a token budget": ({"max_tokens_per_micro_batch": 60, "per_device_train_batch_size": 8}, 1 / 4),
     "bf16": ({"bf16": True}, 1 / 4),
+    "rows without an image": (TWICE, 1 / 4),
 }
 
 
@@ -105,6 +95,8 @@ OURS_ALONE = {
 def test_micro_batches_of_one_completion_with_what_stock_trl_lacks(case, vision, image_rows, tmp_path):
     """Against plain passes of this library. A perturbed prompt is computed again beside the last row of a step."""
     model, processor = vision
+    if case == "rows without an image":
+        image_rows = questions(lambda number: [picture(number)] if number % 2 else [])
     more, share = OURS_ALONE[case]
     size = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8} | more
     size["gradient_accumulation_steps"] //= size["per_device_train_batch_size"]

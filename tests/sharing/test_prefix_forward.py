@@ -1,7 +1,6 @@
 """Prompts that end early, completions that pass by length, heads that score the columns of completions only."""
 
 import itertools
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +13,6 @@ from vgr_trl.sharing import model_support, prefix_forward, share_prompts, why_no
 from vgr_trl.sharing.model_support import attend_to_all_before, hides_nothing_before, sdpa_by_key_head
 from vgr_trl.sharing.prefix_cache import marked
 from vgr_trl.sharing.prefix_forward import cut_by_length
-from vgr_trl.signals.probe import AttentionProbe
-from vgr_trl.signals.ratios import build_modality_masks
 
 
 def cost(passes, lengths, of_a_pass):
@@ -57,26 +54,6 @@ def test_passes_by_length_give_the_same(name, many_passes):
     assert min(many_passes) > 1
     assert all((one - other).abs().max() < 3e-5 for one, other in zip(plain, shared, strict=True))
     assert largest_relative(expected, found) < 2e-4
-
-
-def test_attention_is_that_of_one_pass(many_passes):
-    model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl")
-    ids, mask, length = batch.inputs["input_ids"], batch.inputs["attention_mask"], batch.completion_length
-    image = [model.config.image_token_id]
-    masks = build_modality_masks(ids[:, :-length], mask[:, :-length], vision_token_ids=image, special_token_ids=[])
-    masses = []
-    with torch.no_grad():
-        for shares in (False, True):
-            probe = AttentionProbe(model, masks, keep_rows=(0, 3))
-            with share_prompts(model, length) if shares else nullcontext(), probe:
-                scored(model, batch)
-            masses.append(probe)
-    plain, shared = masses
-    valid = mask[:, -length:].bool()
-    assert many_passes[0] > 1
-    assert (plain.mass.vision - shared.mass.vision)[:, valid].abs().max() < 1e-6
-    for row, of_row in plain.kept.items():
-        assert (of_row - shared.kept[row])[:, valid[row]].abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("groups", [1, 4])
