@@ -48,10 +48,7 @@ def processor_of(family):
     """The processor of a family, with `calls`: how many rows each call of it made pixel inputs of."""
     name, settings = PROCESSORS[family]
     module = import_module(f"transformers.models.{name}.image_processing_pil_{name}")
-    return counted(getattr(module, module.__all__[0])(**settings))
-
-
-def counted(processor):
+    processor = getattr(module, module.__all__[0])(**settings)
     plain, processor.calls = processor.preprocess, []
 
     def preprocess(images, *args, **kwargs):

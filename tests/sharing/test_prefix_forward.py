@@ -2,6 +2,7 @@
 
 import itertools
 from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -79,27 +80,21 @@ def test_keys_of_grouped_queries_are_kept_once(groups):
 @pytest.mark.parametrize("attention", ["padded", "whole", "windows"])
 def test_a_kernel_reads_no_mask_behind_prompts_without_padding(attention, monkeypatch):
     """As on a GPU that has flash attention; each query sees all keys up to its own, those of padding in the end too."""
-    made = []
-
-    def record(*args):
-        made.append(args)
-        return attend_to_all_before(*args)
-
+    made = Mock(wraps=attend_to_all_before)
     monkeypatch.setattr(model_support, "can_use_flash_attention", lambda params: True)
-    monkeypatch.setattr(model_support, "attend_to_all_before", record)
+    monkeypatch.setattr(model_support, "attend_to_all_before", made)
     text = (21, 33) if attention == "padded" else (33, 33)
     name = "gemma3" if attention == "windows" else "qwen2_5_vl"
     model, batch = with_head(build(name).double()), make_batch(name, text=text)
     batch.inputs["pixel_values"] = batch.inputs["pixel_values"].double()
     plain, expected = scored(model, batch), gradients(model, batch)
-    assert not made
+    assert not made.called
     with share_prompts(model, batch.completion_length) as report:
         shared, found = scored(model, batch), gradients(model, batch)
     assert report.prompts_per_row < 1
     layers = model.config.get_text_config().layer_types
-    assert (
-        len(made) == {"padded": 0, "whole": 2 * len(layers), "windows": 2 * layers.count("full_attention")}[attention]
-    )
+    calls = {"padded": 0, "whole": 2 * len(layers), "windows": 2 * layers.count("full_attention")}
+    assert made.call_count == calls[attention]
     assert all((one - other).abs().max() < 1e-6 for one, other in zip(plain, shared, strict=True))
     assert largest_relative(expected, found) < 1e-6
 
@@ -131,24 +126,20 @@ def kept_bytes(attend, *args, **options):
     return output, sum(sizes.values())
 
 
-def test_other_passes_keep_the_attention_of_transformers(monkeypatch):
+def test_other_passes_keep_the_attention_of_transformers():
     """Of stock TRL in the same process, say; checkpointed layers run after the block as they ran in it."""
-    calls, plain = [], torch.nn.functional.scaled_dot_product_attention
-
-    def watched(query, key, *args, **kwargs):
-        calls.append(query.size(1))  # query heads, 2, or those of one key head
-        return plain(query, key, *args, **kwargs)
+    attend = "scaled_dot_product_attention"
 
     def heads_seen(run):
-        calls.clear()
-        run()
-        return set(calls)
+        """Query heads of each call: 4, or the 2 of one key head."""
+        with patch.object(torch.nn.functional, attend, wraps=getattr(torch.nn.functional, attend)) as watched:
+            run()
+        return {call.args[0].size(1) for call in watched.call_args_list}
 
     four_heads = text_model("Llama", num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     model, batch, losses = with_head(build(Family("llama", four_heads))), make_batch("llama"), []
     needs_shared(model, checkpointing=True)
     checkpointed(model.train())
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     with share_prompts(model, batch.completion_length):
         assert heads_seen(lambda: losses.append(loss_of(model, batch))) == {2}
     assert heads_seen(losses[0].backward) == {2}

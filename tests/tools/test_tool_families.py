@@ -26,7 +26,6 @@ from support.trainers import begin, config, letters_reward, prompts, train_file
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from trl.chat_template_utils import qwen3_template
 
@@ -49,10 +48,6 @@ def _internvl() -> Any:
     return processor("InternVLProcessor", GotOcr2ImageProcessorPil(size=SIZE), marks, byte_tokenizer, **FOUR_TOKENS)
 
 
-def _llava() -> Any:
-    return processor("LlavaProcessor", LlavaImageProcessorPil(**SHORT), LLAVA, byte_tokenizer, **PATCHES)
-
-
 def _llava_next() -> Any:
     images = LlavaNextImageProcessorPil(**SHORT, image_grid_pinpoints=PINPOINTS)
     return processor("LlavaNextProcessor", images, LLAVA, byte_tokenizer, **PATCHES)
@@ -68,7 +63,6 @@ INTERN_TOWER = {**TOWER, "image_size": [16, 16], "patch_size": [4, 4]}
 KINDS: dict[str, tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any]]] = {
     "gemma3": (_gemma3, ("Gemma3", WINDOWS, SQUARES), {**GEMMA3, "tie_word_embeddings": False}),
     "internvl": (_internvl, ("InternVL", {"model_type": "qwen2"}, INTERN_TOWER), {"downsample_ratio": 0.5}),
-    "llava": (_llava, ("Llava", LLAMA, LLAVA_TOWER), {}),
     "llava_next": (_llava_next, ("LlavaNext", LLAMA, LLAVA_TOWER), {"image_grid_pinpoints": PINPOINTS}),
     "idefics3": (_idefics3, ("Idefics3", LLAMA, SQUARES), IDEFICS3),
 }
@@ -115,7 +109,7 @@ def whole_rows(trainer, rollout):
         yield ids[mask], mask, made(text=[re.sub(run, made.image_token, text)], images=[images], return_tensors="pt")
 
 
-@pytest.mark.parametrize("name", ["gemma3", "internvl", "llava", "llava_next"])
+@pytest.mark.parametrize("name", ["gemma3", "internvl", "llava_next"])
 def test_rows_with_images_of_tools_are_the_processors(make, name):
     """Every token and token type of a row, and its log-probabilities, from one plain pass over that row alone."""
     trainer, seen = make(name, token_weights=True, temperature=1.0), []
