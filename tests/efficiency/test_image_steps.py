@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from support.models.families import with_frozen_tower
 from support.models.tiny_questions import picture, questions
-from support.steps import DAPO, STOCK, assert_same_steps, build_trainer, options, texts_of, uneven_reward
+from support.steps import DAPO, STOCK, assert_same_steps, build_trainer, options, uneven_reward
 from support.trainers import logged
 from text_runs import equal_rewards
 
@@ -145,12 +145,3 @@ def test_a_reference_with_another_tower_reads_its_own_features(frozen, image_row
     stock, ours = stock_and_ours(frozen, image_rows, settings, change_reference=change)
     assert logged(ours, "kl") == pytest.approx(logged(stock, "kl"), rel=0.02)  # means of other micro-batches
     assert ours.calls == [False] * STEPS
-
-
-def test_the_kl_of_a_tower_that_trains_is_trls(vision, image_rows, tmp_path):
-    """With the default optimizer, fused, which leaves the version counters of weights as they are."""
-    settings = options(tmp_path, epsilon_high=0.28, beta=0.1, max_steps=4, learning_rate=2e-3, num_iterations=1)
-    del settings["optim"]
-    stock, ours = (after_steps(classes, vision, image_rows, settings) for classes in (STOCK, DAPO))
-    assert texts_of(ours) == texts_of(stock)
-    assert logged(ours, "kl")[1:] == pytest.approx(logged(stock, "kl")[1:], rel=0.1)

@@ -146,10 +146,6 @@ def test_other_passes_keep_the_attention_of_transformers():
     assert heads_seen(lambda: scored(model, batch)) == {4}
 
 
-def last_layer(model):
-    return model.model.get_decoder().layers[-1]
-
-
 @pytest.mark.parametrize(("family", "checkpoints"), [("qwen3_vl", True), ("llava", False)])
 def test_no_gradient_is_lost(family, checkpoints):
     model, batch = with_head(build(family)).train(), make_batch(family)
@@ -157,7 +153,7 @@ def test_no_gradient_is_lost(family, checkpoints):
     if checkpoints:
         checkpointed(model)
     seen = []
-    mlp = last_layer(model).mlp
+    mlp = model.model.get_decoder().layers[-1].mlp
     expected = gradients(model, batch)
     assert why_not_share(model, gradients=True) is None  # whose own short rows are not counted
     plain = mlp.forward
@@ -167,15 +163,3 @@ def test_no_gradient_is_lost(family, checkpoints):
     assert report.prompts_per_row < 1
     assert set(seen) == {batch.completion_length}  # columns: none of a prompt but its last
     assert largest_relative(expected, found) < 2e-4
-
-
-def test_a_hook_gets_its_outputs():
-    model, batch = with_head(build("qwen3")), make_batch("qwen3")
-    shapes = []
-    hook = last_layer(model).register_forward_hook(lambda module, args, output: shapes.append(output.shape[1]))
-    with torch.no_grad(), share_prompts(model, batch.completion_length):
-        scored(model, batch)
-    hook.remove()
-    with torch.no_grad(), share_prompts(model, batch.completion_length):
-        scored(model, batch)
-    assert shapes == [batch.inputs["input_ids"].size(1) - batch.completion_length - 1, batch.completion_length]

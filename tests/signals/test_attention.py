@@ -75,15 +75,17 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_attention(kind):
-    model, batch = case(Family(kind, KINDS[kind]))
+@pytest.mark.parametrize("kind", [*KINDS, "gpt2", "opt", "bart", "gemma3n"])
+def test_kinds_of_attention_and_of_decoders(kind):
+    """The head of OPT calls the decoder inside of its base model; layers of Gemma 3n take keys from others."""
+    model, batch = case(Family(kind, KINDS[kind]) if kind in KINDS else DECODERS.get(kind) or OTHERS[kind])
     if kind in ("sinks", "softcapping"):
         model.set_attn_implementation("eager")
     expected = reference(model, batch)
+    assert expected.vision[:, :, 0].max() > 0.01
     if kind == "windows":  # 8 keys wide: the last queries see nothing of the prompt
         assert expected.vision[:, 0, -1].max() == 0 < expected.vision[:, 0, 0].min()
-    assert_measured(model, batch, expected)
+    assert_measured(model, batch, expected, sharing=(False, True) if kind in (*KINDS, "gpt2") else (False,))
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -124,15 +126,6 @@ def test_chosen_queries_and_kept_maps():
         ):
             assert difference(found, (weights * mask[:, None]).sum(-1), valid) < TOLERANCE
         assert torch.allclose(probe.kept[3][:, valid[3]], kept[:, valid[3]], atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "opt", "bart", "gemma3n"])
-def test_decoders(name):
-    """The head of OPT calls the decoder inside of its base model; layers of Gemma 3n take keys from others."""
-    model, batch = case(DECODERS.get(name) or OTHERS[name])
-    expected = reference(model, batch)
-    assert expected.vision[:, :, 0].max() > 0.01
-    assert_measured(model, batch, expected, sharing=(False, True) if name == "gpt2" else (False,))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
