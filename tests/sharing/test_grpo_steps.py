@@ -10,8 +10,6 @@ from support.trainers import logged
 from support.vllm import in_place_of_vllm
 from transformers import TrainerCallback
 
-from vgr_trl.sharing import share_prompts
-
 # TRL 1.16 switches checkpointing off around a rollout by the old name of the method.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning")
 TWICE = {"num_iterations": 2}  # the second time the policy is not the one that wrote the completions
@@ -106,19 +104,6 @@ def test_micro_batches_of_one_completion_with_what_stock_trl_lacks(case, vision,
     assert_same_steps(model, shared, plain, 5e-2 if case == "bf16" else ROUNDING)
     assert shared.places["training"].prompts_per_row == share
     assert set(shared.places["training"].plain) <= {"no prompt occurs twice"}
-
-
-def test_stock_trl_within_a_block(vision, image_rows, tmp_path):
-    """TRL's own trainer shuffles the rows of groups over all micro-batches; no line of it changes."""
-    model, processor = vision
-    settings = options(tmp_path, **STRADDLING, epsilon_high=0.28)
-    plain = trained(STOCK, model, processor, image_rows, settings)
-    shared = build_trainer(STOCK, model, processor, image_rows, settings)
-    with share_prompts(shared.model) as report:
-        shared.train()
-    assert_same_steps(model, shared, plain)
-    assert report.prompts_per_row == 1 / 4  # in generation and in training
-    assert not report.plain
 
 
 def test_passes_are_shared_whatever_wrote_the_completions(vision, image_rows, tmp_path, monkeypatch):

@@ -71,6 +71,7 @@ def accumulated(model, batch, micro_batches, *, synchronises=True, around=lambda
         ("qwen2_5_vl", [[0, 1, 2], [3], [4, 5]], {}),
         *((name, ONE_BY_ONE, {"returned": (0, 1, 2)}) for name in ("qwen2_5_vl", "qwen3_vl")),
         ("qwen2_5_vl", ONE_BY_ONE, {"returned": (0, 1, 2), "images": (0, 1)}),
+        ("qwen2_5_vl", ONE_BY_ONE, {"images": (1, 1), "text": (30, 30)}),
         *(
             ("qwen2_5_vl", ONE_BY_ONE, {"trained": part})
             for part in ("visual", "layers.0.self_attn.o_proj", "layers.1")
@@ -80,11 +81,13 @@ def accumulated(model, batch, micro_batches, *, synchronises=True, around=lambda
 def test_gradients(name, micro_batches, more):
     """Each prompt runs once, and the gradients are those of plain passes.
 
-    `returned`: images behind the prompt in each completion. Completions of a frozen decoder leave a gradient in no
-    weight: the step is not one that was given up.
+    `returned`: images behind the prompt in each completion. `text`: both prompts have the same words about another
+    image. Completions of a frozen decoder leave a gradient in no weight: the step is not one that was given up.
     """
     trained = more.get("trained", "")
     model, batch = case(name, **{key: value for key, value in more.items() if key != "trained"})
+    if "text" in more:
+        batch.inputs["input_ids"][3:, :-12] = batch.inputs["input_ids"][:3, :-12]
     for parameter, value in model.named_parameters():
         value.requires_grad_(trained in parameter)
     plain = accumulated(model, batch, micro_batches)
