@@ -41,6 +41,7 @@ def test_trainers_of_trl(word, classes, size, vision, image_rows, tmp_path):
     assert_same_steps(model, found["trainer"], plain)
     assert not found["report"].plain
     assert found["report"].prompts_per_row == 1 / 4
+    assert found["report"].rows >= 3 * (8 + 8)
 
 
 def test_a_loop_of_ones_own():
