@@ -30,13 +30,11 @@ LOSS_MASK = torch.tensor([[0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]
 
 
 def test_the_window_ends_with_the_last_token_with_loss_and_begins_with_the_longest_prompt():
+    """An image stays if there was one."""
     assert find_window(LOSS_MASK, PROMPTS, rows=True, padding=True) == Window([0], 2, 2)
     assert find_window(LOSS_MASK, PROMPTS, rows=False, padding=True) == Window([0, 1, 2, 3], 4, 2)
     assert find_window(LOSS_MASK, PROMPTS, rows=True, padding=False) == Window([0], 4, 4)
     assert find_window(LOSS_MASK, PROMPTS, rows=True, padding=True, multiple=3) == Window([0], 3, 3)
-
-
-def test_an_image_stays_if_there_was_one():
     assert find_window(LOSS_MASK, PROMPTS, [0, 1, 1, 0], rows=True, padding=True) == Window([0, 1], 3, 2)
     assert find_window(LOSS_MASK, PROMPTS, [1, 1, 0, 0], rows=True, padding=True) == Window([0], 2, 2)
     assert find_window(LOSS_MASK & False, PROMPTS, [0, 0, 1, 0], rows=True, padding=True) == Window([2], 4, 1)

@@ -30,32 +30,27 @@ def test_steps_of_every_loss(loss):
     assert min(logged(ours, "skipped/rows")) >= 5  # of 6 without an advantage; a micro-batch of such rows runs one
 
 
-@pytest.mark.parametrize("loss", ["dapo", "vespo"])
-def test_steps_of_an_adapter_in_small_checkpointed_micro_batches(loss):
-    """Groups straddle micro-batches; credit per token, which vespo reads with the ratio of the whole completion."""
-    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
-    ours = assert_equal_steps(
-        **LOSSES[loss], **TWICE, gradient_checkpointing=True, per_device_train_batch_size=2,
-        gradient_accumulation_steps=4, peft=lora, credit=True,
-    )  # fmt: skip
-    assert min(logged(ours, "skipped/rows")) > 0
-
-
 TASK = {"task_type": "CAUSAL_LM"}
 READ_WHOLE_ROWS = {
     "prefix tuning": PrefixTuningConfig(**TASK, num_virtual_tokens=3),
     "aLoRA": LoraConfig(**TASK, r=2, target_modules=["q_proj", "v_proj"], alora_invocation_tokens=[4]),
 }
 OF_EMBEDDINGS = {"trainable tokens": LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[4, 5, 7])}
+# Groups straddle micro-batches; credit per token, which vespo reads with the ratio of the whole completion.
+SMALL = {"gradient_checkpointing": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+SMALL["peft"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+OF_ADAPTERS = {name: {"beta": 0.1, "peft": peft} for name, peft in (READ_WHOLE_ROWS | OF_EMBEDDINGS).items()}
+OF_ADAPTERS |= {"checkpointed": SMALL, "checkpointed vespo": SMALL | LOSSES["vespo"]}
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
-@pytest.mark.parametrize("name", [*READ_WHOLE_ROWS, *OF_EMBEDDINGS])
-def test_steps_of_other_adapters(name):
-    settings = {"beta": 0.1, **TWICE, "credit": True, "peft": (READ_WHOLE_ROWS | OF_EMBEDDINGS)[name]}
+@pytest.mark.parametrize("name", OF_ADAPTERS)
+def test_steps_of_adapters(name):
+    settings = OF_ADAPTERS[name] | {**TWICE, "credit": True}
     ours = assert_equal_steps(weights_of(build(True, **settings)), **settings)
+    assert (min(logged(ours, "skipped/rows")) > 0) == ("beta" not in settings)
     for feature in ("share_generation", "share_scoring", "share_training", "skip_padding"):
-        assert ours.features[feature].enabled == (name in OF_EMBEDDINGS)
+        assert ours.features[feature].enabled == (name not in READ_WHOLE_ROWS)
 
 
 CASES = {
@@ -70,7 +65,7 @@ CASES = {
     "padded to a multiple": {"pad_to_multiple_of": 4, "credit": True},
 }  # fmt: skip
 READ = {"beta": 0.1, "entropy_coef": 0.1, "top_entropy_quantile": 0.5}
-READ_TOKENS = {"importance_sampling_level": "sequence", "off_policy_mask_threshold": 1e-4}
+COMPARED = {"importance_sampling_level": "sequence", "off_policy_mask_threshold": 1e-4}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -86,9 +81,9 @@ def test_nothing_is_left_out_that_another_term_reads(option):
     assert sum(logged(ours, "skipped/rows") + logged(ours, "skipped/tokens")) == 0
 
 
-@pytest.mark.parametrize("option", READ_TOKENS)
+@pytest.mark.parametrize("option", COMPARED)
 def test_whole_completions_run_where_they_are_compared(option):
-    ours = assert_equal_steps(**{option: READ_TOKENS[option]}, **TWICE)
+    ours = assert_equal_steps(**{option: COMPARED[option]}, **TWICE)
     assert f"skip_zero_advantage: on; skip_zero_advantage_tokens: off ({option}" in describe_features(ours.features)
     assert min(logged(ours, "skipped/rows")) >= 5
 

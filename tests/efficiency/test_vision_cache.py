@@ -48,10 +48,7 @@ def processor_of(family):
     """The processor of a family, with `calls`: how many rows each call of it made pixel inputs of."""
     name, settings = PROCESSORS[family]
     module = import_module(f"transformers.models.{name}.image_processing_pil_{name}")
-    return counted(getattr(module, module.__all__[0])(**settings))
-
-
-def counted(processor):
+    processor = getattr(module, module.__all__[0])(**settings)
     plain, processor.calls = processor.preprocess, []
 
     def preprocess(images, *args, **kwargs):
@@ -223,15 +220,13 @@ def test_launches(launch, expected):
 
 
 @pytest.mark.parametrize("target", [["qkv"], r".*merger\.mlp\.0"])
-def test_adapters_in_tower_or_merger_train_it(target):
+def test_towers_whose_features_change(target):
+    """By adapters in the tower or its merger, or by dropout."""
     model = get_peft_model(build("qwen2_5_vl"), LoraConfig(target_modules=target))
     assert plan(model) == "are computed in every pass (the vision tower trains)"
     for parameter in model.parameters():  # the reference is the model without them, or with others
         parameter.requires_grad_(False)
     assert plan(model) == "are computed in every pass (adapters in the vision tower, which the reference may leave out)"
-
-
-def test_dropout_of_the_tower():
     model = with_frozen_tower(build("gemma3"))
     for module in model.model.vision_tower.modules():
         if hasattr(module, "dropout"):

@@ -88,18 +88,15 @@ def train(stock, **changed):
 @contextmanager
 def computed_tokens(gradients):
     """Tokens of each pass with or without gradients in this block, but for generation and what is run at the start."""
-    passes, begins, call, forward = [], [], Qwen3ForCausalLM.__call__, Qwen3Model.forward
+    passes, call, forward = [], Qwen3ForCausalLM.__call__, Qwen3Model.forward
 
     def called(model, *args, **kwargs):
-        begins.append(True)
+        passes.append(0)
         return call(model, *args, **kwargs)
 
     @wraps(forward)
     def counted(model, *args, **kwargs):
         if torch.is_grad_enabled() == gradients and not kwargs.get("use_cache"):
-            if begins:
-                begins.clear()
-                passes.append(0)
             passes[-1] += kwargs["input_ids"].numel()
         return forward(model, *args, **kwargs)
 
@@ -109,6 +106,7 @@ def computed_tokens(gradients):
         patched_attribute(Qwen3Model, "forward", counted),
     ):
         yield passes
+    passes[:] = filter(None, passes)
 
 
 def weights_of(trainer):

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.models.families import build
-from support.models.tiny_questions import WORDS
-from support.steps import options, uneven_reward
-from trl import GRPOConfig, RLOOConfig
+from support.steps import STOCK, assert_same_steps, build_trainer, options, uneven_reward
+from trl import RLOOConfig, RLOOTrainer
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -26,17 +25,23 @@ def run(word, **names):
     return names
 
 
-@pytest.mark.parametrize(("word", "config"), [("GRPOTrainer(", GRPOConfig), ("RLOOTrainer(", RLOOConfig)])
-def test_trainers_of_trl(word, config, vision, image_rows, tmp_path):
+@pytest.mark.parametrize(
+    ("word", "classes", "size"),
+    [("GRPOTrainer(", STOCK, 2), ("RLOOTrainer(", (RLOOTrainer, RLOOConfig), 8)],
+)
+def test_trainers_of_trl(word, classes, size, vision, image_rows, tmp_path):
+    """TRL shuffles the rows of groups over all micro-batches; each prompt runs once in generation and in training."""
     model, processor = vision
-    allowed = {processor.tokenizer.eos_token_id, *processor.tokenizer(WORDS)["input_ids"][:6]}
-    others = sorted(set(range(len(processor.tokenizer))) - allowed)
-    settings = options(tmp_path, per_device_train_batch_size=8, gradient_accumulation_steps=1)
-    settings["generation_kwargs"] = {"suppress_tokens": others}
+    settings = options(tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=8 // size)
+    plain = build_trainer(classes, model, processor, image_rows, settings)
     given = {"model": copy.deepcopy(model), "processor": processor, "rows": image_rows, "reward": uneven_reward}
-    report = run(word, **given, args=config(**settings))["report"]
-    assert not report.plain
-    assert report.prompts_per_row == 1 / 4
+    given["args"] = copy.deepcopy(plain.args)
+    plain.train()
+    found = run(word, **given)
+    assert_same_steps(model, found["trainer"], plain)
+    assert not found["report"].plain
+    assert found["report"].prompts_per_row == 1 / 4
+    assert found["report"].rows >= 3 * (8 + 8)
 
 
 def test_a_loop_of_ones_own():

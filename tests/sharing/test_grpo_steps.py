@@ -10,8 +10,6 @@ from support.trainers import logged
 from support.vllm import in_place_of_vllm
 from transformers import TrainerCallback
 
-from vgr_trl.sharing import share_prompts
-
 # TRL 1.16 switches checkpointing off around a rollout by the old name of the method.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning")
 TWICE = {"num_iterations": 2}  # the second time the policy is not the one that wrote the completions
@@ -81,22 +79,12 @@ def test_steps_with_other_options(case, vision, image_rows, tmp_path):
         assert not ours.places["training"].plain
 
 
-def test_rows_with_and_without_an_image(vision, tmp_path):
-    """Stock TRL fails on these; the plain passes to compare with are those of this library's trainer."""
-    (model, processor), mixed_rows = vision, questions(lambda number: [picture(number)] if number % 2 else [])
-    settings = options(tmp_path, **TWICE)
-    plain = trained(DAPO, model, processor, mixed_rows, {**settings, "share_prompts": "off"})
-    shared = trained(DAPO, model, processor, mixed_rows, settings)
-    assert plain.places["training"].rows == 0
-    assert_equal_steps(vision, plain, shared)
-    assert shared.places["scoring"].prompts_per_row == shared.places["training"].prompts_per_row == 1 / 4
-
-
 OURS_ALONE = {
     "perception loss": ({"perception_loss_weight": 0.05, "der_loss_weight2": 0.05}, 1 / 4 + 1 / 16),
     "a critic's head": ({"advantage_estimator": "gae", "critic": "head"}, 1 / 4),
     "a token budget": ({"max_tokens_per_micro_batch": 60, "per_device_train_batch_size": 8}, 1 / 4),
     "bf16": ({"bf16": True}, 1 / 4),
+    "rows without an image": (TWICE, 1 / 4),
 }
 
 
@@ -105,6 +93,8 @@ OURS_ALONE = {
 def test_micro_batches_of_one_completion_with_what_stock_trl_lacks(case, vision, image_rows, tmp_path):
     """Against plain passes of this library. A perturbed prompt is computed again beside the last row of a step."""
     model, processor = vision
+    if case == "rows without an image":
+        image_rows = questions(lambda number: [picture(number)] if number % 2 else [])
     more, share = OURS_ALONE[case]
     size = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8} | more
     size["gradient_accumulation_steps"] //= size["per_device_train_batch_size"]
@@ -114,19 +104,6 @@ def test_micro_batches_of_one_completion_with_what_stock_trl_lacks(case, vision,
     assert_same_steps(model, shared, plain, 5e-2 if case == "bf16" else ROUNDING)
     assert shared.places["training"].prompts_per_row == share
     assert set(shared.places["training"].plain) <= {"no prompt occurs twice"}
-
-
-def test_stock_trl_within_a_block(vision, image_rows, tmp_path):
-    """TRL's own trainer shuffles the rows of groups over all micro-batches; no line of it changes."""
-    model, processor = vision
-    settings = options(tmp_path, **STRADDLING, epsilon_high=0.28)
-    plain = trained(STOCK, model, processor, image_rows, settings)
-    shared = build_trainer(STOCK, model, processor, image_rows, settings)
-    with share_prompts(shared.model) as report:
-        shared.train()
-    assert_same_steps(model, shared, plain)
-    assert report.prompts_per_row == 1 / 4  # in generation and in training
-    assert not report.plain
 
 
 def test_passes_are_shared_whatever_wrote_the_completions(vision, image_rows, tmp_path, monkeypatch):

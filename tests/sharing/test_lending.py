@@ -61,18 +61,6 @@ def accumulated(model, batch, micro_batches, *, synchronises=True, around=lambda
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_lent(model, batch, micro_batches=ONE_BY_ONE, checkpointing=False):
-    """Each prompt runs once, and the gradients are those of plain passes."""
-    plain = accumulated(model, batch, micro_batches)
-    if checkpointing:
-        checkpointed(model)
-    with share_prompts(model) as report:
-        shared = accumulated(model, batch, micro_batches)
-    assert (report.prompts, report.rows, report.plain) == (2, 6, {})
-    assert plain.keys() == shared.keys()
-    assert largest_relative(plain, shared) < 1e-6
-
-
 @pytest.mark.parametrize(
     ("name", "micro_batches", "more"),
     [
@@ -83,20 +71,33 @@ def assert_lent(model, batch, micro_batches=ONE_BY_ONE, checkpointing=False):
         ("qwen2_5_vl", [[0, 1, 2], [3], [4, 5]], {}),
         *((name, ONE_BY_ONE, {"returned": (0, 1, 2)}) for name in ("qwen2_5_vl", "qwen3_vl")),
         ("qwen2_5_vl", ONE_BY_ONE, {"returned": (0, 1, 2), "images": (0, 1)}),
+        ("qwen2_5_vl", ONE_BY_ONE, {"images": (1, 1), "text": (30, 30)}),
+        *(
+            ("qwen2_5_vl", ONE_BY_ONE, {"trained": part})
+            for part in ("visual", "layers.0.self_attn.o_proj", "layers.1")
+        ),
     ],
 )
 def test_gradients(name, micro_batches, more):
-    """`returned`: images behind the prompt in each completion."""
-    assert_lent(*case(name, **more), micro_batches)
+    """Each prompt runs once, and the gradients are those of plain passes.
 
-
-@pytest.mark.parametrize("trained", ["visual", "layers.0.self_attn.o_proj", "layers.1"])
-def test_frozen_weights(trained):
-    """Completions of a frozen decoder leave a gradient in no weight: the step is not one that was given up."""
-    model, batch = case("qwen2_5_vl")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained in name)
-    assert_lent(model, batch, checkpointing=trained == "layers.1")
+    `returned`: images behind the prompt in each completion. `text`: both prompts have the same words about another
+    image. Completions of a frozen decoder leave a gradient in no weight: the step is not one that was given up.
+    """
+    trained = more.get("trained", "")
+    model, batch = case(name, **{key: value for key, value in more.items() if key != "trained"})
+    if "text" in more:
+        batch.inputs["input_ids"][3:, :-12] = batch.inputs["input_ids"][:3, :-12]
+    for parameter, value in model.named_parameters():
+        value.requires_grad_(trained in parameter)
+    plain = accumulated(model, batch, micro_batches)
+    if trained == "layers.1":
+        checkpointed(model)
+    with share_prompts(model) as report:
+        shared = accumulated(model, batch, micro_batches)
+    assert (report.prompts, report.rows, report.plain) == (2, 6, {})
+    assert plain.keys() == shared.keys()
+    assert largest_relative(plain, shared) < 1e-6
 
 
 def planned(model, batch, open_prompts):

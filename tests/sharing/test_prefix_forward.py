@@ -1,8 +1,8 @@
 """Prompts that end early, completions that pass by length, heads that score the columns of completions only."""
 
 import itertools
-from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -14,8 +14,6 @@ from vgr_trl.sharing import model_support, prefix_forward, share_prompts, why_no
 from vgr_trl.sharing.model_support import attend_to_all_before, hides_nothing_before, sdpa_by_key_head
 from vgr_trl.sharing.prefix_cache import marked
 from vgr_trl.sharing.prefix_forward import cut_by_length
-from vgr_trl.signals.probe import AttentionProbe
-from vgr_trl.signals.ratios import build_modality_masks
 
 
 def cost(passes, lengths, of_a_pass):
@@ -59,26 +57,6 @@ def test_passes_by_length_give_the_same(name, many_passes):
     assert largest_relative(expected, found) < 2e-4
 
 
-def test_attention_is_that_of_one_pass(many_passes):
-    model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl")
-    ids, mask, length = batch.inputs["input_ids"], batch.inputs["attention_mask"], batch.completion_length
-    image = [model.config.image_token_id]
-    masks = build_modality_masks(ids[:, :-length], mask[:, :-length], vision_token_ids=image, special_token_ids=[])
-    masses = []
-    with torch.no_grad():
-        for shares in (False, True):
-            probe = AttentionProbe(model, masks, keep_rows=(0, 3))
-            with share_prompts(model, length) if shares else nullcontext(), probe:
-                scored(model, batch)
-            masses.append(probe)
-    plain, shared = masses
-    valid = mask[:, -length:].bool()
-    assert many_passes[0] > 1
-    assert (plain.mass.vision - shared.mass.vision)[:, valid].abs().max() < 1e-6
-    for row, of_row in plain.kept.items():
-        assert (of_row - shared.kept[row])[:, valid[row]].abs().max() < 1e-6
-
-
 @pytest.mark.parametrize("groups", [1, 4])
 def test_keys_of_grouped_queries_are_kept_once(groups):
     """Of 8 query heads and 8 or 2 key heads; masked, transformers keeps 8 of both for the backward pass."""
@@ -102,27 +80,21 @@ def test_keys_of_grouped_queries_are_kept_once(groups):
 @pytest.mark.parametrize("attention", ["padded", "whole", "windows"])
 def test_a_kernel_reads_no_mask_behind_prompts_without_padding(attention, monkeypatch):
     """As on a GPU that has flash attention; each query sees all keys up to its own, those of padding in the end too."""
-    made = []
-
-    def record(*args):
-        made.append(args)
-        return attend_to_all_before(*args)
-
+    made = Mock(wraps=attend_to_all_before)
     monkeypatch.setattr(model_support, "can_use_flash_attention", lambda params: True)
-    monkeypatch.setattr(model_support, "attend_to_all_before", record)
+    monkeypatch.setattr(model_support, "attend_to_all_before", made)
     text = (21, 33) if attention == "padded" else (33, 33)
     name = "gemma3" if attention == "windows" else "qwen2_5_vl"
     model, batch = with_head(build(name).double()), make_batch(name, text=text)
     batch.inputs["pixel_values"] = batch.inputs["pixel_values"].double()
     plain, expected = scored(model, batch), gradients(model, batch)
-    assert not made
+    assert not made.called
     with share_prompts(model, batch.completion_length) as report:
         shared, found = scored(model, batch), gradients(model, batch)
     assert report.prompts_per_row < 1
     layers = model.config.get_text_config().layer_types
-    assert (
-        len(made) == {"padded": 0, "whole": 2 * len(layers), "windows": 2 * layers.count("full_attention")}[attention]
-    )
+    calls = {"padded": 0, "whole": 2 * len(layers), "windows": 2 * layers.count("full_attention")}
+    assert made.call_count == calls[attention]
     assert all((one - other).abs().max() < 1e-6 for one, other in zip(plain, shared, strict=True))
     assert largest_relative(expected, found) < 1e-6
 
@@ -154,32 +126,24 @@ def kept_bytes(attend, *args, **options):
     return output, sum(sizes.values())
 
 
-def test_other_passes_keep_the_attention_of_transformers(monkeypatch):
+def test_other_passes_keep_the_attention_of_transformers():
     """Of stock TRL in the same process, say; checkpointed layers run after the block as they ran in it."""
-    calls, plain = [], torch.nn.functional.scaled_dot_product_attention
-
-    def watched(query, key, *args, **kwargs):
-        calls.append(query.size(1))  # query heads, 2, or those of one key head
-        return plain(query, key, *args, **kwargs)
+    attend = "scaled_dot_product_attention"
 
     def heads_seen(run):
-        calls.clear()
-        run()
-        return set(calls)
+        """Query heads of each call: 4, or the 2 of one key head."""
+        with patch.object(torch.nn.functional, attend, wraps=getattr(torch.nn.functional, attend)) as watched:
+            run()
+        return {call.args[0].size(1) for call in watched.call_args_list}
 
     four_heads = text_model("Llama", num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     model, batch, losses = with_head(build(Family("llama", four_heads))), make_batch("llama"), []
     needs_shared(model, checkpointing=True)
     checkpointed(model.train())
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     with share_prompts(model, batch.completion_length):
         assert heads_seen(lambda: losses.append(loss_of(model, batch))) == {2}
     assert heads_seen(losses[0].backward) == {2}
     assert heads_seen(lambda: scored(model, batch)) == {4}
-
-
-def last_layer(model):
-    return model.model.get_decoder().layers[-1]
 
 
 @pytest.mark.parametrize(("family", "checkpoints"), [("qwen3_vl", True), ("llava", False)])
@@ -189,7 +153,7 @@ def test_no_gradient_is_lost(family, checkpoints):
     if checkpoints:
         checkpointed(model)
     seen = []
-    mlp = last_layer(model).mlp
+    mlp = model.model.get_decoder().layers[-1].mlp
     expected = gradients(model, batch)
     assert why_not_share(model, gradients=True) is None  # whose own short rows are not counted
     plain = mlp.forward
@@ -199,15 +163,3 @@ def test_no_gradient_is_lost(family, checkpoints):
     assert report.prompts_per_row < 1
     assert set(seen) == {batch.completion_length}  # columns: none of a prompt but its last
     assert largest_relative(expected, found) < 2e-4
-
-
-def test_a_hook_gets_its_outputs():
-    model, batch = with_head(build("qwen3")), make_batch("qwen3")
-    shapes = []
-    hook = last_layer(model).register_forward_hook(lambda module, args, output: shapes.append(output.shape[1]))
-    with torch.no_grad(), share_prompts(model, batch.completion_length):
-        scored(model, batch)
-    hook.remove()
-    with torch.no_grad(), share_prompts(model, batch.completion_length):
-        scored(model, batch)
-    assert shapes == [batch.inputs["input_ids"].size(1) - batch.completion_length - 1, batch.completion_length]

@@ -18,21 +18,18 @@ def two_rows():
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids)}
 
 
-@pytest.mark.parametrize("column", [3, 5])
-@pytest.mark.parametrize(("name", "value"), [("input_ids", IMAGE), ("mm_token_type_ids", 1)])
-def test_images_at_the_end_of_the_prompt_and_behind(name, value, column):
-    inputs = two_rows()
-    inputs[name][:, column] = value
-    with pytest.raises(UnsupportedModel, match="images in completions"):
-        find_split(inputs, CONFIG, (3, 5))
-
-
 def test_inputs_that_cannot_be_split():
-    for column in (2, 3):
-        inputs = two_rows()
-        inputs["attention_mask"][:, column] = 0
-        with pytest.raises(UnsupportedModel, match="not padded on the left"):
-            find_split(inputs, CONFIG, (3, 5))
+    """Images at the end of the prompt and behind, padding behind the first token, and outputs that are lacking."""
+    for name, value, columns, reason in (
+        ("input_ids", IMAGE, (3, 5), "images in completions"),
+        ("mm_token_type_ids", 1, (3, 5), "images in completions"),
+        ("attention_mask", 0, (2, 3), "not padded on the left"),
+    ):
+        for column in columns:
+            inputs = two_rows()
+            inputs[name][:, column] = value
+            with pytest.raises(UnsupportedModel, match=reason):
+                find_split(inputs, CONFIG, (3, 5))
     for asked in ({"return_dict": False}, {"output_attentions": True}):
         with pytest.raises(UnsupportedModel, match=next(iter(asked))):
             check_inputs({**two_rows(), **asked}, CONFIG)

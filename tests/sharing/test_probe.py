@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers as hf
 from peft import LoraConfig, get_peft_model
 from support.models.compare import plain_and_shared, with_head
 from support.models.decoders import DECODERS
@@ -47,15 +46,6 @@ def test_padding_that_counts(family):
     model.config.model_type = "unknown"
     assert why_padding_counts(base_of(model)).startswith(COUNTS)
     assert why_not_share(model, gradients=True) is None
-
-
-def test_an_encoder_whose_positions_are_all_the_same():
-    """With a head for the next token: its prompt depends on the completion."""
-    sizes = {"num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    model = build(Family("encoder", lambda: hf.BertLMHeadModel(hf.BertConfig(**sizes, vocab_size=96))))
-    torch.nn.init.zeros_(model.bert.embeddings.position_embeddings.weight)
-    assert why_padding_counts(model.bert).startswith(COUNTS)
-    assert why_not_share(model, gradients=False).startswith(RESTARTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

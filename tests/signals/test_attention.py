@@ -18,9 +18,10 @@ from support.models.eager_reference import (
     masks_of,
     reference,
 )
-from support.models.families import CLOSE, EOS, IMAGE, OPEN, VIDEO, Batch, Family, build, make_batch, text_model
+from support.models.families import CLOSE, EOS, IMAGE, OPEN, VIDEO, Family, build, make_batch, text_model
 from support.models.flash_on_cpu import as_flash, with_kernels
 from support.models.other_families import OTHERS
+from test_scoring import arguments, scorer_of
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, GenerationProbe
@@ -74,15 +75,17 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_attention(kind):
-    model, batch = case(Family(kind, KINDS[kind]))
+@pytest.mark.parametrize("kind", [*KINDS, "gpt2", "opt", "bart", "gemma3n"])
+def test_kinds_of_attention_and_of_decoders(kind):
+    """The head of OPT calls the decoder inside of its base model; layers of Gemma 3n take keys from others."""
+    model, batch = case(Family(kind, KINDS[kind]) if kind in KINDS else DECODERS.get(kind) or OTHERS[kind])
     if kind in ("sinks", "softcapping"):
         model.set_attn_implementation("eager")
     expected = reference(model, batch)
+    assert expected.vision[:, :, 0].max() > 0.01
     if kind == "windows":  # 8 keys wide: the last queries see nothing of the prompt
         assert expected.vision[:, 0, -1].max() == 0 < expected.vision[:, 0, 0].min()
-    assert_measured(model, batch, expected)
+    assert_measured(model, batch, expected, sharing=(False, True) if kind in (*KINDS, "gpt2") else (False,))
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -123,15 +126,6 @@ def test_chosen_queries_and_kept_maps():
         ):
             assert difference(found, (weights * mask[:, None]).sum(-1), valid) < TOLERANCE
         assert torch.allclose(probe.kept[3][:, valid[3]], kept[:, valid[3]], atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "opt", "bart", "gemma3n"])
-def test_decoders(name):
-    """The head of OPT calls the decoder inside of its base model; layers of Gemma 3n take keys from others."""
-    model, batch = case(DECODERS.get(name) or OTHERS[name])
-    expected = reference(model, batch)
-    assert expected.vision[:, :, 0].max() > 0.01
-    assert_measured(model, batch, expected, sharing=(False, True) if name == "gpt2" else (False,))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -185,8 +179,6 @@ def test_packed_sequences(monkeypatch):
 
 STEPS = 7
 WORDS_ONLY = {"do_sample": True, "suppress_tokens": [IMAGE, VIDEO, OPEN, CLOSE]}
-
-
 TEMPERATURE = 0.7
 
 
@@ -196,22 +188,13 @@ def probe_of(model):
 
 
 def scored(model, batch, sequences):
-    """Mass, log-probabilities and entropies of `sequences` (N, P + T) by scoring; which new tokens count, (N, T)."""
-    prompt = batch.inputs["input_ids"].size(1) - batch.completion_length
-    new = sequences[:, prompt:]
+    """The signals of `sequences` (N, P + T) by scoring, and which new tokens count, (N, T)."""
+    (ids, mask, *_), options = arguments(batch)
+    new = sequences[:, ids.size(1) :]
     ended = (new == EOS).cumsum(1)
     valid = (ended == 0) | ((ended == 1) & (new == EOS))
-    inputs = dict(batch.inputs)
-    inputs["input_ids"] = sequences
-    inputs["attention_mask"] = torch.cat([inputs["attention_mask"][:, :prompt], valid.long()], dim=1)
-    for name in ("mm_token_type_ids", "token_type_ids"):
-        if name in inputs:
-            inputs[name] = torch.nn.functional.pad(inputs[name][:, :prompt], (0, new.size(1)))
-    again = Batch(inputs, new.size(1), batch.prompts)
-    with torch.no_grad(), AttentionProbe(model, masks_of(again)) as probe:
-        logits = model(**inputs).logits[:, prompt - 1 : -1].double()
-    drawn_from = torch.distributions.Categorical(logits=logits / TEMPERATURE)
-    return probe.mass, drawn_from.log_prob(new), drawn_from.entropy(), valid
+    scorer = scorer_of(model, share_prompts="off", temperature=TEMPERATURE)
+    return scorer.score(ids, mask, new, valid.long(), **options), valid
 
 
 @pytest.mark.parametrize(
@@ -227,14 +210,14 @@ def test_generation_and_scoring_agree(name, shares):
         sequences = model.generate(**batch.prompt_inputs(), **WORDS_ONLY, max_new_tokens=STEPS)
     assert not shares or report.prompts_per_row == 1 / 3
     assert model.config.get_text_config()._attn_implementation == "sdpa"
-    expected, logps, entropies, valid = scored(model, batch, sequences)
+    expected, valid = scored(model, batch, sequences)
     assert probe.mass.vision.shape == (len(model.get_decoder().layers) - (name == "qwen3_5"), 6, STEPS)
-    assert difference(probe.mass.vision, expected.vision, valid) < 1e-5
-    assert difference(probe.mass.instruction, expected.instruction, valid) < 1e-5
-    assert torch.equal(probe.mass.num_vision, expected.num_vision)
+    assert difference(probe.mass.vision, expected.attention.vision, valid) < 1e-5
+    assert difference(probe.mass.instruction, expected.attention.instruction, valid) < 1e-5
+    assert torch.equal(probe.mass.num_vision, expected.attention.num_vision)
     assert probe.mass.mask.all()
-    assert difference(probe.logps, logps, valid) < 1e-5
-    assert difference(probe.entropies, entropies, valid) < 1e-5
+    assert difference(probe.logps, expected.logps, valid) < 1e-5
+    assert difference(probe.entropies, expected.entropies, valid) < 1e-5
 
 
 @pytest.mark.parametrize(

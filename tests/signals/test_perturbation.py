@@ -44,6 +44,7 @@ def call(name, image, **parameters):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_and_size_is_kept_and_the_image_itself_stays_as_it_was(mode):
+    """Black is opaque black, and a mask one opaque grey."""
     for size in ((13, 29), (0, 5)):
         image = draw(mode, size)
         before, palette = image.tobytes(), image.getpalette()
@@ -52,16 +53,14 @@ def test_every_mode_and_size_is_kept_and_the_image_itself_stays_as_it_was(mode):
             assert (result.mode, result.size) == (mode, size), name
             assert result is not image
             result.load()
+        if mode != "YCbCr":
+            black = blacken_patches(image, black_prob=1.0, seed=0).convert("RGBA")
+            assert (np.asarray(black) == (0, 0, 0, 255)).all()
+            for value in (0, 100, 255) if mode != "1" else (0, 255):
+                grey = mask_image(image, value=value).convert("RGBA")
+                assert (np.asarray(grey) == (value, value, value, 255)).all()
         assert image.tobytes() == before
         assert image.getpalette() == palette
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
-def test_black_is_opaque_black_and_a_mask_one_opaque_grey(mode):
-    image = draw(mode, (29, 13))
-    assert (np.asarray(blacken_patches(image, black_prob=1.0, seed=0).convert("RGBA")) == (0, 0, 0, 255)).all()
-    for value in (0, 100, 255) if mode != "1" else (0, 255):
-        assert (np.asarray(mask_image(image, value=value).convert("RGBA")) == (value, value, value, 255)).all()
 
 
 def test_noise_has_the_standard_deviation_asked_for():
@@ -84,12 +83,9 @@ def test_images_of_a_prompt_get_streams_of_their_own_that_depend_on_nothing_else
     alone = perturb_images([image], "blacken_patches", {}, seed=1, step=2, index=0)[0].tobytes()
     assert alone == made[1, 2, 0, 0], "the first image does not depend on how many there are, nor on what came before"
     assert alone == blacken_patches(image, seed=derive_seed(1, 2, 0)).tobytes()
-
-
-def test_known_pattern():
-    """Pinned: a run repeats on another machine and with another version of this library."""
-    image = Image.new("L", (8, 2), 255)
-    result = perturb_images([image], "blacken_patches", {"patch_size": 1}, seed=42, step=3, index=7)[0]
+    # Pinned: a run repeats on another machine and with another version of this library.
+    small = image.crop((0, 0, 8, 2))
+    (result,) = perturb_images([small], "blacken_patches", {"patch_size": 1}, seed=42, step=3, index=7)
     assert ["".join("#" if value == 0 else "." for value in row) for row in np.asarray(result)] == KNOWN_PATTERN
 
 

@@ -55,17 +55,14 @@ def mass(vision, instruction, num_vision=16, num_instruction=4, mask=None):
     return AttentionMass(vision, instruction, torch.tensor([num_vision]), torch.tensor([num_instruction]), mask)
 
 
-@pytest.mark.parametrize(("count", "sizes"), [(3, (1, 1, 1)), (5, (2, 2, 1)), (28, (10, 9, 9))])
-def test_thirds(count, sizes):
-    segments = split_layers(count)
-    assert tuple(len(segments[name]) for name in ("early", "middle", "late")) == sizes
-    assert segments["early"] + segments["middle"] + segments["late"] == segments["all"] == list(range(count))
-
-
-@pytest.mark.parametrize(("count", "middle"), [(4, [1, 2]), (28, [13, 14])])
-def test_ends(count, middle):
-    last = [count - 2, count - 1]
-    assert split_layers(count, "ends") == {"early": [0, 1], "middle": middle, "late": last, "all": [*range(count)]}
+def test_segments_of_layers():
+    for count, sizes in ((3, (1, 1, 1)), (5, (2, 2, 1)), (28, (10, 9, 9))):
+        thirds = split_layers(count)
+        assert tuple(len(thirds[name]) for name in ("early", "middle", "late")) == sizes
+        assert thirds["early"] + thirds["middle"] + thirds["late"] == thirds["all"] == list(range(count))
+    for count, middle in ((4, [1, 2]), (28, [13, 14])):
+        last = [count - 2, count - 1]
+        assert split_layers(count, "ends") == {"early": [0, 1], "middle": middle, "late": last, "all": [*range(count)]}
 
 
 def test_average_first_then_take_the_ratio():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.models.families import FAMILIES, build
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -20,12 +21,10 @@ def features(model, given):
 
 
 def made_local(model):
-    """A tower in which no patch sees another: what attention and perceptrons add in its layers is 0."""
-    for name, parameter in model.named_parameters():
-        inside = any(f".{kind}." in name for kind in ("layers", "layer", "blocks")) and "language_model" not in name
-        if inside and any(part in name for part in ("out_proj", "o_proj", "fc2", "down_proj", "proj.", "dense",
-                                                     "projection_layer", "output", "linear_fc2")):  # fmt: skip
-            parameter.data.zero_()
+    """A tower in which no patch sees another: its layers add nothing."""
+    for name, layer in model.named_modules():
+        if "vis" in name and isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = lambda hidden, *args, **kwargs: hidden
     return model
 
 
@@ -63,24 +62,21 @@ def prepared_transform(processor, boxes, size, tokens):
     return select_region(token_shares(lit, shown, tokens)).nonzero().flatten().tolist()
 
 
-def test_the_boxes_of_qwens_processor():
-    """112 x 56 pixels are 8 x 4 patches of 14, 4 x 2 tokens; the right half of the upper row are tokens 2 and 3."""
-    processor = Qwen2VLImageProcessorPil(patch_size=14, merge_size=2, min_pixels=28 * 28, max_pixels=10**6)
-    assert prepared_transform(processor, [(0.5, 0, 1, 0.5)], (112, 56), 8) == [2, 3]
-    assert prepared_transform(processor, [(0.3, 0.6, 0.32, 0.62)], (112, 56), 8) == [5], "smaller than a token"
-    assert prepared_transform(processor, [(0, 0, 0.25, 0.5), (0.75, 0.5, 1, 1)], (112, 56), 8) == [0, 7]
+def test_the_boxes_of_processors():
+    """112 x 56 pixels are 8 x 4 patches of 14, 4 x 2 tokens; the right half of the upper row are tokens 2 and 3.
 
-
-def test_the_boxes_of_tiles_and_their_thumbnail():
-    """InternVL: 2 x 1 tiles of 2 x 2 tokens and a thumbnail; the left half is one tile and half of that."""
-    processor = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=4)
-    assert prepared_transform(processor, [(0, 0, 0.5, 1)], (64, 32), 12) == [0, 1, 2, 3, 8, 10]
+    InternVL: 2 x 1 tiles of 2 x 2 tokens and a thumbnail; the left half is one tile and half of that.
+    """
+    qwen = Qwen2VLImageProcessorPil(patch_size=14, merge_size=2, min_pixels=28 * 28, max_pixels=10**6)
+    assert prepared_transform(qwen, [(0.5, 0, 1, 0.5)], (112, 56), 8) == [2, 3]
+    assert prepared_transform(qwen, [(0.3, 0.6, 0.32, 0.62)], (112, 56), 8) == [5], "smaller than a token"
+    assert prepared_transform(qwen, [(0, 0, 0.25, 0.5), (0.75, 0.5, 1, 1)], (112, 56), 8) == [0, 7]
+    tiles = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=4)
+    assert prepared_transform(tiles, [(0, 0, 0.5, 1)], (64, 32), 12) == [0, 1, 2, 3, 8, 10]
 
 
 def test_pixels_that_no_one_knows_the_tokens_of():
-    with pytest.raises(
-        DataError, match=r"An image has 7 tokens and the pixel inputs \{'pixel_values': \(1, 3, 16, 16\)\}"
-    ):
+    with pytest.raises(DataError, match=r"An image has 7 tokens and .* \{'pixel_values': \(1, 3, 16, 16\)\}"):
         token_shares(torch.ones(1, 3, 16, 16), {"pixel_values": torch.ones(1, 3, 16, 16)}, 7)
     tiles = {"pixel_values": torch.ones(1, 3, 3, 16, 16), "image_sizes": torch.tensor([[32, 16]])}
     with pytest.raises(DataError, match="An image has 48 tokens"):  # LLaVA-NeXT, also where 3 tiles of 4 x 4 would fit

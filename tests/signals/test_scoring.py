@@ -93,8 +93,8 @@ def test_adapters():
     assert (without.logps - logps).abs().max() > 1e-2
 
 
-def test_mode_of_every_module_is_restored():
-    """A frozen part that rests in evaluation mode stays there; dropout and checkpointing are off while scoring."""
+def test_a_model_that_trains():
+    """Modes of all modules are restored; dropout and checkpointing are off while scoring. A completion is masked."""
     model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
     logps, _ = from_logits(model, batch)
     checkpointed(model).train()
@@ -105,13 +105,8 @@ def test_mode_of_every_module_is_restored():
     assert (signals.logps - logps).abs().max() < 4e-6
     assert [module.training for module in model.modules()] == modes
     assert not signals.logps.requires_grad
-
-
-def test_completions_without_tokens_that_count():
-    """As where TRL masks truncated completions."""
-    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
     tensors, options = arguments(batch)
-    tensors[3][1] = 0
+    tensors[3][1] = 0  # as where TRL masks truncated completions
     signals = scorer_of(model).score(*tensors, **options)
     assert not signals.logps[1].any()
     assert not signals.attention.mask[1].any()
@@ -150,16 +145,11 @@ def test_what_is_refused():
         score(RolloutScorer(build("llava")), make_batch("llava"))
     with pytest.raises(ConfigError, match="share_prompts is on, but prompts could not be shared: a prompt"):
         score(RolloutScorer(build(OTHERS["jamba"]), share_prompts="on"), make_batch("llama"), attention=False)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{"num_images": [1] * 5}, {"num_images": [1] * 6, "pixel_mask": torch.ones(1, 1)}],
-)
-def test_images_that_cannot_be_cut_into_chunks(more):
-    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
-    with pytest.raises(DataError, match="cannot be (cut into chunks|assigned to its rows)"):
-        score(scorer_of(model, batch_size=3), batch, **more)
+    scorer, batch = scorer_of(build("qwen2_5_vl"), batch_size=3), make_batch("qwen2_5_vl")
+    with pytest.raises(DataError, match="cannot be assigned to its rows"):
+        score(scorer, batch, num_images=[1] * 5)
+    with pytest.raises(DataError, match="cannot be cut into chunks"):
+        score(scorer, batch, num_images=[1] * 6, pixel_mask=torch.ones(1, 1))
 
 
 @pytest.mark.parametrize("shares", ["auto", "off"])

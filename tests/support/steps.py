@@ -62,7 +62,7 @@ def build_trainer(classes, model, processor, rows, settings, **more):
     allowed = {tokenizer.eos_token_id, *tokenizer(WORDS)["input_ids"][:6]}
     others = sorted(set(range(len(tokenizer))) - allowed)
     # Tests count passes: those of the check of the pixels are its own, and a sample would make smaller ones.
-    ours = {} if classes[0] is STOCK[0] else {"check_pixels": False, "attention_rows": "all"}
+    ours = {"check_pixels": False, "attention_rows": "all"} if classes == DAPO else {}
     return trainer_class(
         model=copy.deepcopy(model),
         reward_funcs=uneven_reward,

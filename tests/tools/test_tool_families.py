@@ -1,25 +1,10 @@
 """Images of tools in families beside Qwen-VL: tokens, pixels and log-probabilities are those of whole rows at once."""
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from support.models.families import (
-    BODY,
-    GEMMA3,
-    IDEFICS3,
-    LLAMA,
-    LLAVA_TOWER,
-    PINPOINTS,
-    SQUARES,
-    TOWER,
-    WINDOWS,
-    Family,
-    build,
-    vision_model,
-)
+from support.models.families import FAMILIES, PINPOINTS, Family, build
 from support.models.processors import FOUR_TOKENS, GEMMA, IDEFICS, INTERN, byte_tokenizer, processor
 from support.tool_runs import TEMPLATE, deal_turns, look
 from support.trainers import begin, config, letters_reward, prompts, train_file
@@ -36,42 +21,18 @@ from vgr_trl.utils import DataError
 
 SIZE = {"height": 16, "width": 16}
 SHORT = {"size": {"shortest_edge": 16}, "crop_size": SIZE}
+LONGEST = {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 16}}
 PATCHES = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-LLAVA = {"image_token": "<image>"}
-
-
-def _gemma3() -> Any:
-    return processor("Gemma3Processor", Gemma3ImageProcessorPil(size=SIZE), GEMMA, byte_tokenizer, **FOUR_TOKENS)
-
-
-def _internvl() -> Any:
-    marks = INTERN | {"video_token": "<video>"}
-    return processor("InternVLProcessor", GotOcr2ImageProcessorPil(size=SIZE), marks, byte_tokenizer, **FOUR_TOKENS)
-
-
-def _llava() -> Any:
-    return processor("LlavaProcessor", LlavaImageProcessorPil(**SHORT), LLAVA, byte_tokenizer, **PATCHES)
-
-
-def _llava_next() -> Any:
-    images = LlavaNextImageProcessorPil(**SHORT, image_grid_pinpoints=PINPOINTS)
-    return processor("LlavaNextProcessor", images, LLAVA, byte_tokenizer, **PATCHES)
-
-
-def _idefics3() -> Any:
-    images = Idefics3ImageProcessorPil(size={"longest_edge": 16}, max_image_size={"longest_edge": 16})
-    return processor("Idefics3Processor", images, IDEFICS, byte_tokenizer, image_seq_len=4)
-
-
-INTERN_TOWER = {**TOWER, "image_size": [16, 16], "patch_size": [4, 4]}
-# Family -> its processor, the arguments of `vision_model`, and the options that name its image token.
-KINDS: dict[str, tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any]]] = {
-    "gemma3": (_gemma3, ("Gemma3", WINDOWS, SQUARES), {**GEMMA3, "tie_word_embeddings": False}),
-    "internvl": (_internvl, ("InternVL", {"model_type": "qwen2"}, INTERN_TOWER), {"downsample_ratio": 0.5}),
-    "llava": (_llava, ("Llava", LLAMA, LLAVA_TOWER), {}),
-    "llava_next": (_llava_next, ("LlavaNext", LLAMA, LLAVA_TOWER), {"image_grid_pinpoints": PINPOINTS}),
-    "idefics3": (_idefics3, ("Idefics3", LLAMA, SQUARES), IDEFICS3),
-}
+LLAVA, VIDEO = {"image_token": "<image>"}, {"video_token": "<video>"}
+PROCESSORS = {  # family -> arguments of `processor`
+    "gemma3": ("Gemma3Processor", Gemma3ImageProcessorPil(size=SIZE), GEMMA, FOUR_TOKENS),
+    "internvl": ("InternVLProcessor", GotOcr2ImageProcessorPil(size=SIZE), INTERN | VIDEO, FOUR_TOKENS),
+    "llava": ("LlavaProcessor", LlavaImageProcessorPil(**SHORT), LLAVA, PATCHES),
+    "llava_next": (
+        "LlavaNextProcessor", LlavaNextImageProcessorPil(**SHORT, image_grid_pinpoints=PINPOINTS), LLAVA, PATCHES,
+    ),
+    "idefics3": ("Idefics3Processor", Idefics3ImageProcessorPil(**LONGEST), IDEFICS, {"image_seq_len": 4}),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -79,16 +40,18 @@ def make(question_files, tmp_path):
     """Builds a trainer of a family whose completions look none, one and two times; the last is twice as wide."""
 
     def trainer(name, **options):
-        of_images, (kind, text, vision), more = KINDS[name]
-        made = of_images()
+        kind, images, special, more = PROCESSORS[name]
+        made = processor(kind, images, special, byte_tokenizer, **more)
         template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", made.image_token)
         made.chat_template = made.tokenizer.chat_template = template
         made.tokenizer.response_template = qwen3_template
         token = made.tokenizer.image_token if name == "gemma3" else made.image_token
         image = made.tokenizer.convert_tokens_to_ids(token)
-        ids = {"image_token_id": image, "image_token_index": image, "boi_token_index": image + 1}
-        sizes = {"vocab_size": len(made.tokenizer), "max_position_embeddings": 4096}
-        model = build(Family(name, vision_model(kind, {**BODY, **text, **sizes}, vision, **{**more, **ids})))
+        smaller = FAMILIES[name].build()
+        smaller.config.image_token_id, smaller.config.boi_token_index = image, image + 1
+        smaller.config.text_config.vocab_size = len(made.tokenizer)
+        smaller.config.text_config.max_position_embeddings = 4096
+        model = build(Family(name, lambda: type(smaller)(smaller.config)))
         model.generation_config.eos_token_id = made.tokenizer.eos_token_id
         model.config.text_config.eos_token_id = made.tokenizer.eos_token_id
         rows = prompts(train_file(question_files))

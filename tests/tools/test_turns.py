@@ -20,38 +20,25 @@ def rollout_of(trainer, rows=8):
     return rollout
 
 
-def spoken(trainer, ids):
-    """Whether the policy has written each token of a row, by the roles that its text names, prompt included."""
-    tokens = trainer.processing_class.tokenizer.convert_ids_to_tokens(ids)
-    text = [token.replace("Ċ", "\n").replace("Ġ", " ") for token in tokens]
-    role, written, beginning = "", [], False
-    for token in text:
-        if token == "<|im_start|>":
-            role, beginning = "", True
-        elif beginning:
-            role += token
-            if "\n" in token:
-                role, beginning = role.strip(), False
-                written.append(False)
-                continue
-        written.append(not beginning and role == "assistant" and token != "<|im_start|>")
-        if token == "<|im_end|>":
-            role = ""
-    return written
-
-
 def test_three_turns_by_hand(make, model_folder):
-    """Masks, counts and VGR of a completion that looks twice, from its text and the weights of eager attention."""
-    trainer = make(lambda completions, **kwargs: [0.0] * len(completions), signals=["similarity"])
+    """Masks, counts, VGR and attention per image of a completion that looks twice, by eager attention."""
+    per_image = []
+
+    def reward(completions, attention_per_image, **kwargs):
+        per_image.extend(attention_per_image)
+        return [0.0] * len(completions)
+
+    trainer = make(reward, signals=["similarity"])
     rollout = rollout_of(trainer)
     signals, batch, row = rollout.signals, rollout.batch, 2
     prompt, length = batch["prompt_ids"].size(1), batch["completion_ids"].size(1)
     inputs = scoring_inputs(batch)
     ids = inputs["input_ids"][row].tolist()
-    padded = prompt - int(batch["prompt_mask"][row].sum())
-    own = [False] * padded + spoken(trainer, ids[padded:])
-    assert signals.mask[row].tolist() == own[prompt:]
     tokenizer = trainer.processing_class.tokenizer
+    first, second = (f"{call('look', wide=wide)}<|im_end|>the circle is " for wide in (56, 112))
+    written = tokenizer.decode(batch["completion_ids"][row][signals.mask[row]])
+    assert written == f"green {first}{second}<answer>C</answer><|im_end|>"
+    own = [False] * prompt + signals.mask[row].tolist()
     special, image = set(tokenizer.all_special_ids), tokenizer.convert_tokens_to_ids("<|image_pad|>")
     special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     vision = [token == image for token in ids]
@@ -86,29 +73,10 @@ def test_three_turns_by_hand(make, model_folder):
     largest = [max((states[query] @ states[at]).item() for at in range(query + 1) if vision[at]) for query in queries]
     assert signals.extra["similarity"][row][signals.mask[row]].tolist() == pytest.approx(largest, abs=1e-5)
 
-
-def test_attention_per_image(make, model_folder):
-    """Each image of a completion, by eager attention: the mean over the tokens that come after it."""
-    found = []
-
-    def reward(completions, attention_per_image, **kwargs):
-        found.extend(attention_per_image)
-        return [0.0] * len(completions)
-
-    rollout = rollout_of(make(reward))
-    assert [len(row) for row in found] == [1, 2, 3, 2] * 2
-    inputs, row, mask = scoring_inputs(rollout.batch), 2, rollout.signals.mask[2]
-    model = tiny_model(model_folder)
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        given = {name: value for name, value in inputs.items() if name not in ("logits_to_keep", "num_images")}
-        late = model(**given, output_attentions=True).attentions[2][row].mean(0)
-    at = (inputs["input_ids"][row] == model.config.image_token_id).nonzero().flatten()
-    parts = at.split([len(at) - 12, 4, 8])
-    prompt = rollout.batch["prompt_ids"].size(1)
-    emitting = mask.nonzero().flatten() + prompt - 1
-    for part, value in zip(parts, found[row], strict=True):
-        later = emitting[emitting > part[-1]]
+    assert [len(of_row) for of_row in per_image] == [1, 2, 3, 2] * 2
+    places = torch.tensor(vision).nonzero().flatten()
+    for part, value in zip(places.split([len(places) - 12, 4, 8]), per_image[row], strict=True):
+        later = [query for query in queries if query > part[-1]]  # the mean over the tokens that come after the image
         assert value == pytest.approx(late[later][:, part].sum(1).mean().item(), rel=1e-4)
 
 
@@ -141,12 +109,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "sentence"), REFUSED, ids=str)
-def test_what_is_refused_with_tools(make, changed, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        make(**changed)
-
-
-def test_what_is_refused_without_tools(vision_trainer):
+def test_what_is_refused(make, vision_trainer):
+    for changed, sentence in REFUSED:
+        with pytest.raises(ConfigError, match=sentence):
+            make(**changed)
     with pytest.raises(ConfigError, match='perturb_images is "tools", but the run has none'):
         vision_trainer(enable_perception_filtering=True, perturb_images="tools")
