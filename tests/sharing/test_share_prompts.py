@@ -7,13 +7,23 @@ from unittest.mock import patch
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.models.compare import largest_relative, scored, with_head
+from support.models.compare import gradients, largest_relative, scored, with_head
 from support.models.families import FAMILIES, IMAGE, PAD, build, make_batch, randomise, text_model
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import causal_model, has_active_dropout
 
 LORA = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
+
+
+def with_adapter(name, **options):
+    torch.manual_seed(2)
+    model = get_peft_model(build(name), LoraConfig(**LORA, target_modules=list(FAMILIES[name].lora), **options))
+    for parameter, value in model.named_parameters():
+        if "magnitude" in parameter:  # DoRA starts where LoRA does
+            value.data = value.data * (1 + torch.rand_like(value))
+    with_head(causal_model(model))
+    return model.eval()
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
@@ -31,12 +41,22 @@ def test_a_training_loop_with_a_loss_on_every_token(name):
     assert largest_relative(theirs, mine) < 2e-5
 
 
+@pytest.mark.parametrize(
+    ("name", "options"), [("qwen2_5_vl", {}), ("qwen3_5", {"use_dora": True}), ("llava", {"lora_dropout": 0.5})]
+)
+def test_adapters(name, options):
+    model, batch = with_adapter(name, **options), make_batch(name)
+    plain = gradients(model, batch)
+    with share_prompts(model, batch.completion_length) as report:
+        shared = gradients(model, batch)
+    assert not report.plain
+    assert set(plain) == {parameter for parameter in plain if "lora_" in parameter}
+    assert largest_relative(plain, shared) < (2e-4 if name == "qwen3_5" else 1e-5)
+
+
 def test_policy_and_reference_do_not_share_a_prefix():
     """The reference is the same model with its adapter off, or another adapter: its prompts are computed again."""
-    torch.manual_seed(2)
-    lora = LoraConfig(**LORA, target_modules=list(FAMILIES["qwen2_vl"].lora))
-    model, batch = get_peft_model(build("qwen2_vl"), lora).eval(), make_batch("qwen2_vl")
-    with_head(causal_model(model))
+    model, batch = with_adapter("qwen2_vl"), make_batch("qwen2_vl")
     model.add_adapter("other", LoraConfig(**LORA, target_modules=["k_proj", "up_proj"]))
 
     def three_policies():
