@@ -37,13 +37,12 @@ def allowed(name: str, value: object) -> bool:
     return True
 
 
-def test_every_default_is_allowed_and_described():
+def test_every_default_is_allowed():
     assert len(OWN) > 100
     for each in fields(DAPOConfig):
         if each.name in OWN:
             default = each.default_factory() if callable(each.default_factory) else each.default
             assert get_origin(HINTS[each.name]) is list or allowed(each.name, default), each.name
-            assert each.metadata["help"].endswith((".", "off.")), each.name
 
 
 @pytest.mark.parametrize("bound", ["gt", "ge", "lt", "le"])

@@ -105,4 +105,3 @@ def test_what_the_accuracy_reward_reads_of_completions_is_shown(tmp_path, capsys
     assert lines[2] == "2: 0 no answer, reference '4'"
     assert lines[3].startswith("3: no reward: solution is None")
     assert lines[4] == "1 of 4 are right; statement 1, line 1, no answer 1, no reward 1."
-

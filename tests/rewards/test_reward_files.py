@@ -38,6 +38,11 @@ def compute_score(reward_input, bonus=0):
         os._exit(1)
     return {"overall": len(reward_input["response"]) + bonus, "process": os.getpid()}
 """
+PAIRS = """
+def reward_function(data_dict):
+    overlap = data_dict["response"].count(data_dict["ground_truth"])
+    return overlap + 0.5, {"length": data_dict["response_length"]}
+"""
 ROWS = {
     "completions": [[{"role": "assistant", "content": "<a> 4"}], [{"role": "assistant", "content": "5"}]],
     "completion_ids": [[1, 2, 3], [4]],
@@ -60,23 +65,16 @@ def written(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_batch_form_gives_overall_and_logs_the_other_scores(written):
+def test_batch_form_logs_its_scores_and_a_second_one_is_a_reward_that_costs_no_call(written):
     """Right and tidy: 0.9 + 0.1; neither: 0. Half of the two are right, half tidy."""
-    logged = {}
-    reward = load_reward(f"{written(BATCH)}:compute_score")
-    assert reward(**ROWS, log_metric=logged.__setitem__) == [1.0, 0.0]
+    name, logged = f"{written(BATCH)}:compute_score", {}
+    overall, accuracy = load_rewards([name, f"{name}[accuracy]"])
+    assert overall(**ROWS, log_metric=logged.__setitem__) == accuracy(**ROWS) == [1.0, 0.0]
     assert logged == {"reward/overall": 0.5, "reward/accuracy": 0.5, "reward/format": 0.5}
-    assert reward.__name__ == "compute_score"
-
-
-def test_a_second_score_is_a_reward_of_its_own_and_costs_no_second_call(written):
-    file = written(BATCH)
-    overall, accuracy = load_rewards([f"{file}:compute_score", f"{file}:compute_score[accuracy]"])
-    assert (overall(**ROWS), accuracy(**ROWS)) == ([1.0, 0.0], [1.0, 0.0])
     assert sys.modules["theirs_of_test"].calls == [2]
-    assert accuracy.__name__ == "accuracy"
+    assert (overall.__name__, accuracy.__name__) == ("compute_score", "accuracy")
     with pytest.raises(RewardError, match="returned no 'style', but overall, format, accuracy"):
-        load_reward(f"{file}:compute_score[style]")(**ROWS)
+        load_reward(f"{name}[style]")(**ROWS)
     with pytest.raises(RewardError, match=r"asks for a score, but accuracy returns one number"):
         load_reward("accuracy[accuracy]")
 
@@ -96,25 +94,16 @@ def test_sequential_form_runs_in_processes_of_its_own(written):
 
 def test_pairs_of_reward_and_metrics(written):
     """`4` once in `<a> 4` and not in `5`; three tokens and one."""
-    text = (
-        "def reward_function(data_dict):\n    overlap = data_dict['response'].count(data_dict.get('ground_truth', ''))"
-    )
-    text += "\n    return overlap + 0.5, {'length': data_dict['response_length']}"
     logged = {}
-    assert load_reward(f"{written(text)}:reward_function")(**ROWS, log_metric=logged.__setitem__) == [1.5, 0.5]
+    assert load_reward(f"{written(PAIRS)}:reward_function")(**ROWS, log_metric=logged.__setitem__) == [1.5, 0.5]
     assert logged == {"reward/overall": 1.0, "reward/length": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def score(reward_inputs):\n    return [{'overall': 1}]", "returned .* for a batch of 2 completions"),
-        ("def score(reward_input):\n    return 'good'", "returned 'good' for a completion"),
-    ],
-)
-def test_what_cannot_be_read_is_an_error_with_the_name(written, text, message):
-    with pytest.raises(RewardError, match=message):
-        load_reward(f"{written(text)}:score")(**ROWS)
+def test_what_cannot_be_read_is_an_error_with_the_name(written):
+    text = "def batch(reward_inputs):\n    return [{'overall': 1}]\ndef single(reward_input):\n    return 'good'\n"
+    for name, message in (("batch", "batch returned .* batch of 2 completions"), ("single", "single returned 'good'")):
+        with pytest.raises(RewardError, match=message):
+            load_reward(f"{written(text)}:{name}")(**ROWS)
 
 
 PROGRAM = """
