@@ -124,10 +124,9 @@ if __name__ == "__main__":
     while len(answered) < 2:  # a process that is slow to start leaves all rows to the other
         answered |= {int(each) for each in process(**score(*"abcdefgh"))}
     print(json.dumps([*answered]), flush=True)
-    if sys.argv[2] == "waits":
+    while sys.argv[2] == "waits":
         sys.stdin.readline()
         print(json.dumps([int(each) for each in process(**score(*"hgfedcba"))]), flush=True)
-        sys.exit()
     wrap_reward(overall, "overall", print, seconds=float(sys.argv[3]))(**score(sys.argv[2]))
 """
 
@@ -153,9 +152,14 @@ def runs(pid):
         return False
 
 
-def test_they_end_when_the_process_that_asks_them_is_killed(start):
+def test_a_signal_to_all_processes_leaves_them_to_the_one_that_asks_and_they_end_when_it_is_killed(start):
+    """The signal is a scheduler's, when the step at hand is still to be finished."""
     process = start("waits")
     workers = {*json.loads(process.stdout.readline())}
+    for pid in workers:
+        os.kill(pid, signal.SIGTERM)
+    print("go on", file=process.stdin, flush=True)
+    assert {*json.loads(process.stdout.readline())} <= workers
     assert all(map(runs, workers))
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=SECONDS)
@@ -163,17 +167,6 @@ def test_they_end_when_the_process_that_asks_them_is_killed(start):
     while any(map(runs, workers)):
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def test_a_signal_to_all_processes_leaves_them_to_the_one_that_asks(start):
-    """As of a scheduler, when the step at hand is still to be finished."""
-    process = start("waits")
-    workers = {*json.loads(process.stdout.readline())}
-    for pid in workers:
-        os.kill(pid, signal.SIGTERM)
-    said, errors = process.communicate("go on\n", timeout=SECONDS)
-    assert process.returncode == 0, errors
-    assert {*json.loads(said)} <= workers
 
 
 def test_a_run_whose_process_ends_there_ends(start):
