@@ -81,10 +81,6 @@ def test_combinations_that_are_refused(tmp_path, options, word):
         config(tmp_path, **options)
 
 
-def unused(tmp_path: Path, absent=(), **given: object) -> dict[str, str]:
-    return unused_options(config(tmp_path, **given), absent)
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -113,7 +109,8 @@ def unused(tmp_path: Path, absent=(), **given: object) -> dict[str, str]:
     ids=str,
 )  # fmt: skip
 def test_options_without_effect(tmp_path, given, expected):
-    assert unused(tmp_path, **given) == expected
+    absent = given.pop("absent", ())
+    assert unused_options(config(tmp_path, **given), absent) == expected
 
 
 def test_the_trainer_names_options_without_effect_and_the_plan_does_not_show_them_as_on(text_trainer, monkeypatch):

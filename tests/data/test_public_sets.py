@@ -30,7 +30,7 @@ NLVR = {"identifier": "1-0", "image": picture(), "sentence": " There is a box. "
 
 
 def read(name, folder, *rows):
-    return converted(name, parquet(folder / "train.parquet", list(rows)), folder / "made")
+    return converted(name, parquet(folder / "train.parquet", list(rows)))
 
 
 def fields(row):
@@ -103,7 +103,7 @@ def test_questions_of_arxivqa_get_their_figures(tmp_path):
     for name, rows in (("corpus", corpus), ("queries", queries), ("qrels", qrels)):
         parquet(tmp_path / "set" / name / "train-00000-of-00001.parquet", rows)
     joined = join_arxivqa(lambda name: load_split("train", dataset_path=str(tmp_path / "set"), dataset_config=name))
-    found, left_out = converted("arxivqa", joined, tmp_path / "made")
+    found, left_out = converted("arxivqa", joined)
     # In the order of the figures: the first figure is asked about by the questions 0 and 4.
     assert [row["id"] for row in found] == ["q0", "q4", "q1", "q2"]
     assert [row["images"] for row in found] == [[FIGURES[NAMES[number]]] for number in (0, 0, 1, 2)]
