@@ -63,15 +63,11 @@ def test_the_file_of_a_training_is_taken_without_what_is_of_training(model_folde
     said = capsys.readouterr().err
     assert "Without effect here: learning_rate, num_generations, reward_funcs.\n" in said
     assert "Without effect here: beta.\n" in said
+    assert main(["evaluate", "--config", str(file), "--save_completions"]) == 1
+    assert "give --output_file" in capsys.readouterr().err
     file.write_text(json.dumps({**options, "num_sample": 2}))
     assert main(["evaluate", *flags.split()]) == 1
     assert "has num_sample, which is not an option. Did you mean num_samples?" in capsys.readouterr().err
-
-
-def test_completions_are_saved_to_a_file_or_refused(model_folder, question_files, capsys):
-    flags = f"--model_name_or_path {model_folder} --data_files {question_files} --save_completions"
-    assert main(["evaluate", *flags.split()]) == 1
-    assert "give --output_file" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -65,9 +65,6 @@ def save(rows, file):
     rows.to_parquet(file)
 
 
-EVERY_STEP = "--eval_strategy", "steps", "--eval_steps", "1"
-
-
 @pytest.mark.parametrize(
     ("validation", "note", "counts"),
     [
@@ -80,7 +77,8 @@ def test_a_hub_data_set_without_test(train, rows, tmp_path, validation, note, co
     save(rows.select(range(16)), tmp_path / HUB / "train.parquet")
     if validation:
         save(rows.select(range(validation)), tmp_path / HUB / "validation.parquet")
-    printed, is_evaluated = train("--dataset_name", str(HUB), *EVERY_STEP, "--max_test_rows", "1")
+    flags = f"--dataset_name {HUB} --eval_strategy steps --eval_steps 1 --max_test_rows 1"
+    printed, is_evaluated = train(*flags.split())
     assert note in printed
     assert "training {} rows, evaluation {} rows".format(*counts) in printed
     assert is_evaluated

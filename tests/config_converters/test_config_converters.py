@@ -35,6 +35,7 @@ LORA, ACTOR, OPTIM = "worker.actor.model.lora", "worker.actor", "worker.actor.op
 GAE = {"algorithm.adv_estimator": "gae"}
 VALIDATION, SAMPLING = "data.val_files", "worker.rollout.val_override_config"
 SIZES = {"data.rollout_batch_size": 512, "worker.actor.global_batch_size": 128}
+COLLECTS = "worker.rollout.collect_attentions"  # of a port
 MICRO = "worker.actor.micro_batch_size_per_device_for_update"
 
 
@@ -138,9 +139,12 @@ ADAPTED = {"use_peft": True, "load_in_4bit": False, "lora_r": 64, "lora_alpha": 
         ({f"{OPTIM}.betas": [0.8, 0.95]}, {"adam_beta1": 0.8, "adam_beta2": 0.95}),
         ({f"{ACTOR}.fsdp.torch_dtype": "bf16", f"{ACTOR}.fsdp.mp_param_dtype": "fp16"},
          {"dtype": "bfloat16", "bf16": False, "fp16": True}),
-        ({"worker.rollout.name": "hf", "worker.rollout.top_k": 20},
-         {"use_vllm": False, "top_k": 20, "vllm_mode": None, "vllm_enable_sleep_mode": None,
-          "vllm_importance_sampling_correction": None, "vllm_tensor_parallel_size": None}),
+        ({COLLECTS: True, "worker.rollout.token_weight_smooth_sigma": 1.0, f"{ACTOR}.token_weight_last_k_layers": 4},
+         {"token_weights_smooth_sigma": 1.0, "token_weights_last_k_layers": 4}),
+        ({"worker.rollout.name": "hf", "worker.rollout.top_k": 20, COLLECTS: True},
+         {"use_vllm": False, "top_k": 20, "attention_source": "generate", "vllm_mode": None,
+          "vllm_enable_sleep_mode": None, "vllm_importance_sampling_correction": None,
+          "vllm_tensor_parallel_size": None}),
         ({"worker.rollout.tensor_parallel_size": 4}, {"vllm_tensor_parallel_size": 4}),
         ({VALIDATION: "some/questions@test", SAMPLING: {"temperature": 0.6, "top_p": 0.9}},
          {**EVALUATED, "eval_temperature": 0.6, "eval_top_p": 0.9}),
@@ -287,19 +291,6 @@ def test_a_default_that_nobody_wrote_stops_nothing(monkeypatch):
     assert options_of({"worker.actor.global_batch_size": 64}, 4)["vllm_tensor_parallel_size"] == 2
 
 
-def test_token_weights_of_a_port():
-    given = {
-        "algorithm.enable_token_weights": True, "worker.rollout.token_weight_smooth_sigma": 1.0,
-        "worker.actor.token_weight_last_k_layers": 4, "worker.rollout.collect_attentions": True,
-    }  # fmt: skip
-    expected = {"token_weights": True, "token_weights_smooth_sigma": 1.0, "token_weights_last_k_layers": 4}
-    for engine, source in (("hf", "generate"), ("vllm", "scoring")):
-        options = options_of({**given, "worker.rollout.name": engine})
-        assert {name: options[name] for name in [*expected, "attention_source"]} == {
-            **expected, "attention_source": source
-        }  # fmt: skip
-
-
 def test_the_newest_checkpoint_of_a_folder_is_continued(tmp_path):
     """Complete ones alone; an empty folder begins, and so does one that is not there, if it is asked for."""
     load, find = "trainer.load_checkpoint_path", "trainer.find_last_checkpoint"
@@ -355,6 +346,5 @@ def test_verl_names_with_verl_defaults():
     assert {name: found.options[name] for name in expected} == expected
     assert convert({**given, "actor_rollout_ref.actor.use_kl_loss": False}).options["kl_coef"] == 0.0
     assert convert({**given, "algorithm.adv_estimator": "gae"}).options["critic_learning_rate"] == 1e-5
-    assert (
-        "actor_rollout_ref.actor.megatron.x" in convert({**given, "actor_rollout_ref.actor.megatron.x": 1}).unsupported
-    )
+    unknown = "actor_rollout_ref.actor.megatron.x"
+    assert unknown in convert({**given, unknown: 1}).unsupported

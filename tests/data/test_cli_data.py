@@ -6,7 +6,6 @@ from support.made_sets import jsonl, parquet, picture, rows_in, skipped_in
 from vgr_trl.cli.__main__ import main
 from vgr_trl.data.load import load_split
 from vgr_trl.data.rows import prepare_rows
-from vgr_trl.rewards import accuracy_reward
 
 CHOICES = ["red", "blue", "green", "teal"]
 
@@ -106,12 +105,3 @@ def test_what_the_accuracy_reward_reads_of_completions_is_shown(tmp_path, capsys
     assert lines[2] == "2: 0 no answer, reference '4'"
     assert lines[3].startswith("3: no reward: solution is None")
     assert lines[4] == "1 of 4 are right; statement 1, line 1, no answer 1, no reward 1."
-
-
-def test_several_accepted_answers_stay_in_a_converted_set(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = [{"question": "What?", "answers": ["cup", "mug"], "image": picture((9, 0, 0))}]
-    file = parquet(tmp_path / "rows.parquet", rows)
-    assert run("convert", "jsonl", "--data_files", file, "--output_dir", "out", "--workers", 0) == 0
-    (row,) = rows_in(tmp_path / "out", "train")
-    assert accuracy_reward(["A mug.", "A cup.", "A jug."], [row["solution"]] * 3) == [1.0, 1.0, 0.0]

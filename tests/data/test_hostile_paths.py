@@ -1,10 +1,7 @@
 """Paths in data lead nowhere but to the files of these data, and to no address."""
 
-import json
 import os
-import threading
-from functools import partial
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import socket
 
 import pyarrow
 import pytest
@@ -33,13 +30,14 @@ def place(tmp_path):
 
 
 OUTSIDE = ["../private/secret.png", "link.png", "folder/secret.png", "PLACE/private/secret.png", "/etc/passwd"]
-NOT_READ = ["URL/a.png", "loop.png", "nul\0.png"]
+URL = "http://127.0.0.1:9"
+NOT_READ = [f"{URL}/a.png", "loop.png", "nul\0.png"]
 INSIDE = ["own.png", "inner.png", "../data/own.png", "PLACE/data/own.png"]
 
 
-def stored(place, url, kind):
+def stored(place, kind):
     """A file of questions about these images, which claims that its files lie elsewhere."""
-    names = [name.replace("PLACE", str(place)).replace("URL", url) for name in (*OUTSIDE, *NOT_READ, *INSIDE)]
+    names = [name.replace("PLACE", str(place)) for name in (*OUTSIDE, *NOT_READ, *INSIDE)]
     rows = [{"question": "?", "answer": "x", "image": name, "__folder__": str(place)} for name in names]
     file = place / f"data/rows.{kind}"
     if kind == "jsonl":
@@ -56,33 +54,25 @@ def colours(rows):
 
 
 @pytest.fixture
-def server():
-    asked = []
+def asked(monkeypatch):
+    """The addresses that this process connects to, none of which answers."""
+    addresses = []
 
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            self.send_error(404)
+    def connect(_, address):
+        addresses.append(address)
+        raise ConnectionRefusedError
 
-        do_HEAD = do_GET
-
-        def log_message(self, *_):
-            """Nothing."""
-
-    with HTTPServer(("127.0.0.1", 0), Answer) as found:
-        threading.Thread(target=partial(found.serve_forever, 0.05), daemon=True).start()
-        yield f"http://127.0.0.1:{found.server_port}", asked
-        found.shutdown()
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    return addresses
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("kind", "source"), [("jsonl", "data_files"), ("parquet", "data_files"), ("jsonl", "dataset_path")]
 )
-def test_training_reads_no_file_outside_of_the_data(place, server, kind, streaming, source, monkeypatch):
+def test_training_reads_no_file_outside_of_the_data(place, asked, kind, streaming, source, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    url, asked = server
-    file = stored(place, url, kind)
+    file = stored(place, kind)
     given = {source: str(file if source == "data_files" else place / "data")}
     rows, reasons = loaded(**given, dataset_streaming=streaming)
     assert colours(rows) == [OWN] * len(INSIDE)
@@ -92,23 +82,20 @@ def test_training_reads_no_file_outside_of_the_data(place, server, kind, streami
     assert asked == []
 
 
+IMAGE = {"type": "image"}
 PARTS = [
-    {"type": "image", "image": "URL/a.png"},
+    {"type": "image", "image": f"{URL}/a.png"},
     {"type": "image", "path": "/etc/passwd"},
-    {"type": "image_url", "image_url": {"url": "URL/a.png"}},
+    {"type": "image_url", "image_url": {"url": f"{URL}/a.png"}},
     {"type": "text", "text": "what?", "path": "own.png"},
 ]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["prompt", "messages"])
-def test_no_part_of_a_prompt_names_a_file(place, server, name, streaming):
-    url, asked = server
-    text = {"type": "text", "text": "what?"}
-    rows = []
-    for part in [*PARTS, {"type": "image"}]:
-        part = json.loads(json.dumps(part).replace("URL", url))
-        rows.append({name: [{"role": "user", "content": [part, text]}], "answer": "x", "image": "own.png"})
+def test_no_part_of_a_prompt_names_a_file(place, asked, name, streaming):
+    turns = [{"role": "user", "content": [part, {"type": "text", "text": "what?"}]} for part in [*PARTS, IMAGE]]
+    rows = [{name: [turn], "answer": "x", "image": "own.png"} for turn in turns]
     file = jsonl(place / "data/rows.jsonl", rows)
     found, reasons = loaded(data_files=str(file), dataset_streaming=streaming)
     assert colours(found) == [OWN]
@@ -119,16 +106,14 @@ def test_no_part_of_a_prompt_names_a_file(place, server, name, streaming):
 
 @pytest.mark.parametrize(
     ("name", "named"),
-    [("README.md", "../private/x.parquet"), ("README.md", "URL/x.parquet"), (".huggingface.yaml", "link/*")],
+    [("README.md", "../private/x.parquet"), ("README.md", f"{URL}/x.parquet"), (".huggingface.yaml", "link/*")],
 )
-def test_a_card_leads_to_no_files_elsewhere(place, server, name, named):
-    url, asked = server
+def test_a_card_leads_to_no_files_elsewhere(place, asked, name, named):
     Dataset.from_list([{"question": "own", "answer": "x"}]).to_parquet(place / "data/train.parquet")
     Dataset.from_list([{"question": "secret", "answer": "x"}]).to_parquet(place / "private/x.parquet")
     os.symlink(place / "private", place / "data/link")
     for files in ("PATH", "[{split: train, path: [train.parquet, PATH]}]"):
         said = f"configs: [{{config_name: default, data_files: {files}}}]".replace("PATH", f"'{named}'")
-        said = said.replace("PLACE", str(place)).replace("URL", url)
         (place / "data" / name).write_text(f"---\n{said}\n---\n# A set\n" if name.endswith("md") else said)
         with pytest.raises(DataError, match="The data set card .*(names a URL|which is outside)"):
             loaded(dataset_path=str(place / "data"))

@@ -31,8 +31,8 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def main(arguments) -> int:
-    return data(["inspect", *arguments])
+def main(flags: str) -> int:
+    return data(["inspect", *flags.split()])
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -43,23 +43,16 @@ def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, 
     lines = [" ".join(line.replace("█", "").split()) for line in found.text.splitlines()]
     assert lines[0] == "train: 8 rows, 4 unusable; 2 because of an unreadable answer."
     reasons = lines[lines.index("skipped") + 1 :]
-    assert [line.split()[:2] for line in reasons[:3]] == [
-        ["2", "25.0%"],
-        ["1", "12.5%"],
-        ["1", "12.5%"],
-    ]  # zebra and giraffe are one kind of mistake
-    assert [line.split(":")[0] for line in reasons[3:7]] == [
-        f"row {n}, counted from 0 (id 'q{n}')" for n in (2, 3, 4, 6)
-    ]
+    shares = [line.split()[:2] for line in reasons[:3]]
+    assert shares == [["2", "25.0%"], ["1", "12.5%"], ["1", "12.5%"]]  # zebra and giraffe are one kind of mistake
+    examples = [line.split(":")[0] for line in reasons[3:7]]
+    assert examples == [f"row {n}, counted from 0 (id 'q{n}')" for n in (2, 3, 4, 6)]
     answers = {one["row"]: one["answer"] for one in found.sample}
     assert answers == {0: "B. y", 1: "B. y", 5: "B) forty-two", 7: "B. y"}
 
 
 def test_the_page_shows_text_as_text_and_holds_its_images(folder, capsys):
-    assert (
-        main([*"rows.jsonl --tiny --max_prompt_length 700 --skipped bad.jsonl --page inspect.html --strict".split()])
-        == 1
-    )
+    assert main("rows.jsonl --tiny --max_prompt_length 700 --skipped bad.jsonl --page inspect.html --strict") == 1
     page = (folder / "inspect.html").read_text(encoding="utf-8")
     assert not re.search(r"<script|<[^>]*\son\w+ *=", page)
     assert page.count("<img") == 4
@@ -70,12 +63,8 @@ def test_the_page_shows_text_as_text_and_holds_its_images(folder, capsys):
         assert shown in unescape(page)
     assert [json.loads(line)["row"] for line in (folder / "bad.jsonl").read_text().splitlines()] == [2, 3, 4, 6]
     printed = capsys.readouterr().out
-    for shown in (
-        "train: 8 rows, 4 unusable; 2 because of an unreadable answer.",
-        "row 3, counted from 0 (id 'q3'): ",
-        "prompt length in tokens",
-    ):
-        assert shown in printed
+    assert "row 3, counted from 0 (id 'q3'): " in printed
+    assert "prompt length in tokens" in printed
 
 
 def test_images_in_two_splits_are_named_and_lengths_are_compared_with_three_limits(tmp_path, monkeypatch, capsys):
@@ -85,7 +74,7 @@ def test_images_in_two_splits_are_named_and_lengths_are_compared_with_three_limi
     for split, names in (("train", "aab"), ("test", "a")):
         rows = [{"problem": f"which {n}?", "solution": "x", "image": f"{name}.png"} for n, name in enumerate(names)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main([".", "--tiny", "--samples", "1", "--max_prompt_length", "20", "--page", "p.html"]) == 0
+    assert main(". --tiny --samples 1 --max_prompt_length 20 --page p.html") == 0
     printed, page = capsys.readouterr().out, (tmp_path / "p.html").read_text(encoding="utf-8")
     for text in (printed, page):
         assert "2 rows of train have an image that is also in test." in text

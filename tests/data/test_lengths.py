@@ -39,18 +39,13 @@ def rows_of(counts, system_prompt=None):
 
 @pytest.mark.parametrize("family", PROCESSORS)
 def test_lengths_are_those_of_the_trainer(family):
-    processor = with_template(family)
+    processor = PROCESSORS[family]()
+    mark = getattr(processor, "boi_token", None) if family == "gemma3" else processor.image_token
+    processor.chat_template = TEMPLATE.replace("MARK", mark)
     lengths = PromptLengths(processor)
     assert lengths.needs_pixels == (family == "idefics2"), "which has no function of sizes in transformers"
     for row in rows_of([1] * len(SIZES) + [2, 3]):
         assert lengths(row) == trainers_count(processor, row), [image.size for image in row["images"]]
-
-
-def with_template(family):
-    processor = PROCESSORS[family]()
-    mark = getattr(processor, "boi_token", None) if family == "gemma3" else processor.image_token
-    processor.chat_template = TEMPLATE.replace("MARK", mark)
-    return processor
 
 
 @pytest.mark.parametrize("system_prompt", [SYSTEM_PROMPTS["zh"], None])

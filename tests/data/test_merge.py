@@ -73,20 +73,13 @@ def test_two_sets_become_one_that_datasets_reads_and_a_merge_again_gives_the_sam
 
 def test_regions_are_carried_on_in_the_form_of_converted_sets(tmp_path):
     """The image is 12x8: 3 of 12 and 4 of 8 pixels are 0.25 and 0.5 of it; a set without regions has empty lists."""
-    boxes = {
-        "pixels": {"regions": [[3, 4, 6, 2]]},
-        "corners": {"bbox": [0.25, 0.5, 0.75, 1]},
-    }
+    boxes = {"pixels": {"regions": [[3, 4, 6, 2]]}, "corners": {"bbox": [0.25, 0.5, 0.75, 1]}}
     for name, colour in zip(boxes, ("red", "green"), strict=True):
         Image.new("RGB", (12, 8), colour).save(tmp_path / f"{name}.png")
     rows = [{"id": name, "prompt": "?", "answer": "x", "image": f"{name}.png", **box} for name, box in boxes.items()]
-    sources = [
-        str(jsonl(tmp_path / "mine.jsonl", rows)),
-        made_set(
-            tmp_path / "c", [question("c0", (9, 9, 9), regions=[[0.5, 0, 0.25, 1]])], columns=("image", "regions")
-        ),
-        made_set(tmp_path / "d", [question("d0", (8, 8, 8))]),
-    ]
+    marked = question("c0", (9, 9, 9), regions=[[0.5, 0, 0.25, 1]])
+    sources = [str(jsonl(tmp_path / "mine.jsonl", rows)), made_set(tmp_path / "d", [question("d0", (8, 8, 8))])]
+    sources.append(made_set(tmp_path / "c", [marked], columns=("image", "regions")))
     assert merged(tmp_path, sources, "--test_share", "0") == 0
     found = {row["id"]: row["regions"] for row in rows_in(tmp_path / "out")}
     expected = {"pixels": [[0.25, 0.5, 0.5, 0.25]], "corners": [[0.25, 0.5, 0.5, 0.5]], "c0": [[0.5, 0, 0.25, 1]]}

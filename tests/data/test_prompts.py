@@ -90,10 +90,6 @@ def text(words: str) -> dict[str, str]:
     return {"type": "text", "text": words}
 
 
-def asked(content, *before):
-    return [*before, {"role": "user", "content": content}]
-
-
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
@@ -106,4 +102,4 @@ def asked(content, *before):
     ],
 )
 def test_a_placeholder_becomes_the_place_of_an_image_and_no_other_character_changes(content, parts):
-    assert placed(asked(content)) == asked(parts)
+    assert placed([{"role": "user", "content": content}]) == [{"role": "user", "content": parts}]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from support.made_sets import corners, encoded, loaded, parquet, picture, skipped_in
+from support.made_sets import corners, encoded, jsonl, loaded, parquet, picture, skipped_in
 
 from vgr_trl.cli.data import convert_run, inspect_run, make_parser
 from vgr_trl.rewards import resolve_solution
@@ -18,10 +18,9 @@ OPEN = {"problem": "How many?", "image": "red.png"}
 PNG = base64.b64encode(picture(RED)["bytes"]).decode()
 JPEG = base64.encodebytes(encoded(Image.new("RGB", (8, 6), BLUE), "JPEG", quality=100)).decode()  # in lines of 76
 
-# What a usable row says: its question, its right answer, and the corner pixel of each of its images. Of the colours
-# that a file changes, JPEG's differ by up to 3.
+# What a usable row says: its question, the answers that are right, and the corner pixel of each of its images. Of the
+# colours that a file changes, JPEG's differ by up to 3.
 USABLE: dict[str, tuple[dict[str, Any], str, str, list[tuple[int, int, int]]]] = {
-    "letter": ({**MC, "solution": "B"}, "Which?", "blue", [RED]),
     "index": ({**MC, "solution": 1}, "Which?", "blue", [RED]),
     "digits among options of digits": ({**MC, "choices": ["2", "1"], "solution": "1"}, "Which?", "1", [RED]),
     "choices as a text": ({**MC, "choices": "['red', 'blue']", "solution": "B"}, "Which?", "blue", [RED]),
@@ -55,8 +54,8 @@ USABLE: dict[str, tuple[dict[str, Any], str, str, list[tuple[int, int, int]]]] =
     "base64, as in MMBench's TSV": ({**OPEN, "image": PNG, "solution": "x"}, "How many?", "x", [RED]),
     "base64 that begins like an absolute path": ({**OPEN, "image": JPEG, "solution": "x"}, "How many?", "x", [BLUE]),
     "data address": ({**OPEN, "image": f"data:image/png;base64,{PNG}", "solution": "x"}, "How many?", "x", [RED]),
-    "VQA": ({"question": "What?", "answers": [{"answer": "cup"}, {"answer": "mug"}]}, "What?", "cup", []),
-    "DocVQA": ({"question": "What?", "answers": ["12", "12.0"], "image": "red.png"}, "What?", "12", [RED]),
+    "VQA": ({"question": "What?", "answers": [{"answer": "cup"}, {"answer": "mug"}]}, "What?", "cup/mug", []),
+    "DocVQA": ({"question": "What?", "answers": ["12", "12.0"], "image": "red.png"}, "What?", "12/12.0", [RED]),
     "true and false": ({"question": "Is it?", "solution": True, "image": "red.png"}, "Is it?", "yes", [RED]),
     "LLaVA": ({"conversations": [{"from": "human", "value": "<image>\nHow?"}, {"from": "gpt", "value": "3"}],
      "image": "red.png"}, "<image>\nHow?", "3", [RED]),
@@ -137,27 +136,26 @@ def _placed(rows: list[Any], reasons: dict[int, str]) -> Read:
 
 
 def content(row: dict[str, Any]) -> tuple[str, str, list[Any]]:
-    """The question with its options, the text of the right answer, and the corner pixels of the images."""
+    """The question with its options, the right answers, and the corner pixels of the images."""
     parts = row["prompt"][-1]["content"]
     if not isinstance(parts, str):
         parts = "".join("<image>" if part["type"] == "image" else part["text"] for part in parts)
     stated = row.get("solution") if row.get("solution") is not None else row["label_idx"]
-    return parts, resolve_solution(stated, row.get("choices")).text, corners(row)
+    right = resolve_solution(stated, row.get("choices"))
+    return parts, "/".join(each.text for each in (right, *right.others)), corners(row)
 
 
-NAMES = [*USABLE, *UNUSABLE]
+ROWS = {name: said[0] for name, said in {**USABLE, **UNUSABLE}.items()}
+NAMES = list(ROWS)
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
     write_images(folder)
-    rows = [USABLE[name][0] if name in USABLE else UNUSABLE[name][0] for name in NAMES]
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    (folder / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-        yield folder / "rows.jsonl"
+        yield jsonl(folder / "rows.jsonl", list(ROWS.values()))
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +195,7 @@ def test_other_rows_are_left_out_for_the_same_reason(file, found):
 
 @pytest.mark.parametrize("name", ["leading zeros", "choices as a text", "LLaVA"])
 def test_a_row_means_the_same_without_its_neighbours(file, found, name):
-    alone = file.with_name("alone.jsonl")
-    alone.write_text(json.dumps(USABLE[name][0]), encoding="utf-8")
+    alone = jsonl(file.with_name("alone.jsonl"), [ROWS[name]])
     assert content(train(alone)[0][0]) == content(found["train"][0][NAMES.index(name)])
 
 

@@ -11,14 +11,7 @@ from transformers import AutoProcessor
 
 from vgr_trl.cli.evaluate import load_for_inference
 from vgr_trl.demo import Options, demo
-from vgr_trl.demo.demo import (
-    draw_questions,
-    learn_answers,
-    learn_captions,
-    supervised_loss,
-    warm_start,
-    words_of,
-)
+from vgr_trl.demo.demo import draw_questions, learn_answers, learn_captions, supervised_loss, warm_start, words_of
 from vgr_trl.demo.tiny_model import build_processor, build_tiny_vlm
 from vgr_trl.demo.write_folder import write_folder
 from vgr_trl.evaluation import evaluate
@@ -97,8 +90,7 @@ def test_the_embedded_model_writes_answers_and_some_are_right(tmp_path):
     write_folder(folder, train=64, test=8)
     model, processor = load_for_inference(str(folder / "model"))
     rows = list(load_dataset("parquet", data_files=str(folder / "train.parquet"), split="train"))
-    found = evaluate(
-        model, processor, rows, num_samples=4, system_prompt=None, max_completion_length=16, progress=False
-    )
+    sampling = {"num_samples": 4, "max_completion_length": 16}
+    found = evaluate(model, processor, rows, system_prompt=None, progress=False, **sampling)
     assert found.format_sampled > 0.3
     assert 0.02 < found.mean_at_k < 0.6

@@ -28,17 +28,27 @@ def stock(text_trainer):
 
 
 def recorded(name):
-    """A recorded case: what is named (N,) or (N, T), and its valid tokens."""
+    """The recipe, a recorded case of (N,) and (N, T) tensors, and its valid tokens."""
     case = json.loads((RECORDED / f"{name}.json").read_text())
     tensors = {key: torch.tensor(value) for key, value in case.items() if key != "source"}
-    width = tensors["logps"].size(1)
-    return tensors, torch.arange(width) < tensors["lengths"].unsqueeze(1)
+    width = tensors["logps"].requires_grad_().size(1)
+    return load_recipe(name), tensors, torch.arange(width) < tensors["lengths"].unsqueeze(1)
 
 
-def credit_options(recipe):
-    """Those of the recipe that are of credit."""
+def credit_of(recipe, case, mask, groups=None, **signals):
+    """Credit of a recorded case by the recipe's options of credit."""
     known = {option.name for option in fields(CreditOptions)}
-    return CreditOptions(**{name: value for name, value in recipe.items() if name in known})
+    options = CreditOptions(**{name: value for name, value in recipe.items() if name in known})
+    entropies = case.get("entropies", torch.zeros_like(case["old_logps"]))
+    measured = RolloutSignals(case["old_logps"], entropies, mask, **signals)
+    return shape_advantages(case["advantages"], measured, options, groups=groups)[0]
+
+
+def check_gradient(trainer, credit, case, mask, terms=0.0):
+    """Compare with the recorded gradient that of TRL's loss plus the mean of (N, T) `terms`."""
+    loss = loss_of(trainer, credit, case["logps"], mask, case["old_logps"])
+    (loss + (terms * mask).sum() / mask.sum()).backward()
+    assert (case["logps"].grad - case["gradient"]).abs().max() <= 1e-6
 
 
 def test_dapo_by_hand(stock):
@@ -58,54 +68,38 @@ def test_dapo_by_hand(stock):
 
 
 def test_vppo_has_the_gradients_of_the_published_code(stock):
-    recipe, (case, mask) = load_recipe("vppo"), recorded("vppo")
-    old, logps = case["old_logps"], case["logps"].requires_grad_()
-    dependency = visual_dependency(old, case["perturbed_logps"])
-    signals = RolloutSignals(old, torch.zeros_like(old), mask, dependency=dependency)
-    credit, _ = shape_advantages(case["advantages"], signals, credit_options(recipe))
-    loss = loss_of(stock(recipe), credit, logps, mask, old)
-    loss = loss + entropy_penalty(logps, mask, recipe["entropy_penalty_coef"]).sum() / mask.sum()
-    loss.backward()
-    assert (logps.grad - case["gradient"]).abs().max() <= 1e-6
+    recipe, case, mask = recorded("vppo")
+    dependency = visual_dependency(case["old_logps"], case["perturbed_logps"])
+    terms = entropy_penalty(case["logps"], mask, recipe["entropy_penalty_coef"])
+    check_gradient(stock(recipe), credit_of(recipe, case, mask, dependency=dependency), case, mask, terms)
 
 
 def test_papo_has_the_gradients_of_the_published_code(stock):
     """There the log-probabilities given the masked image are constants."""
-    recipe, (case, mask) = load_recipe("papo"), recorded("papo")
-    logps = case["logps"].requires_grad_()
-    loss = loss_of(stock(recipe), case["advantages"], logps, mask, case["old_logps"])
-    terms = recipe["kl_coef"] * kl_penalty(logps, case["ref_logps"], kind=recipe["kl_penalty"])
+    recipe, case, mask = recorded("papo")
+    terms = recipe["kl_coef"] * kl_penalty(case["logps"], case["ref_logps"], kind=recipe["kl_penalty"])
     terms = terms + perception_loss(
-        logps, case["perturbed_logps"], mask, coefficient=recipe["perception_loss_weight"],
+        case["logps"], case["perturbed_logps"], mask, coefficient=recipe["perception_loss_weight"],
         entropy_coefficient=recipe["der_loss_weight1"], perturbed_entropy_coefficient=recipe["der_loss_weight2"],
     )  # fmt: skip
-    (loss + (terms * mask).sum() / mask.sum()).backward()
-    assert (logps.grad - case["gradient"]).abs().max() <= 1e-6
+    check_gradient(stock(recipe), case["advantages"], case, mask, terms)
 
 
 def test_vgpo_has_the_gradients_of_the_published_code(stock):
     """There each run of four completions is a group, and the similarity was scaled before."""
-    recipe, (case, mask) = load_recipe("vgpo"), recorded("vgpo")
-    old, logps = case["old_logps"], case["logps"].requires_grad_()
-    signals = RolloutSignals(old, torch.zeros_like(old), mask, similarity=2 * case["similarity"] - 1)
+    recipe, case, mask = recorded("vgpo")
     groups = torch.arange(len(mask)) // 4
-    credit, _ = shape_advantages(case["advantages"], signals, credit_options(recipe), groups=groups)
-    loss_of(stock(recipe), credit, logps, mask, old).backward()
-    assert (logps.grad - case["gradient"]).abs().max() <= 1e-6
+    credit = credit_of(recipe, case, mask, groups, similarity=2 * case["similarity"] - 1)
+    check_gradient(stock(recipe), credit, case, mask)
 
 
 def test_vepo_keeps_the_tokens_of_the_published_code(stock):
-    recipe, (case, mask) = load_recipe("vepo"), recorded("vepo")
+    recipe, case, mask = recorded("vepo")
     divergence = jensen_shannon(case["logits"], case["perturbed_logits"])
     assert (divergence - case["jsd"])[mask].abs().max() <= 1e-6
-    old, logps = case["old_logps"], case["logps"].requires_grad_()
-    signals = RolloutSignals(
-        old, case["entropies"], mask, jsd=divergence, perturbed_entropies=case["perturbed_entropies"]
-    )
-    credit, _ = shape_advantages(case["advantages"], signals, credit_options(recipe))
+    credit = credit_of(recipe, case, mask, jsd=divergence, perturbed_entropies=case["perturbed_entropies"])
     assert (credit != 0)[mask].tolist() == case["kept"].bool()[mask].tolist()
-    loss_of(stock(recipe), credit, logps, mask, old).backward()
-    assert (logps.grad - case["gradient"]).abs().max() <= 1e-6
+    check_gradient(stock(recipe), credit, case, mask)
 
 
 def test_noisyrollout_has_the_noise_of_the_published_code():

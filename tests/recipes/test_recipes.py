@@ -32,6 +32,10 @@ def parsed(*argv):
     return parse(groups, "train", ["--use_cpu", "--bf16", "false", *argv])[1:4]
 
 
+def values_of(groups):
+    return {name: value for group in groups for name, value in vars(group).items()}
+
+
 def test_every_recipe_says_what_it_is_and_has_known_options(tmp_path):
     for name in recipe_names():
         recipe = read_recipe(name)
@@ -41,7 +45,7 @@ def test_every_recipe_says_what_it_is_and_has_known_options(tmp_path):
         data, rewards, config = parsed("--recipe", name, "--output_dir", str(tmp_path))
         assert len(config.reward_weights or [1]) == len(rewards.reward_funcs)
         own = {option: value for option, value in recipe.options.items() if option != "reward_funcs"}
-        read = vars(data) | vars(rewards) | vars(config)
+        read = values_of([data, rewards, config])
         assert read | own == read, name
 
 
@@ -76,11 +80,7 @@ def test_a_recipe_keeps_its_rewards_over_the_file_that_init_writes(name, templat
 def test_a_file_that_states_another_method_than_its_recipe_is_refused(tmp_path):
     file = tmp_path / "train.yaml"
     for recipe, text, message in (
-        (
-            "mdi",
-            "reward_funcs: [accuracy, format]",
-            r"reward_funcs \['accuracy', 'format'\], but the recipe mdi has \[",
-        ),
+        ("mdi", "reward_funcs: [accuracy, format]", r"\['accuracy', 'format'\], but the recipe mdi has \["),
         ("vppo", "enable_perception_filtering: false", "but the recipe vppo has True: remove the line from the file"),
         ("papo", "perturbation: remove_image", "perturbation remove_image, but the recipe papo has blacken_patches"),
     ):
@@ -121,26 +121,14 @@ def test_a_recipe_of_ones_own_with_the_options_of_its_plug_ins(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "script"), [("vgr", "experiment3"), ("mdi", "mdi"), ("tprl", "tprl")])
-def test_recipes_of_our_users_are_their_scripts(name, script):
-    """Every option of the recipe stands in the script, or in what all scripts share, with the same value."""
+def test_recipes_of_our_users_are_their_scripts(name, script, tmp_path):
+    """Every option of the recipe has the value that the script, or what all scripts share, gives it."""
     texts = [(ROOT / "experiments" / f"{file}.sh").read_text() for file in ("common", script)]
     words = shlex.split(texts[0].split("COMMON=(")[1].split(")\n")[0])
     words += shlex.split(texts[1].split('"${COMMON[@]}"')[1].split('"${OVERRIDES[@]}"')[0].replace("\\\n", " "))
-    given: dict[str, list[str]] = {}
-    for word in words:
-        if word.startswith("--"):
-            option = word[2:]
-            given[option] = []
-        else:
-            given[option].append(word)
-    for option, value in load_recipe(name).items():
-        theirs = given[option]
-        if value is True:
-            assert theirs == [], option
-        elif isinstance(value, list):
-            assert [type(value[0])(word) for word in theirs] == value, option
-        else:
-            assert [type(value)(word) for word in theirs] == [value], option
+    theirs, ours = (values_of(parsed(*given)) for given in (words, ["--recipe", name, "--output_dir", str(tmp_path)]))
+    for option in load_recipe(name):
+        assert theirs[option] == ours[option], option
     if name != "tprl":
         assert load_recipe(f"{name}_scaled") == {**load_recipe(name), "attention_reward_scale": "accuracy"}
 
@@ -157,7 +145,7 @@ TINY = (
     "--use_cpu --bf16 false --gradient_checkpointing false --num_generations 4 --per_device_train_batch_size 8 "
     "--max_completion_length 8 --max_steps 1 --learning_rate 1e-3 --logging_steps 1 --save_strategy no "
     "--report_to none --disable_tqdm true --compute_attention_metrics false --eval_strategy no "
-    "--skip_zero_advantage off"  # passes are counted by their rows
+    "--check_pixels false --skip_zero_advantage off"  # passes are counted by their rows
 )
 SMALLER = {"soft_punish_cache": 2, "noisy_generations": 2, "warmup_ratio": 0}
 LEFT = {  # in the log, by what a recipe reads
@@ -193,16 +181,12 @@ def test_a_step_in_as_many_passes_as_the_recipe_says(
     name, model_folder, question_files, tmp_path, monkeypatch, passes, capsys
 ):
     monkeypatch.setitem(reward_registry._own, "accuracy", accuracy_reward)
-    no_system_prompt = tmp_path / "empty.txt"
-    no_system_prompt.touch()
     recipe = read_recipe(name)
     if "environment" in recipe.options:
         monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
         model_folder = with_tools(model_folder, tmp_path / "model")
-    flags = (
-        f"--recipe {name} --model_name_or_path {model_folder} --data_files {question_files} {TINY} --check_pixels false"
-    )
-    flags += f" --output_dir {tmp_path / 'run'} --system_prompt_file {no_system_prompt}"
+    flags = f"--recipe {name} --model_name_or_path {model_folder} --data_files {question_files} {TINY}"
+    flags += f" --output_dir {tmp_path / 'run'} --system_prompt_file none"
     flags += "".join(f" --{name} {value}" for name, value in SMALLER.items() if name in recipe.options)
     assert main(["train", *flags.split()]) == 0
     assert re.search(rf"^ ?recipe +{name} *$", capsys.readouterr().out, re.MULTILINE)

@@ -101,11 +101,9 @@ def make_run(
     folder = output_dir / "rollouts"
     folder.mkdir(parents=True, exist_ok=True)  # `extra` may have left its thumbnails there
     description = {"version": 1, "name": name or output_dir.name, "created": "2026-01-02T03:04:05Z", "model": "tiny"}
-    description["rewards"] = ["accuracy_reward", "vgr_reward", "format"]
-    description |= {
-        "options": {"beta": 0.0, "seed": seed, "max_steps": steps, "temperature": 1.0, "num_generations": 2},
-        "changed": ["beta", "max_steps"],
-    }
+    description |= {"rewards": ["accuracy_reward", "vgr_reward", "format"], "changed": ["beta", "max_steps"]}
+    options = {"beta": 0.0, "seed": seed, "max_steps": steps, "temperature": 1.0, "num_generations": 2}
+    description["options"] = options
     description["setup"] = {"rewards": f"accuracy_reward x {weight:g}, vgr_reward x 1", "device": "1 x CPU"}
     (output_dir / "run.json").write_text(json.dumps({"recipe": "mdi", "data": "train.jsonl", "lora": None}))
     weights = {"accuracy_reward": weight, "vgr_reward": 1.0}
@@ -114,15 +112,9 @@ def make_run(
     for step in range(1, steps + 1):
         if step in (1, steps):
             answered = [completion(folder, question, step == steps) for question in (0, 1)]
+            scores = {"eval_reward": 0.3 + offset + step / 50, "eval_rewards/accuracy_reward/mean": 0.5}
             records.append(Record(step, "eval", 0.0, answered, weights))
-            logs.append(
-                LogEntry(
-                    step,
-                    "eval",
-                    0.0,
-                    {"eval_reward": 0.3 + offset + step / 50, "eval_rewards/accuracy_reward/mean": 0.5},
-                )
-            )
+            logs.append(LogEntry(step, "eval", 0.0, scores))
         sampled = [completion(folder, 2 * step + index, (step + index) % 2 == 0) for index in range(2)]
         records.append(Record(step, "train", 0.0, [*sampled, *extra], weights))
         logs.append(LogEntry(step, "train", 30.0 * step, logged(step, steps, offset)))

@@ -12,12 +12,7 @@ from rich.console import Console
 from support.made_records import completion, record
 
 from vgr_trl.config import ReportOptions
-from vgr_trl.reporting.markdown import (
-    MarkdownLogs,
-    Summary,
-    load_sections,
-    print_record,
-)
+from vgr_trl.reporting.markdown import MarkdownLogs, Summary, load_sections, print_record
 from vgr_trl.utils import printable
 
 PARSER = MarkdownIt("commonmark").enable("table")

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from support.made_records import completion
 
 from vgr_trl.reporting.notebook import position_colour, show_completion
-from vgr_trl.reporting.records import AttentionMap, Completion, RecordedImage
+from vgr_trl.reporting.records import AttentionMap, RecordedImage
 
 FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
 NOTEBOOKS = sorted(path for path in FOLDER.glob("*.ipynb") if path.stem != "mosaics")  # that of a benchmark
@@ -31,21 +32,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def completion(**changed: Any) -> Completion:
+def shown(run: Path, **changed: Any) -> ElementTree.Element:
+    """The view of a completion, which is XML too."""
     values: dict[str, Any] = {
-        "question": "q", "group": 0, "prompt": "<image> which colour?", "text": "red one", "solution": "red",
+        "prompt": "<image> which colour?", "text": "red one", "solution": "red",
         "tokens": ["red", " one", "<|im_end|>"], "vgr": [0.5, 1.0, 2.0], "advantages": [1.0, None, -0.5],
         "rewards": {"accuracy": 1.0, "vgr": None}, "reward": 1.0, "correct": True,
         # 30 x 20 pixels, 1 row of 2 cells. Token 0 has 0.2 and 0.4 on them, token 1 0.3 and 0, token 2 nothing.
         "images": [RecordedImage("images/red.webp", 30, 20, (1, 2))],
         "attention": AttentionMap([0.4, 0.3, 0.0], bytes([127, 255, 255, 0, 0, 0])),
     }  # fmt: skip
-    return Completion(**values | changed)
-
-
-def shown(run: Path, **changed: Any) -> ElementTree.Element:
-    """The view, which is XML too."""
-    return ElementTree.fromstring(show_completion(completion(**changed), run)._repr_html_())
+    return ElementTree.fromstring(show_completion(completion(**values | changed), run)._repr_html_())
 
 
 def test_every_token_has_its_colour_and_says_its_value(run: Path) -> None:

@@ -128,22 +128,17 @@ def test_tokens_are_coloured_by_the_chosen_number(opened: Open) -> None:
 
 def heat(page: Page, image: int = 0) -> list[int]:
     """How opaque the colour over each cell of an image is, of 255, row by row."""
-    return (
-        page.locator(".heat")
-        .nth(image)
-        .evaluate(
-            """async element => {
-            const image = new Image();
-            image.src = element.getAttribute("href");
-            await image.decode();
-            const canvas = document.createElement("canvas");
-            [canvas.width, canvas.height] = [image.width, image.height];
-            const context = canvas.getContext("2d");
-            context.drawImage(image, 0, 0);
-            return [...context.getImageData(0, 0, image.width, image.height).data].filter((_, i) => i % 4 === 3);
-        }"""
-        )
-    )
+    script = """async element => {
+        const image = new Image();
+        image.src = element.getAttribute("href");
+        await image.decode();
+        const canvas = document.createElement("canvas");
+        [canvas.width, canvas.height] = [image.width, image.height];
+        const context = canvas.getContext("2d");
+        context.drawImage(image, 0, 0);
+        return [...context.getImageData(0, 0, image.width, image.height).data].filter((_, i) => i % 4 === 3);
+    }"""
+    return page.locator(".heat").nth(image).evaluate(script)
 
 
 def test_attention_of_the_chosen_token_is_drawn_on_its_cell(opened: Open) -> None:

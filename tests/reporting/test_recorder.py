@@ -8,12 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.reporting.recorder import (
-    quantise_attention,
-    split_tokens,
-    strip_padding,
-    summarise_rollout,
-)
+from vgr_trl.reporting.recorder import quantise_attention, split_tokens, strip_padding, summarise_rollout
 
 TOKENIZER = build_processor(["what colour is the circle?", "red blue", "a red"]).tokenizer
 

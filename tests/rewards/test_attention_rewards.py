@@ -20,19 +20,10 @@ from vgr_trl.utils import RewardError
 NAN, INF = math.nan, math.inf
 
 
-def vgr(values):
-    return vgr_reward(["x"] * len(values), values, len(values))
-
-
 def answered(right):
     """`right`: 1 for completions with the right answer, 0 for wrong ones, None where accuracy is unknown."""
     texts = [f"<answer>{'red' if one == 1 else 'blue'}</answer>" for one in right]
     return texts, [None if one is None else "red" for one in right]
-
-
-def hard(values, right):
-    texts, solutions = answered(right)
-    return vgr_hard_negative_reward(texts, values, solutions, len(values))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +37,7 @@ def hard(values, right):
     ],
 )
 def test_vgr_by_hand(values, expected):
-    assert vgr(values) == pytest.approx(expected)
+    assert vgr_reward(["x"] * len(values), values, len(values)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +53,8 @@ def test_vgr_by_hand(values, expected):
     ],
 )
 def test_hard_negatives(values, right, expected):
-    assert hard(values, right) == pytest.approx(expected)
+    texts, solutions = answered(right)
+    assert vgr_hard_negative_reward(texts, values, solutions, len(values)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -98,18 +90,14 @@ def test_vgr_is_scaled_by_how_much_the_group_differs_in_accuracy(right, expected
     assert scaled(vgr_reward, [1, 2, 3, 4], right) == pytest.approx(expected)
 
 
-def test_hard_negatives_and_mdi_are_scaled_towards_0():
+def test_hard_negatives_and_mdi_are_scaled_towards_0_and_other_rewards_are_left_alone():
     """Quartiles of the right ones' [1, 2, 4]: 0.5, 1/6, -0.5, times sqrt(3)/2. Balance of 1 is 1, of sqrt(2) 0.5."""
     factor = math.sqrt(3) / 2
-    assert scaled(vgr_hard_negative_reward, [1, 2, 3, 4], [1, 1, 0, 1]) == pytest.approx(
-        [0.5 * factor, factor / 6, 0, -0.5 * factor]
-    )
+    found = scaled(vgr_hard_negative_reward, [1, 2, 3, 4], [1, 1, 0, 1])
+    assert found == pytest.approx([0.5 * factor, factor / 6, 0, -0.5 * factor])
     balanced = [1.0, math.sqrt(2), 2.0, 1.0]
     assert scaled(mdi_reward, balanced, [1, 1, 0, 1]) == pytest.approx([factor, 0, -factor, factor])
     assert scaled(mdi_reward, balanced, [1, 0, 1, 0], mdi_balance_ratio=[4.0] * 4) == pytest.approx([1, 0.5, 0, 1])
-
-
-def test_other_rewards_are_left_alone():
     assert scale_by_accuracy([accuracy_reward, vgr_reward])[0] is accuracy_reward
     with pytest.raises(RewardError, match="the rows of vgr_reward have no column solution: add it, or set"):
         scale_by_accuracy([vgr_reward])[0](["a", "b"], vgr=[1.0, 2.0], num_generations=2)

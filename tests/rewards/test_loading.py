@@ -21,34 +21,20 @@ from vgr_trl.rewards import (
     get_soft_overlong_punishment,
     load_reward,
     load_rewards,
-    mdi_reward,
     think_format_reward,
-    vgr_hard_negative_reward,
     vgr_reward,
 )
 from vgr_trl.rewards.loading import HANGING_ADVICE, check_callable, logger, wrap_reward
 from vgr_trl.utils import ConfigError, RewardError
 
 
-@pytest.mark.parametrize(
-    ("name", "reward"),
-    [
-        ("accuracy", accuracy_reward), ("accuracy_reward", accuracy_reward),
-        ("vgr_trl.rewards:accuracy_reward", accuracy_reward), ("vgr_hard_negative", vgr_hard_negative_reward),
-        (" vgr_trl.rewards.think_format_reward ", think_format_reward), ("mdi", mdi_reward),
-    ],
-)  # fmt: skip
-def test_rewards_by_name(name, reward):
-    assert load_reward(name) is reward
-
-
-def test_length_by_name():
+def test_rewards_by_name():
     """Lmax = 100 and c = 20, a fifth unless given: 90 tokens give −0.5; with c = 40 they give −0.75."""
+    for name in ("accuracy", "accuracy_reward", "vgr_trl.rewards:accuracy_reward"):
+        assert load_reward(name) is accuracy_reward
+    assert load_reward(" vgr_trl.rewards.think_format_reward ") is think_format_reward
     assert load_reward("length", max_completion_length=100)([[1] * 90, [1] * 80]) == [-0.5, 0.0]
     assert load_reward("soft_overlong", max_completion_length=100, soft_punish_cache=40)([[1] * 90]) == [-0.75]
-
-
-def test_names_that_are_refused():
     with pytest.raises(RewardError, match="The reward accuracy_reward is named twice: name it once"):
         load_rewards(["accuracy", "format", "accuracy_reward"])
     for name, message in (("acuracy", "Did you mean accuracy"), (3, "int"), ("length", "max_completion_length")):
@@ -124,10 +110,6 @@ def test_everything_else_is_an_error_with_the_name(returned, match):
         call(returned)
 
 
-async def later(completions, value, **kwargs):
-    return [value] * len(completions)
-
-
 def test_the_trainer_reaches_rewards_that_take_it():
     """Those of our users' scripts read `kwargs["trainer"]`; others are called as before."""
     for reward, expected in (
@@ -139,24 +121,30 @@ def test_the_trainer_reaches_rewards_that_take_it():
 
 
 def test_asynchronous_rewards_stay_so():
-    right = wrap_reward(functools.partial(later, value=1), "mine", print)
+    async def later(completions, value):
+        return [value] * len(completions)
+
+    right, wrong = (wrap_reward(functools.partial(later, value=value), "mine", print) for value in (1, "no"))
     assert asyncio.run(right(completions=["x"] * 2)) == [1.0, 1.0]
     with pytest.raises(RewardError, match=r"^The reward mine returned \['no'\]"):
-        asyncio.run(wrap_reward(functools.partial(later, value="no"), "mine", print)(completions=["x"]))
+        asyncio.run(wrong(completions=["x"]))
 
 
 def test_a_reward_that_takes_long_is_reported_and_goes_on(monkeypatch):
     """In a pool of threads, as judges behind a network are asked; it waits until the cure has been named."""
     advised = threading.Event()
-    monkeypatch.setattr(
-        logger, "warning", lambda text: (reports.append(text), HANGING_ADVICE in text and advised.set())
-    )
     reports = []
+
+    def warn(text):
+        reports.append(text)
+        if HANGING_ADVICE in text:
+            advised.set()
 
     def asks_judges(completions, **kwargs):
         with ThreadPoolExecutor(2) as judges:
             return list(judges.map(lambda _: float(advised.wait(60)), completions))
 
+    monkeypatch.setattr(logger, "warning", warn)
     limited = wrap_reward(asks_judges, "judge", print, seconds=0.05)
     assert limited(completions=["x", "y"], prompts=["p", "q"], id=["row-1", "row-2"]) == [1.0, 1.0]
     first, last = reports[0], reports[-1]
@@ -171,13 +159,10 @@ def test_a_reward_that_takes_long_is_reported_and_goes_on(monkeypatch):
 
 
 def test_what_a_reward_does_to_its_arguments_is_undone():
-    def careless(completions, solution, **kwargs):
+    def careless(completions, solution, choices, completion_ids, meta, **kwargs):
         completions[0][0]["content"] = solution[0]
         completions[1].clear()
         solution[:] = ["x", "y", "z"]
-        return [1.0, 1.0]
-
-    def careless_within_rows(choices, completion_ids, meta, **kwargs):
         choices[0].reverse()
         completion_ids[1][:] = []
         meta[0]["boxes"][0].append(5)
@@ -189,8 +174,7 @@ def test_what_a_reward_does_to_its_arguments_is_undone():
         "completion_ids": [[1, 2], [3]], "meta": [{"boxes": [[1, 2, 3, 4]]}, None], "image": [object(), object()],
     }  # fmt: skip
     given = {name: (values, copy.copy(values), copy.deepcopy(values)) for name, values in columns.items()}
-    for reward in (careless, careless_within_rows):
-        assert wrap_reward(reward, "careless", print)(**columns) == [1, 1]
+    assert wrap_reward(careless, "careless", print)(**columns) == [1, 1]
     for name, (values, same_rows, equal_rows) in given.items():
         assert columns[name] is values
         assert all(row is same for row, same in zip(values, same_rows, strict=True))

@@ -38,6 +38,11 @@ def compute_score(reward_input, bonus=0):
         os._exit(1)
     return {"overall": len(reward_input["response"]) + bonus, "process": os.getpid()}
 """
+PAIRS = """
+def reward_function(data_dict):
+    overlap = data_dict["response"].count(data_dict["ground_truth"])
+    return overlap + 0.5, {"length": data_dict["response_length"]}
+"""
 ROWS = {
     "completions": [[{"role": "assistant", "content": "<a> 4"}], [{"role": "assistant", "content": "5"}]],
     "completion_ids": [[1, 2, 3], [4]],
@@ -60,23 +65,16 @@ def written(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_batch_form_gives_overall_and_logs_the_other_scores(written):
+def test_batch_form_logs_its_scores_and_a_second_one_is_a_reward_that_costs_no_call(written):
     """Right and tidy: 0.9 + 0.1; neither: 0. Half of the two are right, half tidy."""
-    logged = {}
-    reward = load_reward(f"{written(BATCH)}:compute_score")
-    assert reward(**ROWS, log_metric=logged.__setitem__) == [1.0, 0.0]
+    name, logged = f"{written(BATCH)}:compute_score", {}
+    overall, accuracy = load_rewards([name, f"{name}[accuracy]"])
+    assert overall(**ROWS, log_metric=logged.__setitem__) == accuracy(**ROWS) == [1.0, 0.0]
     assert logged == {"reward/overall": 0.5, "reward/accuracy": 0.5, "reward/format": 0.5}
-    assert reward.__name__ == "compute_score"
-
-
-def test_a_second_score_is_a_reward_of_its_own_and_costs_no_second_call(written):
-    file = written(BATCH)
-    overall, accuracy = load_rewards([f"{file}:compute_score", f"{file}:compute_score[accuracy]"])
-    assert (overall(**ROWS), accuracy(**ROWS)) == ([1.0, 0.0], [1.0, 0.0])
     assert sys.modules["theirs_of_test"].calls == [2]
-    assert accuracy.__name__ == "accuracy"
+    assert (overall.__name__, accuracy.__name__) == ("compute_score", "accuracy")
     with pytest.raises(RewardError, match="returned no 'style', but overall, format, accuracy"):
-        load_reward(f"{file}:compute_score[style]")(**ROWS)
+        load_reward(f"{name}[style]")(**ROWS)
     with pytest.raises(RewardError, match=r"asks for a score, but accuracy returns one number"):
         load_reward("accuracy[accuracy]")
 
@@ -96,25 +94,16 @@ def test_sequential_form_runs_in_processes_of_its_own(written):
 
 def test_pairs_of_reward_and_metrics(written):
     """`4` once in `<a> 4` and not in `5`; three tokens and one."""
-    text = (
-        "def reward_function(data_dict):\n    overlap = data_dict['response'].count(data_dict.get('ground_truth', ''))"
-    )
-    text += "\n    return overlap + 0.5, {'length': data_dict['response_length']}"
     logged = {}
-    assert load_reward(f"{written(text)}:reward_function")(**ROWS, log_metric=logged.__setitem__) == [1.5, 0.5]
+    assert load_reward(f"{written(PAIRS)}:reward_function")(**ROWS, log_metric=logged.__setitem__) == [1.5, 0.5]
     assert logged == {"reward/overall": 1.0, "reward/length": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def score(reward_inputs):\n    return [{'overall': 1}]", "returned .* for a batch of 2 completions"),
-        ("def score(reward_input):\n    return 'good'", "returned 'good' for a completion"),
-    ],
-)
-def test_what_cannot_be_read_is_an_error_with_the_name(written, text, message):
-    with pytest.raises(RewardError, match=message):
-        load_reward(f"{written(text)}:score")(**ROWS)
+def test_what_cannot_be_read_is_an_error_with_the_name(written):
+    text = "def batch(reward_inputs):\n    return [{'overall': 1}]\ndef single(reward_input):\n    return 'good'\n"
+    for name, message in (("batch", "batch returned .* batch of 2 completions"), ("single", "single returned 'good'")):
+        with pytest.raises(RewardError, match=message):
+            load_reward(f"{written(text)}:{name}")(**ROWS)
 
 
 PROGRAM = """
@@ -135,10 +124,9 @@ if __name__ == "__main__":
     while len(answered) < 2:  # a process that is slow to start leaves all rows to the other
         answered |= {int(each) for each in process(**score(*"abcdefgh"))}
     print(json.dumps([*answered]), flush=True)
-    if sys.argv[2] == "waits":
+    while sys.argv[2] == "waits":
         sys.stdin.readline()
         print(json.dumps([int(each) for each in process(**score(*"hgfedcba"))]), flush=True)
-        sys.exit()
     wrap_reward(overall, "overall", print, seconds=float(sys.argv[3]))(**score(sys.argv[2]))
 """
 
@@ -164,9 +152,14 @@ def runs(pid):
         return False
 
 
-def test_they_end_when_the_process_that_asks_them_is_killed(start):
+def test_a_signal_to_all_processes_leaves_them_to_the_one_that_asks_and_they_end_when_it_is_killed(start):
+    """The signal is a scheduler's, when the step at hand is still to be finished."""
     process = start("waits")
     workers = {*json.loads(process.stdout.readline())}
+    for pid in workers:
+        os.kill(pid, signal.SIGTERM)
+    print("go on", file=process.stdin, flush=True)
+    assert {*json.loads(process.stdout.readline())} <= workers
     assert all(map(runs, workers))
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=SECONDS)
@@ -174,17 +167,6 @@ def test_they_end_when_the_process_that_asks_them_is_killed(start):
     while any(map(runs, workers)):
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def test_a_signal_to_all_processes_leaves_them_to_the_one_that_asks(start):
-    """As of a scheduler, when the step at hand is still to be finished."""
-    process = start("waits")
-    workers = {*json.loads(process.stdout.readline())}
-    for pid in workers:
-        os.kill(pid, signal.SIGTERM)
-    said, errors = process.communicate("go on\n", timeout=SECONDS)
-    assert process.returncode == 0, errors
-    assert {*json.loads(said)} <= workers
 
 
 def test_a_run_whose_process_ends_there_ends(start):

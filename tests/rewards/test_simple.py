@@ -1,7 +1,5 @@
 """The rewards of format and length, by hand from `Rewards` in definitions.md."""
 
-import pytest
-
 from vgr_trl.rewards import get_soft_overlong_punishment, think_format_reward
 from vgr_trl.rewards.functions import tag_count_reward, think_only_format_reward
 
@@ -22,16 +20,13 @@ def test_format():
     assert think_format_reward(BADLY_FORMED) == [0.0] * len(BADLY_FORMED)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<think>\nred\n</think>\n<answer>\nA\n</answer>", 1.0),
-        ("<think>\nred</think>\n<answer>\nA\n</answer>", 0.75), ("<think>red</think><answer>A</answer>", 0.0),
-        ("<think>\n<think>\nred", 0.0), ("red\n</answer>", 0.25),
-    ],
-)  # fmt: skip
-def test_tags_on_lines_of_their_own_count_a_quarter_each(text, expected):
-    assert tag_count_reward([[{"role": "assistant", "content": text}]]) == [expected]
+def test_tags_on_lines_of_their_own_count_a_quarter_each():
+    texts = {
+        "<think>\nred\n</think>\n<answer>\nA\n</answer>": 1.0, "<think>\nred</think>\n<answer>\nA\n</answer>": 0.75,
+        "<think>red</think><answer>A</answer>": 0.0, "<think>\n<think>\nred": 0.0, "red\n</answer>": 0.25,
+    }  # fmt: skip
+    messages = [[{"role": "assistant", "content": text}] for text in texts]
+    assert tag_count_reward(messages) == list(texts.values())
 
 
 def test_overlong_worked_case():

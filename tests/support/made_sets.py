@@ -55,7 +55,7 @@ def jsonl(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def converted(name: str, rows: Any, folder: Path, **rules: Any) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
+def converted(name: str, rows: Any, **rules: Any) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
     """The rows that a converter makes of published ones, and why it leaves others out, by place."""
     rows = rows if isinstance(rows, Dataset) else load_split("train", data_files={"train": [rows]})
     columns = [column for column in SCHEMA if column != "image"]

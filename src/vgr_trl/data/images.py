@@ -151,9 +151,9 @@ def image_size(value: Any, root: Path = Path()) -> Size:
 
 
 def _upright_size(image: Image.Image) -> Size:
-    # Pillow decodes a PNG to look for EXIF data behind its pixels.
+    # Pillow decodes a PNG to look for EXIF data behind its pixels, and turns the size of a TIFF itself.
     has_exif = image.format != "PNG" or not {"exif", "Raw profile type exif"}.isdisjoint(image.info)
-    turned = has_exif and image.getexif().get(ORIENTATION, 1) in range(5, 9)
+    turned = has_exif and image.format != "TIFF" and image.getexif().get(ORIENTATION, 1) in range(5, 9)
     return image.size[::-1] if turned else image.size
 
 
