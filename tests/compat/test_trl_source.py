@@ -35,16 +35,11 @@ def tree(path: str) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8") if file.is_file() else "")
 
 
-def class_of(name, path=TRAINER):
-    found = (node for node in tree(path).body if isinstance(node, ast.ClassDef) and node.name == name)
-    return next(found, ast.Module([], []))
-
-
 def function(name, path=TRAINER, owner=None):
     """A function of a file, or a method of its class `owner`, wherever it stands within; `missing` if there is none."""
-    within = tree(path) if owner is None else class_of(owner, path)
-    found = (node for node in ast.walk(within) if isinstance(node, ast.FunctionDef) and node.name == name)
-    return next(found, MISSING)
+    classes = [node for node in tree(path).body if isinstance(node, ast.ClassDef) and node.name == owner]
+    nodes = [node for within in ([tree(path)] if owner is None else classes) for node in ast.walk(within)]
+    return next((node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name), MISSING)
 
 
 def method(name):
@@ -72,9 +67,8 @@ def texts_of_head(*found):
 
 
 def parameters(node):
-    arguments = node.args
-    names = [each.arg for each in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
-    return [name for name in names if name != "self"]
+    given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return [each.arg for each in given if each.arg != "self"]
 
 
 REQUIRED = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch"}
@@ -90,10 +84,6 @@ def has_known_columns() -> bool:
     made = " ".join(re.findall(r"output = \{.*\}", code))
     names = {*re.findall(r"'(\w+)':", made), *re.findall(r"output\['(\w+)'\] =", code)}
     return REQUIRED <= names <= REQUIRED | OPTIONAL
-
-
-def completions_of_generate() -> bool:
-    return re.search(r"return \(\w+, completion_ids, \w+, completions,", ast.unparse(method("_generate"))) is not None
 
 
 def looks_the_backbone_up() -> bool:
@@ -124,8 +114,7 @@ ASSUMPTIONS = [
     ("rewards are asked of self.reward_funcs in the order of their names and gathered from all processes",
      texts("_calculate_rewards", "zip(self.reward_funcs, self.reward_processing_classes, self.reward_func_names, "
          "strict=True)", "rewards_per_func = gather(rewards_per_func)")),
-    ("generation returns the tokens of completions second and completions fourth", completions_of_generate),
-    ("generation returns which tokens are the policy's third, all images and those of tools last",
+    ("generation returns tokens second, which are the policy's third, completions fourth, images of tools last",
      texts("_generate", "return (prompt_ids, completion_ids, tool_mask, completions,", ", images, tool_images)")),
     ("where tools returned images, pixels are those of the image processor over all images in order, and token types "
      "are made of the image and video tokens of whole rows",
@@ -136,8 +125,6 @@ ASSUMPTIONS = [
      "self._generate_single_turn takes",
      texts("_generate", "prompt_ids, images, multimodal_fields = self._tokenize_prompts(prompts)",
          "self._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations)")),
-    ("prompts become tokens, images and fields",
-     texts("_tokenize_prompts", "return (prompt_ids, images, multimodal_fields)")),
     ("each generation reads self.generation_config and self.generation_kwargs again",
      texts("_generate_single_turn", "generation_config=self.generation_config",
          "generation_kwargs=self.generation_kwargs")),
@@ -148,8 +135,9 @@ ASSUMPTIONS = [
      texts(ROLLOUT, "self._pending_extra_logs.clear()", "self._pending_metrics.clear()")),
     ("metrics wait in _metrics by mode, are averaged when they are logged, and begin again",
      texts("log", "self._metrics[mode].items()", "self._metrics[mode].clear()")),
-    ("images of messages come as lists per prompt, None for a prompt without",
-     texts("_tokenize_prompts", "images.append(prompt_images if prompt_images else None)")),
+    ("prompts become tokens, images and fields; images come as lists per prompt, None for a prompt without",
+     texts("_tokenize_prompts", "images.append(prompt_images if prompt_images else None)",
+         "return (prompt_ids, images, multimodal_fields)")),
     ("a rollout is kept in _buffered_inputs, in lists of micro-batches, until _step calls for another",
      texts("_prepare_inputs", "generate_every = self.args.steps_per_generation * self.num_iterations", "if self._step "
          "% generate_every == 0 or self._buffered_inputs is None:", "self._buffered_inputs[self._step % "
@@ -211,12 +199,9 @@ def calls_of_super() -> list[str]:
 
 @pytest.mark.parametrize("name", calls_of_super())
 def test_the_method_that_ours_extends_is_there_with_its_parameters(name):
-    theirs = method(name)
-    if theirs is MISSING:
-        base = function(name, "trainer/base_trainer.py", "_BaseTrainer")
-        known = parameters(base) if base.name == name else list(inspect.signature(getattr(Trainer, name)).parameters)
-    else:
-        known = parameters(theirs)
+    theirs = [method(name), function(name, "trainer/base_trainer.py", "_BaseTrainer")]
+    known = next((parameters(each) for each in theirs if each is not MISSING), None)
+    known = known or list(inspect.signature(getattr(Trainer, name)).parameters)
     ours = [each for each in inspect.signature(getattr(DAPOTrainer, name)).parameters.values() if each.name != "self"]
     named = {each.name for each in ours if each.kind is each.POSITIONAL_OR_KEYWORD}
     assert named <= {*known, "options"}, f"TRL {VERSION}: {name} has {known}"

@@ -16,8 +16,6 @@ PAD = 9  # the placeholder token of images
 @pytest.mark.parametrize(
     ("ids", "images", "sizes", "expected"),
     [
-        ([1, PAD, PAD, PAD, 2], 1, None, [1, PAD, 2]),
-        ([PAD, PAD, 2, PAD, PAD, PAD], 2, None, [PAD, 2, PAD]),
         ([1, PAD, PAD, PAD, PAD, PAD, 2], 2, [2, 3], [1, PAD, PAD, 2]),  # two images that touch
         ([1, PAD, PAD, PAD, 2], 1, [4], [1, PAD, 2]),  # one run, one image: sizes are not needed
         ([PAD, PAD, 1, PAD], 2, [2], [PAD, 1, PAD]),  # a turn after a tool call has the fields of the first turn
@@ -31,7 +29,8 @@ def test_one_token_per_image(ids, images, sizes, expected):
     ("ids", "images", "sizes"),
     [
         ([PAD, PAD, PAD, PAD], 2, None),  # (1, 3), (2, 2) or (3, 1)
-        ([PAD, PAD, 1, PAD, PAD], 3, [3, 1, 1]),
+        ([PAD, PAD, PAD, PAD], 2, [1, 3, 2]),  # the sizes of other images
+        ([PAD, PAD, 1, PAD], 3, [2, 1, 1]),
         ([PAD, 1, PAD], 1, [2]),
     ],
 )
@@ -55,12 +54,6 @@ def test_the_prompts_of_the_processor_become_those_of_the_tokenizer():
     assert given == [[small, large], [large, small], None]
 
 
-def test_families_that_write_an_image_as_one_repeated_token():
-    assert repeats_one_token(build_processor(["what"]))
-    assert not repeats_one_token(PROCESSORS["gemma3"]())
-    assert not repeats_one_token(SimpleNamespace(tokenizer=None))
-
-
 def trainer_of(processor, mode="colocate") -> SimpleNamespace:
     args = SimpleNamespace(vllm_mode=mode)
     return SimpleNamespace(use_vllm=True, _is_vlm=True, args=args, processing_class=processor)
@@ -70,6 +63,7 @@ def test_what_a_trainer_needs():
     processor = build_processor(["what"])
     assert plan_vllm_images(trainer_of(processor), True) == VLLMImages(processor.image_token_id, merge_size=2)
     assert plan_vllm_images(trainer_of(processor, mode="server"), True) == VLLMImages()
+    assert not repeats_one_token(SimpleNamespace(tokenizer=None))
 
 
 def test_a_family_that_surrounds_images_is_refused_where_there_are_images():

@@ -75,16 +75,14 @@ def folder(tmp_path, shelf, monkeypatch) -> Path:
     patches = {
         "demo.demo.run_demo": lambda options, output: run_demo(replace(options, **small), output, few) is not None,
         "demo.write_folder.draw": lambda seed: few,
-        "cli.data.convert_rows": lambda rows, rules, columns, folder, workers: convert_rows(
-            rows, rules, columns, folder, 0
-        ),
+        "cli.data.convert_rows": lambda *given: convert_rows(*given[:-1], 0),  # by no workers
     }
     patches |= {f"demo.{name}": lambda *given: None for name in NOT_DONE}
-    for name in SMALLER:
-        patches[f"cli.{name}.parse"] = lambda of, name, argv, *more: parse(
-            of, name, [*argv, *SMALLER[name].split()], *more
-        )
-    for name, quick in patches.items():
+
+    def parse_smaller(groups, name, argv, *more):
+        return parse(groups, name, [*argv, *SMALLER[name].split()], *more)
+
+    for name, quick in {**patches, **{f"cli.{name}.parse": parse_smaller for name in SMALLER}}.items():
         monkeypatch.setattr(f"vgr_trl.{name}", quick)
     return tmp_path
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import complete_checkpoints
+from support.made_sets import jsonl, skipped_in
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.evaluate import load_for_inference
@@ -26,9 +27,19 @@ def flags(model: Path, files: str, output: Path, *more: str) -> list[str]:
     return [*fixed.split(), *more]
 
 
-def losses(output: Path) -> list[float]:
-    state = json.loads((output / "trainer_state.json").read_text())
-    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+def logged(output: Path, name: str) -> list[dict]:
+    """The entries of a run's log that have a value of this name."""
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return [entry for entry in history if name in entry]
+
+
+def draw_rows(count: int, folder: Path) -> list[dict]:
+    """Questions whose images are saved in a folder, beside which their rows will stand."""
+    rows = draw_questions(count, seed=0, split="train")
+    for number, row in enumerate(rows):
+        row["image"].save(folder / f"{number}.png")
+        row["image"] = f"{number}.png"
+    return rows
 
 
 def test_the_command_that_init_prints_for_a_laptop_trains(tmp_path, monkeypatch, capsys):
@@ -43,21 +54,17 @@ def test_the_command_that_init_prints_for_a_laptop_trains(tmp_path, monkeypatch,
     printed = capsys.readouterr().out.split("vgr-trl ")[-1].split()
     shorter = "--max_steps 2 --eval_steps 2 --save_steps 1 --max_completion_length 4 --per_device_train_batch_size 16"
     assert main([*printed, *shorter.split()]) == 0
-    history = json.loads(Path("runs/first/trainer_state.json").read_text())["log_history"]
-    evaluated = [entry["step"] for entry in history if "eval_rewards/accuracy_reward/mean" in entry]
-    assert evaluated == [0, 2], "accuracy can be compared"
+    evaluated = logged(Path("runs/first"), "eval_rewards/accuracy_reward/mean")
+    assert [entry["step"] for entry in evaluated] == [0, 2], "accuracy can be compared"
     assert complete_checkpoints(Path("runs/first")), "to resume from"
 
 
 def test_from_a_file_to_a_trained_model_an_evaluation_and_a_page(model_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("webbrowser.open", lambda page: pytest.fail("not on a terminal"))
-    with open("my.jsonl", "w") as file:
-        for number, row in enumerate(draw_questions(12, seed=0, split="train")):
-            row.pop("image").save(f"{number}.png")
-            file.write(
-                json.dumps({"question": row["problem"], "answer": row["solution"], "image": f"{number}.png"}) + "\n"
-            )
+    renamed = {"problem": "question", "solution": "answer", "image": "image"}
+    rows = draw_rows(12, tmp_path)
+    jsonl(tmp_path / "my.jsonl", [{theirs: row[ours] for ours, theirs in renamed.items()} for row in rows])
     assert main(["quickstart", "my.jsonl"]) == 1
     assert "--model" in capsys.readouterr().err
     shorter = "--max_steps 1 --per_device_train_batch_size 8 --max_completion_length 4 --system_prompt_file none"
@@ -65,9 +72,8 @@ def test_from_a_file_to_a_trained_model_an_evaluation_and_a_page(model_folder, t
     run, screen = Path("runs/quickstart"), capsys.readouterr().out
     assert (run / "model.safetensors").is_file()
     assert f"{run}/report.html" in screen
-    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
-    evaluated = [entry["step"] for entry in history if "eval_rewards/accuracy_reward/mean" in entry]
-    assert evaluated == [0, 1], "before and after, on rows that are not trained on"
+    evaluated = logged(run, "eval_rewards/accuracy_reward/mean")
+    assert [entry["step"] for entry in evaluated] == [0, 1], "before and after, on rows that are not trained on"
     assert "training 11 rows, evaluation 1 rows" in " ".join(screen.split())
     again = shlex.split(re.search(r"^ *vgr-trl (train .*)$", screen, re.M)[1])
     assert main([*again, "--dry_run", "--output_dir", "other"]) == 0, "the command to go on from"
@@ -99,12 +105,10 @@ def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, cap
     )
     assert main(["train", *flags(model_folder, question_files, output, *more.split())]) == 0
     screen = capsys.readouterr().out
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    assert [entry["reward_weights/think_format_reward"] for entry in history if "reward" in entry] == [2.0, 0.5]
-    evaluated = [entry for entry in history if "eval_reward" in entry]
+    assert [entry["reward_weights/think_format_reward"] for entry in logged(output, "reward")] == [2.0, 0.5]
     assert re.findall(r"evaluation at step (\d)", screen) == ["1", "2"], "the last step is evaluated once"
     metrics = json.loads((output / "metrics.json").read_text())
-    assert metrics["eval_reward"] == evaluated[-1]["eval_reward"]
+    assert metrics["eval_reward"] == logged(output, "eval_reward")[-1]["eval_reward"]
     assert len(list((output / "completions").glob("*.parquet"))) >= 2
     card = (output / "README.md").read_text(encoding="utf-8")
     assert f"trained from `{model_folder}`" in card
@@ -114,18 +118,15 @@ def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, cap
 @pytest.mark.parametrize("streaming", [False, True])
 def test_rows_with_bad_boxes_are_left_out_and_listed_where_boxes_are_read(model_folder, tmp_path, streaming):
     boxes = [[0, 0, 1, 0.5], [0, 0, 2, 0.5], [0.5, 0, 1], None, "left", [0, 0, float("nan"), 1], [[0, 0, 1, 1]], 4]
-    with (tmp_path / "train.jsonl").open("w") as file:
-        for number, row in enumerate(draw_questions(16, seed=0, split="train")):
-            image, row["bbox"] = row.pop("image"), boxes[number % 8]
-            image.save(tmp_path / f"{number}.png")
-            file.write(json.dumps({**row, "image": f"{number}.png"}) + "\n")
+    rows = draw_rows(16, tmp_path)
+    file = jsonl(tmp_path / "train.jsonl", [{**row, "bbox": boxes[n % 8]} for n, row in enumerate(rows)])
     read = f"--dataset_streaming {streaming} --max_steps 4"
     for rewards, bad in (("region format", {1, 2, 4, 5, 7}), ("format", set())):
         output = tmp_path / rewards.split()[0]
         more = f"--reward_funcs {rewards} {read}".split()
-        assert main(["train", *flags(model_folder, f"train={tmp_path}/train.jsonl", output, *more)]) == 0
-        listed = output / "skipped.jsonl"
-        rows = [json.loads(line) for line in listed.read_text().splitlines()] if listed.exists() else []
+        assert main(["train", *flags(model_folder, f"train={file}", output, *more)]) == 0
+        rows = skipped_in(output) if bad else []
+        assert (output / "skipped.jsonl").exists() is bool(bad)
         assert {row["row"] for row in rows} == bad | {place + 8 for place in bad}
         assert all("in its column bbox: give " in row["reason"] for row in rows)
 
@@ -153,7 +154,7 @@ def test_lora_from_a_config_file_and_evaluation_of_the_adapter(
     settings.write_text("use_peft: true\nlora_target_modules: [q_proj, v_proj]\nlora_r: 2\nmax_steps: 7\n")
     more = ("--config", str(settings), "--reward_funcs", "format", "length")
     assert main(["train", *flags(model_folder, question_files, output, *more)]) == 0
-    assert len(losses(output)) == 2, "the flag --max_steps 2 overrides the file"
+    assert len(logged(output, "loss")) == 2, "the flag --max_steps 2 overrides the file"
     model, _ = load_for_inference(str(output))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -209,7 +210,7 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
     assert "has the model after all 2 steps; raise max_steps" in capsys.readouterr().err
     assert main(["train", *arguments, "--max_steps", "4", "--resume_from_checkpoint"]) == 0
     assert "continued from" in " ".join(capsys.readouterr().out.split())
-    assert len(losses(output)) == 4
+    assert len(logged(output, "loss")) == 4
     more = "--max_steps 5 --resume_from_checkpoint --eval_on_start --eval_strategy steps --eval_steps 9".split()
     assert main(["train", *arguments, *more]) == 0
     assert "evaluation at step 4" not in capsys.readouterr().out, "it was evaluated before the interruption"
@@ -220,7 +221,7 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("--reward_weights 1.0", "accuracy_reward, think_format_reward, soft_overlong_punishment"),
+        ("--reward_weights 1.0", "accuracy_reward, think_format_reward"),
         ("--max_prompt_length 5", "max_prompt_length=5 leaves no row"),
         ("--per_device_train_batch_size 128", "The train data has 16 rows, but a rollout takes 32 prompts"),
         ("--dataset_streaming --max_steps -1", "max_steps"),

@@ -79,40 +79,31 @@ def trainer_of(kind: str, case: Case, data: tuple[str, str], output: Path, **cha
     return trainer
 
 
-def outcome(trainer, start: dict[str, torch.Tensor]) -> dict:
-    """How far the parameters moved, and what was logged."""
-    end = engines.whole_parameters(trainer)
-    return {
-        "moved": {name: end[name] - start[name] for name in start},
-        "history": [entry for entry in trainer.state.log_history if "reward" in entry],
-        "rewards": {key: list(values) for key, values in trainer._logs["rewards"].items()},
-        "advantages": list(trainer._logs["advantages"]),
-    }
-
-
 def run(kind: str, name: str, data: tuple[str, str], output: Path) -> dict:
-    trainer = trainer_of(kind, CASES[name], data, output / f"{kind} {name}")
-    start = engines.whole_parameters(trainer)
-    trainer.train()
-    assert engines.found_engine(trainer) == kind
-    return outcome(trainer, start)
-
-
-def run_saved(kind: str, case: str, data: tuple[str, str], output: Path, resumed: str | None = None) -> dict:
+    """How far the parameters moved, and what was logged; a case that is saved or resumed takes a step more by AdamW."""
+    case, _, checkpoint = name.removeprefix("saved ").partition(" from ")
+    saves = case != name
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
-    folder = output / f"{kind} {'resumed' if resumed else 'saved'} {case}"
-    trainer = trainer_of(kind, CASES[case], data, folder, **options)
+    folder = output / (f"{kind} resumed {case}" if checkpoint else f"{kind} {name}")
+    trainer = trainer_of(kind, CASES[case], data, folder, **options if saves else {})
     start = engines.whole_parameters(trainer)
     try:
-        trainer.train(resume_from_checkpoint=resumed)
+        trainer.train(resume_from_checkpoint=checkpoint or None)
     except Exception as error:
         if type(error).__name__ != "ZeRORuntimeException":
             raise
         return {"refused": str(error)}
-    trainer.save_model(str(folder / "model"))
-    found = outcome(trainer, start)
-    found["end"] = engines.whole_parameters(trainer)
-    return found
+    assert engines.found_engine(trainer) == kind or checkpoint, "other processes may resume it"
+    if saves:
+        trainer.save_model(str(folder / "model"))
+    end = engines.whole_parameters(trainer)
+    return {
+        "moved": {name: end[name] - start[name] for name in start},
+        "end": end,
+        "history": [entry for entry in trainer.state.log_history if "reward" in entry],
+        "rewards": {key: list(values) for key, values in trainer._logs["rewards"].items()},
+        "advantages": list(trainer._logs["advantages"]),
+    }
 
 
 def run_generation(kind: str, data: tuple[str, str], output: Path) -> dict:
@@ -168,19 +159,13 @@ if __name__ == "__main__":
     kind, data, folder = sys.argv[1], (sys.argv[2], sys.argv[3]), Path(sys.argv[4])
     engines.prepare(kind)
     for name in sys.argv[5:]:
-        if name == "generation":
-            found = run_generation(kind, data, folder)
-        elif name == "nan":
-            found = run_with_nan(kind, data, folder)
-        elif name.startswith("saved "):
-            found = run_saved(kind, name.removeprefix("saved "), data, folder)
-        elif " from " in name:
-            case, checkpoint = name.split(" from ")
-            found = run_saved(kind, case, data, folder, checkpoint)
-            name = f"resumed {case}"
+        if name in ("generation", "nan"):
+            found = (run_generation if name == "generation" else run_with_nan)(kind, data, folder)
         else:
             found = run(kind, name, data, folder)
         if os.environ.get("RANK", "0") == "0":
+            case, _, checkpoint = name.partition(" from ")
+            name = f"resumed {case}" if checkpoint else name
             for part in {"moved", "end"} & set(found):
                 torch.save(found.pop(part), folder / f"{kind} {name} {part}.pt")
             (folder / f"{kind} {name}.json").write_text(json.dumps(found))

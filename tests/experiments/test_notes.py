@@ -69,6 +69,20 @@ def test_perception_in_a_configuration_is_that_of_the_recipe():
     assert options["use_entropy_penalty"] is False
 
 
+def run_example(script: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [script, *flags])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    assert ended.value.code == 0
+
+
+def rewarded_step(output: Path) -> dict:
+    """What the only step of a run has logged."""
+    history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    (logged,) = [entry for entry in history if "reward" in entry]
+    return logged
+
+
 @pytest.mark.parametrize("name", LINES)
 def test_every_line_trains_a_small_model(name, model_folder, question_files, tmp_path, monkeypatch):
     script, *flags = shlex.split(LINES[name])
@@ -83,13 +97,10 @@ def test_every_line_trains_a_small_model(name, model_folder, question_files, tmp
         --num_generations 8 --use_cpu true --bf16 false --dtype float32 --report_to none --num_completions_to_print 0
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [script, *flags, *shlex.split(smaller)])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-    assert ended.value.code == 0
+    run_example(script, [*flags, *shlex.split(smaller)], monkeypatch)
     output = Path(flags[flags.index("--output_dir") + 1])
-    (logged,) = [entry for entry in _history(output) if "reward" in entry]
-    weights = {key.split("/")[1]: value for key, value in logged.items() if key.startswith("reward_weights/")}
+    logged = rewarded_step(output).items()
+    weights = {key.split("/")[1]: value for key, value in logged if key.startswith("reward_weights/")}
     if name in REWARDS:
         assert weights == dict(zip(REWARDS[name], [4.0, 1.0, 1.0], strict=True))
     else:
@@ -142,11 +153,7 @@ def test_the_paths_of_earlier_scripts_lead_to_ours():
         assert (REPOSITORY / name).samefile(REPOSITORY / "experiments" / name)
 
 
-def _history(output: Path) -> list[dict]:
-    return json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-
-
-def test_a_reward_of_theirs_reads_the_balance_from_the_trainer(model_folder, question_files, tmp_path, monkeypatch):
+def test_a_reward_of_theirs_reads_the_balance_from_the_trainer(model_folder, question_files, tmp_path):
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "def balance_reward(completions, **kwargs):\n"
@@ -159,7 +166,7 @@ def test_a_reward_of_theirs_reads_the_balance_from_the_trainer(model_folder, que
         --reward_funcs mdi {rewards}:balance_reward --use_cpu true --bf16 false --max_steps 1 --num_generations 4
         --max_completion_length 4 --per_device_train_batch_size 8 --report_to none --attention_reward_scale none"""
     assert main(flags.split()) == 0
-    (logged,) = [entry for entry in _history(tmp_path / "run") if "reward" in entry]
+    logged = rewarded_step(tmp_path / "run")
     assert logged["rewards/balance_reward/mean"] == pytest.approx(logged["rewards/mdi_reward/mean"], abs=1e-6)
 
 
@@ -168,20 +175,13 @@ def test_the_set_is_prepared_by_their_script_and_read(tmp_path, monkeypatch):
     raw.mkdir()
     for split, count in (("train", 5), ("validation", 3)):
         same = {"question": "What colour is it?", "choices": ["red", "blue"], "correct_choice_idx": 1}
-        images = [Image.new("RGB", (32, 32), (40 * number, 0, 0)) for number in range(count)]
+        images = [Image.new("RGB", (32 if number else 1025, 8), (40 * number, 0, 0)) for number in range(count)]
         rows = [{**same, "image": image, "question_id": f"{split}{n}"} for n, image in enumerate(images)]
-        rows[0]["image"] = rows[0]["image"].resize((1025, 8))
         Dataset.from_list(rows).to_parquet(raw / f"{split}-00000-of-00001.parquet")
     monkeypatch.chdir(tmp_path)
-    ids = tmp_path / "A-OKVQA_question_id.txt"
-    ids.write_text("train0\ntrain2\ntrain3\nvalidation1\n", encoding="utf-8")
-    script = "prepare_aokvqa_for_trl.py"
-    line = f"{script} --dataset_path {raw} --out_dir ./aokvqa_trl_data --question_id_file {ids} --subset_size 2"
-    line += " --filter_big_images"
-    monkeypatch.setattr(sys, "argv", [*line.split(), "--workers", "0"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-    assert ended.value.code == 0
+    Path("ids.txt").write_text("train0\ntrain2\ntrain3\nvalidation1\n", encoding="utf-8")
+    flags = f"--dataset_path {raw} --out_dir ./aokvqa_trl_data --question_id_file {tmp_path}/ids.txt --subset_size 2"
+    run_example("prepare_aokvqa_for_trl.py", [*flags.split(), "--filter_big_images", "--workers", "0"], monkeypatch)
     found = {split: load_split(split, dataset_path="aokvqa_trl_data") for split in ("train", "validation")}
     ids = {split: rows["id"][:] for split, rows in found.items()}
     assert ids == {"train": ["train2", "train3"], "validation": ["validation1"]}

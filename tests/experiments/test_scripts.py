@@ -20,14 +20,12 @@ NO_RUNS = ("check.sh", "common.sh", "data.sh", "ablations.sh")
 SCRIPTS = sorted(path.name for path in EXPERIMENTS.glob("*.sh") if path.name not in NO_RUNS)
 
 
-def run(
-    script: str, folder: Path, *flags: str, folder_of_scripts: Path = EXPERIMENTS, **variables: str
-) -> subprocess.CompletedProcess:
-    """Run a script in `folder`, with the commands of this interpreter's environment first on the path."""
+def run(script: str, folder: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess:
+    """Run a script in `folder`, with its stubs and this interpreter's commands first on the path."""
     clean = {name: value for name, value in os.environ.items() if name not in ("TINY", "DATA", "ACCELERATE_CONFIG")}
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**clean, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
-    command = ["bash", str(folder_of_scripts / script), *flags]
+    command = ["bash", str(EXPERIMENTS / script), *flags]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
@@ -47,14 +45,15 @@ def launched(script: str, folder: Path, *flags: str, **variables) -> list[str]:
     return (folder / "given").read_text().splitlines()
 
 
-def options(arguments: list[str]):
-    """The flags behind the training script, read as `vgr-trl train` reads them, on a machine without a GPU."""
-    script = next(index for index, argument in enumerate(arguments) if argument.endswith("train_grpo_vlm.py"))
-    assert Path(arguments[script]).is_file()
-    assert arguments[:2] == ["launch", "--config_file"]
-    assert Path(arguments[2]).is_file()
+def from_training_script(arguments: list[str]) -> list[str]:
+    """The path of the training script, and the flags behind it."""
+    return arguments[next(at for at, word in enumerate(arguments) if word.endswith("train_grpo_vlm.py")) :]
+
+
+def options(flags: list[str]):
+    """Flags as `vgr-trl train` reads them, on a machine without a GPU."""
     groups = (DataArguments, RewardArguments, DAPOConfig, ModelConfig)
-    return parse(groups, "train", [*arguments[script + 1 :], "--use_cpu", "true", "--bf16", "false"])
+    return parse(groups, "train", [*flags, "--use_cpu", "true", "--bf16", "false"])
 
 
 def test_questions_of_the_notes_where_no_data_are_named():
@@ -69,7 +68,9 @@ def test_flags_and_variables_override(tmp_path):
     flags = "--learning_rate 3e-6 --reward_weights 1 1 1 1 --model_name_or_path other --replay_buffer_size 8".split()
     variables = {"DATA": "train=a.parquet", "ACCELERATE_CONFIG": "fsdp2", "NUM_PROCESSES": "3"}
     arguments = launched("experiment3.sh", tmp_path, *flags, **variables)
-    data, _, config, model = options(arguments)
+    assert arguments[:2] == ["launch", "--config_file"]
+    assert Path(arguments[2]).is_file()
+    data, _, config, model = options(from_training_script(arguments)[1:])
     assert (config.learning_rate, config.reward_weights, config.replay_buffer_size) == (3e-6, [1, 1, 1, 1], 8)
     assert model.model_name_or_path == "other"
     assert data.data_files == "train=a.parquet"
@@ -79,7 +80,7 @@ def test_flags_and_variables_override(tmp_path):
 
 def test_data_are_converted_and_merged_in_one_command(tmp_path):
     stub(tmp_path, "vgr-trl", f'echo "$*" >> {tmp_path}/commands')
-    assert run("data.sh", tmp_path, "sets", "--subset_size", "9", folder_of_scripts=EXPERIMENTS.parent).returncode == 0
+    assert run("../data.sh", tmp_path, "sets", "--subset_size", "9").returncode == 0
     commands = [line.split() for line in (tmp_path / "commands").read_text().splitlines()]
     converted = [make_parser().parse_args(words[1:]) for words in commands[:-1]]
     assert all(words[:2] == ["data", "convert"] for words in commands[:-1])
@@ -107,18 +108,15 @@ def tiny_folder(tmp_path_factory):
     return folder
 
 
-SMALL = "--max_steps 2 --output_dir out".split()
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_each_trains_the_embedded_model(script, tiny_folder, tmp_path, monkeypatch):
     """With what it gives to accelerate, from another directory and with an override; the model is changed by it."""
-    arguments = launched(script, tmp_path, *SMALL, TINY="1", TINY_FOLDER=str(tiny_folder))
-    at = next(index for index, argument in enumerate(arguments) if argument.endswith("train_grpo_vlm.py"))
+    flags = "--max_steps 2 --output_dir out".split()
+    arguments = launched(script, tmp_path, *flags, TINY="1", TINY_FOLDER=str(tiny_folder))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", arguments[at:])
+    monkeypatch.setattr(sys, "argv", from_training_script(arguments))
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(arguments[at], run_name="__main__")
+        runpy.run_path(sys.argv[0], run_name="__main__")
     assert ended.value.code == 0
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     assert state["global_step"] == 2
@@ -130,32 +128,25 @@ def test_each_trains_the_embedded_model(script, tiny_folder, tmp_path, monkeypat
     assert TRACES.get(script, {"rewards/vgr_reward/mean"}) <= seen
 
 
-FAILS = """#!/usr/bin/env bash
-printf "%s\n" "$@" > given
+FAILS = """printf "%s\n" "$@" > given
 if [[ " $* " == *" --dry_run "* ]]; then
     printf " data   a.parquet: training  \n        8 rows, evaluation none \n rewards   accuracy\n"
 else
     echo "vgr-trl train: There is no room." >&2
     echo "subprocess.CalledProcessError: it returned non-zero exit status 1." >&2
     exit 1
-fi
-"""
+fi"""
 
 
 def test_a_check_says_where_a_run_would_fail_and_why(tiny_folder, tmp_path):
     """And asks for everything that a run may measure, whatever the script and the user's flags say."""
-    (tmp_path / "bin").mkdir()
-    stub = tmp_path / "bin" / "accelerate"
-    stub.write_text(FAILS)
-    stub.chmod(0o755)
+    stub(tmp_path, "accelerate", FAILS)
     words = [str(EXPERIMENTS / "tprl.sh"), "--token_weights", "false", "--max_prompt_length", "99"]
     done = run("check.sh", tmp_path, *words, TINY="1", TINY_FOLDER=str(tiny_folder))
     assert done.returncode == 1
     assert "data          ok      training 8 rows, evaluation none\n" in done.stdout
     assert "every signal  FAILED  vgr-trl train: There is no room.\n" in done.stdout
-    given = (tmp_path / "given").read_text().splitlines()
-    script = next(index for index, word in enumerate(given) if word.endswith("train_grpo_vlm.py"))
-    _, _, config, _ = parse((DataArguments, RewardArguments, DAPOConfig, ModelConfig), "train", given[script + 1 :])
+    _, _, config, _ = options(from_training_script((tmp_path / "given").read_text().splitlines())[1:])
     assert config.max_prompt_length == 99
     assert config.max_steps == config.save_steps == config.eval_steps == 1
     assert all((config.compute_attention_metrics, config.token_weights, config.enable_perception_filtering))

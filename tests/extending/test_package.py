@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from support.made_sets import jsonl
 from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 
 from vgr_trl import DAPOConfig, registries
@@ -29,9 +30,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "extending.md"
 def package(tmp_path_factory) -> Path:
     """A folder that the package has been installed into, with its entry points."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     for language, name in (("python", "sight_methods.py"), ("toml", "pyproject.toml")):
-        (source / name).write_text("\n\n".join(block for kind, block in blocks if kind == language))
+        blocks = re.findall(rf"^```{language}\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+        (source / name).write_text("\n\n".join(blocks))
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-compile",
          "--no-index", "--disable-pip-version-check", "--target", target, source],
@@ -48,20 +49,14 @@ def installed(package, monkeypatch):
     sys.modules.pop("sight_methods", None)
 
 
-KINDS = {"signals": "doubtful_looks", "credit_rules": "focus", "perturbations": "mirror", "rewards": "brevity",
-         "datasets": "riddles"}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_four_ways_of_naming(kind, installed, monkeypatch):
-    registry, name = getattr(registries, kind), KINDS[kind]
+def test_four_ways_of_naming(installed, monkeypatch):
+    registry = registries.credit_rules
     monkeypatch.setattr(registry, "_own", dict(registry._own))
-    found = registry.load(name)
-    assert name in registry.names()
-    for spec in (f"sight_methods.{name}", f"sight_methods:{name}", f"{installed}/sight_methods.py:{name}", found):
+    found = registry.load("focus")
+    assert "focus" in registry.names()
+    registry.register("my_own")(found)
+    for spec in ("sight_methods.focus", "sight_methods:focus", f"{installed}/sight_methods.py:focus", found, "my_own"):
         assert registry.load(spec) is found
-    registry.register(f"my_own_{name}")(found)
-    assert registry.load(f"my_own_{name}") is found
 
 
 def measured():
@@ -96,17 +91,14 @@ def test_a_rule_by_its_name_switches_its_options_on():
     assert found == (True, "soft", True)
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        ((torch.ones(2, 2), None), r"returned torch.Size\(\[2, 2\]\), metrics None: .* a tensor \(2, 3\)"),
-        ((torch.full((2, 3), math.nan), {}), "returned weights that are not finite for valid tokens"),
-    ],
-)
-def test_what_a_rule_must_not_return(returned, message, monkeypatch):
-    monkeypatch.setitem(registries.credit_rules._own, "odd", lambda *given: returned)
-    with pytest.raises(DataError, match=message):
-        shape_advantages(torch.ones(2), measured(), CreditOptions(credit_rules=["odd"]))
+def test_what_a_rule_must_not_return(monkeypatch):
+    for returned, message in (
+        (torch.ones(2, 3), "metrics None"), ((torch.ones(2, 2), {}), r"a tensor \(2, 3\)"),
+        ((torch.full((2, 3), math.nan), {}), "not finite for valid tokens"),
+    ):  # fmt: skip
+        monkeypatch.setitem(registries.credit_rules._own, "odd", lambda *given, returned=returned: returned)
+        with pytest.raises(DataError, match=message):
+            shape_advantages(torch.ones(2), measured(), CreditOptions(credit_rules=["odd"]))
 
 
 def test_a_rule_may_change_its_arguments_which_are_copies(monkeypatch):
@@ -127,20 +119,17 @@ def test_a_signal_made_of_itself(monkeypatch):
     for name, other in (("hen", "egg"), ("egg", "hen")):
         signal = registries.declares(needs=(other,))(lambda signals, options: signals.logps)
         monkeypatch.setitem(registries.signals._own, name, signal)
-    with pytest.raises(
-        ConfigError, match="The signal hen needs itself .hen needs egg needs hen.: remove one dependency"
-    ):
+    with pytest.raises(ConfigError, match="The signal hen needs itself .hen needs egg needs hen."):
         DAPOConfig("out", use_cpu=True, signals=["hen"])
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("brevty", "no reward 'brevty'. Did you mean brevity"), ("zzz", "no reward 'zzz': give one of accuracy"),
+        ("zzz", "no reward 'zzz': give one of accuracy"),
         ("no_module.f", "Importing no_module for a reward failed with ModuleNotFoundError"),
         ("nothing.py:f", "nothing.py of a reward does not exist"), ("wrong.py:f", "failed with ZeroDivisionError"),
         ("sight_methods.nothing", "has no reward 'nothing': give one of .*brevity"),
-        ("sight_methods.DOUBT", "gives no function|is of type|has no reward"),
     ],
 )  # fmt: skip
 def test_plug_ins_that_are_not_found(installed, tmp_path, monkeypatch, spec, message):
@@ -159,13 +148,12 @@ def test_a_name_that_two_packages_register(installed, monkeypatch):
 
 
 def test_a_perturbation_and_its_option(installed):
-    image = Image.new("RGB", (2, 1))
-    image.putpixel((0, 0), (255, 0, 0))
-    config = DAPOConfig("out", use_cpu=True, perturbation="mirror")
-    (found,) = perturb_images([image], "mirror", config.parameters_of("mirror"), seed=0, step=0, index=0)
-    assert [found.getpixel((0, 0)), found.getpixel((1, 0))] == [(0, 0, 0), (255, 0, 0)]
-    turned = DAPOConfig("out", use_cpu=True, perturbation="mirror", plugin_options='{"mirror_upside_down": true}')
-    assert turned.parameters_of("mirror") == {"mirror_upside_down": True}
+    image = Image.new("L", (2, 2))
+    image.putpixel((0, 0), 255)
+    for given, place in (({}, (1, 0)), ('{"mirror_upside_down": true}', (0, 1))):
+        config = DAPOConfig("out", use_cpu=True, perturbation="mirror", plugin_options=given)
+        (found,) = perturb_images([image], "mirror", config.parameters_of("mirror"), seed=0, step=0, index=0)
+        assert found.getpixel(place) == 255
 
 
 def test_options_of_a_reward(installed):
@@ -225,12 +213,7 @@ def test_a_rule_that_reads_nothing_but_tokens(model_folder, question_files, tmp_
 
 
 def test_a_data_set_is_converted(installed, png, tmp_path):
-    rows = [
-        {"riddle": "What?", "answer": "red", "picture": str(png)},
-        {"riddle": "Which?", "answer": "blue", "picture": str(png)},
-    ]
-    (tmp_path / "riddles.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rows = jsonl(tmp_path / "riddles.jsonl", [{"riddle": "What?", "answer": "red", "picture": str(png)}])
     out = tmp_path / "out"
-    flags = ["--data_files", str(tmp_path / "riddles.jsonl"), "--output_dir", str(out), "--workers", "0"]
-    assert main(["data", "convert", "riddles", *flags]) == 0
-    assert load_split("train", dataset_path=str(out))["solution"] == ["red", "blue"]
+    assert main(f"data convert riddles --data_files {rows} --output_dir {out} --workers 0".split()) == 0
+    assert load_split("train", dataset_path=str(out))["solution"] == ["red"]

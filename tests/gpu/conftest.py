@@ -39,32 +39,24 @@ def measured(request):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
+    """Append one line to the results as soon as a test on a GPU is done."""
     report = yield
-    path = os.environ.get("GPU_RESULTS")
-    if (
-        path
-        and torch.cuda.is_available()
-        and item.get_closest_marker("gpu")
-        and (report.when == "call" or not report.passed)
-    ):
-        write(Path(path), item, call, report)
+    path, is_on_gpu = os.environ.get("GPU_RESULTS"), torch.cuda.is_available() and item.get_closest_marker("gpu")
+    if path and is_on_gpu and (report.when == "call" or not report.passed):
+        from gpu.results import Line, append, machine
+
+        found = {"outcome": report.outcome, **getattr(item, "measured", {})}
+        if not report.passed:
+            found["why"] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(call.excinfo.value)
+        append(Path(path), Line(item.nodeid, "", machine("cuda"), "make gpu-tests", found))
     return report
 
 
-def write(path, item, call, report):
-    """One line of results, as soon as the test is done."""
-    from gpu.results import Line, append, machine
-
-    found = {"outcome": report.outcome, **getattr(item, "measured", {})}
-    if not report.passed:
-        found["why"] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(call.excinfo.value)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    append(path, Line(item.nodeid, "", machine(device), "make gpu-tests", found))
-
-
 @pytest.fixture(autouse=True)
-def exact_float32():
-    from places import tf32
-
-    with tf32(False):
-        yield
+def exact_float32(monkeypatch):
+    """Matrix products and convolutions of float32 without TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    yield
+    torch.set_float32_matmul_precision(before)

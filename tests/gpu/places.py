@@ -40,19 +40,6 @@ def attention(model, name):
         yield model
 
 
-@contextmanager
-def tf32(allowed):
-    """Matrix products and convolutions of float32 in TF32, or not."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
-    torch.backends.cudnn.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
-
-
 def to(batch, device, dtype):
     """The batch on a device, its pixels in `dtype`."""
     batch.inputs = {

@@ -1,11 +1,15 @@
 """Shared prompts against plain passes, in every family, number format and attention."""
 
+from functools import partial
+
 import pytest
 import torch
+from gpu import flash
 from peft import LoraConfig, get_peft_model
 from places import DTYPES, attention, on_both, to
 from support.models.compare import checkpointed, generated, gradients, with_head
 from support.models.families import build, make_batch
+from transformers import modeling_flash_attention_utils
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import causal_model
@@ -30,10 +34,10 @@ def all_gradients(model, batch):
     return torch.cat([one.double().flatten().cpu() for one in gradients(model, batch).values()])
 
 
-def plain_and_shared(function, model, batch):
+def plain_and_shared(function, model, batch, **options):
     """What `function` gives without and with shared prompts; the report must say that they were."""
     plain = function(model, batch)
-    with share_prompts(model, batch.completion_length) as report:
+    with share_prompts(model, **{"completion_length": batch.completion_length, **options}) as report:
         shared = function(model, batch)
     assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
     return plain, shared
@@ -122,8 +126,22 @@ def test_tokens(place, family, sample):
     device, kind = place
     model, batch = build(family).to(device), to(make_batch(family), device, torch.float32)
     with attention(model, kind):
-        plain = generated(model, batch, sample=sample)
-        with share_prompts(model) as report:
-            shared = generated(model, batch, sample=sample)
-    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
+        plain, shared = plain_and_shared(partial(generated, sample=sample), model, batch, completion_length=None)
     assert torch.equal(plain, shared)
+
+
+@pytest.mark.gpu
+def test_packed(monkeypatch, measured):
+    """Gradients by one row without padding, in flash attention, are as near to float32 as those of plain passes."""
+    for name in ("_lazy_imports", "_loaded_implementation"):
+        monkeypatch.setattr(modeling_flash_attention_utils, name, getattr(modeling_flash_attention_utils, name))
+    reference = exact(all_gradients, "qwen2_5_vl")
+    model = with_head(build("qwen2_5_vl").to("cuda", torch.bfloat16))
+    batch = to(make_batch("qwen2_5_vl"), "cuda", torch.bfloat16)
+    measured["plain"] = distance(all_gradients(model, batch), reference)
+    flash.install()
+    flash.attend_with(model, "flash_attention_2")
+    with share_prompts(model, batch.completion_length, packs=True) as report:
+        measured["packed"] = distance(all_gradients(model, batch), reference)
+    assert not report.plain
+    assert measured["packed"] < FACTOR * measured["plain"] + 1e-4

@@ -13,6 +13,7 @@ from stage_passes import LORA, uneven_reward
 from support.models.eager_reference import difference, masks_of, reference
 from support.models.families import build, make_batch
 from support.trainers import config
+from test_gpu_sharing import VISION
 
 from vgr_trl import DAPOTrainer
 from vgr_trl.demo.tiny_model import SPECIAL_TOKENS
@@ -20,7 +21,6 @@ from vgr_trl.rewards import vgr_reward
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe
 
-VISION = ["qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "llava_next"]
 ATTENTION = ["flash", "efficient", "math", "flash_attention_2", "flash_attention_3"]
 
 
@@ -35,14 +35,12 @@ def test_probe(place, family, dtype, shared, measured):
         pytest.skip("flash attention has no float32")
     model, batch = build(family), make_batch(family)
     expected = reference(model, batch)
-    model, masks = model.to(device, DTYPES[dtype]), masks_of(batch)
-    masks = type(masks)(masks.vision.to(device), masks.instruction.to(device))
-    prompt = masks.vision.size(1)
-    rows = slice(prompt - 1, prompt - 1 + batch.completion_length)
-    batch = to(batch, device, DTYPES[dtype])
+    model, batch = model.to(device, DTYPES[dtype]), to(batch, device, DTYPES[dtype])
+    masks, length = masks_of(batch), batch.completion_length
+    rows = slice(masks.vision.size(1) - 1, masks.vision.size(1) - 1 + length)
     with torch.no_grad(), attention(model, kind), AttentionProbe(model, masks, rows=rows) as probe:
         if shared:
-            with share_prompts(model, batch.completion_length) as report:
+            with share_prompts(model, length) as report:
                 model(**batch.inputs)
             assert not report.plain
         else:

@@ -1,12 +1,14 @@
 """What verl and EasyR1 get of this library, without either: options, rewards, advantages, the command line."""
 
 import json
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from vgr_trl.credit import stack_weights
 from vgr_trl.integrations.verl.credit import (
     SignalContext,
     SignalOptions,
@@ -19,7 +21,7 @@ from vgr_trl.integrations.verl.inside_easyr1.main import split_arguments
 from vgr_trl.integrations.verl.rewards import REWARD_TYPE, compute_score, compute_scores
 from vgr_trl.options import changed_options
 from vgr_trl.signals import visual_dependency
-from vgr_trl.utils import ConfigError, RewardError
+from vgr_trl.utils import ConfigError, DataError, RewardError
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "vppo.json"
 CASES = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else []
@@ -144,6 +146,18 @@ def test_without_weights_all_are_1_and_a_reward_needs_attention():
         estimate(centred, SignalContext(SignalOptions.read({"vgr_reward_weight": 1.0})), mask, mask, ["a"])
     with pytest.raises(ConfigError, match="The advantage estimator vgr got no signals: .*VERL_ENGINE_VENDOR=vgr"):
         make_estimator("vgr", lambda name: centred)(mask, mask, ["a"])
+
+
+def test_lists_and_tensors_are_padded_or_cut_with_a_warning():
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert stack_weights([[1.0, 2.0, 3.0], [4.0, 5.0]], mask).tolist() == [[1, 2, 3], [4, 5, 1]]
+        assert stack_weights(torch.full((2, 3), 2.0), mask).tolist() == [[2, 2, 2], [2, 2, 2]]
+    with pytest.warns(UserWarning, match="padded with 1 or cut to the 3 tokens"):
+        assert stack_weights([[1.0, 2.0], torch.arange(5.0)], mask).tolist() == [[1, 2, 1], [0, 1, 2]]
+    with pytest.raises(DataError, match="give numbers, one for each token"):
+        stack_weights([["much"], None], mask)
 
 
 def mean(loss_mat, loss_mask, loss_agg_mode):

@@ -46,12 +46,6 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return os.environ | {"PYTHONPATH": str(site)}
 
 
-def run(words: list[str], environment: dict[str, str], folder: Path) -> str:
-    done = subprocess.run([sys.executable, *words], env=environment, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_every_file_of_the_package_is_in_the_wheel(installed: dict[str, str]) -> None:
     def files(folder: Path) -> set[Path]:
         return {path.relative_to(folder) for path in (folder / "vgr_trl").rglob("*.*") if path.suffix != ".pyc"}
@@ -62,7 +56,10 @@ def test_every_file_of_the_package_is_in_the_wheel(installed: dict[str, str]) ->
 def test_commands_run_from_the_wheel(installed: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "run" / "rollouts").mkdir(parents=True)
     (tmp_path / "run" / "rollouts" / "records-000001.jsonl").write_bytes(encode_entry(record()))
-    printed = run(["-P", "-c", COMMANDS], installed, tmp_path)
+    words = [sys.executable, "-P", "-c", COMMANDS]
+    done = subprocess.run(words, env=installed, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout
     assert printed.startswith(installed["PYTHONPATH"])
     assert "method:" in printed
     (config,) = re.findall(r"^/.*zero2\.yaml$", printed, re.MULTILINE)

@@ -14,20 +14,16 @@ OLDEST = "3.11"
 
 @pytest.fixture
 def old_python(tmp_path: Path) -> Path:
-    """An interpreter that answers every question about its version with no, and says Python 3.10.13."""
+    """An interpreter that answers every question about its version with no."""
     path = tmp_path / "python3.10"
     path.write_text('#!/bin/sh\ncase "$2" in *exit*) exit 1 ;; esac\necho Python 3.10.13\n')
     path.chmod(0o755)
     return path
 
 
-def find(*names: object) -> subprocess.CompletedProcess:
-    command = ["scripts/find_python.sh", *map(str, names)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
 def test_the_first_interpreter_that_serves_is_taken(old_python: Path):
-    found = find("no-such-python", old_python, sys.executable)
+    command = ["scripts/find_python.sh", "no-such-python", old_python, sys.executable]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (found.returncode, found.stdout, found.stderr) == (0, f"{sys.executable}\n", "")
 
 

@@ -11,25 +11,19 @@ from verl.trainer.config import PPOConfig
 
 from vgr_trl.integrations.verl.inside_easyr1 import main
 
-SCRIPT = EXAMPLES / "run_vppo_easyr1.sh"
-STOCK = Path(verl.__file__).parents[1] / "examples"
-needs_stock = pytest.mark.skipif(not STOCK.exists(), reason="needs EasyR1 installed in place, with its examples")
+STOCK = Path(verl.__file__).parents[1]
 
 
-def read(given):
+@pytest.mark.skipif(not (STOCK / "examples").exists(), reason="needs EasyR1 installed in place, with its examples")
+def test_easyr1_takes_every_line(tmp_path):
     """As EasyR1's `main` reads its command line, and ours reads the rest."""
+    module, given = overrides(EXAMPLES / "run_vppo_easyr1.sh", tmp_path)
+    assert module == main.__name__
     theirs, own = main.split_arguments(given)
     cli = OmegaConf.from_dotlist(theirs)
-    file = OmegaConf.load(STOCK.parent / cli.pop("config"))
+    file = OmegaConf.load(STOCK / cli.pop("config"))
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PPOConfig()), file, cli))
-    return config, hooks.read_options(own, config.algorithm.adv_estimator)
-
-
-@needs_stock
-def test_easyr1_takes_every_line(tmp_path):
-    module, given = overrides(SCRIPT, tmp_path)
-    assert module == main.__name__
-    config, (preset, options) = read(given)
+    preset, options = hooks.read_options(own, config.algorithm.adv_estimator)
     assert (preset, options.estimator) == ("vgr_vppo", "grpo")
     assert options.enable_trajectory_reweighting
     assert (options.top_p_perception_tokens, options.trajectory_scaling_min) == (0.4, 0.9)

@@ -10,11 +10,9 @@ from hydra import compose, initialize_config_dir
 from vgr_trl.integrations.verl.inside_verl.plugin import TRAINER_MODE, read_options
 from vgr_trl.integrations.verl.rewards import compute_score
 
-SCRIPT = EXAMPLES / "run_vppo_qwen2_5_vl_7b.sh"
-
 
 def test_verl_takes_every_line(tmp_path):
-    module, given = overrides(SCRIPT, tmp_path)
+    module, given = overrides(EXAMPLES / "run_vppo_qwen2_5_vl_7b.sh", tmp_path)
     assert module == "verl.trainer.main_ppo"
     with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
         config = compose("ppo_trainer", given)

@@ -1,24 +1,19 @@
 """The same rollout through `DAPOTrainer` and through EasyR1's actor and trainer: same advantages, same gradients."""
 
-import json
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from actor_on_cpu import actor, data_of, replace_flash_attn, trainer
-from same_as_trl import WANTED, check
-from support.launching import launch
+from same_as_trl import WANTED, check, expected_of
 from tiny_rollout import CLIP, GROUP, LEARNING_RATE, SCORES, rollout, tiny_model
 from verl.trainer import core_algos, ray_trainer
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trl")
-    launch(Path(__file__).parent / "parts" / "trl_step.py", folder, json.dumps(WANTED), processes=1)
-    return torch.load(folder / "trl.pt")
+    return expected_of(tmp_path_factory.mktemp("trl"), WANTED)
 
 
 @pytest.fixture
@@ -46,11 +41,10 @@ def test_advantages_and_gradients(expected, group, padding_free, monkeypatch):
     theirs = actor(
         model, optimizer, padding_free=padding_free, ppo_epochs=2, clip_ratio_low=CLIP[0], clip_ratio_high=CLIP[1]
     )
-    options = WANTED | {"enable_perception_filtering": True, "enable_trajectory_reweighting": True}
-    tensors["old_log_probs"] = theirs.compute_log_prob(data_of(tensors, pixels, processor, options))
+    tensors["old_log_probs"] = theirs.compute_log_prob(data_of(tensors, pixels, processor, WANTED))
     tensors["token_level_rewards"] = torch.zeros(mask.shape)
     tensors["token_level_rewards"][range(len(mask)), mask.sum(1) - 1] = torch.tensor(SCORES)
-    data = data_of(tensors | dict(theirs.columns), pixels, processor, options)
+    data = data_of(tensors | dict(theirs.columns), pixels, processor, WANTED)
     data.non_tensor_batch["uid"] = np.array([f"prompt{row // GROUP}" for row in range(len(mask))], dtype=object)
     steps = trainer(preset="vgr_vppo", estimator="grpo_of_trl", **WANTED)
     data = steps.compute_advantages(ray_trainer.compute_advantage, data, "grpo")

@@ -5,24 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from same_as_trl import WANTED, check
+from same_as_trl import WANTED, check, expected_of
 from support.launching import launch
 from tiny_rollout import GROUP, SCORES, rollout, tiny_model
 
-PARTS = Path(__file__).parent / "parts"
+WORKER = Path(__file__).parent / "parts" / "verl_step.py"
 OPTIONS = WANTED | {"enable_entropy_filtering": True}
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trl")
-    launch(PARTS / "trl_step.py", folder, json.dumps(OPTIONS), processes=1)
-    return torch.load(folder / "trl.pt")
+    return expected_of(tmp_path_factory.mktemp("trl"), OPTIONS)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_advantages_and_gradients(expected, layout, processes, tmp_path):
-    launch(PARTS / "verl_step.py", tmp_path, layout, json.dumps(OPTIONS), processes=processes)
+    launch(WORKER, tmp_path, layout, json.dumps(OPTIONS), processes=processes)
     tensors, _ = rollout(*tiny_model(), prompts=len(SCORES) // GROUP)
     check(torch.load(tmp_path / "steps.pt"), expected, tensors["response_mask"])

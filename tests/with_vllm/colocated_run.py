@@ -10,36 +10,22 @@ from pathlib import Path
 
 import plain_weights
 import torch
-from tiny_run import letter_reward, options, questions, saved_model
+from tiny_run import trainer_of
 from trl.generation import vllm_generation
 from vllm.model_executor.layers import utils as vllm_layers
 
 from vgr_trl import DAPOTrainer
-from vgr_trl.rewards import vgr_reward
 
 EMBEDDINGS = "embed_tokens.weight"
 
 
 def run(folder: Path) -> None:
-    torch.set_num_threads(1)
-    make_vllm_exact_on_a_cpu()
-    model, processor = saved_model(folder)
-    trainer = DAPOTrainer(
-        str(model),
-        [letter_reward, vgr_reward],
-        options(folder, token_weights=True),
-        questions(),
-        processing_class=processor,
-    )
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
+    assert vllm_layers.dispatch_cpu_unquantized_gemm is plain_weights.keep_weights
+    trainer = trainer_of(folder, token_weights=True)
     calls = listen(trainer)
     trainer.train()
     (folder / "log.json").write_text(json.dumps({"steps": trainer.state.log_history[:-1], "calls": calls}))
-
-
-def make_vllm_exact_on_a_cpu() -> None:
-    """What TRL leaves to vLLM: float32; and weights that stay where TRL puts the new ones."""
-    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
-    assert vllm_layers.dispatch_cpu_unquantized_gemm is plain_weights.keep_weights
 
 
 def listen(trainer: DAPOTrainer) -> list[dict]:
@@ -49,13 +35,8 @@ def listen(trainer: DAPOTrainer) -> list[dict]:
 
     def generate(prompts, images, num_generations, profiler):
         mine, theirs = embeddings_of(trainer.model), embeddings_of_vllm(trainer)
-        calls.append(
-            {
-                "images": [len(row or ()) for row in images],
-                "behind": (mine - theirs).abs().max().item(),
-                "since_start": (theirs - first).abs().max().item(),
-            }
-        )
+        far = {"behind": (mine - theirs).abs().max().item(), "since_start": (theirs - first).abs().max().item()}
+        calls.append({"images": [len(row or ()) for row in images], **far})
         return plain(prompts, images, num_generations, profiler)
 
     trainer.vllm_generation.generate = generate

@@ -20,7 +20,7 @@ NEEDS_VLLM = pytest.mark.skipif(
 )
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Of a process on one core that imports vLLM."""
     paths = [str(HERE / "site"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
@@ -32,15 +32,16 @@ def environment(**more: str) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        **more,
     }
 
 
-def outcome(folder: Path, script: str) -> dict:
-    """What a script of this folder wrote to `log.json` of `folder`, its first argument."""
-    done = subprocess.run(
-        [sys.executable, str(HERE / script), str(folder)], env=environment(), capture_output=True, text=True,
-        timeout=SECONDS,
-    )  # fmt: skip
+def run(folder: Path, script: str, *flags: str) -> subprocess.CompletedProcess:
+    """Run a script of this folder, whose first argument is `folder`."""
+    command = [sys.executable, str(HERE / script), str(folder), *flags]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SECONDS)
+
+
+def outcome(folder: Path, done: subprocess.CompletedProcess) -> dict:
+    """What a run wrote to `log.json` of its folder."""
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads((folder / "log.json").read_text())

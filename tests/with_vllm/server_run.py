@@ -11,37 +11,21 @@ import threading
 import time
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
-from tiny_run import letter_reward, options, questions, saved_model
+from tiny_run import trainer_of
 from trl.generation.vllm_client import VLLMClient
 
 from vgr_trl import DAPOTrainer
-from vgr_trl.rewards import vgr_reward
 
 EVERYTHING = {
-    "max_steps": 3,
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "optim": "adamw_torch",
-    "token_weights": True,
-    "replay_buffer_size": 4,
-    "rollout_log_steps": 1,
-    "vllm_importance_sampling_correction": True,
-}
+    "vllm_mode": "server", "vllm_server_timeout": 5, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch",
+    "token_weights": True, "replay_buffer_size": 4, "rollout_log_steps": 1, "vllm_importance_sampling_correction": True,
+}  # fmt: skip
 
 
 def run(folder: Path, url: str, die: tuple[int, int] | None, resume: bool) -> None:
-    torch.set_num_threads(1)
     hand_over_weights_in_files(folder / "weights")
-    model, processor = saved_model(folder)
-    trainer = DAPOTrainer(
-        str(model),
-        [letter_reward, vgr_reward],
-        options(folder, vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=5, **EVERYTHING),
-        questions(),
-        processing_class=processor,
-    )
+    trainer = trainer_of(folder, vllm_server_base_url=url, **EVERYTHING)
     if die is not None:
         kill_while_it_answers(trainer, *die)
     trainer.train(resume_from_checkpoint=resume)

@@ -1,14 +1,14 @@
 """Training with a real, colocated vLLM, on a CPU; README.md says how to make the environment for it."""
 
 import pytest
-from running import EXACT, METRIC, NEEDS_VLLM, outcome
+from running import EXACT, METRIC, NEEDS_VLLM, outcome, run
 
 pytestmark = NEEDS_VLLM
 
 
 def test_what_vllm_samples_is_what_the_model_says(tmp_path):
     """Prompts with one image, two and none; after each step vLLM has the new weights."""
-    found = outcome(tmp_path, "colocated_run.py")
+    found = outcome(tmp_path, run(tmp_path, "colocated_run.py"))
     assert len(found["steps"]) == 3
     for step in found["steps"]:
         assert step[METRIC] < EXACT

@@ -13,7 +13,7 @@ from os import killpg
 from pathlib import Path
 
 import pytest
-from running import EXACT, HERE, METRIC, NEEDS_VLLM, SECONDS, environment
+from running import EXACT, METRIC, NEEDS_VLLM, SECONDS, environment, outcome, run
 from support.checkpoints import complete_checkpoints
 
 pytestmark = NEEDS_VLLM
@@ -22,9 +22,7 @@ pytestmark = NEEDS_VLLM
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("served")
-    code = f"import sys, pathlib; sys.path.insert(0, {str(HERE)!r}); import tiny_run; "
-    code += f"tiny_run.saved_model(pathlib.Path({str(folder)!r}))"
-    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=SECONDS)
+    run(folder, "tiny_run.py").check_returncode()
     return folder / "model"
 
 
@@ -35,13 +33,10 @@ def served(model: Path, log: Path, port: int) -> Iterator[tuple[str, int]]:
         f"vllm-serve --model {model} --host 127.0.0.1 --port {port} --dtype float32 --enforce_eager true "
         "--max_model_len 256 --worker-extension-cls plain_weights.WeightsFromFile"
     )
+    command = [Path(sys.executable).with_name("trl"), *flags.split()]
     with log.open("w") as output:
         server = subprocess.Popen(
-            [Path(sys.executable).with_name("trl"), *flags.split()],
-            env=environment(),
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
+            command, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -65,22 +60,10 @@ def answers(url: str) -> bool:
         return False
 
 
-def train(folder: Path, url: str, *flags: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(HERE / "server_run.py"), str(folder), url, *flags],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-
-
-def steps_of(folder: Path, done: subprocess.CompletedProcess) -> list[dict]:
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads((folder / "log.json").read_text())["steps"]
-
-
-def check(steps: list[dict]) -> None:
+def check(folder: Path, url: str, *flags: str) -> None:
+    """Train with the server, and look at the three steps that are logged in the end."""
+    steps = outcome(folder, run(folder, "server_run.py", url, *flags))["steps"]
+    assert len(steps) == 3
     for step in steps:
         assert step[METRIC] < EXACT
         assert step["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
@@ -89,14 +72,12 @@ def check(steps: list[dict]) -> None:
 
 def test_a_server_answers_with_the_weights_of_each_step(model, tmp_path, port):
     with served(model, tmp_path / "server.log", port) as (url, _):
-        steps = steps_of(tmp_path, train(tmp_path, url))
-    assert len(steps) == 3
-    check(steps)
+        check(tmp_path, url)
 
 
 def test_a_server_that_dies_in_a_rollout_ends_the_run_and_a_new_one_continues_it(model, tmp_path, port):
     with served(model, tmp_path / "server.log", port) as (url, pid):
-        died = train(tmp_path, url, "--die", str(pid), "2")
+        died = run(tmp_path, "server_run.py", url, "--die", str(pid), "2")
     assert died.returncode != 0
     assert re.search(r"VLLMServerError: The vLLM server at \S+ did not answer", died.stderr), died.stderr[-4000:]
     assert [each.name for each in complete_checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
@@ -104,6 +85,4 @@ def test_a_server_that_dies_in_a_rollout_ends_the_run_and_a_new_one_continues_it
     assert [json.loads(line)["step"] for line in records.read_text().splitlines()] == [0, 1]
     assert not list(tmp_path.rglob("*.unfinished"))
     with served(model, tmp_path / "again.log", port) as (url, _):
-        steps = steps_of(tmp_path, train(tmp_path, url, "--resume"))
-    assert len(steps) == 3
-    check(steps)
+        check(tmp_path, url, "--resume")

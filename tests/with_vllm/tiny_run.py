@@ -1,5 +1,9 @@
-"""What the runs of this folder share: a tiny model that vLLM loads, questions, options, and what vLLM was asked."""
+"""What the runs of this folder share: a trainer of a tiny model that vLLM loads, and questions.
 
+Usage: python tiny_run.py FOLDER     saves the model
+"""
+
+import sys
 from pathlib import Path
 
 import torch
@@ -7,21 +11,26 @@ from datasets import Dataset
 from PIL import Image
 from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
 
-from vgr_trl import DAPOConfig
+from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.demo.demo import FAMILIES, draw_questions
 from vgr_trl.demo.tiny_model import build_tiny_vlm
+from vgr_trl.rewards import vgr_reward
 
 GROUP = 4  # completions of a prompt
 
 
-def options(folder: Path, **changed: object) -> DAPOConfig:
+def trainer_of(folder: Path, **changed: object) -> DAPOTrainer:
+    """A trainer with a colocated vLLM, or with the options that are given, on one core."""
+    torch.set_num_threads(1)
+    model, processor = saved_model(folder)
     given = {
         "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 256, "num_generations": GROUP,
         "per_device_train_batch_size": 3 * GROUP, "max_completion_length": 8, "max_steps": 3, "learning_rate": 1e-3,
         "model_init_kwargs": {"dtype": "float32"}, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
         "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
     }  # fmt: skip
-    return DAPOConfig(str(folder), **{**given, **changed})
+    options = DAPOConfig(str(folder), **{**given, **changed})
+    return DAPOTrainer(str(model), [letter_reward, vgr_reward], options, questions(), processing_class=processor)
 
 
 def saved_model(folder: Path) -> tuple[Path, Qwen2_5_VLProcessor]:
@@ -63,3 +72,7 @@ def questions(count: int = 9) -> Dataset:
 def letter_reward(completions: list, **kwargs: object) -> list[float]:
     """A reward that a random model gets in different amounts."""
     return [float(len(completion[0]["content"]) % 5) for completion in completions]
+
+
+if __name__ == "__main__":
+    saved_model(Path(sys.argv[1]))

@@ -1,8 +1,7 @@
 """EasyR1's actor with signals on a CPU, batches for it, and its modules that import what a CPU lacks."""
 
-import importlib.abc
-import importlib.machinery
 import sys
+from importlib.machinery import ModuleSpec
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -14,25 +13,10 @@ from verl.protocol import DataProto
 from verl.workers.actor import dp_actor
 from verl.workers.actor.config import ActorConfig
 
-MISSING = ("vllm", "qwen_vl_utils", "msgspec", "wandb")
-
-
-class Mocked(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in MISSING:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        module = MagicMock(name=spec.name)
-        module.__spec__, module.__path__ = spec, []
-        return module
-
-    def exec_module(self, module):
-        pass
-
-
-sys.meta_path.append(Mocked())  # vLLM and what comes with it: nothing of them is called
+MISSING = "vllm vllm.distributed vllm.lora.models vllm.lora.request vllm.lora.utils vllm.lora.worker_manager"
+MISSING += " qwen_vl_utils.vision_process msgspec wandb"
+for name in MISSING.split():  # vLLM and what comes with it: nothing of them is called
+    sys.modules[name] = MagicMock(name=name, __spec__=ModuleSpec(name, None))
 
 from vgr_trl.integrations.verl.credit import SignalOptions
 from vgr_trl.integrations.verl.inside_easyr1 import actor as hooks

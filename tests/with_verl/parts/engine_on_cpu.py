@@ -10,10 +10,23 @@ from pathlib import Path
 
 os.environ.update(VERL_PLATFORM="cpu", VERL_DISABLE_FLASH_ATTN_CE="1", HF_HUB_OFFLINE="1")
 
-import cpu_platform  # noqa: F401  registers itself before anything asks for the platform
 import numpy as np
 import torch
-from verl import DataProto
+from verl.plugin.platform.platform_cuda import PlatformCUDA
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+
+@PlatformRegistry.register(platform="cpu")
+class PlatformCPU(PlatformCUDA):
+    device_name = vendor_name = "cpu"
+    device_module = torch.cpu
+    is_available = staticmethod(lambda: True)
+    current_device = staticmethod(lambda: torch.device("cpu"))
+    empty_cache = staticmethod(lambda: None)
+    communication_backend_name = staticmethod(lambda: "gloo")
+
+
+from verl import DataProto  # these ask for the platform
 from verl.models.transformers import qwen2_vl
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
@@ -63,19 +76,13 @@ def build(folder: Path, packed: bool) -> SignalEngine:
 def batch(tensors: dict, pixels: list, packed: bool, share: slice = slice(None), **more):
     rows = np.empty(len(pixels), dtype=object)
     rows[:] = pixels
-    data = DataProto.from_single_dict({**tensors, "multi_modal_inputs": rows})[share].to_tensordict()
-    data = left_right_2_no_padding(data)
+    data = DataProto.from_single_dict({**tensors, "multi_modal_inputs": rows})[share]
+    data = left_right_2_no_padding(data.to_tensordict())
     given = {"calculate_entropy": True, "temperature": 1.0, "compute_loss": False} | more
-    tu.assign_non_tensor(
-        data, micro_batch_size_per_gpu=2, use_dynamic_bsz=False, use_remove_padding=packed, **given
-    )  # fmt: skip
+    tu.assign_non_tensor(data, micro_batch_size_per_gpu=2, use_dynamic_bsz=False, use_remove_padding=packed, **given)
     return data
 
 
 def gradients(engine: SignalEngine) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, parameter in engine.module.named_parameters():
-        if parameter.grad is not None:
-            whole = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-            found[name] = whole.clone()
-    return found
+    found = {name: parameter.grad for name, parameter in engine.module.named_parameters() if parameter.grad is not None}
+    return {name: getattr(grad, "full_tensor", grad.detach)().clone() for name, grad in found.items()}

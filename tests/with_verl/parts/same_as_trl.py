@@ -1,6 +1,10 @@
 """What TRL's path and another trainer's made of the same rollout, compared."""
 
+import json
+from pathlib import Path
+
 import torch
+from support.launching import launch
 
 # Everything that shapes advantages or adds to the loss, on images that are black altogether: `DAPOTrainer` blackens
 # squares of the images, the others of what the processor made of them.
@@ -10,6 +14,12 @@ WANTED = {
     "enable_trajectory_reweighting": True, "use_entropy_penalty": True, "perception_loss_weight": 0.1,
     "der_loss_weight2": 0.03, "black_prob": 1.0, "vgr_reward_weight": 0.5,
 }  # fmt: skip
+
+
+def expected_of(folder, options):
+    """What `DAPOTrainer` makes of the rollout."""
+    launch(Path(__file__).with_name("trl_step.py"), folder, json.dumps(options), processes=1)
+    return torch.load(folder / "trl.pt")
 
 
 def check(found, expected, mask):

@@ -1,4 +1,4 @@
-"""Attention in a pass whose sequences are packed into one row, and in one with a sequence per row."""
+"""Attention in passes of packed and padded sequences and in matrices of generate; perturbed pixels."""
 
 import sys
 from pathlib import Path
@@ -8,10 +8,13 @@ import torch
 from torch.nn import functional
 
 sys.path.append(str(Path(__file__).parents[1] / "with_verl" / "parts"))
-from tiny_rollout import rollout, tiny_model
+from tiny_rollout import chats, picture, rollout, tiny_model
 
+from vgr_trl.demo.tiny_model import SPECIAL_TOKENS
+from vgr_trl.integrations.verl import build_token_vgr_weights_for_batch, token_vgr_weights
 from vgr_trl.integrations.verl.credit import SignalOptions
 from vgr_trl.integrations.verl.signals import build_layout, measure_pass, normalised_black, perturb_row
+from vgr_trl.signals import RolloutScorer
 from vgr_trl.signals.ratios import special_token_ids
 
 
@@ -52,6 +55,46 @@ def test_packed_and_padded_agree(tiny, monkeypatch):
         along[present] = packed[name][0, :-3]
         assert torch.allclose(along[emitting], padded[name][emitting], atol=1e-6), name
     assert padded["vgr_vision"][emitting].std() > 1e-3
+
+
+def test_matrices_of_generate_give_what_a_probe_gives():
+    model, processor = tiny_model()
+    model.eval().get_decoder().config._attn_implementation = "eager"
+    prompts = [processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats(2)]
+    processor.tokenizer.padding_side = "left"
+    inputs = dict(processor(text=prompts, images=[[picture(0)], [picture(1)]], return_tensors="pt", padding=True))
+    eos = processor.tokenizer.eos_token_id
+    of_images = set(processor.tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))) - {eos}
+    with torch.no_grad():
+        out = model.generate(
+            **inputs, max_new_tokens=6, do_sample=True, temperature=5.0, num_return_sequences=3,
+            output_attentions=True, return_dict_in_generate=True, suppress_tokens=[*of_images],
+        )  # fmt: skip
+    prompt, rows = inputs["input_ids"].size(1), [0, 0, 0, 1, 1, 1]
+    weights, info = build_token_vgr_weights_for_batch(
+        out.attentions, inputs["input_ids"], out.sequences, processor, inputs["image_grid_thw"], last_k_layers=2
+    )
+    completions = out.sequences[:, prompt:]
+    lengths = [row.tolist().index(eos) + 1 if eos in row else len(row) for row in completions]
+    mask = torch.arange(completions.size(1)) < torch.tensor(lengths).unsqueeze(1)
+    scorer = RolloutScorer(model, special_token_ids=special_token_ids(processor))
+    patches = inputs["pixel_values"].view(2, -1, inputs["pixel_values"].size(1))[rows].flatten(0, 1)
+    signals = scorer.score(
+        inputs["input_ids"][rows], inputs["attention_mask"][rows], completions, mask.long(), num_generations=3,
+        pixel_values=patches, image_grid_thw=inputs["image_grid_thw"][rows],
+        **{name: inputs[name][rows] for name in inputs if name == "mm_token_type_ids"},
+    )  # fmt: skip
+    measured, other = token_vgr_weights(signals.attention, last_k_layers=2)
+    assert info["layers"] == other["layers"] == [2, 3]
+    assert torch.allclose(weights[mask], measured[mask], atol=1e-4)
+    assert torch.allclose(info["vgr"], other["vgr"], rtol=1e-4)
+    assert torch.allclose((weights * mask).sum(1) / mask.sum(1), torch.ones(6), atol=1e-5)
+    assert float(weights[mask].std()) > 1e-3
+    assert not torch.allclose(weights[mask], token_vgr_weights(signals.attention, last_k_layers=1)[0][mask])
+    first = build_token_vgr_weights_for_batch(
+        out.attentions[:1], inputs["input_ids"], out.sequences[:, : prompt + 1], processor
+    )
+    assert first[0].tolist() == [[1.0]] * 6, "of one token"
 
 
 def test_perturbed_pixels_depend_on_the_image_the_step_and_the_seed(tiny):
