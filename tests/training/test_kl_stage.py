@@ -105,13 +105,10 @@ def test_over_all_words_in_the_loss(make, adapter):
         assert torch.allclose(found[name], value, rtol=1e-3, atol=1e-6), name
 
 
-def test_over_all_words_the_reference_cannot_have_the_adapters_head(text_model):
+def test_over_all_words_the_heads_must_be_whole_and_those_of_the_start(make, text_model):
     model = get_peft_model(text_model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
     with pytest.raises(ConfigError, match="kl_penalty is full with an adapter that trains the model's head"):
         FullKL(model, None, 1.0)
-
-
-def test_over_all_words_the_heads_must_be_whole(make):
     trainer = make(kl_coef=0.5, kl_penalty="full")
     with pytest.raises(ConfigError, match="kl_penalty is full with ZeRO-3"):
         refuse_unfit_options(trainer, sharded=True, has_images=True)
