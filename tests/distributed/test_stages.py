@@ -27,11 +27,6 @@ DIFFERENT = (
 )  # fmt: skip
 
 
-def uneven_reward(completions, **kwargs):
-    """Equal within about half of the groups."""
-    return [float(len(completion[0]["content"]) % 3 == 0) for completion in completions]
-
-
 def sparse_reward(completions, **kwargs):
     """Equal within most groups."""
     return [float(len(completion[0]["content"]) % 5 == 0) for completion in completions]
@@ -95,7 +90,7 @@ CASES = {
         "kl_coef": 0.5, "use_kl_loss": False, "token_weights": True,
     },
     "critic model": {
-        "reward_funcs": [uneven_reward], "advantage_estimator": "gae", "critic": "model", "online_filtering": True,
+        "reward_funcs": [sparse_reward], "advantage_estimator": "gae", "critic": "model", "online_filtering": True,
         "filter_key": "overall", "dynamic_sampling": "resample",
     },
     "perception loss": {"reward_funcs": [accuracy_reward], "perception_loss_weight": 0.01, "der_loss_weight2": 0.03},
