@@ -85,6 +85,7 @@ def test_one_more_generation_without_images(make):
     (columns,) = seen
     for row in range(1, 8, 2):
         assert columns["problem"][row].replace("<image>", "") in asked[row]
+        assert all(choice in asked[row] for choice in columns["choices"][row])
         assert rewards[row] == float(columns["solution"][row] == "ABCD"[row % 4])
     assert logged(run, "blind/described") == [0.5]
 

@@ -23,7 +23,7 @@ def alone():
 def test_rates_and_kl_start_a_new_window_after_each_reading():
     """Two micro-batches on one process: 4 + 3 tokens of prompts and completions, 2 completions each.
 
-    Ratios 2 and 1/2: 2 - 1 - ln 2 = 0.306853, 1/2 - 1 + ln 2 = 0.193147, over three tokens; padding does not count.
+    A ratio of 2 is 2 - 1 - ln 2 = 0.306853, over three tokens; padding does not count.
     """
     steps, weights = alone(), {"accuracy": 0.5, "format": 2.0}
     inputs = {
@@ -32,8 +32,8 @@ def test_rates_and_kl_start_a_new_window_after_each_reading():
     }  # fmt: skip
     for _ in range(2):
         passed = TrainingPass(inputs)
-        passed.logps = inputs["old_per_token_logps"] + torch.tensor([[math.log(2), -math.log(2)], [0.0, 5.0]])
-        assert steps.measure(passed, {}) == {"approx_kl": pytest.approx(0.5 / 3, abs=1e-6)}
+        passed.logps = inputs["old_per_token_logps"] + torch.tensor([[math.log(2), 0.0], [0.0, 5.0]])
+        assert steps.measure(passed, {}) == {"approx_kl": pytest.approx(0.306853 / 3, abs=1e-6)}
     rest = {
         "skipped/rows": 0.0, "skipped/tokens": 0.0, "reward_weights/accuracy": 0.5, "reward_weights/format": 2.0,
     }  # fmt: skip
