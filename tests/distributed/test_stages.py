@@ -111,10 +111,9 @@ CASES = {
 def run(name, model_folder, question_file, output, rows_per_process, checkpoint=None):
     """How far weights moved, and what was logged, in a run or in one that is continued."""
     options = {"gradient_accumulation_steps": 2, "max_steps": 3, "attention_rows": "all"} | BIG_STEPS | CASES[name]
-    (output / "scored.py").parent.mkdir(exist_ok=True)
-    (output / "scored.py").write_text(SCORED)
     rewards = [
-        load_reward(f"{output}/scored.py:ranks") if each == "ranks" else each for each in options.pop("reward_funcs")
+        load_reward(f"{output.parent}/scored.py:ranks") if each == "ranks" else each
+        for each in options.pop("reward_funcs")
     ]
     if name == "critic":  # micro-batches of four rows: two in one process, or one in each of two
         options["gradient_accumulation_steps"], rows_per_process = rows_per_process // 2, 4
@@ -147,6 +146,7 @@ def run_all(*arguments):
 @pytest.fixture(scope="module")
 def outcomes(model_folder, question_files, tmp_path_factory):
     folder, file = tmp_path_factory.mktemp("stages"), train_file(question_files)
+    (folder / "scored.py").write_text(SCORED)
     one = run_all(model_folder, file, folder / "one", 4)
     return one, results_of(run_all, model_folder, file, folder / "two", 2, processes=2)[0]
 

@@ -1,4 +1,4 @@
-"""SIGTERM as from a scheduler: the step is saved, the status says so, and the run goes on from there; SIGSTOP."""
+"""SIGTERM, SIGSTOP and kills after the last step: what is saved, what the status says, and that the run goes on."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 from support.checkpoints import complete_checkpoints
 from support.commands import ROOT, finish, train_command
 from support.launching import children_of, environment, outputs, wait_for_line
@@ -83,6 +84,26 @@ def test_a_process_that_is_stopped(command, tmp_path):
     assert re.search(said, errors), errors[-3000:]
     assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
     check_continues(command, 2, tmp_path / "run")
+
+
+@pytest.mark.minutes
+def test_a_model_that_was_not_written_is_written_and_a_finished_run_is_refused(command, tmp_path):
+    output, again = tmp_path / "run", command("--max_steps 2 --save_steps 1 --resume_from_checkpoint")
+    assert finish(again).returncode == 0
+    weights = {name: value.clone() for name, value in load_file(output / "model.safetensors").items()}
+    metrics = json.loads((output / "metrics.json").read_text())
+    finished = finish(again)
+    assert finished.returncode == 1
+    assert "The run is finished: " in finished.stderr
+    (output / "metrics.json").unlink()  # as of a run that is killed while it writes its model
+    (output / "model.safetensors").write_bytes(b"torn")
+    killed = finish(again)
+    assert killed.returncode == 0, killed.stderr[-3000:]
+    written = load_file(output / "model.safetensors")
+    assert written.keys() == weights.keys()
+    assert all(bool((value == weights[name]).all()) for name, value in written.items())
+    assert json.loads((output / "metrics.json").read_text()) == metrics
+    assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 2
 
 
 def test_workers_of_a_killed_run_end(command):

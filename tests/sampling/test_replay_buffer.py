@@ -116,6 +116,7 @@ def test_any_number_of_processes_continues_from_files_that_hold_only_weights(bef
         buffer.load_state_dict(deal_groups(states, process, after) if (before, after) != (1, 1) else states[0])
         assert (len(buffer), buffer.step) == (4, 5)
     assert sum(map(nbytes, buffers)) == nbytes(alone)
+    assert all(map(nbytes, buffers)), "each holds some"
     images = buffers[0].groups[0].rows.images
     assert len({id(of_row["pixel_values"]) for of_row in images}) == 1, "images are still there once"
     for _ in range(3):
