@@ -79,7 +79,8 @@ def test_means_over_tokens_do_not_depend_on_the_number_of_micro_batches(make):
 
 
 def test_gradients_of_the_entropy_penalty_and_of_the_perception_loss_through_both_images(make):
-    trainer = make(perception_loss_weight=0.5, der_loss_weight2=0.1, use_entropy_penalty=True, entropy_penalty_coef=0.3)
+    entropies = {"der_loss_weight1": 0.2, "der_loss_weight2": 0.1, "entropy_penalty_coef": 0.3}
+    trainer = make(perception_loss_weight=0.5, use_entropy_penalty=True, **entropies)
     (inputs, _) = micro_batches(trainer)
     inputs["advantages"] = torch.zeros_like(inputs["advantages"])
     with scored_passes(trainer) as scored:
@@ -88,6 +89,6 @@ def test_gradients_of_the_entropy_penalty_and_of_the_perception_loss_through_bot
     (logps, _, _), (perturbed, _, _) = scored
     tokens = inputs["num_items_in_batch"].item()
     slope = 0.5 * ((perturbed - logps).detach().exp() - 1)[mask]
-    # d/dlogp of -(w (e^d - d - 1)) / M with d = perturbed - original, by hand; of -0.3 logp / M; of -0.1 perturbed / M
-    assert torch.allclose(logps.grad[mask], (slope - 0.3) / tokens, atol=1e-8)
+    # d/dlogp of -(w (e^d - d - 1)) / M with d = perturbed - original, by hand; of -0.3 logp, -0.2 logp, -0.1 perturbed
+    assert torch.allclose(logps.grad[mask], (slope - 0.3 - 0.2) / tokens, atol=1e-8)
     assert torch.allclose(perturbed.grad[mask], -(slope + 0.1) / tokens, atol=1e-8)
