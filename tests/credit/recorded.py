@@ -1,4 +1,4 @@
-"""Numbers recorded from EasyR1's `core_algos.py`, as tensors."""
+"""Numbers recorded from EasyR1's `core_algos.py` and from VPPO's code."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-FILE = Path(__file__).parents[3] / "shared" / "golden" / "core.json"
-NUM_CASES = 5
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 
-needs_recorded = pytest.mark.skipif(not FILE.exists(), reason="needs ../shared/golden/core.json")
-
-
-def cases() -> list[dict]:
-    return json.loads(FILE.read_text())["cases"] if FILE.exists() else []
+needs_recorded = pytest.mark.skipif(not GOLDEN.exists(), reason="needs ../shared/golden")
+CORE, VPPO = (json.loads((GOLDEN / f"{name}.json").read_text()) if GOLDEN.exists() else {} for name in ("core", "vppo"))
+CORE = CORE.get("cases", [])
 
 
 def tensors(case: dict, *names: str) -> list[torch.Tensor]:

@@ -29,24 +29,15 @@ ON = ("token_weights", "enable_perception_filtering", "enable_entropy_filtering"
 SOFT = {"enable_perception_filtering": True, "perception_weighting": "soft"}
 
 
-def attention(vgr, layers=3):
-    """Attention mass of `layers` layers whose VGR in every layer is the given one: one token on each side."""
-    vgr = torch.tensor(vgr) if not isinstance(vgr, torch.Tensor) else vgr
-    ones = torch.ones(len(vgr), dtype=torch.long)
-    vision = torch.full((layers, *vgr.shape), 0.1)
-    return AttentionMass(vision, vision * vgr, ones, ones, torch.ones_like(vgr, dtype=torch.bool))
-
-
-def signals(mask, dependency=None, entropies=None, vgr=None):
+def signals(mask, *, entropies=None, vgr=None, **measured):
+    """Signals by name; the VGR is the same in each of three layers, of one token on each side."""
     mask = torch.tensor(mask, dtype=torch.bool)
+    found = {name: torch.tensor(values) for name, values in measured.items()}
+    if vgr is not None:
+        vision, ones = torch.full((3, *mask.shape), 0.1), torch.ones(len(mask), dtype=torch.long)
+        found["attention"] = AttentionMass(vision, vision * torch.tensor(vgr), ones, ones, torch.ones_like(mask))
     empty = torch.zeros(mask.shape)
-    return RolloutSignals(
-        empty,
-        empty if entropies is None else torch.tensor(entropies),
-        mask,
-        None if vgr is None else attention(vgr),
-        None if dependency is None else torch.tensor(dependency),
-    )
+    return RolloutSignals(empty, empty if entropies is None else torch.tensor(entropies), mask, **found)
 
 
 def shaped(advantages, measured, **options):
@@ -87,20 +78,14 @@ def test_all_rules_by_hand():
 
 
 def test_soft_perception_weights_instead_of_a_filter():
-    """s = 0, 1, 1, 6 has weights 0.2, 0.5, 0.5, 3 over 1.05; the entropy filter still filters."""
+    """s = 0, 1, 1, 6 has weights 0.2, 0.5, 0.5, 3 over 1.05, of advantages per token; the entropy filter filters."""
     measured = signals([[1, 1, 1, 1]], dependency=[[0.0, 1.0, 1.0, 6.0]], entropies=[[4.0, 3.0, 2.0, 1.0]])
-    credit, metrics = shaped([2.1], measured, **SOFT)
-    assert credit[0].tolist() == pytest.approx([0.4, 1, 1, 6])
+    advantages = [[2.1, -2.1, 4.2, 2.1]]
+    credit, metrics = shaped(advantages, measured, **SOFT)
+    assert credit[0].tolist() == pytest.approx([0.4, -1, 2, 6])
     assert metrics["perception_weight_max"] == pytest.approx(3 / 1.05)
-    credit, _ = shaped([2.1], measured, **SOFT, enable_entropy_filtering=True, top_p_entropy_tokens=0.5)
-    assert credit[0].tolist() == pytest.approx([0.4, 1, 0, 0])
-
-
-def test_positive_only_leaves_completions_with_negative_advantage_alone():
-    measured = signals([[1, 1, 1]] * 3, vgr=[[1.0, 2.0, 4.0]] * 3)
-    credit, _ = shaped([7.0, -7.0, 0.0], measured, token_weights=True, token_weights_positive_only=True)
-    assert credit[0].tolist() == pytest.approx([12, 6, 3])
-    assert credit[1:].tolist() == [[-7.0] * 3, [0.0] * 3]
+    credit, _ = shaped(advantages, measured, **SOFT, enable_entropy_filtering=True, top_p_entropy_tokens=0.5)
+    assert credit[0].tolist() == pytest.approx([0.4, -1, 0, 0])
 
 
 def test_weights_of_a_reward_come_before_those_measured():
@@ -112,14 +97,16 @@ def test_weights_of_a_reward_come_before_those_measured():
     assert metrics["token_weight_max"] == pytest.approx(1.5)
 
 
-def test_layers_of_the_token_weights():
+def test_layers_and_signs_of_the_token_weights():
     """VGR is uniform in the first two of three layers and 1, 2, 4 in the last, which is the late third."""
-    measured = signals([[1, 1, 1]], vgr=[[1.0, 1.0, 1.0]])
-    measured.attention.instruction[2] = 0.1 * torch.tensor([[1.0, 2.0, 4.0]])
+    measured = signals([[1, 1, 1]] * 3, vgr=[[1.0, 1.0, 1.0]] * 3)
+    measured.attention.instruction[2] = 0.1 * torch.tensor([1.0, 2.0, 4.0])
     of_all = [21 / 2.25, 21 / 3, 21 / 4.5]  # mean VGR over three layers 1, 4/3, 2, and weights go with its inverse
+    positive = {"token_weights": True, "token_weights_positive_only": True}
     for last, expected in ((None, [12, 6, 3]), (3, of_all)):
-        credit, _ = shaped([7.0], measured, token_weights=True, token_weights_last_k_layers=last)
+        credit, _ = shaped([7.0, -7.0, 0.0], measured, **positive, token_weights_last_k_layers=last)
         assert credit[0].tolist() == pytest.approx(expected)
+        assert credit[1:].tolist() == [[-7.0] * 3, [0.0] * 3]
 
 
 def test_a_completion_without_dependency_is_neither_filtered_nor_scaled():
@@ -137,8 +124,8 @@ def test_a_completion_without_dependency_is_neither_filtered_nor_scaled():
 def test_the_number_of_gathers_depends_on_the_options_alone(options):
     counts = []
     for valid, value in ((1, 2.0), (0, NAN)):
-        measured = signals([[valid, 0, valid]] * 4, *[[[value, 1.0, 3 * value]] * 4] * 3)
-        calls = []
+        found = dict.fromkeys(("dependency", "entropies", "vgr"), [[value, 1.0, 3 * value]] * 4)
+        measured, calls = signals([[valid, 0, valid]] * 4, **found), []
 
         def gather(tensor, calls=calls):
             assert tensor.ndim == 1
@@ -149,13 +136,6 @@ def test_the_number_of_gathers_depends_on_the_options_alone(options):
         counts.append(calls)
     assert counts[0] == counts[1]
     assert len(counts[0]) <= 2
-
-
-def test_tokens_may_have_advantages_of_their_own():
-    """The two of highest entropy keep theirs."""
-    measured = signals([[1, 1, 1, 0]], entropies=[[0.1, 0.3, 0.2, 9.0]])
-    credit, _ = shaped([[1.0, -2.0, 3.0, 0.0]], measured, enable_entropy_filtering=True, top_p_entropy_tokens=0.5)
-    assert credit.tolist() == [[0, -2, 3, 0]]
 
 
 def test_the_trajectory_scale_compares_the_shaped_completions_of_all_processes():
@@ -188,13 +168,8 @@ def test_fraction_is_the_decimal_number_that_was_written(fraction, length, kept)
     assert top_fraction_mask(torch.randn(1, length), mask, fraction).sum() == kept
 
 
-def weigh(*rows, mask=None, **options):
-    vgr = torch.tensor(rows)
-    mask = torch.ones_like(vgr, dtype=torch.bool) if mask is None else torch.tensor(mask, dtype=torch.bool)
-    return token_weights(vgr, mask, **options).tolist()
-
-
-MEAN = (2**1.25 + 2**0.25 + 2) / 4
+def weigh(vgr, mask, **options):
+    return token_weights(torch.tensor([vgr]).float(), torch.tensor([mask]).bool(), **options)[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -212,33 +187,25 @@ MEAN = (2**1.25 + 2**0.25 + 2) / 4
         ([NAN, INF, 0], [1, 1, 1], {"smooth_sigma": 1.0, "topk_ratio": 0.5}, [1, 1, 1]),  # nothing is finite
         # The mean score lies near that of the many, so the one is 140 above it, and e^140 is no float32.
         ([1e-38, 1e38, 1e38, 1e38, 1e38], [1] * 5, {"clip": None}, [5, 0, 0, 0, 0]),
-        # Half of 4 tokens keep raw 2^(5/4) and 2^(1/4); the others, 2^(-3/4), get 1 before the division.
-        ([4, 1, 4, 2], [1] * 4, {"topk_ratio": 0.5}, [1 / MEAN, 2**1.25 / MEAN, 1 / MEAN, 2**0.25 / MEAN]),
         # Raw 1/2 and 2; an undefined token is not among the largest.
         ([NAN, 4, 1], [1, 1, 1], {"topk_ratio": 1 / 3}, [1, 2 / 3, 4 / 3]),
     ],
 )
 def test_token_weights_by_hand(vgr, mask, options, expected):
-    assert weigh([float(value) for value in vgr], mask=[mask], **options)[0] == pytest.approx(expected, abs=1e-6)
+    assert weigh(vgr, mask, **options) == pytest.approx(expected, abs=1e-6)
 
 
 def test_smoothing_skips_invalid_tokens_and_reaches_three_sigma():
     """sigma 0.5 reaches 2 tokens: k1 = e^-2, k2 = e^-8; the second token is invalid, the last is beyond reach."""
     k1, k2 = math.exp(-2), math.exp(-8)
-    raw = [2.0, None, 1.0, 0.5, 1.0]  # VGR 1, -, 2, 4, 2: mean s is -ln 2
-    smooth = [
-        (raw[0] + k2 * raw[2]) / (1 + k2),
-        (raw[2] + k2 * raw[0] + k1 * raw[3] + k2 * raw[4]) / (1 + k2 + k1 + k2),
-        (raw[3] + k1 * raw[2] + k1 * raw[4]) / (1 + 2 * k1),
-        (raw[4] + k1 * raw[3] + k2 * raw[2]) / (1 + k1 + k2),
+    smooth = [  # raw 2, -, 1, 0.5, 1 of VGR 1, -, 2, 4, 2, whose mean s is -ln 2
+        (2 + k2) / (1 + k2),
+        (1 + 3 * k2 + 0.5 * k1) / (1 + k1 + 2 * k2),
+        (0.5 + 2 * k1) / (1 + 2 * k1),
+        (1 + 0.5 * k1 + k2) / (1 + k1 + k2),
     ]
-    mean = sum(smooth) / 4
-    result = weigh([1.0, 77.0, 2.0, 4.0, 2.0], mask=[[1, 0, 1, 1, 1]], clip=None, smooth_sigma=0.5)[0]
-    assert [result[i] for i in (0, 2, 3, 4)] == pytest.approx([s / mean for s in smooth], rel=1e-5)
-
-
-def one_token_each(*means):
-    return torch.tensor(means).unsqueeze(1), torch.ones(len(means), 1, dtype=torch.bool)
+    result = weigh([1, 77, 2, 4, 2], [1, 0, 1, 1, 1], clip=None, smooth_sigma=0.5)
+    assert [result[i] for i in (0, 2, 3, 4)] == pytest.approx([4 * each / sum(smooth) for each in smooth], rel=1e-5)
 
 
 def test_completions_without_a_dependency_keep_scale_1_and_change_no_other():
@@ -250,13 +217,13 @@ def test_completions_without_a_dependency_keep_scale_1_and_change_no_other():
     mask = torch.tensor([[1], [0], [1], [1], [1]])
     assert trajectory_scale(dependency, mask).tolist() == pytest.approx([0.8, 1, 0.92, 1, 1.28])
     for means in ((3.0, 3.0), (0.0, 9e-7), (NAN, NAN), ()):
-        assert trajectory_scale(*one_token_each(*means)).tolist() == [1.0] * len(means), "nothing to compare"
+        alone = torch.tensor(means).unsqueeze(1)
+        assert trajectory_scale(alone, torch.ones(alone.shape)).tolist() == [1.0] * len(means), "nothing to compare"
 
 
 def vgpo_weights(similarity, mask, groups=None, **options):
-    similarity, mask = torch.tensor(similarity), torch.tensor(mask, dtype=torch.bool)
-    signals = RolloutSignals(torch.zeros_like(similarity), torch.zeros_like(similarity), mask, similarity=similarity)
-    return vgpo(torch.ones(len(mask)), signals, mask, VGPOOptions(**options), groups=groups)[0]
+    measured = signals(mask, similarity=similarity)
+    return vgpo(torch.ones(len(mask)), measured, measured.mask, VGPOOptions(**options), groups=groups)[0]
 
 
 def test_vgpo_by_hand():
@@ -286,10 +253,9 @@ def test_pgpo_by_hand():
 
     Tokens that are alike, or whose dependency is undefined, keep weight 1.
     """
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
     dependency = torch.tensor([[0.0, 0.2, 0.4, 1.0], [0.3, 0.3, 5.0, 5.0], [NAN, 0.0, 1.0, 0.0]]).expm1()
-    measured = RolloutSignals(torch.zeros(3, 4), torch.zeros(3, 4), mask, dependency=dependency)
-    weights = pgpo(torch.ones(3), measured, mask, PGPOOptions())[0]
+    measured = signals([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]], dependency=dependency.tolist())
+    weights = pgpo(torch.ones(3), measured, measured.mask, PGPOOptions())[0]
     expected = torch.tensor([[0.0, 4 / 9, 8 / 9, 24 / 9], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 2.0, 1.0]])
     assert torch.allclose(weights, expected, atol=1e-5)
 
@@ -300,12 +266,14 @@ def test_vepo_by_hand():
     Scores (1 - √((1 - j)(1 - g))) · h are 0, 1/4, 1; of three tokens two are kept. All tokens of the
     completion without an image are kept, and 5 tokens over 4 are 1.25.
     """
-    mask = torch.tensor([[True, True, True], [True, True, False]])
-    entropies = torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 1.0]])
-    jsd = torch.tensor([[0.0, 0.2, 0.4], [NAN, NAN, NAN]])
-    perturbed = entropies + torch.tensor([[2.0, -1.0, 0.0], [NAN, NAN, NAN]])
-    measured = RolloutSignals(torch.zeros(2, 3), entropies, mask, jsd=jsd, perturbed_entropies=perturbed)
-    weights, metrics = vepo(torch.ones(2), measured, mask, VEPOOptions(top_p_vepo_tokens=0.4, vepo_alpha=0.5))
+    measured = signals(
+        [[1, 1, 1], [1, 1, 0]],
+        entropies=[[1.0, 2.0, 3.0], [1.0, 1.0, 1.0]],
+        jsd=[[0.0, 0.2, 0.4], [NAN, NAN, NAN]],
+        perturbed_entropies=[[3.0, 1.0, 3.0], [NAN, NAN, NAN]],
+    )
+    options = VEPOOptions(top_p_vepo_tokens=0.4, vepo_alpha=0.5)
+    weights, metrics = vepo(torch.ones(2), measured, measured.mask, options)
     assert weights.tolist() == [[0, 1.25, 1.25], [1.25, 1.25, 0]]
     assert metrics["score"][0].tolist() == pytest.approx([0, 0.25, 1], abs=1e-6)
 
@@ -315,8 +283,8 @@ def test_anchor_tokens_by_hand():
     vision = torch.zeros(3, 2, 4)
     vision[2, 0] = torch.tensor([0.1, 0.4, 0.2, 0.3])
     vision[0, 0] = torch.tensor([0.9, 0.0, 0.0, 0.0])
-    mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
-    mass = AttentionMass(vision, torch.zeros(3, 2, 4), torch.tensor([5, 0]), torch.tensor([3, 3]), mask)
-    signals = RolloutSignals(torch.zeros(2, 4), torch.zeros(2, 4), mask, mass)
-    kept, _ = anchor_tokens(torch.ones(2), signals, mask, AnchorOptions(top_p_anchor_tokens=0.5))
+    measured = signals([[1, 1, 1, 1], [1, 1, 0, 0]])
+    mask = measured.mask
+    measured.attention = AttentionMass(vision, vision, torch.tensor([5, 0]), torch.tensor([3, 3]), mask)
+    kept, _ = anchor_tokens(torch.ones(2), measured, mask, AnchorOptions(top_p_anchor_tokens=0.5))
     assert kept.tolist() == [[False, True, False, True], [True, True, False, False]]

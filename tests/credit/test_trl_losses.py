@@ -1,13 +1,10 @@
 """Advantages (N, T) in TRL's own loss: numbers recorded from the published code."""
 
-import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from recorded import cases as recorded_cases
-from recorded import needs_recorded, tensors
+from recorded import VPPO, needs_recorded, tensors
 from support.trainers import STOCK
 from support.trl_loss import loss_of
 
@@ -17,11 +14,7 @@ from vgr_trl.loss import entropy_penalty
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import visual_dependency
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "vppo.json"
 DEFAULTS = {"top_p_perception_tokens": 0.2, "top_p_entropy_tokens": 0.2, "trajectory_scaling_min": 0.8}
-
-needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="needs ../shared/golden/vppo.json")
-cases = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else []
 
 
 @pytest.fixture
@@ -31,17 +24,17 @@ def trainer(text_trainer):
 
 def shape(case):
     names = ("old_logps", "perturbed_logps", "entropies", "logps", "advantages")
-    old, perturbed, entropies, logps, advantages = (torch.tensor(case[name]) for name in names)
+    old, perturbed, entropies, logps, advantages = tensors(case, *names)
     mask = torch.arange(old.size(1)) < torch.tensor(case["lengths"]).unsqueeze(1)
     options = CreditOptions(**{**DEFAULTS, **case["options"]})
     signals = RolloutSignals(old, entropies, mask, dependency=visual_dependency(old, perturbed))
     return shape_advantages(advantages, signals, options), options, logps.requires_grad_(), mask, old
 
 
-@needs_golden
-@pytest.mark.parametrize("index", range(8))
+@needs_recorded
+@pytest.mark.parametrize("index", range(len(VPPO)))
 def test_gradients_of_the_published_code(trainer, index):
-    case = cases[index]
+    case = VPPO[index]
     (advantages, _), options, logps, mask, old = shape(case)
     stock = trainer(loss_type=("dapo", "bnpo")[index % 2], epsilon=0.2, epsilon_high=0.3, delta=3.0)
     loss = loss_of(stock, advantages, logps, mask, old)
@@ -52,28 +45,13 @@ def test_gradients_of_the_published_code(trainer, index):
     assert logps.grad.abs().max() > 1e-3
 
 
-@needs_golden
+@needs_recorded
 def test_metrics_of_the_published_code():
-    for case in cases:
+    for case in VPPO:
         (_, metrics), *_ = shape(case)
         recorded = {name: value for name, value in case["metrics"].items() if name in metrics}
         assert {name: metrics[name] for name in recorded} == pytest.approx(recorded, abs=1e-6)
         assert len(recorded) >= 4
-
-
-@needs_recorded
-@pytest.mark.parametrize(("index", "setting"), [(0, 0), (1, 1), (2, 2)])
-def test_dual_clip_of_the_published_code_is_trls_delta(trainer, index, setting):
-    case = recorded_cases()[index]
-    policy = case["policy"][setting]
-    loss_type = {"token": "bnpo", "seq": "grpo"}[policy["mode"]]
-    clips = {"epsilon": policy["clip_ratio_low"], "epsilon_high": policy["clip_ratio_high"]}
-    stock = trainer(loss_type=loss_type, delta=policy["clip_ratio_dual"], **clips)
-    old, logps, advantages, mask = tensors(case, "old_logps", "logps", "advantages", "mask")
-    loss = loss_of(stock, advantages, logps.requires_grad_(), mask, old)
-    loss.backward()
-    assert loss.item() == pytest.approx(policy["loss"], abs=1e-5)
-    assert (logps.grad - torch.tensor(policy["gradient"])).abs().max() <= 1e-6
 
 
 def test_grpo_is_what_trl_computes(text_trainer):

@@ -27,11 +27,6 @@ DIFFERENT = (
 )  # fmt: skip
 
 
-def uneven_reward(completions, **kwargs):
-    """Equal within about half of the groups."""
-    return [float(len(completion[0]["content"]) % 3 == 0) for completion in completions]
-
-
 def sparse_reward(completions, **kwargs):
     """Equal within most groups."""
     return [float(len(completion[0]["content"]) % 5 == 0) for completion in completions]
@@ -78,6 +73,7 @@ CASES = {
     "replay and resample": {
         "reward_funcs": [sparse_reward], "replay_buffer_size": 16, "dynamic_sampling": "resample",
         "dynamic_sampling_max_rounds": 1, "max_steps": 9, "compute_attention_metrics": False,
+        "save_strategy": "steps", "save_steps": 4,
         "gradient_accumulation_steps": 3,  # six rows on each of two processes: the second of three groups is on both
     },
     "remax, rows without images": {
@@ -94,7 +90,7 @@ CASES = {
         "kl_coef": 0.5, "use_kl_loss": False, "token_weights": True,
     },
     "critic model": {
-        "reward_funcs": [uneven_reward], "advantage_estimator": "gae", "critic": "model", "online_filtering": True,
+        "reward_funcs": [sparse_reward], "advantage_estimator": "gae", "critic": "model", "online_filtering": True,
         "filter_key": "overall", "dynamic_sampling": "resample",
     },
     "perception loss": {"reward_funcs": [accuracy_reward], "perception_loss_weight": 0.01, "der_loss_weight2": 0.03},
@@ -112,12 +108,12 @@ CASES = {
 }  # fmt: skip
 
 
-def run(name, model_folder, question_file, output, rows_per_process):
+def run(name, model_folder, question_file, output, rows_per_process, checkpoint=None):
+    """How far weights moved, and what was logged, in a run or in one that is continued."""
     options = {"gradient_accumulation_steps": 2, "max_steps": 3, "attention_rows": "all"} | BIG_STEPS | CASES[name]
-    (output / "scored.py").parent.mkdir(exist_ok=True)
-    (output / "scored.py").write_text(SCORED)
     rewards = [
-        load_reward(f"{output}/scored.py:ranks") if each == "ranks" else each for each in options.pop("reward_funcs")
+        load_reward(f"{output.parent}/scored.py:ranks") if each == "ranks" else each
+        for each in options.pop("reward_funcs")
     ]
     if name == "critic":  # micro-batches of four rows: two in one process, or one in each of two
         options["gradient_accumulation_steps"], rows_per_process = rows_per_process // 2, 4
@@ -132,7 +128,7 @@ def run(name, model_folder, question_file, output, rows_per_process):
         )
     trainer = vision_trainer(model_folder, rewards, options, rows)
     trainer.model.generate = generate_by_prompt(trainer)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=checkpoint)
     return moves(trainer, model_folder), {
         "history": [entry for entry in trainer.state.log_history if "reward" in entry],
         "rewards": {key: list(values) for key, values in trainer._logs["rewards"].items()},
@@ -144,31 +140,35 @@ def run(name, model_folder, question_file, output, rows_per_process):
 
 
 def run_all(*arguments):
-    """How far weights moved in each case, and what was logged of it."""
-    found = {name: run(name, *arguments) for name in CASES}
-    return {name: moved for name, (moved, _) in found.items()}, {name: result for name, (_, result) in found.items()}
+    return {name: run(name, *arguments) for name in CASES}
 
 
 @pytest.fixture(scope="module")
 def outcomes(model_folder, question_files, tmp_path_factory):
     folder, file = tmp_path_factory.mktemp("stages"), train_file(question_files)
+    (folder / "scored.py").write_text(SCORED)
     one = run_all(model_folder, file, folder / "one", 4)
     return one, results_of(run_all, model_folder, file, folder / "two", 2, processes=2)[0]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_and_two_train_the_same(name, outcomes):
-    (moved, one), (other_moved, two) = outcomes
-    assert moved[name].abs().max() > 1e-4
-    assert (moved[name] - other_moved[name]).abs().max() < 2e-4 * moved[name].abs().max()
-    assert one[name]["rewards"].keys() == two[name]["rewards"].keys()
-    for reward, values in one[name]["rewards"].items():
-        assert values == pytest.approx(two[name]["rewards"][reward], abs=1e-4, nan_ok=True), reward
-    assert one[name]["advantages"] == pytest.approx(two[name]["advantages"], abs=1e-3)
-    assert one[name]["images"] == two[name]["images"]
+    one, two = outcomes
+    assert_same(one[name], two[name])
+
+
+def assert_same(outcome, other):
+    (moved, one), (other_moved, two) = outcome, other
+    assert moved.abs().max() > 1e-4
+    assert (moved - other_moved).abs().max() < 2e-4 * moved.abs().max()
+    assert one["rewards"].keys() == two["rewards"].keys()
+    for reward, values in one["rewards"].items():
+        assert values == pytest.approx(two["rewards"][reward], abs=1e-4, nan_ok=True), reward
+    assert one["advantages"] == pytest.approx(two["advantages"], abs=1e-3)
+    assert one["images"] == two["images"]
     for extra in ("blind_answers", "text_seen"):
-        assert one[name]["extra"].get(extra) == two[name]["extra"].get(extra)
-    for first, second in zip(one[name]["history"], two[name]["history"], strict=True):
+        assert one["extra"].get(extra) == two["extra"].get(extra)
+    for first, second in zip(one["history"], two["history"], strict=True):
         assert first.keys() == second.keys()
         for metric, value in first.items():
             if not metric.startswith(DIFFERENT) and isinstance(value, float) and not math.isnan(value):
@@ -177,7 +177,7 @@ def test_one_process_and_two_train_the_same(name, outcomes):
 
 def test_the_stages_did_something(outcomes):
     """What would be equal in one process and two where it did nothing."""
-    (_, one), _ = outcomes
+    one = {name: result for name, (_, result) in outcomes[0].items()}
     assert set(one["signals"]["rewards"]["vgr_hard_negative_reward"]) - {0.0}
     assert 0.3 < one["signals"]["history"][-1]["combined_token_fraction"] < 1
     for name in ("replay/replaced_fraction", "dynamic_sampling/generated_groups"):

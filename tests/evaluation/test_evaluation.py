@@ -31,17 +31,15 @@ class Scripted(torch.nn.Module):
         sampled, copies = generation_config.do_sample, generation_config.num_return_sequences or 1
         start = self.place[sampled]
         self.place[sampled] = end = start + input_ids.size(0)
-        texts = [
-            text for answers in self.script[start:end] for text in (answers[1 : 1 + copies] if sampled else answers[:1])
-        ]
+        chosen = slice(1, 1 + copies) if sampled else slice(1)
+        texts = [text for answers in self.script[start:end] for text in answers[chosen]]
         written = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
         return torch.cat([input_ids.repeat_interleave(copies, dim=0), written], dim=1)
 
 
 ROWS = [
-    {"problem": "what colour ?", "solution": "red", "family": "x"},
-    {"problem": "what colour ?", "solution": "blue", "family": "y"},
-    {"problem": "what colour ?", "solution": "green", "family": "y"},
+    {"problem": "what colour ?", "solution": colour, "family": family}
+    for colour, family in (("red", "x"), ("blue", "y"), ("green", "y"))
 ]
 SCRIPT = [
     ["Answer: red", "Answer: red", "Answer: blue"],

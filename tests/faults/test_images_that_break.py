@@ -1,9 +1,12 @@
-"""An image that is deleted or cut after the data were checked: the row and the file are named, and the run goes on."""
+"""Images that are damaged, so that the next row is used, or deleted or cut after the data were checked."""
 
-import json
-import shutil
+import os
+from pathlib import Path
 
 import pytest
+from accelerate.utils import gather_object
+from support.launching import results_of
+from support.made_sets import jsonl
 from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 from transformers import TrainerCallback
 
@@ -13,44 +16,85 @@ from vgr_trl.utils import DataError
 
 
 @pytest.fixture
-def folder(question_files, tmp_path):
-    made, lines = tmp_path / "data", []
-    made.mkdir()
+def data(question_files, tmp_path):
+    """Questions with their images in files beside them."""
+    lines, folder = [], tmp_path / "data"
+    folder.mkdir()
     for number, row in enumerate(prompts(train_file(question_files))):
-        row["image"].save(made / f"{number}.png")
-        name = "nowhere.png" if number == 1 else f"{number}.png"
-        lines.append({"problem": row["problem"], "solution": row["solution"], "choices": row["choices"], "image": name})
-    (made / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return made
+        row["image"].save(folder / f"{number}.png")
+        lines.append({name: row[name] for name in ("problem", "solution", "choices")})
+        lines[-1] |= {"image": f"{number}.png", "row": number}
+    return jsonl(folder / "train.jsonl", lines)
+
+
+def trainer_of(model_folder, data, output, reward=letters_reward, **options):
+    rows, _ = prepare_rows(load_split("train", data_files=str(data)), root=data.parent, system_prompt=None)
+    options = config(output, save_strategy="steps", save_steps=1, rollout_log_steps=0, **options)
+    return vision_trainer(model_folder, reward, options, rows)
 
 
 class Break(TrainerCallback):
+    """Deletes or cuts the images of a folder after the second step."""
+
     def __init__(self, folder, cut):
-        self.folder, self.cut = folder, cut
+        self.cut, self.images = cut, {path: path.read_bytes() for path in folder.glob("*.png")}
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            for path in self.folder.glob("*.png"):
-                path.write_bytes(path.read_bytes()[:60]) if self.cut else path.unlink()
+        for path, data in self.images.items() if state.global_step == 2 else ():
+            path.write_bytes(data[:60]) if self.cut else path.unlink()
 
-
-def trainer_of(model_folder, data, output):
-    rows, _ = prepare_rows(load_split("train", data_files=str(data / "train.jsonl")), root=data, system_prompt=None)
-    options = config(output, save_strategy="steps", save_steps=1, max_steps=4, rollout_log_steps=0)
-    return vision_trainer(model_folder, letters_reward, options, rows)
+    def mend(self):
+        for path, data in self.images.items():
+            path.write_bytes(data)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["deleted", "cut"])
-def test_the_image_is_named_and_the_run_goes_on(cut, model_folder, folder, tmp_path):
-    whole = trainer_of(model_folder, folder, tmp_path / "whole")
+def test_the_image_is_named_and_the_run_goes_on(cut, model_folder, data, tmp_path):
+    (data.parent / "1.png").unlink()  # the row is left out at the start
+    whole = trainer_of(model_folder, data, tmp_path / "whole", max_steps=4)
     whole.train()
-    kept = shutil.copytree(folder, tmp_path / "kept")
-    trainer = trainer_of(model_folder, folder, tmp_path / "run")
-    trainer.add_callback(Break(folder, cut))
+    trainer, breaking = trainer_of(model_folder, data, tmp_path / "run", max_steps=4), Break(data.parent, cut)
+    trainer.add_callback(breaking)
     with pytest.raises(DataError, match="image is truncated" if cut else r"image file .*\d.png does not exist"):
         trainer.train()
     assert trainer.state.global_step in (2, 3)  # batches are drawn one ahead
-    shutil.copytree(kept, folder, dirs_exist_ok=True)
-    resumed = trainer_of(model_folder, folder, tmp_path / "run")
+    breaking.mend()
+    resumed = trainer_of(model_folder, data, tmp_path / "run", max_steps=4)
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "loss") == pytest.approx(logged(whole, "loss"), abs=1e-6)
+
+
+def train(model_folder, data, workers: int, folder: Path, checkpoint: str | None = None) -> dict[str, list]:
+    seen: list[list[int]] = []
+
+    def reward(completions, row, **kwargs):
+        seen.append(gather_object(row))
+        return [float(sum(map(ord, completion[0]["content"])) % 3 == 0) for completion in completions]
+
+    batch = 4 // int(os.environ.get("WORLD_SIZE", 1))
+    trainer = trainer_of(
+        model_folder, data, folder, reward, per_device_train_batch_size=batch, num_train_epochs=1,
+        dataloader_num_workers=workers, compute_attention_metrics=False, shuffle_dataset=False,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=checkpoint)
+    replaced = [entry.get("data/prompts_replaced") for entry in trainer.state.log_history if "loss" in entry]
+    return {"rows": seen, "losses": logged(trainer, "loss"), "replaced": replaced}
+
+
+@pytest.mark.parametrize(("processes", "workers"), [(1, 1), (2, 0)])
+def test_the_row_after_a_damaged_one_takes_its_place_on_every_process(processes, workers, model_folder, data, tmp_path):
+    """The header of the damaged image can be read, and its end is there."""
+    data.write_text("".join(data.read_text().splitlines(keepends=True)[:6]))
+    image = bytearray((data.parent / "2.png").read_bytes())
+    place = image.index(b"IDAT") + 20
+    image[place : place + 8] = bytes(8)
+    (data.parent / "2.png").write_bytes(image)
+    given = model_folder, data, workers
+    whole = results_of(train, *given, tmp_path / "whole", processes=processes)[0]
+    assert whole["rows"] == [[row] * 4 for row in (0, 1, 3, 3, 4, 5)]
+    assert whole["replaced"] == [None, None, 1.0, None, None, None]
+    rest = results_of(train, *given, tmp_path / "rest", str(tmp_path / "whole" / "checkpoint-2"), processes=processes)[
+        0
+    ]
+    assert rest["rows"] == whole["rows"][2:]
+    assert rest["losses"] == pytest.approx(whole["losses"], abs=1e-6)

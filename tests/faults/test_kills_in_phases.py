@@ -1,42 +1,87 @@
-"""SIGKILL in generation, scoring, backward, optimizer and evaluation, of one process of two and of both."""
+"""SIGKILL in generation, scoring, backward, optimizer and evaluation, of one process of two and of both.
+
+As a script it is the run that is killed: MODEL QUESTIONS OUTPUT, with DIES="phase step rank" (rank: or all). It
+continues where it can. Written at the end: losses, rewards of evaluations and sums of the weights.
+"""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from functools import wraps
 from pathlib import Path
 
-import phase_worker
 import pytest
+import torch
+from support.checkpoints import complete_checkpoints
 from support.launching import SECONDS, environment, launch
-from support.trainers import train_file
+from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 
-WORKER = Path(phase_worker.__file__)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+PHASES = ("generation", "scoring", "backward", "optimizer", "evaluation")
+OPTIONS = {
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 7, "save_strategy": "steps",
+    "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4,
+    "num_generations_eval": 2, "token_weights": True, "replay_buffer_size": 4, "rollout_log_steps": 1,
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def data(model_folder, question_files):
-    return str(model_folder), train_file(question_files)
+def dies(phase: str, step: int) -> None:
+    """Kill this process in the midst of a phase, if it is the one and the step is the one."""
+    where, when, who = os.environ.get("DIES", "nowhere 0 all").split()
+    if (where, int(when)) == (phase, step) and who in ("all", os.environ.get("RANK", "0")):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def check_same(output, whole):
-    found, expected = (json.loads((folder / "result.json").read_text()) for folder in (output, whole))
-    assert len(found["losses"]) == len(found["evaluations"]) == phase_worker.OPTIONS["max_steps"]
-    for name, values in expected.items():
-        assert found[name] == pytest.approx(values, abs=1e-5), name
+def kill_in_phases(trainer) -> None:
+    model, now = trainer.model, {"generates": 0, "evaluates": 0}
+
+    def counting(name, method):
+        @wraps(method)
+        def counted(*args, **kwargs):
+            now[name] = 1
+            found = method(*args, **kwargs)
+            now[name] = 0
+            return found
+
+        return counted
+
+    def passes(module, args, output):
+        step = trainer.state.global_step + 1
+        if now["generates"]:
+            now["generates"] += 1
+            if now["generates"] > 3:  # some tokens are there
+                dies("evaluation" if now["evaluates"] else "generation", step)
+        elif model.training and not torch.is_grad_enabled():
+            dies("scoring", step)
+
+    model.model.language_model.norm.register_forward_hook(passes)
+    model.generate = counting("generates", model.generate)
+    trainer.evaluate = counting("evaluates", trainer.evaluate)
+    first = next(value for value in model.parameters() if value.requires_grad)
+    first.register_hook(lambda gradient: dies("backward", trainer.state.global_step + 1))
+    create = trainer.create_optimizer
+
+    def creates(*args, **kwargs):
+        optimizer = create(*args, **kwargs)
+        optimizer.register_step_post_hook(lambda *_: dies("optimizer", trainer.state.global_step + 1))
+        return optimizer
+
+    trainer.create_optimizer = creates
 
 
 @pytest.mark.minutes
 @pytest.mark.parametrize("who", ["1", "all"])
-def test_processes_that_are_killed_in_each_phase(who, data, tmp_path):
+def test_processes_that_are_killed_in_each_phase(who, model_folder, question_files, tmp_path):
     """One run, which dies in another phase each time it is continued, and goes on from what is complete.
 
     Where one process dies, the other ends with a sentence, or by the launcher, which ends all.
     """
-    launch(WORKER, *data, tmp_path / "whole", processes=2)
-    said = ""
-    for step, phase in enumerate(phase_worker.PHASES, start=2):
-        command = [*TORCHRUN, str(WORKER), *data, str(tmp_path / "killed")]
+    data, said = (str(model_folder), train_file(question_files)), ""
+    launch(Path(__file__), *data, tmp_path / "whole", processes=2)
+    for step, phase in enumerate(PHASES, start=2):
+        command = [*TORCHRUN, str(Path(__file__)), *data, str(tmp_path / "killed")]
         more = environment(ACCELERATE_USE_CPU="true", DIES=f"{phase} {step} {who}")
         run = subprocess.run(command, env=more, capture_output=True, text=True, timeout=SECONDS)
         assert run.returncode != 0
@@ -44,5 +89,23 @@ def test_processes_that_are_killed_in_each_phase(who, data, tmp_path):
         said += run.stderr
     if who == "1":
         assert "ProcessError: Another of the 2 processes has ended, or" in said
-    launch(WORKER, *data, tmp_path / "killed", processes=2)
-    check_same(tmp_path / "killed", tmp_path / "whole")
+    launch(Path(__file__), *data, tmp_path / "killed", processes=2)
+    found, expected = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("killed", "whole"))
+    assert len(found["losses"]) == len(found["evaluations"]) == OPTIONS["max_steps"]
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, abs=1e-5), name
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    output = Path(sys.argv[3])
+    rows = prompts(sys.argv[2])
+    batch = OPTIONS["per_device_train_batch_size"] * 2 // int(os.environ.get("WORLD_SIZE", 1))
+    options = config(output, **OPTIONS | {"per_device_train_batch_size": batch})
+    trainer = vision_trainer(sys.argv[1], letters_reward, options, rows, rows.select(range(4)))
+    kill_in_phases(trainer)
+    trainer.train(resume_from_checkpoint=bool(complete_checkpoints(output)))
+    if trainer.is_world_process_zero():
+        sums = [value.double().sum().item() for value in trainer.model.parameters()]
+        result = {"losses": logged(trainer, "loss"), "evaluations": logged(trainer, "eval_reward"), "weights": sums}
+        (output / "result.json").write_text(json.dumps(result))

@@ -1,11 +1,13 @@
-"""A model that computes NaN: which updates are left out, what ends the run, and that no weight becomes NaN."""
+"""NaN in a model and rewards that fail: which updates are left out, what ends the run, and that no weight is NaN."""
+
+import math
 
 import pytest
 import torch
 from support.trainers import weights
 from transformers import TrainerCallback
 
-from vgr_trl.utils import NotFiniteError
+from vgr_trl.utils import NotFiniteError, RewardError
 
 EVERYTHING = {
     "token_weights": True, "enable_perception_filtering": True, "enable_trajectory_reweighting": True,
@@ -77,3 +79,13 @@ def test_a_gradient_that_stays_nan_ends_the_run(vision_trainer):
     assert len(faulty.weights) == 6
     assert torch.equal(faulty.weights[1], faulty.weights[-1])
     assert torch.equal(faulty.weights[1], weights(trainer))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "error"), [(lambda: [math.inf] * 8, RewardError), (lambda: 1 / 0, ZeroDivisionError)]
+)
+def test_a_reward_that_fails_ends_the_run(rewards, error, vision_trainer):
+    trainer = vision_trainer([lambda completions, **kwargs: rewards()], max_steps=2, compute_attention_metrics=False)
+    with pytest.raises(error, match="is inf for row 0|division"):
+        trainer.train()
+    assert trainer.state.global_step == 0

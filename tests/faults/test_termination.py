@@ -1,14 +1,17 @@
-"""SIGTERM as from a scheduler: the step is saved, the status says so, and the run goes on from there."""
+"""SIGTERM, SIGSTOP and kills after the last step: what is saved, what the status says, and that the run goes on."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 from support.checkpoints import complete_checkpoints
 from support.commands import ROOT, finish, train_command
 from support.launching import children_of, environment, outputs, wait_for_line
@@ -17,46 +20,96 @@ from transformers import TrainerControl
 
 from vgr_trl import callbacks as termination
 
-OF_TWO = [pytest.param(2, asked, "", marks=pytest.mark.minutes) for asked in ("child", "all")]
+CPU = {"ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
 
 
-@pytest.mark.parametrize(("processes", "asked", "flags"), [*OF_TWO, (1, "all", "--dataloader_num_workers 1")])
-def test_a_run_that_is_asked_to_end_saves_and_goes_on(processes, asked, flags, model_folder, question_files, tmp_path):
-    """A launcher that gets the signal hands it on, so that its processes get it twice."""
-    output = tmp_path / "run"
-    launcher = "-m torch.distributed.run --standalone --nproc_per_node=2" if processes > 1 else ""
-    batch = f"--per_device_train_batch_size {8 // processes} --save_strategy no --max_steps"
+@pytest.fixture
+def command(model_folder, question_files, tmp_path):
+    def make(flags, processes=1):
+        """Train with eight completions a step."""
+        launcher = "-m torch.distributed.run --standalone --nproc_per_node=2" if processes > 1 else ""
+        flags = f"--per_device_train_batch_size {8 // processes} {flags}"
+        return train_command(model_folder, train_file(question_files), tmp_path / "run", flags, launcher)
 
-    def command(more):
-        return train_command(model_folder, train_file(question_files), output, f"{batch} {more}", launcher)
+    return make
 
-    run = subprocess.Popen(
-        command(f"1000 {flags}"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment(ACCELERATE_USE_CPU="true", PYTHONUNBUFFERED="1", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="900"),
-    )  # fmt: skip
+
+def begin(command, **variables):
+    """A run that has made three steps."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    run = subprocess.Popen(command, cwd=ROOT, text=True, env=environment(**CPU, **variables), **pipes)
     wait_for_line(run, "step    3/1000")
-    children = children_of(run)
-    for pid in {"run": [run.pid], "child": children[:1], "all": [*children, run.pid]}[asked]:
-        os.kill(pid, signal.SIGTERM)
-    ((said, errors),) = outputs(run)
-    assert "Stopped by SIGTERM at step" in said, errors[-3000:]
-    assert (run.returncode == 143) if processes == 1 else run.returncode != 0
-    (checkpoint,) = complete_checkpoints(output)
-    step = int(checkpoint.name.removeprefix("checkpoint-"))
-    assert 3 <= step < 1000
-    assert not (output / "model.safetensors").exists()
-    rest = finish(command(f"{step + 1} --resume_from_checkpoint"), ACCELERATE_USE_CPU="true")
+    return run
+
+
+def check_continues(command, processes, output):
+    """One more step from the newest checkpoint, which has at least two."""
+    step = int(complete_checkpoints(output)[-1].name.removeprefix("checkpoint-"))
+    assert 2 <= step < 1000
+    rest = finish(command(f"--save_steps 1000 --max_steps {step + 1} --resume_from_checkpoint", processes), **CPU)
     assert rest.returncode == 0, rest.stderr[-3000:]
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == step + 1
 
 
-def test_workers_of_a_killed_run_end(model_folder, question_files, tmp_path):
+OF_TWO = [pytest.param(2, asked, "", marks=pytest.mark.minutes) for asked in ("child", "all")]
+
+
+@pytest.mark.parametrize(("processes", "asked", "flags"), [*OF_TWO, (1, "all", "--dataloader_num_workers 1")])
+def test_a_run_that_is_asked_to_end_saves_and_goes_on(processes, asked, flags, command, tmp_path):
+    """A launcher that gets the signal hands it on, so that its processes get it twice."""
+    run = begin(
+        command(f"--save_strategy no --max_steps 1000 {flags}", processes), TORCH_ELASTIC_SHUTDOWN_TIMEOUT="900"
+    )
+    children = children_of(run)
+    for pid in children[:1] if asked == "child" else [*children, run.pid]:
+        os.kill(pid, signal.SIGTERM)
+    ((said, errors),) = outputs(run)
+    assert "Stopped by SIGTERM at step" in said, errors[-3000:]
+    assert (run.returncode == 143) if processes == 1 else run.returncode != 0
+    assert len(complete_checkpoints(tmp_path / "run")) == 1
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    check_continues(command, processes, tmp_path / "run")
+
+
+@pytest.mark.minutes
+def test_a_process_that_is_stopped(command, tmp_path):
+    """The other process ends with a sentence, the launcher ends all, and the run goes on."""
+    seconds = 30  # more than one process ever waits for the other on a machine that does much else
+    run = begin(command(f"--save_steps 2 --ddp_timeout {seconds} --max_steps 1000", processes=2))
+    processes = children_of(run)
+    os.kill(processes[1], signal.SIGSTOP)
+    ((_, errors),) = outputs(run)
+    assert run.returncode != 0
+    said = rf"vgr-trl train: Another of the 2 processes .* not answered for ddp_timeout={seconds} seconds, at step \d+"
+    assert re.search(said, errors), errors[-3000:]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
+    check_continues(command, 2, tmp_path / "run")
+
+
+@pytest.mark.minutes
+def test_a_model_that_was_not_written_is_written_and_a_finished_run_is_refused(command, tmp_path):
+    output, again = tmp_path / "run", command("--max_steps 2 --save_steps 1 --resume_from_checkpoint")
+    assert finish(again).returncode == 0
+    weights = {name: value.clone() for name, value in load_file(output / "model.safetensors").items()}
+    metrics = json.loads((output / "metrics.json").read_text())
+    finished = finish(again)
+    assert finished.returncode == 1
+    assert "The run is finished: " in finished.stderr
+    (output / "metrics.json").unlink()  # as of a run that is killed while it writes its model
+    (output / "model.safetensors").write_bytes(b"torn")
+    killed = finish(again)
+    assert killed.returncode == 0, killed.stderr[-3000:]
+    written = load_file(output / "model.safetensors")
+    assert written.keys() == weights.keys()
+    assert all(bool((value == weights[name]).all()) for name, value in written.items())
+    assert json.loads((output / "metrics.json").read_text()) == metrics
+    assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 2
+
+
+def test_workers_of_a_killed_run_end(command):
     """The worker has filled its queue, which nobody reads any more, and passes over SIGTERM."""
     flags = "--save_strategy no --max_steps 1000 --dataloader_num_workers 1 --dataloader_prefetch_factor 50"
-    command = train_command(model_folder, train_file(question_files), tmp_path, flags)
-    env = environment(ACCELERATE_USE_CPU="true", PYTHONUNBUFFERED="1")
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env) as run:
-        wait_for_line(run, "step    3/1000")
+    with begin(command(flags)) as run:
         workers = psutil.Process(run.pid).children()
         assert workers
         run.kill()

@@ -47,7 +47,6 @@ def draw_batch(
     prompts: int = 5,
     completions: int = 4,
     family: str | None = None,
-    old_logps: bool = True,
 ) -> dict[str, Any]:
     """Return a batch of one prompt per entry of `images` (how many it has) and `group` completions each.
 
@@ -55,9 +54,6 @@ def draw_batch(
     """
     draw = torch.Generator().manual_seed(seed)
     rows = len(images) * group
-
-    def number(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, generator=draw)
 
     lengths = torch.randint(1, completions + 1, (rows,), generator=draw)
     lengths[rows // 2] = completions
@@ -71,17 +67,15 @@ def draw_batch(
         "prompt_mask": prompt_mask,
         "completion_ids": torch.randint(10, 99, (rows, completions), generator=draw).where(completion_mask == 1, PAD),
         "completion_mask": completion_mask,
-        "advantages": number((rows,)),
+        "advantages": torch.randn(rows, generator=draw),
         "num_items_in_batch": completion_mask.sum(),
+        "old_per_token_logps": torch.randn(rows, completions, generator=draw) * completion_mask,
     }
-    if old_logps:
-        batch["old_per_token_logps"] = number((rows, completions)) * completion_mask
     if family is not None:
-        counts = [count or 0 for count in images for _ in range(group)]
         drawn = [one_image(family, seed * 100 + prompt, count or 0) for prompt, count in enumerate(images)]
         parts = [part for part in drawn for _ in range(group)]
-        batch |= collate(family, parts)
-        batch["num_images"] = counts
+        batch |= {name: _padded([part[name] for part in parts]) for name in parts[0]}  # as the processors do
+        batch["num_images"] = [count or 0 for count in images for _ in range(group)]
         if family == "lfm2":
             batch["num_tiles"] = [len(part["pixel_values"]) for part in parts]
         if family == "qwen":
@@ -116,11 +110,6 @@ def one_image(family: str, seed: int, count: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": pixels * bool(count), "pixel_attention_mask": mask & bool(count)}
 
 
-def collate(family: str, parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Pad and concatenate, as the processors do."""
-    return {name: _padded([part[name] for part in parts]) for name in parts[0]}
-
-
 def _padded(parts: list[torch.Tensor]) -> torch.Tensor:
     filled = [part for part in parts if len(part)] or parts
     shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in filled), strict=True)]
@@ -131,20 +120,11 @@ def _padded(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(grown)
 
 
-def draw_signals(seed: int, batch: dict[str, Any], layers: int = 3) -> RolloutSignals:
-    """Return signals of the batch's rows."""
+def draw_signals(seed: int, batch: dict[str, Any]) -> RolloutSignals:
+    """Return signals of the batch's rows, attention of three layers among them."""
     draw = torch.Generator().manual_seed(seed)
     mask = batch["completion_mask"].bool()
-    rows, length = mask.shape
-
-    def number(*shape: int) -> torch.Tensor:
-        return torch.rand(shape, generator=draw)
-
-    mass = AttentionMass(
-        vision=number(layers, rows, length),
-        instruction=number(layers, rows, length),
-        num_vision=torch.randint(0, 9, (rows,), generator=draw),
-        num_instruction=torch.randint(1, 9, (rows,), generator=draw),
-        mask=mask,
-    )
-    return RolloutSignals(-number(rows, length), number(rows, length), mask, mass, number(rows, length))
+    vision, instruction = torch.rand(2, 3, *mask.shape, generator=draw)
+    counts = torch.randint(1, 9, (2, len(mask)), generator=draw)
+    logps, entropies, dependency = torch.rand(3, *mask.shape, generator=draw)
+    return RolloutSignals(-logps, entropies, mask, AttentionMass(vision, instruction, *counts, mask), dependency)

@@ -69,16 +69,6 @@ def test_frequencies_are_proportional_to_priorities():
     assert len(counts) == 6
 
 
-def test_age():
-    buffer = ReplayBuffer(4, max_age=2)
-    buffer.add(group(0, 1, step=1))
-    buffer.add(group(0, 2, step=3))
-    assert buffer.step == 3
-    for step, left in ((3, 2), (4, 1), (5, 1), (6, 0)):
-        buffer.advance(step)
-        assert len(buffer) == left, step
-
-
 def filled(size: int = 4, processes: int = 1) -> list[ReplayBuffer]:
     """The buffers of each process after the same batches; a batch of 4 groups, then another, both of images."""
     buffers = [ReplayBuffer(size, seed=3) for _ in range(processes)]
@@ -110,34 +100,25 @@ def nbytes(buffer: ReplayBuffer) -> int:
     return sum(found.rows.nbytes for found in buffer.groups if found.rows is not None)
 
 
-def test_a_state_survives_a_file_that_holds_only_weights(tmp_path):
-    (buffer,) = filled()
-    buffer.advance(5)
-    buffer.sample(2)
-    torch.save(buffer.state_dict(), tmp_path / "buffer.pt")
-    state = torch.load(tmp_path / "buffer.pt", weights_only=True)
-    again = ReplayBuffer(4, seed=99)
-    again.load_state_dict(state)
-    assert (len(again), nbytes(again), again.step) == (4, nbytes(buffer), 5)
-    for _ in range(3):
-        assert list(map(content, again.sample(3))) == list(map(content, buffer.sample(3)))
-    for each in (buffer, again):
-        each.add(group(0, 100, step=5))
-    assert drawn(again, 4) == drawn(buffer, 4)
-    images = again.groups[0].rows.images
-    assert len({id(of_row["pixel_values"]) for of_row in images}) == 1, "images are still there once"
-    assert (tmp_path / "buffer.pt").stat().st_size < 2 * nbytes(buffer) + 40_000
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
-def test_another_number_of_processes_continues(before, after):
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1), (2, 4)])
+def test_any_number_of_processes_continues_from_files_that_hold_only_weights(before, after, tmp_path):
     """Drawn groups, their order and their rows are those of one process that went on alone."""
-    (alone,) = filled()
-    states = [buffer.state_dict() for buffer in filled(processes=before)]
+    (alone,), saving, states = filled(), filled(processes=before), []
+    for buffer in (alone, *saving):
+        buffer.advance(5)
+        buffer.sample(2)
+    for buffer in saving:
+        torch.save(buffer.state_dict(), tmp_path / "buffer.pt")
+        assert (tmp_path / "buffer.pt").stat().st_size < 2 * nbytes(buffer) + 40_000
+        states.append(torch.load(tmp_path / "buffer.pt", weights_only=True))
     buffers = [ReplayBuffer(4, seed=77) for _ in range(after)]
     for process, buffer in enumerate(buffers):
-        buffer.load_state_dict(deal_groups(states, process, after))
+        buffer.load_state_dict(deal_groups(states, process, after) if (before, after) != (1, 1) else states[0])
+        assert (len(buffer), buffer.step) == (4, 5)
     assert sum(map(nbytes, buffers)) == nbytes(alone)
+    assert all(map(nbytes, buffers)), "each holds some"
+    images = buffers[0].groups[0].rows.images
+    assert len({id(of_row["pixel_values"]) for of_row in images}) == 1, "images are still there once"
     for _ in range(3):
         found = [buffer.sample(3) for buffer in buffers]
         for index, of_alone in enumerate(alone.sample(3)):
@@ -145,3 +126,7 @@ def test_another_number_of_processes_continues(before, after):
             with_rows = [process for process in range(after) if found[process][index].rows is not None]
             assert with_rows == [holder]
             assert content(found[holder][index]) == content(of_alone)
+    for buffer in (alone, *buffers):
+        buffer.add(group(0, 100, step=5))
+    expected = drawn(alone, 4)
+    assert [drawn(buffer, 4) for buffer in buffers] == [expected] * after

@@ -46,12 +46,12 @@ def trained_batches(trainer):
 
 @pytest.fixture
 def on_choice(monkeypatch):
-    def watch(trainer, see):
-        """Keep what `see` makes of each batch before groups are selected, and of the rollout after it."""
+    def watch(see):
+        """Keep what `see` makes of the advantages before groups are selected, and of the rollout after it."""
         kept = []
 
         def selecting(trainer, rollout):
-            before = dict(rollout.batch)
+            before = rollout.batch["advantages"]
             metrics = select_groups(trainer, rollout)
             kept.append(see(before, rollout))
             return metrics
@@ -149,25 +149,41 @@ def test_quantiles_are_those_of_the_first_round(make):
     assert found([0.2, 0.2, 0.2, 0.21, 0.4, 0.4, 0.4, 0.41], first.bounds).filtered == [0]
 
 
-def test_the_deviation_of_a_batch_is_over_all_that_is_trained_on(make, on_choice):
-    """Rewards are 0 or 1, so the largest advantage of each group is 1 / (deviation + 1e-4) above its smallest."""
-    trainer = make(
-        scale_rewards="batch", dynamic_sampling="resample", dynamic_sampling_max_rounds=1, replay_buffer_size=8,
-        max_steps=8, seed=4,
-    )  # fmt: skip
-    seen = on_choice(trainer, lambda before, chosen: (chosen.batch["advantages"].view(2, 4), chosen.replaced))
+@pytest.mark.parametrize(
+    ("options", "epsilon"),
+    [
+        ({"scale_rewards": "batch", "replay_buffer_size": 8, "dynamic_sampling_max_rounds": 1, "max_steps": 8}, 1e-4),
+        ({"advantage_estimator": "reinforce_plus_plus", "dynamic_sampling_max_rounds": 4, "max_steps": 6}, 1e-8),
+    ],
+)
+def test_one_deviation_divides_what_is_trained_on_whichever_round_it_came_from(make, on_choice, options, epsilon):
+    """Rewards are 0 or 1, so the largest advantage of each group is 1 / (deviation + epsilon) above its smallest."""
+    trainer = make(dynamic_sampling="resample", seed=4, **options)
+
+    def see(before, chosen):
+        rewards = torch.tensor(list(trainer._logs["rewards"]["coarse_reward"])).view(-1, 4)
+        return chosen.batch["advantages"].view(2, 4), len(chosen.replaced), rewards, list(trainer._logs["advantages"])
+
+    seen = on_choice(see)
     trainer.train()
-    replaced = [advantages for advantages, places in seen if places and advantages.abs().amax(1).min() > 0]
-    assert len(replaced) > 1
-    for advantages in replaced:
-        rewards = (advantages > 0).float()
+    mixed = 0
+    for advantages, replaced, rewards, table in seen:
         spread = advantages.amax(1) - advantages.amin(1)
-        assert spread.tolist() == pytest.approx([1 / (rewards.std().item() + 1e-4)] * 2, rel=1e-5)
+        if not spread.all():
+            continue
+        mixed += replaced == 1
+        divided = (advantages > 0).float() if "scale_rewards" in options else advantages / spread.unsqueeze(1)
+        if replaced or "scale_rewards" not in options:
+            assert spread.tolist() == pytest.approx([1 / (divided.std().item() + epsilon)] * 2, rel=1e-5)
+        if "scale_rewards" not in options:
+            expected = (rewards - rewards.mean(1, keepdim=True)).flatten() / (divided.std() + epsilon)
+            assert table == pytest.approx(expected.tolist(), abs=1e-5), "the table has all that was generated"
+    assert mixed > 0
 
 
 def test_the_kl_in_the_rewards_hides_no_zero_variance_group(make, on_choice):
     trainer = make(kl_coef=1e-4, use_kl_loss=False, dynamic_sampling="resample", learning_rate=5e-3, max_steps=5)
-    seen = on_choice(trainer, lambda before, chosen: (before["advantages"], chosen.rewards, chosen.selection.dropped))
+    seen = on_choice(lambda before, chosen: (before, chosen.rewards, chosen.selection.dropped))
     trainer.train()
     hidden = 0
     for advantages, rewards, dropped in seen:
@@ -175,33 +191,6 @@ def test_the_kl_in_the_rewards_hides_no_zero_variance_group(make, on_choice):
         assert dropped == equal.nonzero().flatten().tolist()
         hidden += bool((advantages.view(2, 4)[equal].abs() > 0.1).any())
     assert hidden > 0, "where the KL of completions differs"
-
-
-def test_one_deviation_divides_what_is_trained_on_whichever_round_it_came_from(make, on_choice):
-    """Rewards are 0 or 1, so where they differ the largest advantage is 1 / deviation above the smallest."""
-    trainer = make(
-        advantage_estimator="reinforce_plus_plus", dynamic_sampling="resample", dynamic_sampling_max_rounds=4,
-        max_steps=6, seed=4,
-    )  # fmt: skip
-
-    def see(before, chosen):
-        table = [torch.tensor(list(trainer._logs[name])) for name in ("advantages",)]
-        table.append(torch.tensor(list(trainer._logs["rewards"]["coarse_reward"])).view(-1, 4))
-        return chosen.batch["advantages"].view(2, 4), *table, len(chosen.replaced)
-
-    seen = on_choice(trainer, see)
-    trainer.train()
-    mixed = 0
-    for advantages, of_table, rewards, replaced in seen:
-        spread = advantages.amax(1) - advantages.amin(1)
-        if (spread == 0).any():
-            continue
-        mixed += replaced == 1
-        centred = advantages / spread.unsqueeze(1)
-        assert spread.tolist() == pytest.approx([1 / (centred.std().item() + 1e-8)] * 2, rel=1e-5)
-        expected = (rewards - rewards.mean(1, keepdim=True)).flatten() / (centred.std() + 1e-8)
-        assert torch.allclose(of_table, expected, atol=1e-5), "the table has all that was generated"
-    assert mixed > 0
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "remax"])

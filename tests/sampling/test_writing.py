@@ -33,20 +33,15 @@ def rows_as_read(batch: dict[str, Any]) -> list[dict[str, Any]]:
             "advantage": batch["advantages"][row],
             "num_images": batch["num_images"][row] if "num_images" in batch else 0,
         }
-        for name in TOKENS:
-            if name in batch:
-                whole = batch[name][row]
-                values[name] = whole[completion] if len(whole) == len(completion) else whole
+        for name in batch.keys() & {*TOKENS, "tool_mask"}:
+            values[name] = batch[name][row][completion]
         if "tool_mask" in batch:
-            values["tool_mask"] = batch["tool_mask"][row][completion]
             assert (batch["tool_mask"][row][~completion] == 1).all()
-        for name in ("token_type_ids", "mm_token_type_ids"):
-            if name in batch:
-                types = batch[name][row]
-                assert len(types) == len(prompt) + len(completion)
-                assert (types[: len(prompt)][~prompt] == 0).all()
-                assert (types[len(prompt) :] == 0).all()
-                values[name] = types[: len(prompt)][prompt]
+        if "mm_token_type_ids" in batch:
+            of_prompt, of_completion = batch["mm_token_type_ids"][row].split([len(prompt), len(completion)])
+            assert not of_prompt[~prompt].any()
+            assert not of_completion.any()
+            values["mm_token_type_ids"] = of_prompt[prompt]
         for name in IMAGES:
             if split.get(name) is not None:
                 values[name] = without_padding(split[name][row])

@@ -25,14 +25,8 @@ def test_commas_are_separators(typed, modules):
     assert model.lora_target_modules == modules
 
 
-@pytest.fixture
-def build(text_trainer):
-    return lambda targets: text_trainer(peft_config=LoraConfig(r=2, target_modules=targets), max_steps=1)
-
-
-def test_a_target_without_a_module_is_refused(build):
+def test_a_target_without_a_module_is_refused(text_trainer):
     names = r"down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
-    with pytest.raises(
-        ConfigError, match=f"No module of Qwen2ForCausalLM is named q_porj, .*linear modules are {names}"
-    ):
-        build(["q_porj", "v_proj"])
+    refusal = f"No module of Qwen2ForCausalLM is named q_porj, .*linear modules are {names}"
+    with pytest.raises(ConfigError, match=refusal):
+        text_trainer(peft_config=LoraConfig(r=2, target_modules=["q_porj", "v_proj"]))

@@ -28,6 +28,7 @@ SCORING, TRAINING = (False, 8), (True, 8)
         ({}, [(False, 6), TRAINING]),  # the group of the first recorded completion, and two recorded ones of the other
         ({"rollout_log_steps": 0}, [(False, 4), TRAINING]),
         ({"attention_rows": "all"}, [SCORING, TRAINING]),
+        ({"signals": ["token_vgr"]}, [SCORING, TRAINING]),  # which reads attention
         ({"rewards": [vgr_reward, mdi_reward], "token_weights": True, "enable_entropy_filtering": True},
          [SCORING, TRAINING]),
         ({"enable_perception_filtering": True, "compute_attention_metrics": False}, [SCORING, SCORING, TRAINING]),
@@ -76,12 +77,6 @@ def test_curves_and_records_of_a_sample_are_those_of_its_rows(make, tmp_path):
         assert one.attention.scale == pytest.approx(other.attention.scale, rel=1e-4)
         assert one.metrics["late"] == pytest.approx(other.metrics["late"], rel=1e-4)
         assert other.entropies == pytest.approx(one.entropies, rel=1e-4)
-
-
-def test_a_signal_that_reads_attention_is_measured_of_all_rows(make):
-    trainer = make(max_steps=1, signals=["token_vgr"])
-    trainer.train()
-    assert None not in trainer._logs["extra"]["vgr"]
 
 
 def test_signals_of_generation_are_those_of_a_scoring_pass(make):

@@ -84,26 +84,24 @@ def test_an_engine_is_not_compared_where_it_saw_noise(make, monkeypatch):
     assert known == [[True, True, True, False]]
 
 
-def compare(engine=None, processes=1):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_engine_without_images_is_told_from_one_with_other_weights(processes):
+    """Changes of the five tokens behind a blank image: 0.5, 0, 2, 0, 0.
+
+    One engine has the first token of each row, 0.4 and 1.8 off, and 0.1 and 0.2 behind a blank image.
+    """
     logps = torch.tensor([[-1.0, -2.0, -9.0], [-1.0, -1.0, -1.0]])
     blank = torch.tensor([[-1.5, -2.0, -1.0], [-3.0, -1.0, -1.0]])
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    return compare_logps(logps, blank, engine, mask, lambda values: torch.cat([values] * processes))
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_means_over_the_tokens_of_all_processes(processes):
-    # Changes of the five tokens: 0.5, 0, 2, 0, 0.
-    assert compare(processes=processes) == PixelUse(5 * processes, 0.5, 2.0)
-
-
-def test_an_engine_without_images_is_told_from_one_with_other_weights():
-    # The engine has those of the first token of each row: 0.4 and 1.8 off, and 0.1 and 0.2 behind a blank image.
     engine = torch.full((2, 3), torch.nan)
     engine[:, 0] = torch.tensor([-1.4, -2.8])
-    blind = compare(engine)
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    near = torch.tensor([[-1.05, -2.0, 0.0], [-1.0, -1.0, -1.0]])
+    without, blind, near = (
+        compare_logps(logps, blank, each, mask, lambda values: torch.cat([values] * processes))
+        for each in (None, engine, near)
+    )
+    assert without == PixelUse(5 * processes, 0.5, 2.0)
     assert (blind.engine, blind.engine_blank) == (pytest.approx(1.1), pytest.approx(0.15))
     assert "With a blank image they are 0.15 from the trainer's: vLLM gets no images." in blind.describe()
-    near = compare(torch.tensor([[-1.05, -2.0, 0.0], [-1.0, -1.0, -1.0]]))
     assert near.engine == pytest.approx(0.01)
     assert near.describe().endswith("those of vLLM are 0.01 from the trainer's.")

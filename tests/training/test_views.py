@@ -1,13 +1,14 @@
-"""The dependency under several perturbations: one pass, and what each of them alone gives."""
+"""The dependency under several perturbations and the shift of distributions, against plain forward passes."""
 
 from copy import copy
 
 import pytest
 import torch
+from support.trainers import logged
 
-from vgr_trl.config import PerturbationOptions
 from vgr_trl.measure import score_perturbed
-from vgr_trl.signals.named import RolloutSignals, add_named, columns_to_signals, named_signals, signals_to_columns
+from vgr_trl.signals.named import columns_to_signals, signals_to_columns
+from vgr_trl.signals.ratios import jensen_shannon
 
 
 def rollout_of(run, monkeypatch):
@@ -21,6 +22,15 @@ def rollout_of(run, monkeypatch):
     monkeypatch.setattr("vgr_trl.trainer.score_perturbed", measured)
     run.train()
     return found[0]
+
+
+def noted_passes(run, monkeypatch):
+    """Inputs of the passes that score the rollout."""
+    passes, score = [], run.score
+    monkeypatch.setattr(
+        run, "score", lambda inputs, *more, **given: passes.append(inputs) or score(inputs, *more, **given)
+    )
+    return passes
 
 
 def asked_without_images(run, rollout):
@@ -49,10 +59,7 @@ def test_the_question_without_its_image(share, over, vision_trainer, monkeypatch
         perturbation="remove_image", further_perturbations=["gaussian_blur"], learning_rate=0.0,
         dependency_over=over,
     )  # fmt: skip
-    passes, scored = [], run.score
-    monkeypatch.setattr(
-        run, "score", lambda inputs, *more, **named: passes.append(inputs) or scored(inputs, *more, **named)
-    )
+    passes = noted_passes(run, monkeypatch)
     rollout = rollout_of(run, monkeypatch)
     signals = rollout.signals
     expected = asked_without_images(run, rollout)
@@ -63,23 +70,50 @@ def test_the_question_without_its_image(share, over, vision_trainer, monkeypatch
     dependency = each.mean(0) if over == "mean" else each.amin(0)
     assert torch.allclose(signals.dependency[valid], dependency[valid], atol=1e-5)
     assert torch.allclose(signals.extra["stability"][valid], (1 - (text.exp() - blurred.exp()).abs())[valid], atol=1e-6)
+    kept = columns_to_signals(signals_to_columns(signals))  # as in the replay buffer
+    assert torch.equal(kept.views["gaussian_blur"], blurred)
     perturbed = passes[-1]
     assert perturbed["num_images"] == [0] * 8 + [1] * 8
     image = run.processing_class.tokenizer.convert_tokens_to_ids(run.processing_class.image_token)
     assert (perturbed["input_ids"] == image).any(1).tolist() == [False] * 8 + [True] * 8
 
 
-def test_stability_by_hand_and_through_a_buffer():
-    """Probabilities 0.2 and 0.6 have a standard deviation of 0.2; 0 and 1 one of 0.5; 1, 1 one of 0."""
-    mask = torch.ones(1, 3, dtype=torch.bool)
-    nothing = torch.zeros(1, 3)
-    views = {"mask_image": torch.tensor([[0.2, 0.0, 1.0]]).log(), "crop_image": torch.tensor([[0.6, 1.0, 1.0]]).log()}
-    signals = columns_to_signals(signals_to_columns(RolloutSignals(nothing, nothing, mask, views=views)))
-    options = PerturbationOptions(
-        perturbation="mask_image", further_perturbations=["crop_image"], signals=["stability"]
-    )
-    assert add_named(named_signals(options), signals) == ["stability"]
-    assert signals.extra["stability"][0].tolist() == pytest.approx([0.6, 0.0, 1.0])
+def logits_of(run, inputs):
+    """(N, T, vocabulary) by a plain forward pass."""
+    names = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw", "mm_token_type_ids")
+    with torch.no_grad():
+        logits = run.model(**{name: inputs[name] for name in names if name in inputs}).logits
+    return logits[:, -inputs["logits_to_keep"] - 1 : -1].float() / run.temperature
+
+
+FULL = {"share_prompts": "off", "kl_coef": 0.1, "kl_penalty": "full"}
+BLURRED = {"signals": ["jsd", "stability"], "further_perturbations": ["gaussian_blur"]}
+
+
+@pytest.mark.parametrize("changed", [{"signals": ["jsd"]}, FULL | BLURRED])
+def test_the_shift_of_distributions_is_that_of_plain_logits(changed, vision_trainer, monkeypatch):
+    run = vision_trainer(
+        max_steps=1, credit_rules=["vepo"], perturbation="mask_image", learning_rate=0.0,
+        temperature=0.7, compute_attention_metrics=False, **changed,
+    )  # fmt: skip
+    passes = noted_passes(run, monkeypatch)
+    signals = rollout_of(run, monkeypatch).signals
+    first, second = (logits_of(run, passed) for passed in (passes[0], passes[-1]))
+    second = second[: len(first)]  # those under the second perturbation stand behind
+    mask, logps = signals.mask.bool(), torch.log_softmax(second, -1)
+    assert torch.allclose(signals.jsd[mask], jensen_shannon(first, second)[mask], atol=1e-5)
+    assert torch.allclose(signals.perturbed_entropies[mask], -(logps.exp() * logps).sum(-1)[mask], atol=1e-4)
+    assert signals.jsd[mask].max() > 1e-4
+    assert logged(run, "signals/jsd") == [pytest.approx(signals.jsd[mask].mean().item(), abs=1e-6)]
+    assert logged(run, "credit/vepo/token_fraction")[0] < 0.5
+
+
+def test_divergence_by_hand():
+    """(1, 0) from (½, ½), whose mean is (¾, ¼): ½ ln 4/3 + ½ (½ ln 2/3 + ½ ln 2) = 0.2158; (1, 0) from (0, 1): ln 2."""
+    one, even, other = (torch.tensor([values]).log() for values in ([1.0, 0.0], [0.5, 0.5], [0.0, 1.0]))
+    assert jensen_shannon(one, even).item() == pytest.approx(0.2157615, abs=1e-6)
+    assert jensen_shannon(one, other).item() == pytest.approx(0.6931472, abs=1e-6)
+    assert jensen_shannon(even, even).item() == 0
 
 
 def test_completions_behind_perturbed_images_of_their_own(vision_trainer, monkeypatch):
@@ -100,15 +134,11 @@ def test_a_pass_gets_the_pixels_of_its_own_groups_only(vision_trainer, monkeypat
             max_steps=1, credit_rules=["trajectory_scale"], per_device_train_batch_size=rows,
             gradient_accumulation_steps=accumulated, learning_rate=0.0,
         )  # fmt: skip
-        scored = run.score
-
-        def note(inputs, *more, scored=scored, **named):
+        noted = noted_passes(run, monkeypatch)
+        found.append(rollout_of(run, monkeypatch))
+        for inputs in noted:
             patches = int(inputs["image_grid_thw"].prod(-1).sum())
             passes.append((len(inputs["input_ids"]), patches == len(inputs["pixel_values"])))
-            return scored(inputs, *more, **named)
-
-        monkeypatch.setattr(run, "score", note)
-        found.append(rollout_of(run, monkeypatch))
     assert passes == [(rows, True) for rows in (8, 8, 8, 4, 4)]  # each time first the scoring pass
     whole, parts = found
     valid = whole.signals.mask.bool()

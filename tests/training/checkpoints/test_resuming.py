@@ -55,7 +55,6 @@ def test_latest_without_any_checkpoint_starts_at_the_beginning(tmp_path):
     ("break_it", "reason"),
     [
         (lambda path: (path / "replay_0_of_2.pt").unlink(), "replay_0_of_2.pt is missing"),
-        (lambda path: (path / "optimizer.pt").write_bytes(b"PK"), "optimizer.pt has 2 bytes instead of 24"),
         (lambda path: (path / "optimizer.pt").write_bytes(b"\0" * 25), "optimizer.pt has 25 bytes instead of 24"),
         (lambda path: (path / "optimizer.pt").write_bytes(b"\0" * 24), "optimizer.pt is damaged"),
         (lambda path: (path / MANIFEST).write_text("{"), "manifest.json, which is written last, is missing"),
@@ -89,21 +88,18 @@ RESUMED = {"per_device_train_batch_size": 4, "max_completion_length": 4, "save_s
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "differs"),
-    [
-        (lambda rows: rows, {}, None),
-        (lambda rows: rows.select(range(11, -1, -1)), {}, "in checksum of prompts ("),
-        (lambda rows: rows, {"shuffle_dataset": False}, "in shuffle_dataset (True there, False here)"),
-    ],
-    ids=["same", "reversed", "unshuffled"],
+    ("options", "differs"),
+    [({}, "in checksum of prompts ("), ({"shuffle_dataset": False}, "in shuffle_dataset (True there, False here)")],
+    ids=["reversed", "unshuffled"],
 )
-def test_what_differs_from_the_run_that_is_continued(text_trainer, text_rows, monkeypatch, change, options, differs):
+def test_what_differs_from_the_run_that_is_continued(text_trainer, text_rows, monkeypatch, options, differs):
     text_trainer(max_steps=1, **RESUMED).train()
     warned: list[str] = []
     monkeypatch.setattr("vgr_trl.checkpoints.logger.warning", warned.append)
-    text_trainer(rows=change(text_rows), max_steps=2, **RESUMED, **options).train(resume_from_checkpoint=True)
-    assert len(warned) == (differs is not None)
-    assert all(differs in line for line in warned)
+    rows = text_rows if options else text_rows.select(range(11, -1, -1))
+    text_trainer(rows=rows, max_steps=2, **RESUMED, **options).train(resume_from_checkpoint=True)
+    (line,) = warned
+    assert differs in line
 
 
 def test_an_optimizer_of_other_weights_is_refused(text_trainer, tmp_path):

@@ -1,7 +1,5 @@
 """A second answer, without the image, from what a completion says of it: what is asked, what is earned and logged."""
 
-from functools import wraps
-
 import pytest
 import torch
 from support.trainers import logged
@@ -57,33 +55,29 @@ class Speaker:
 
 @pytest.fixture
 def make(vision_trainer):
-    def build(reward_funcs=("blind_accuracy",), **options):
-        rewards, rows = [load_reward(name) for name in reward_funcs], vision_trainer.rows
-        run = vision_trainer(rewards, rows, rows, **{"max_steps": 1, "max_completion_length": 64} | options)
+    def build(*more, **options):
+        run = vision_trainer([load_reward("blind_accuracy"), *more], max_steps=1, max_completion_length=64, **options)
         run.model.generate = Speaker(run)
         return run
 
     return build
 
 
-def test_one_more_generation_without_images(make, monkeypatch):
-    run, seen = make(), []
-    reward = run.reward_funcs[0]
+def test_one_more_generation_without_images(make):
+    seen = []
 
-    @wraps(reward)
-    def noted(**columns):
+    def noted(completions, **columns):
         seen.append(columns)
-        return reward(**columns)
+        return [0.0] * len(completions)
 
-    monkeypatch.setattr(run, "reward_funcs", [noted])
+    run = make(noted)
     run.train()
     (_, first), (asked, second) = run.model.generate.asked
     assert "pixel_values" in first
     assert "pixel_values" not in second
     assert len(asked) == 8
-    for row, text in enumerate(asked):
-        assert (f"blue {row}" in text) == bool(row % 2)
-        assert "Question:" in text
+    assert [f"blue {row}" in text for row, text in enumerate(asked)] == [False, True] * 4
+    assert all("Question:" in text for text in asked)
     answers = list(run._logs["extra"]["blind_answers"])
     assert answers == [f"<answer>{'ABCD'[row % 4]}</answer>" if row % 2 else None for row in range(8)]
     rewards = list(run._logs["rewards"]["blind_accuracy_reward"])
@@ -91,9 +85,8 @@ def test_one_more_generation_without_images(make, monkeypatch):
     (columns,) = seen
     for row in range(1, 8, 2):
         assert columns["problem"][row].replace("<image>", "") in asked[row]
-        right = columns["solution"][row]
-        assert right in "ABCD"
-        assert rewards[row] == float(right == "ABCD"[row % 4])
+        assert all(choice in asked[row] for choice in columns["choices"][row])
+        assert rewards[row] == float(columns["solution"][row] == "ABCD"[row % 4])
     assert logged(run, "blind/described") == [0.5]
 
 

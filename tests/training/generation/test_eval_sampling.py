@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 from transformers import GenerationConfig
 
 from vgr_trl.generation import eval_sampling
@@ -21,13 +22,17 @@ def made(training, temperature=None, top_p=None, use_vllm=False):
     )
 
 
-def test_an_evaluation_samples_as_its_options_say_and_training_as_before():
-    trainer = made(training=False, temperature=0.6, top_p=0.95)
+GREEDY = {"max_new_tokens": 7, "do_sample": False}
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(0.6, KEPT | {"temperature": 0.6, "top_p": 0.95}), (0, GREEDY)])
+def test_an_evaluation_samples_as_its_options_say_and_training_as_before(temperature, expected):
+    trainer = made(training=False, temperature=temperature, top_p=0.95)
     before = trainer.generation_config
     with override_sampling(trainer, eval_sampling(trainer)):
-        assert trainer.generation_kwargs == {**KEPT, "temperature": 0.6, "top_p": 0.95}
+        assert trainer.generation_kwargs == expected
         found = trainer.generation_config
-        assert (found.temperature, found.top_p, found.top_k, found.max_new_tokens) == (0.6, 0.95, 5, 7)
+        assert {name: getattr(found, name) for name in expected} == expected
         assert found.disable_compile
     assert trainer.generation_config is before
     assert trainer.generation_kwargs == KEPT
@@ -37,11 +42,7 @@ def test_an_evaluation_samples_as_its_options_say_and_training_as_before():
             assert same.generation_config is before
 
 
-def test_vllm_gets_the_same_and_temperature_0_is_greedy():
-    trainer = made(training=False, temperature=0.0, top_p=0.5)
-    with override_sampling(trainer, eval_sampling(trainer)):
-        assert trainer.generation_kwargs == {"max_new_tokens": 7, "do_sample": False}
-        assert trainer.generation_config.do_sample is False
+def test_vllm_gets_the_same():
     trainer = made(training=False, temperature=0.6, use_vllm=True)
     with override_sampling(trainer, eval_sampling(trainer)):
         assert vars(trainer.vllm_generation) == {"temperature": 0.6, "top_p": 1.0}

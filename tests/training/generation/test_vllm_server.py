@@ -60,12 +60,10 @@ def test_images_are_forgotten_with_every_new_weights(run, mode, forgets):
 
 def test_a_server_that_dies_is_named(run):
     trainer = run("server", dies=True)
-    with pytest.raises(VLLMServerError) as raised:
+    with pytest.raises(
+        VLLMServerError, match=r"at http://host:8000 did not answer in step 2 \(Max retries exceeded with"
+    ):
         trainer.train()
-    assert str(raised.value) == (
-        "The vLLM server at http://host:8000 did not answer in step 2 (Max retries exceeded with url: "
-        "/inference/v1/generate): start it again, then continue with --resume_from_checkpoint."
-    )
     assert trainer.state.global_step == 1
 
 

@@ -13,26 +13,27 @@ from vgr_trl.metrics import OptimizerClock, StageClock, StepMetrics, weigh_by_to
 from vgr_trl.rollout import TrainingPass
 
 
-def test_rates_and_kl_start_a_new_window_after_each_reading():
-    """Two micro-batches on one process: 4 + 3 tokens of prompts and completions, 2 completions each.
-
-    Ratios 2 and 1/2: 2 - 1 - ln 2 = 0.306853, 1/2 - 1 + ln 2 = 0.193147, over three tokens; padding does not count.
-    """
+def alone():
     args = SimpleNamespace(
         importance_sampling_level="token", shapes_advantages=False, uses_critic=False, num_generations=2
     )
-    steps, weights = (
-        StepMetrics(args, SimpleNamespace(reduce=lambda local, reduction: local)),
-        {"accuracy": 0.5, "format": 2.0},
-    )
+    return StepMetrics(args, SimpleNamespace(reduce=lambda local, reduction: local))
+
+
+def test_rates_and_kl_start_a_new_window_after_each_reading():
+    """Two micro-batches on one process: 4 + 3 tokens of prompts and completions, 2 completions each.
+
+    A ratio of 2 is 2 - 1 - ln 2 = 0.306853, over three tokens; padding does not count.
+    """
+    steps, weights = alone(), {"accuracy": 0.5, "format": 2.0}
     inputs = {
         "prompt_mask": torch.ones(2, 2), "completion_mask": torch.tensor([[1, 1], [1, 0]]),
         "old_per_token_logps": torch.tensor([[-2.0, -1.0], [-1.0, -1.0]]),
     }  # fmt: skip
     for _ in range(2):
         passed = TrainingPass(inputs)
-        passed.logps = inputs["old_per_token_logps"] + torch.tensor([[math.log(2), -math.log(2)], [0.0, 5.0]])
-        assert steps.measure(passed, {}) == {"approx_kl": pytest.approx(0.5 / 3, abs=1e-6)}
+        passed.logps = inputs["old_per_token_logps"] + torch.tensor([[math.log(2), 0.0], [0.0, 5.0]])
+        assert steps.measure(passed, {}) == {"approx_kl": pytest.approx(0.306853 / 3, abs=1e-6)}
     rest = {
         "skipped/rows": 0.0, "skipped/tokens": 0.0, "reward_weights/accuracy": 0.5, "reward_weights/format": 2.0,
     }  # fmt: skip
@@ -45,10 +46,7 @@ def test_rates_and_kl_start_a_new_window_after_each_reading():
 
 def test_means_over_tokens_that_were_scored():
     """Of three valid tokens in two rows one row of two ran; TRL's mean over the three becomes one over the two."""
-    args = SimpleNamespace(
-        importance_sampling_level="token", shapes_advantages=False, uses_critic=False, num_generations=2
-    )
-    steps = StepMetrics(args, SimpleNamespace(reduce=lambda local, reduction: local))
+    steps = alone()
     passed = TrainingPass({"prompt_mask": torch.ones(2, 1), "completion_mask": torch.tensor([[1, 1], [1, 0]])})
     passed.logps, passed.rows_run = torch.zeros(2, 2), 1
     passed.loss_mask = torch.tensor([[True, True], [False, False]])
@@ -90,12 +88,6 @@ def now(request, monkeypatch):
     return hands
 
 
-def alone(other=None):
-    """One process, or two of which the other one has these seconds."""
-    rows = lambda own: own if other is None else torch.cat([own, torch.tensor(other)])  # noqa: E731
-    return SimpleNamespace(device="cpu", gather=rows)
-
-
 def test_a_stage_within_another_stops_that_one(now):
     """Rewards take 2 + 1 s around a pass of 5 s; perturbing takes 4 s with the pass in it; the rest of 20 s is 8."""
     clock = StageClock()
@@ -116,10 +108,11 @@ def test_a_stage_within_another_stops_that_one(now):
     optimizer.on_pre_optimizer_step(None, None, None)
     now.at += 0.5
     optimizer.on_optimizer_step(None, None, None)
-    found = clock.metrics(alone(), 2)
+    accelerator = SimpleNamespace(device="cpu", gather=lambda own: own)
+    found = clock.metrics(accelerator, 2)
     assert found == {"timing/reward": 1.5, "timing/old_logps": 2.5, "timing/perturbed": 2.0, "timing/update": 4.0,
                      "timing/optimizer": 0.25}  # fmt: skip
-    assert clock.metrics(alone(), 1) == {}
+    assert clock.metrics(accelerator, 1) == {}
 
 
 def test_names_of_verl():

@@ -21,10 +21,7 @@ def test_an_untested_release_is_told_before_anything_of_it_is_imported(tmp_path,
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
     )
     assert run.returncode == 1
-    assert run.stderr.splitlines()[-1] == (
-        "vgr_trl.utils.UnsupportedTRLError: TRL 1.14.2 is installed, but vgr_trl needs another: "
-        'pip install "trl>=1.15,<1.17".'
-    )
+    assert "UnsupportedTRLError: TRL 1.14.2 is installed, but vgr_trl needs another" in run.stderr
 
 
 @pytest.mark.parametrize(
