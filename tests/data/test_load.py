@@ -15,6 +15,7 @@ ROWS = Dataset.from_dict({"problem": PROBLEMS, "solution": ["2", "3"]})
 
 def test_saved_data_sets_and_parquet_keep_their_rows(tmp_path):
     ROWS.to_parquet(tmp_path / "files" / "test.parquet")
+    (tmp_path / "files" / "dataset_infos.json").write_text("{}")  # beside other files, JSON describes them
     DatasetDict(dev=ROWS).save_to_disk(tmp_path / "saved_dict")
     ROWS.save_to_disk(tmp_path / "saved")
     for folder, split in (("files", "test"), ("saved_dict", "dev"), ("saved", "train")):
