@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from support.models.families import CLOSE, EOS, IMAGE, OPEN, PAD, VIDEO, Batch
 
-from vgr_trl.signals import ModalityMasks, build_modality_masks
+from vgr_trl.signals import AttentionProbe, ModalityMasks, build_modality_masks
 
 VISION_IDS, SPECIAL_IDS = (IMAGE, VIDEO), (PAD, EOS, OPEN, CLOSE)
 TOLERANCE = 1e-5  # the issue's; found: 2e-7, with prompts shared 1e-6
@@ -59,6 +59,13 @@ def reference(model, batch: Batch) -> Reference:
 def difference(found: torch.Tensor, expected: torch.Tensor, valid: torch.Tensor) -> float:
     """The largest one where `valid` (N, T) is True; found and expected are (L, N, T)."""
     return float((found - expected).abs().where(valid, 0.0).max())
+
+
+def run(model, batch, **options):
+    """Mass of the completions in one plain pass."""
+    with torch.no_grad(), AttentionProbe(model, masks_of(batch), **options) as probe:
+        model(**batch.inputs)
+    return probe
 
 
 def assert_agrees(probe, expected, tolerance=TOLERANCE):
