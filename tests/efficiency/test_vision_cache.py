@@ -12,8 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from support.models.compare import generated, gradients, largest_relative, scored, why_plain, with_head
-from support.models.families import FAMILIES, build, make_batch, with_frozen_tower
-from support.models.other_families import OTHERS
+from support.models.families import FAMILIES, OTHERS, build, make_batch, with_frozen_tower
 
 from vgr_trl.efficiency.vision import FAMILIES as TYPES
 from vgr_trl.efficiency.vision import VisionCache, add_zero_features, images_processed_once, parts_of_tower

@@ -11,8 +11,7 @@ from support.models.compare import (
     shortened,
     with_head,
 )  # fmt: skip
-from support.models.families import FAMILIES, build, make_batch
-from support.models.other_families import OTHERS
+from support.models.families import FAMILIES, OTHERS, build, make_batch
 from support.old_releases import KEEPS_LESS
 
 from vgr_trl.sharing import model_support, share_prompts

@@ -17,8 +17,7 @@ from support.models.compare import (
     scored,
     with_head,
 )
-from support.models.families import FAMILIES, OPEN, PAD, PIXEL_INPUTS, VIDEO, build, make_batch
-from support.models.other_families import OTHERS
+from support.models.families import FAMILIES, OPEN, OTHERS, PAD, PIXEL_INPUTS, VIDEO, build, make_batch
 
 from vgr_trl.sharing import ignore_empty_images, model_support, prefix_cache, prefix_forward, share_prompts
 from vgr_trl.utils import DataError

@@ -5,9 +5,8 @@ from functools import partial
 
 import pytest
 from support.models.compare import checkpointed, gradients, largest_relative, with_head
-from support.models.families import FAMILIES, build, make_batch
+from support.models.families import FAMILIES, OTHERS, build, make_batch
 from support.models.flash_on_cpu import as_flash, with_kernels
-from support.models.other_families import OTHERS
 from support.steps import DAPO, LOSSES, ROUNDING, STOCK, assert_same_steps, options, trained
 
 from vgr_trl.sharing import share_prompts

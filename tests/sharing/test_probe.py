@@ -5,9 +5,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.models.compare import plain_and_shared, with_head
 from support.models.decoders import DECODERS
-from support.models.families import BODY, FAMILIES, PAD, Family, build, make_batch, text_model
+from support.models.families import BODY, FAMILIES, OTHERS, PAD, Family, build, make_batch, text_model
 from support.models.flash_on_cpu import as_flash
-from support.models.other_families import OTHERS
 
 from vgr_trl.sharing import why_not_share
 from vgr_trl.sharing.model_support import base_of, causal_model

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from support.models.families import build, make_batch
-from support.models.other_families import OTHERS
+from support.models.families import OTHERS, build, make_batch
 
 
 @pytest.fixture

@@ -18,9 +18,8 @@ from support.models.eager_reference import (
     masks_of,
     reference,
 )
-from support.models.families import CLOSE, EOS, IMAGE, OPEN, VIDEO, Family, build, make_batch, text_model
+from support.models.families import CLOSE, EOS, IMAGE, OPEN, OTHERS, VIDEO, Family, build, make_batch, text_model
 from support.models.flash_on_cpu import as_flash, with_kernels
-from support.models.other_families import OTHERS
 from test_scoring import arguments, scorer_of
 
 from vgr_trl.sharing import share_prompts

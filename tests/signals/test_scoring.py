@@ -6,8 +6,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from support.models.compare import checkpointed, needs_shared, scored, with_head
 from support.models.decoders import DECODERS, case
 from support.models.eager_reference import SPECIAL_IDS, VISION_IDS, difference, masks_of, reference
-from support.models.families import FAMILIES, build, make_batch
-from support.models.other_families import OTHERS
+from support.models.families import FAMILIES, OTHERS, build, make_batch
 
 from vgr_trl.signals import AttentionProbe, RolloutScorer
 from vgr_trl.signals.probe import SimilarityProbe
