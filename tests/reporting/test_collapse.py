@@ -38,6 +38,7 @@ def signs(weights=WEIGHTS, steps=8, healthy=HEALTHY, **changed):
         ({"mean_length": 20.0}, "the length of completions fell from 100 to 20"),
         ({"clipped_ratio": 0.95}, "95% of the completions are truncated (lowest so far 10%)"),
         ({"entropy": 0.001}, "entropy fell from 0.3 to 0.001"),
+        ({"entropy": 1.3}, "entropy rose from 0.3 to 1.3"),
         ({"zero_std": 0.97}, "97% of the groups have equal rewards (lowest so far 40%)"),
         (
             {"vgr_reward_mean": 0.1, "accuracy_reward_std": 0.04, "format_reward_std": 0.0},
@@ -63,6 +64,7 @@ def test_each_sign(changed, seen):
         {},
         {"accuracy_reward_mean": 0.35, "mean_length": 30.0, "entropy": 0.05, "zero_std": 0.9},
         {"accuracy_reward_mean": 0.0, "healthy": HEALTHY | {"rewards/accuracy_reward/mean": 0.08}},
+        {"entropy": 1.1},  # less than four times the lowest
         {"vgr_reward_mean": 0.1},  # the other rewards rule the advantages
         {"format_reward_mean": 0.0, "steps": 3},  # a few bad steps
         {"format_reward_mean": 0.0, "weights": WEIGHTS | {"think_format_reward": 0.0}},
