@@ -6,6 +6,7 @@ from threading import Barrier
 
 import pytest
 
+from vgr_trl import DAPOConfig
 from vgr_trl.rewards import (
     accuracy_reward,
     gather_groups,
@@ -16,6 +17,7 @@ from vgr_trl.rewards import (
 )
 from vgr_trl.rewards.functions import scale_by_accuracy
 from vgr_trl.utils import RewardError
+from vgr_trl.validate.options import plan_rewards
 
 NAN, INF = math.nan, math.inf
 
@@ -101,6 +103,18 @@ def test_hard_negatives_and_mdi_are_scaled_towards_0_and_other_rewards_are_left_
     assert scale_by_accuracy([accuracy_reward, vgr_reward])[0] is accuracy_reward
     with pytest.raises(RewardError, match="the rows of vgr_reward have no column solution: add it, or set"):
         scale_by_accuracy([vgr_reward])[0](["a", "b"], vgr=[1.0, 2.0], num_generations=2)
+
+
+def test_attention_rewards_are_scaled_unless_the_option_says_none(tmp_path):
+    texts, solutions = answered([1, 0, 0, 0])
+    given = {"vgr": [1.0, 2.0, 3.0, 4.0], "solution": solutions, "num_generations": 4}
+    found = {}
+    for scale in ("accuracy", "none"):
+        args = DAPOConfig(str(tmp_path), attention_reward_scale=scale, bf16=False, use_cpu=True)
+        (reward,), _ = plan_rewards("vgr", args, lambda: 4)
+        found[scale] = reward([[{"role": "assistant", "content": text}] for text in texts], **given)
+    assert found["none"] == pytest.approx([1, 5 / 6, 1 / 6, 0])
+    assert found["accuracy"] != found["none"]
 
 
 @needs_whole_groups("value", optional=("note",))
