@@ -15,7 +15,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 WORKER = Path(__file__).with_name("engine_worker.py")
 OF_ENGINES = (  # what may differ: rates, and what is computed once
     "perf/", "timing/", "step_time", "sharing/", "vision/", "skipped/", "replay/megabytes", "grad_norm", "loss",
-    "epoch", "clip_ratio",
+    "epoch", "clip_ratio", "pixels/",  # of the first group of each process
 )  # fmt: skip
 ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
 SAVED = [(kind, case) for kind in (*ENGINES, "offload") for case in ("mixed", "lora")]
