@@ -71,7 +71,7 @@ def has_one_image(rows: Dataset) -> bool:
     return names == {"image"} and isinstance(rows.features["image"], ImageFeature | Value)
 
 
-def convert_rows(rows: Dataset, rules: Rules, columns: Sequence[str], folder: str | Path, workers: int = 2) -> Dataset:
+def convert_rows(rows: Dataset, rules: Rules, columns: Sequence[str], folder: str | Path, workers: int) -> Dataset:
     """Return the rows with these columns of the schema, or with the `REASON` why they cannot be used.
 
     Images are decoded by `workers` processes (0: this one) into temporary files in `folder`.
