@@ -44,7 +44,7 @@ CASES = {
     "mixed": Case(REPLAYED, drop_images=True),
     "mixed lora": Case(lora=True, drop_images=True),
     "lora": Case(lora=True),
-    "remax": Case({"advantage_estimator": "remax"}, (accuracy_reward,)),
+    "remax": Case({"advantage_estimator": "remax", "attention_rows": "all"}, (accuracy_reward,)),
     "critic head": Case(GAE | {"critic": "head"}, (accuracy_reward,)),
     "critic model": Case(GAE | {"critic": "model"}, (accuracy_reward,)),
 }
