@@ -29,6 +29,7 @@ class Scripted(torch.nn.Module):
         assert not self.training
         assert self.generation_config is generation_config, "the checkpoint's own settings are out of the way"
         sampled, copies = generation_config.do_sample, generation_config.num_return_sequences or 1
+        assert not sampled or generation_config.top_k == 0, "transformers would sample from 50 tokens"
         start = self.place[sampled]
         self.place[sampled] = end = start + input_ids.size(0)
         chosen = slice(1, 1 + copies) if sampled else slice(1)
