@@ -489,7 +489,8 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
     part, inputs, why = take_rows(batch, rows), [], ""
     try:
         blank = partial(perturb_images, name="mask_image", seed=0, step=0)
-        other, _ = inputs_with_other_images(trainer, part, [rollout.messages[row] for row in rows], rows, blank)
+        prompts = [(accelerator.process_index * len(valid) + row) // size for row in rows]
+        other, _ = inputs_with_other_images(trainer, part, [rollout.messages[row] for row in rows], prompts, blank)
         inputs = [scoring_inputs(part), other]
     except DataError as error:
         why = f": {error}"

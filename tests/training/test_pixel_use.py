@@ -1,11 +1,14 @@
 """Whether the model and the engine see the images is checked once, after the first rollout."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from support.vllm import in_place_of_vllm
 
 from vgr_trl.measure import PixelUse, compare_logps
 from vgr_trl.metrics import first_signs
+from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.utils import DataError
 
 
@@ -27,7 +30,9 @@ def cut_pixels(trainer):
 
 def test_one_group_passes_again_once_and_the_change_is_logged(make, passes, caplog):
     trainer = make()
-    trainer.train()
+    with patch("vgr_trl.measure.perturb_images", wraps=perturb_images) as blanked:
+        trainer.train()
+    assert blanked.call_count == 1  # the image of the prompt, not of each completion
     assert [rows for trains, rows in passes if not trains] == [4, 4]  # the completions, and they behind a blank image
     (change,) = [entry["pixels/change"] for entry in trainer.state.log_history if "pixels/change" in entry]
     (line,) = [text for text in caplog.messages if "blank image" in text]
