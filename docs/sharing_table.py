@@ -18,14 +18,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from support.models.compare import generated, gradients, largest_relative, scored, with_head  # noqa: E402
 from support.models.eager_reference import assert_agrees, reference, run  # noqa: E402
-from support.models.families import (  # noqa: E402
-    FAMILIES,
-    OTHERS,
-    Batch,
-    Family,
-    build,
-    make_batch,
-)
+from support.models.families import FAMILIES, OTHERS, Batch, Family, build, make_batch  # noqa: E402
 from support.models.processors import PROCESSORS  # noqa: E402
 
 from vgr_trl.patches.vllm import plan_vllm_images  # noqa: E402

@@ -90,11 +90,10 @@ def test_the_row_after_a_damaged_one_takes_its_place_on_every_process(processes,
     image[place : place + 8] = bytes(8)
     (data.parent / "2.png").write_bytes(image)
     given = model_folder, data, workers
-    whole = results_of(train, *given, tmp_path / "whole", processes=processes)[0]
+    (whole, *_) = results_of(train, *given, tmp_path / "whole", processes=processes)
     assert whole["rows"] == [[row] * 4 for row in (0, 1, 3, 3, 4, 5)]
     assert whole["replaced"] == [None, None, 1.0, None, None, None]
-    rest = results_of(train, *given, tmp_path / "rest", str(tmp_path / "whole" / "checkpoint-2"), processes=processes)[
-        0
-    ]
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    (rest, *_) = results_of(train, *given, tmp_path / "rest", checkpoint, processes=processes)
     assert rest["rows"] == whole["rows"][2:]
     assert rest["losses"] == pytest.approx(whole["losses"], abs=1e-6)
