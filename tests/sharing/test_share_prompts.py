@@ -114,6 +114,22 @@ def test_bfloat16_is_as_far_from_float32_as_the_plain_pass(autocast):
     assert 1e-4 < (shared.float() - exact).abs().mean() < 1.5 * far
 
 
+def test_a_call_of_the_base_model_behind_a_scored_pass_keeps_all_hidden_states():
+    """TRL's labels say where completions begin for their own pass only, also for one that fails."""
+    model, batch = with_head(build("llama")), make_batch("llama")
+    plain = model.model(**batch.inputs).last_hidden_state
+    hidden = []
+    with share_prompts(model) as report:
+        scored(model, batch)
+        hidden.append(model.model(**batch.inputs).last_hidden_state)
+        with model.model.norm.register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
+            scored(model, batch)
+        hidden.append(model.model(**batch.inputs).last_hidden_state)
+    assert not report.plain
+    seen = batch.inputs["attention_mask"].bool()
+    assert max((plain - each)[seen].abs().max() for each in hidden) < 4e-6
+
+
 def test_blocks_can_be_nested_and_end_with_errors():
     model, batch = with_head(build("qwen2_vl")), make_batch("qwen2_vl")
     patched = model.forward

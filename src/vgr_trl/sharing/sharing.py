@@ -151,12 +151,16 @@ def _lending_to_labelled(causal: Any, forward: "SharedForward", lending: Lending
     """Read where completions begin off the labels of TRL's scoring; forget open prompts if the block fails."""
 
     def read(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        labels, forward.labelled = kwargs.get("labels"), None
+        labels = kwargs.get("labels")
         if kwargs.get("fused_lm_head") and labels is not None and torch.is_grad_enabled():
             labelled = (labels != -100).any(0).nonzero()
             forward.labelled = labels.size(1) - int(labelled[0]) if len(labelled) else None
 
-    with causal.register_forward_pre_hook(read, with_kwargs=True):
+    def forget(*args: Any) -> None:  # a call of the base model alone has no labels
+        forward.labelled = None
+
+    before = causal.register_forward_pre_hook(read, with_kwargs=True)
+    with before, causal.register_forward_hook(forget, always_call=True):
         try:
             yield
         except BaseException:
