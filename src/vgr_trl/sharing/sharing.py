@@ -251,7 +251,7 @@ class SharedForward:
                 return self.plain(**inputs)
             gradients = torch.is_grad_enabled()
             if gradients and self.lending is not None:
-                self.lending.forget_abandoned()
+                self.lending.begin_pass()
             # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches the layer's output.
             whole = self._width is None or (gradients and self._gathers)
             run = partial(prefix_forward, self.base, self.plain, inputs)
