@@ -261,6 +261,9 @@ def test_an_optimizer_step_with_an_open_prompt_is_refused():
         accumulated(model, batch, ONE_BY_ONE, synchronises=False)
         raise KeyboardInterrupt
     torch.optim.SGD(model.parameters(), lr=1.0).step()
+    with pytest.warns(UserWarning, match="2 prompts have run forward and not backward"), share_prompts(model):
+        accumulated(model, batch, ONE_BY_ONE, synchronises=False)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
 @pytest.mark.parametrize("to_none", [True, False])

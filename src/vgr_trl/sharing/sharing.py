@@ -1,6 +1,7 @@
 """`share_prompts`: equal prompts computed once in forward, backward and `generate`, and where a run does so."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -148,7 +149,7 @@ def why_not_lend(base: Any) -> str | None:
 
 @contextmanager
 def _lending_to_labelled(causal: Any, forward: "SharedForward", lending: Lending) -> Iterator[None]:
-    """Read where completions begin off the labels of TRL's scoring; forget open prompts if the block fails."""
+    """Read where completions begin off the labels of TRL's scoring; forget open prompts at the end of the block."""
 
     def read(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         labels = kwargs.get("labels")
@@ -163,9 +164,11 @@ def _lending_to_labelled(causal: Any, forward: "SharedForward", lending: Lending
     with before, causal.register_forward_hook(forget, always_call=True):
         try:
             yield
-        except BaseException:
+            if lending.open:  # of a training that has stopped within an optimizer step, or of a block that ends in one
+                lost = f"{len(lending.open)} prompts have run forward and not backward, and lost their gradients"
+                warnings.warn(f"{lost}: end the block of share_prompts behind an optimizer step.", stacklevel=2)
+        finally:
             lending.clear()
-            raise
 
 
 @contextmanager
