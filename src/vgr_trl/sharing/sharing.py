@@ -333,7 +333,7 @@ class SharedForward:
         return plain()
 
     def _count(self, kind: str, *counts: Any) -> None:
-        self.report.add(*counts)
+        self.report.add(*counts, trains=self.base.training)
         if self.first_step is not None:
             self.first_step.setdefault(kind, SharingReport()).add(*counts)
 
