@@ -97,6 +97,16 @@ def test_active_dropout(kind, options, expected):
     assert not has_active_dropout(model.eval())
 
 
+def test_dropout_at_work_warns_once():
+    model, batch = with_adapter("llama", lora_dropout=0.5), make_batch("llama")
+    with share_prompts(model):
+        scored(model, batch)  # without dropout
+        model.train()
+        with pytest.warns(UserWarning, match="completions of a prompt share its dropout"):
+            scored(model, batch)
+        scored(model, batch)
+
+
 def test_the_share_of_a_training_leaves_out_its_evaluation():
     model, batch, alone = with_head(build("llama")), make_batch("llama"), make_batch("llama", generations=1)
     with torch.no_grad(), share_prompts(model) as report:

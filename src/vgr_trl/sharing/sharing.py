@@ -25,6 +25,7 @@ from vgr_trl.sharing.model_support import (
     causal_model,
     check_model,
     check_token_types,
+    has_active_dropout,
     has_sharded_parameters,
     is_checkpointed,
     is_compiled,
@@ -67,7 +68,8 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
 
     Log-probabilities, gradients and tokens are those of the plain passes, up to the order of additions. A call for
     which that cannot be had runs plainly, and the report says why. Dropout at work, or noise in routers, is the
-    exception: the completions of a prompt then share what is drawn over their prompt, where plain passes draw for each.
+    exception: the completions of a prompt then share what is drawn over their prompt, where plain passes draw for each,
+    and a warning says so.
 
     After the first step the main process prints how many prompts were computed, if `completion_length` is None.
 
@@ -239,6 +241,7 @@ class SharedForward:
 
     def __post_init__(self) -> None:
         self.alike = self.sharded and self.agree is not None
+        self.warns = self.checks is None  # of dropout, once; `DAPOTrainer` does it at the start of a run
         self.names = list(signature(self.plain).parameters)
         self.agree_on_images = self.agree if self.sharded and "pixel_values" in self.names else None
         self.lock = RLock()  # the model keeps the offsets of one batch at a time
@@ -327,6 +330,9 @@ class SharedForward:
                 self.refused[kind] = reason = str(error)
             else:
                 self._count(kind, found.rows, found.computed)
+                if self.warns and has_active_dropout(self.base):
+                    warnings.warn("The completions of a prompt share its dropout, or noise of routers.", stacklevel=2)
+                    self.warns = False
                 return outputs
         count = len(rows) if isinstance(rows, Tensor) else 0
         self._count(kind, count, count, [reason])
