@@ -5,7 +5,7 @@ values, which collect their gradients over the micro-batches. The last reader re
 backward pass runs that of the prompt. So the prompt runs backward once, within an ordinary backward pass, and the loops
 of Trainer and accelerate stay as they are. A pass that closes a prompt may never run backward: until then the prompt is
 open, and another pass closes it again. At the micro-batch that synchronises gradients every prompt is closed, whatever
-was planned; with several processes it is closed through `AddCollected`, since DDP takes each weight's gradient once.
+was planned; with several processes its graph is then one with that of the pass, as DDP takes each gradient once.
 
 `shuffle_whole_groups` brings the completions of a prompt together, and `find_read_again` says which prompts are lent.
 """
@@ -29,39 +29,22 @@ from vgr_trl.sharing.prefix_forward import PER_TOKEN, Prefill, PrefixSplit, find
 from vgr_trl.utils import VGRError
 
 
-class AddCollected(torch.autograd.Function):
-    """The identity, whose backward pass adds the gradient that a detached copy has collected."""
-
-    @staticmethod
-    def forward(ctx: Any, live: Tensor, copy: Tensor, prompt: "LentPrompt") -> Tensor:
-        """Return `live`, of any shape."""
-        ctx.copy, ctx.prompt = copy, prompt
-        return live.view_as(live)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of `live`."""
-        collected, ctx.copy.grad = ctx.copy.grad, None
-        ctx.prompt.lending.finish(ctx.prompt)
-        return grad if collected is None else grad + collected, None, None
-
-
 class _RunPrompt(torch.autograd.Function):
-    """The identity of a prompt's copies; its backward pass, which comes last, is that of the live tensors.
+    """The identity of keys and values that the pass reads which closes a prompt.
 
-    In one graph with the completions, the weights' gradients of both would be added before they are accumulated: those
-    of the completions would wait for those of the prompt, in as much memory again as the weights have.
+    Of copies the backward pass runs that of the prompt, and comes last. In one graph with the completions, the weights'
+    gradients of both would be added before they are accumulated: those of the completions would wait for those of the
+    prompt, in as much memory again as the weights have. Of live tensors it is part of the prompt's.
     """
 
     @staticmethod
-    def forward(ctx: Any, prompt: "LentPrompt", *copies: Tensor) -> tuple[Tensor, ...]:
-        ctx.prompt = prompt
-        return tuple(copy.view_as(copy) for copy in copies)
+    def forward(ctx: Any, prompt: "LentPrompt", *read: Tensor) -> tuple[Tensor, ...]:
+        ctx.prompt, ctx.is_live = prompt, read[0].grad_fn is not None
+        return tuple(each.view_as(each) for each in read)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        ctx.prompt.run_backward(grads)
-        return (None,) * (1 + len(grads))
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.prompt.run_backward(grads, ctx.is_live))
 
 
 class _Reach(torch.autograd.Function):
@@ -111,21 +94,26 @@ class LentPrompt:
         self.is_closed, self._readers = True, self._readers + 1
         if not self._trained:
             self.lending.finish(self)
-        if _exchanges_gradients() or not self._trained:
-            read = (AddCollected.apply(*pair, self) for pair in self._trained)
-        else:
-            read = iter(_RunPrompt.apply(self, *[each for _, each in self._trained]))
+            return self.copies
+        read = iter(_RunPrompt.apply(self, *[pair[not _exchanges_gradients()] for pair in self._trained]))
         return [next(read) if each.requires_grad else each for each in self.copies]
 
-    def run_backward(self, grads: Sequence[Tensor]) -> None:
-        """Run the backward pass, for the gradients of one reader and those that the copies have collected until now."""
+    def run_backward(self, grads: Sequence[Tensor], is_live: bool) -> Sequence[Tensor | None]:
+        """Run backward for one reader and what the copies have collected until now; return gradients of live tensors.
+
+        Args:
+            grads: of the reader's keys and values.
+            is_live: whether the graph of the reader goes on with that of the prompt.
+        """
         self._readers -= 1  # another one, unless it never runs backward, runs the graph again
         pairs = zip(self._trained, grads, strict=True)
         whole = [grad if each.grad is None else grad + each.grad for (_, each), grad in pairs]
-        torch.autograd.backward([live for live, _ in self._trained], whole, retain_graph=self._readers > 0)
+        if not is_live:
+            torch.autograd.backward([live for live, _ in self._trained], whole, retain_graph=self._readers > 0)
         for _, each in self._trained:
             each.grad = None
         self.lending.finish(self)
+        return whole if is_live else [None] * len(whole)
 
     @cached_property
     def weight(self) -> Any:
@@ -165,10 +153,8 @@ class Lending:
 
     def find(self, tokens: tuple[int, ...], pixels: Sequence[Tensor]) -> LentPrompt | None:
         """Return the open prompt with these tokens and pixels."""
-        for prompt in self.open:
-            if prompt.tokens == tokens and all(map(torch.equal, prompt.pixels, pixels)):
-                return prompt
-        return None
+        same = (each for each in self.open if each.tokens == tokens and all(map(torch.equal, each.pixels, pixels)))
+        return next(same, None)
 
     def add(self, prompt: LentPrompt) -> None:
         """Open a prompt; an optimizer step before it has run backward is an error."""
