@@ -80,29 +80,28 @@ def test_steps_with_other_options(case, vision, image_rows, tmp_path):
 
 
 OURS_ALONE = {
-    "perception loss": ({"perception_loss_weight": 0.05, "der_loss_weight2": 0.05}, 1 / 4 + 1 / 16),
-    "a critic's head": ({"advantage_estimator": "gae", "critic": "head"}, 1 / 4),
-    "a token budget": ({"max_tokens_per_micro_batch": 60, "per_device_train_batch_size": 8}, 1 / 4),
-    "bf16": ({"bf16": True}, 1 / 4),
-    "rows without an image": (TWICE, 1 / 4),
+    "perception loss": {"perception_loss_weight": 0.05, "der_loss_weight2": 0.05},
+    "a critic's head": {"advantage_estimator": "gae", "critic": "head"},
+    "a token budget": {"max_tokens_per_micro_batch": 60, "per_device_train_batch_size": 8},
+    "bf16": {"bf16": True},
+    "rows without an image": TWICE,
 }
 
 
 @pytest.mark.skipif(KEEPS_LESS, reason="checkpoints drop caches")
 @pytest.mark.parametrize("case", OURS_ALONE)
 def test_micro_batches_of_one_completion_with_what_stock_trl_lacks(case, vision, image_rows, tmp_path):
-    """Against plain passes of this library. A perturbed prompt is computed again beside the last row of a step."""
+    """Against plain passes of this library. Both passes of a step's last micro-batch close its perturbed prompt."""
     model, processor = vision
     if case == "rows without an image":
         image_rows = questions(lambda number: [picture(number)] if number % 2 else [])
-    more, share = OURS_ALONE[case]
-    size = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8} | more
+    size = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8} | OURS_ALONE[case]
     size["gradient_accumulation_steps"] //= size["per_device_train_batch_size"]
     settings = options(tmp_path, **size, epsilon_high=0.28, gradient_checkpointing=True)
     plain = trained(DAPO, model, processor, image_rows, {**settings, "share_prompts": "off"})
     shared = trained(DAPO, model, processor, image_rows, settings)
     assert_same_steps(model, shared, plain, 5e-2 if case == "bf16" else ROUNDING)
-    assert shared.places["training"].prompts_per_row == share
+    assert shared.places["training"].prompts_per_row == 1 / 4
     assert set(shared.places["training"].plain) <= {"no prompt occurs twice"}
 
 

@@ -1,6 +1,8 @@
 """A group over several micro-batches: its prompt runs forward and backward once, with the same gradients."""
 
+import gc
 from contextlib import contextmanager, nullcontext, suppress
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -49,9 +51,9 @@ def rows_of(model, batch, rows):
     return Batch(chosen, batch.completion_length, batch.prompts)
 
 
-def accumulated(model, batch, micro_batches, *, synchronises=True, around=lambda rows: nullcontext()):
+def accumulated(model, batch, micro_batches, *, synchronises=True, around=lambda rows: nullcontext(), to_none=True):
     """The gradients of a loss with another weight for every token, accumulated as TRL and accelerate do."""
-    model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=to_none)
     weights = torch.randn(6, batch.completion_length, generator=torch.Generator().manual_seed(5)).double()
     for rows in micro_batches:
         last = synchronises and rows is micro_batches[-1]
@@ -115,13 +117,82 @@ def planned(model, batch, open_prompts):
     return around
 
 
-def test_a_prompt_closes_with_its_planned_last_reader():
-    """With a plan no prompt stays open behind its group; without, all wait for the last micro-batch."""
+def test_a_prompt_closes_with_its_planned_last_reader(monkeypatch):
+    """With a plan no prompt stays open behind its group, or in memory; without, all wait for the last micro-batch."""
     model, batch = case("qwen2_5_vl")
-    plain, open_prompts = accumulated(model, batch, ONE_BY_ONE), []
+    plain, open_prompts, made = accumulated(model, batch, ONE_BY_ONE), [], WeakSet()
+    add = Lending.add
+    monkeypatch.setattr(Lending, "add", lambda lending, prompt: made.add(prompt) or add(lending, prompt))
+    gc.disable()
     shared = accumulated(model, batch, ONE_BY_ONE, around=planned(model, batch, open_prompts))
-    assert open_prompts == [1, 1, 0, 1, 1, 0]
+    gc.enable()
+    assert (open_prompts, len(made)) == ([1, 1, 0, 1, 1, 0], 0)
     assert largest_relative(plain, shared) < 1e-6
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+@pytest.mark.parametrize("looked_at", [[], [2], [5], [2, 4, 5]])
+@pytest.mark.parametrize("plans", [False, True])
+def test_a_pass_that_never_runs_backward_takes_no_gradient(plans, looked_at, exchanges, monkeypatch):
+    """A micro-batch passes twice, and the second pass alone runs backward; rows 2 and 5 close their prompts."""
+    monkeypatch.setattr("vgr_trl.sharing.lending._exchanges_gradients", lambda: exchanges)
+    model, batch = case("qwen2_5_vl")
+    plain, around = accumulated(model, batch, ONE_BY_ONE), planned(model, batch, [])
+
+    @contextmanager
+    def twice(rows):
+        with around(rows) if plans else nullcontext():
+            if rows[0] in looked_at:
+                scored(model, rows_of(model, batch, rows))
+            yield
+
+    with nullcontext() if plans else share_prompts(model):
+        shared = accumulated(model, batch, ONE_BY_ONE, around=twice)
+    assert largest_relative(plain, shared) < 1e-6
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_two_passes_of_the_last_micro_batch_run_backward(together):
+    """Each takes the prompt's gradient of its own completions, and one of them what others have collected."""
+    model, batch = case("qwen2_5_vl")
+
+    def step():
+        accumulated(model, batch, ONE_BY_ONE[:5], synchronises=False)
+        GradientState()._set_sync_gradients(True)
+        losses = [scored(model, rows_of(model, batch, [5]))[0].sum() * factor for factor in (1, 3)]
+        for loss in [sum(losses)] if together else losses:
+            loss.backward()
+        return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+    plain = step()
+    with share_prompts(model):
+        shared = step()
+    assert largest_relative(plain, shared) < 1e-6
+
+
+def test_a_prompt_whose_last_reader_is_skipped_waits_for_the_last_micro_batch():
+    """Memory runs out in the pass of row 2, which was to close its prompt; no optimizer steps before it is closed."""
+    model, batch = case("qwen2_5_vl")
+    micro_batches = [[0], [1], [3], [4], [5]]
+    plain, lending = accumulated(model, batch, micro_batches), Lending(base_of(causal_model(model)))
+
+    @contextmanager
+    def around(rows):
+        with share_prompts(model, batch.completion_length, lending=lending, again=[row not in (2, 5) for row in rows]):
+            if rows == [3]:
+                scored(model, rows_of(model, batch, [2]))  # its backward pass never runs
+            yield
+
+    shared = accumulated(model, batch, micro_batches, around=around)
+    assert lending.open == []
+    assert largest_relative(plain, shared) < 1e-6
+    with share_prompts(model, batch.completion_length, lending=lending, again=[True]):
+        GradientState()._set_sync_gradients(False)
+        scored(model, rows_of(model, batch, [0]))[0].sum().backward()
+        GradientState()._set_sync_gradients(True)
+        scored(model, rows_of(model, batch, [2]))
+    with pytest.raises(VGRError, match="1 prompts have run forward and not backward"):
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
 @pytest.mark.parametrize("in_a_group", [False, True])
@@ -190,6 +261,24 @@ def test_an_optimizer_step_with_an_open_prompt_is_refused():
         accumulated(model, batch, ONE_BY_ONE, synchronises=False)
         raise KeyboardInterrupt
     torch.optim.SGD(model.parameters(), lr=1.0).step()
+    with pytest.warns(UserWarning, match="2 prompts have run forward and not backward"), share_prompts(model):
+        accumulated(model, batch, ONE_BY_ONE, synchronises=False)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("trained", ["up_proj", "visual", "layers.1.self_attn.k_proj", "lm_head"])
+@pytest.mark.parametrize("before_it_ends", [1, 4])
+def test_a_step_given_up_leaves_no_gradient_whatever_trains(before_it_ends, trained, to_none):
+    model, batch = case("qwen2_5_vl")
+    for parameter, value in model.named_parameters():
+        value.requires_grad_(trained in parameter)
+    plain = accumulated(model, batch, ONE_BY_ONE)
+    with share_prompts(model):
+        for _ in range(2):
+            accumulated(model, batch, ONE_BY_ONE[:before_it_ends], synchronises=False, to_none=to_none)
+            shared = accumulated(model, batch, ONE_BY_ONE, to_none=to_none)
+    assert largest_relative(plain, shared) < 1e-6
 
 
 def test_a_step_that_was_given_up_leaves_no_gradient():

@@ -97,6 +97,26 @@ def test_active_dropout(kind, options, expected):
     assert not has_active_dropout(model.eval())
 
 
+def test_dropout_at_work_warns_once():
+    model, batch = with_adapter("llama", lora_dropout=0.5), make_batch("llama")
+    with share_prompts(model):
+        scored(model, batch)  # without dropout
+        model.train()
+        with pytest.warns(UserWarning, match="completions of a prompt share its dropout"):
+            scored(model, batch)
+        scored(model, batch)
+
+
+def test_the_share_of_a_training_leaves_out_its_evaluation():
+    model, batch, alone = with_head(build("llama")), make_batch("llama"), make_batch("llama", generations=1)
+    with torch.no_grad(), share_prompts(model) as report:
+        scored(model.eval(), alone)
+        assert report.prompts_per_row == 1
+        scored(model.train(), batch)
+        scored(model.eval(), alone)
+    assert (report.prompts_per_row, report.rows) == (1 / 3, 6 + 2 * len(alone.inputs["input_ids"]))
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_is_as_far_from_float32_as_the_plain_pass(autocast):
     model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl", generations=6)
@@ -112,6 +132,22 @@ def test_bfloat16_is_as_far_from_float32_as_the_plain_pass(autocast):
     assert not report.plain
     far = (plain.float() - exact).abs().mean()
     assert 1e-4 < (shared.float() - exact).abs().mean() < 1.5 * far
+
+
+def test_a_call_of_the_base_model_behind_a_scored_pass_keeps_all_hidden_states():
+    """TRL's labels say where completions begin for their own pass only, also for one that fails."""
+    model, batch = with_head(build("llama")), make_batch("llama")
+    plain = model.model(**batch.inputs).last_hidden_state
+    hidden = []
+    with share_prompts(model) as report:
+        scored(model, batch)
+        hidden.append(model.model(**batch.inputs).last_hidden_state)
+        with model.model.norm.register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
+            scored(model, batch)
+        hidden.append(model.model(**batch.inputs).last_hidden_state)
+    assert not report.plain
+    seen = batch.inputs["attention_mask"].bool()
+    assert max((plain - each)[seen].abs().max() for each in hidden) < 4e-6
 
 
 def test_blocks_can_be_nested_and_end_with_errors():

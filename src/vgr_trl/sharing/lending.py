@@ -3,15 +3,16 @@
 The first micro-batch that holds a prompt runs it with gradients. Completions read detached copies of its keys and
 values, which collect their gradients over the micro-batches. The last reader reads them through `_RunPrompt`, whose
 backward pass runs that of the prompt. So the prompt runs backward once, within an ordinary backward pass, and the loops
-of Trainer and accelerate stay as they are. At the micro-batch that synchronises gradients every prompt is closed,
-whatever was planned; with several processes it is closed through `AddCollected`, since DDP takes each weight's gradient
-once.
+of Trainer and accelerate stay as they are. A pass that closes a prompt may never run backward: until then the prompt is
+open, and another pass closes it again. At the micro-batch that synchronises gradients every prompt is closed, whatever
+was planned; with several processes its graph is then one with that of the pass, as DDP takes each gradient once.
 
 `shuffle_whole_groups` brings the completions of a prompt together, and `find_read_again` says which prompts are lent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from typing import Any
 from weakref import ref
 
@@ -23,45 +24,27 @@ from torch.distributed import is_initialized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vgr_trl.pixels import IMAGE_INPUTS, clone_to, on_device
-from vgr_trl.sharing.model_support import attention_modules
 from vgr_trl.sharing.prefix_cache import StoredKeys, WrittenPrefix, require
 from vgr_trl.sharing.prefix_forward import PER_TOKEN, Prefill, PrefixSplit, find_groups, first_rows
 from vgr_trl.utils import VGRError
 
 
-class AddCollected(torch.autograd.Function):
-    """The identity, whose backward pass adds the gradient that a detached copy has collected."""
-
-    @staticmethod
-    def forward(ctx: Any, live: Tensor, copy: Tensor) -> Tensor:
-        """Return `live`, of any shape."""
-        ctx.copy = copy
-        return live.view_as(live)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of `live`."""
-        collected = ctx.copy.grad
-        return grad if collected is None else grad + collected, None
-
-
 class _RunPrompt(torch.autograd.Function):
-    """The identity of all copies of a prompt; its backward pass, which comes last, is that of the live tensors.
+    """The identity of keys and values that the pass reads which closes a prompt.
 
-    In one graph with the completions, the weights' gradients of both would be added before they are accumulated: those
-    of the completions would wait for those of the prompt, in as much memory again as the weights have.
+    Of copies the backward pass runs that of the prompt, and comes last. In one graph with the completions, the weights'
+    gradients of both would be added before they are accumulated: those of the completions would wait for those of the
+    prompt, in as much memory again as the weights have. Of live tensors it is part of the prompt's.
     """
 
     @staticmethod
-    def forward(ctx: Any, live: Sequence[Tensor], *copies: Tensor) -> tuple[Tensor, ...]:
-        ctx.live, ctx.copies = live, copies
-        return tuple(copy.view_as(copy) for copy in copies)
+    def forward(ctx: Any, prompt: "LentPrompt", *read: Tensor) -> tuple[Tensor, ...]:
+        ctx.prompt, ctx.is_live = prompt, read[0].grad_fn is not None
+        return tuple(each.view_as(each) for each in read)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        pairs = zip(ctx.copies, grads, strict=True)
-        torch.autograd.backward(ctx.live, [grad if copy.grad is None else grad + copy.grad for copy, grad in pairs])
-        return (None,) * (1 + len(grads))
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.prompt.run_backward(grads, ctx.is_live))
 
 
 class _Reach(torch.autograd.Function):
@@ -84,34 +67,66 @@ class LentPrompt:
         tokens: (P - 1,) without padding.
         pixels: its pixel inputs.
         prefill: of this prompt alone.
+        lending: the open prompts, of which this is one until it has run backward.
 
     Attributes:
-        live: keys and values of each layer, (1, H, P - 1, D), with their graph.
-        copies: detached; they require gradients where the live ones do.
+        copies: keys and values of each layer, (1, H, P - 1, D), detached; trained layers' collect gradients.
+        is_closed: whether the present pass has closed it.
 
     Raises:
         UnsupportedModel: a layer keeps other state than keys and values.
     """
 
-    def __init__(self, tokens: tuple[int, ...], pixels: list[Tensor], prefill: Prefill) -> None:
-        self.tokens, self.pixels, self.prefill = tokens, pixels, prefill
+    def __init__(self, tokens: tuple[int, ...], pixels: list[Tensor], prefill: Prefill, lending: "Lending") -> None:
+        self.tokens, self.pixels, self.prefill, self.lending = tokens, pixels, prefill, lending
         layers = prefill.written.layers
         require(all(type(layer) is StoredKeys for layer in layers), "layers that keep other state than keys and values")
-        self.live: list[Tensor] = [each for layer in layers for each in (layer.keys, layer.values)]
-        self.copies = [each.detach().requires_grad_(each.requires_grad) for each in self.live]
+        live: list[Tensor] = [each for layer in layers for each in (layer.keys, layer.values)]
+        self.copies = [each.detach().requires_grad_(each.requires_grad) for each in live]
+        self.is_closed, self._readers = False, 0  # that have closed it, and not run backward
+        self._trained = [pair for pair in zip(live, self.copies, strict=True) if pair[0].requires_grad]
+        prompt = ref(self)  # its memory does not wait for Python's collector
+        for _, each in self._trained:
+            each.register_post_accumulate_grad_hook(lambda _: lending.watch(prompt()))
 
     def close(self) -> list[Tensor]:
         """Return keys and values whose backward pass runs that of the prompt, with what the copies have collected."""
-        if _exchanges_gradients():
-            pairs = zip(self.live, self.copies, strict=True)
-            return [AddCollected.apply(live, copy) if live.requires_grad else live for live, copy in pairs]
-        trained = [number for number, live in enumerate(self.live) if live.requires_grad]
-        read = list(self.copies)
-        if trained:
-            outputs = _RunPrompt.apply([self.live[each] for each in trained], *[read[each] for each in trained])
-            for number, output in zip(trained, outputs, strict=True):
-                read[number] = output
-        return read
+        self.is_closed, self._readers = True, self._readers + 1
+        if not self._trained:
+            self.lending.finish(self)
+            return self.copies
+        read = iter(_RunPrompt.apply(self, *[pair[not _exchanges_gradients()] for pair in self._trained]))
+        return [next(read) if each.requires_grad else each for each in self.copies]
+
+    def run_backward(self, grads: Sequence[Tensor], is_live: bool) -> Sequence[Tensor | None]:
+        """Run backward for one reader and what the copies have collected until now; return gradients of live tensors.
+
+        Args:
+            grads: of the reader's keys and values.
+            is_live: whether the graph of the reader goes on with that of the prompt.
+        """
+        self._readers -= 1  # another one, unless it never runs backward, runs the graph again
+        pairs = zip(self._trained, grads, strict=True)
+        whole = [grad if each.grad is None else grad + each.grad for (_, each), grad in pairs]
+        if not is_live:
+            torch.autograd.backward([live for live, _ in self._trained], whole, retain_graph=self._readers > 0)
+        for _, each in self._trained:
+            each.grad = None
+        self.lending.finish(self)
+        return whole if is_live else [None] * len(whole)
+
+    @cached_property
+    def weight(self) -> Any:
+        """A trained weight that the prompt's keys and values depend on; None: there is none."""
+        nodes: list[Any] = [live.grad_fn for live, _ in reversed(self._trained)]
+        weights, seen = self.lending.weights(), {None}
+        while nodes:
+            if (node := nodes.pop()) not in seen:
+                seen.add(node)
+                if id(leaf := getattr(node, "variable", None)) in weights:
+                    return leaf
+                nodes.extend(other for other, _ in node.next_functions)
+        return None
 
 
 class Lending:
@@ -127,59 +142,67 @@ class Lending:
     def __init__(self, base: nn.Module) -> None:
         self.open: list[LentPrompt] = []
         self._base = ref(base)
-        self._guard: Any = None
+        self._hooks: list[Any] = []
+        self._watched: Any = None  # a weight whose gradient tells of `zero_grad`
+        self._version = 0  # of this gradient, when it was last added to
+
+    def weights(self) -> set[int]:
+        """Return the ids of the base model's weights."""
+        base = self._base()
+        return set() if base is None else set(map(id, base.parameters()))
 
     def find(self, tokens: tuple[int, ...], pixels: Sequence[Tensor]) -> LentPrompt | None:
         """Return the open prompt with these tokens and pixels."""
-        for prompt in self.open:
-            if prompt.tokens == tokens and all(map(torch.equal, prompt.pixels, pixels)):
-                return prompt
-        return None
+        same = (each for each in self.open if each.tokens == tokens and all(map(torch.equal, each.pixels, pixels)))
+        return next(same, None)
 
     def add(self, prompt: LentPrompt) -> None:
-        """Open a prompt; an optimizer step before it is closed is an error."""
+        """Open a prompt; an optimizer step before it has run backward is an error."""
         self.open.append(prompt)
-        self._guard = self._guard or register_optimizer_step_pre_hook(self._refuse_open)
-
-    def read(self, prompt: LentPrompt, *, again: bool) -> list[Tensor]:
-        """Return the keys and values that a micro-batch reads; close the prompt unless another one reads it again."""
-        if again:
-            return prompt.copies
-        self.open.remove(prompt)
-        self._release_guard()
-        return prompt.close()
+        self._hooks = self._hooks or [register_optimizer_step_pre_hook(self._refuse_open)]
 
     def close_all(self, hidden: Tensor) -> Tensor:
-        """Return hidden states whose backward pass runs all open prompts backward too."""
-        live = [each for prompt in self.open for each in prompt.close() if each.requires_grad]
-        self.clear()
+        """Return hidden states whose backward pass runs all prompts backward that this pass has not closed."""
+        others = [prompt for prompt in self.open if not prompt.is_closed]
+        live = [each for prompt in others for each in prompt.close() if each.requires_grad]
         return _Reach.apply(hidden, *live) if live else hidden
 
-    def forget_abandoned(self) -> None:
-        """Forget prompts of a step that was given up, whose gradients `zero_grad` has removed from the weights alone.
+    def watch(self, prompt: LentPrompt | None) -> None:
+        """Watch a weight's gradient, from when a copy has one until no prompt is open."""
+        if self._watched is None and prompt in self.open and prompt is not None and prompt.weight is not None:
+            self._watched = prompt.weight
+            if self._watched.grad is None:  # until the prompt runs backward
+                self._watched.grad = torch.zeros_like(self._watched)
+            self._hooks.append(self._watched.register_post_accumulate_grad_hook(self._keep_version))
+            self._keep_version(self._watched)
 
-        A micro-batch that has run backward leaves a gradient in the decoder's attention, where that trains.
-        """
-        if not any(copy.grad is not None for prompt in self.open for copy in prompt.copies):
-            return
-        decoder = [module for module in attention_modules(self._base() or nn.Module()) if module.is_causal]
-        trained = [weight for module in decoder for weight in module.parameters() if weight.requires_grad]
-        if trained and all(weight.grad is None for weight in trained):
+    def _keep_version(self, weight: Any) -> None:
+        self._version = weight.grad._version
+
+    def begin_pass(self) -> None:
+        """Let the pass close all open prompts; forget those of a step that `zero_grad` has given up."""
+        for prompt in self.open:
+            prompt.is_closed = False
+        if self._watched is not None:
+            grad = self._watched.grad
+            if grad is None or (grad._version != self._version and not grad.any()):
+                self.clear()
+
+    def finish(self, prompt: LentPrompt) -> None:
+        """Forget a prompt that has run backward."""
+        self.open = [other for other in self.open if other is not prompt]
+        if not self.open:
             self.clear()
-
-    def _release_guard(self) -> None:
-        if self._guard is not None and not self.open:
-            self._guard.remove()
-            self._guard = None
 
     def clear(self) -> None:
         """Forget the prompts of a step that has been interrupted."""
         self.open.clear()
-        self._release_guard()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._watched = [], None
 
     def _refuse_open(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        base = self._base()
-        mine = set() if base is None else set(map(id, base.parameters()))
+        mine = self.weights()
         if not any(id(weight) in mine for group in optimizer.param_groups for weight in group["params"]):
             return
         count = len(self.open)
@@ -245,7 +268,7 @@ class MicroBatch:
                 self.found[number] = opened = self._run(number, base, plain)
                 self.lending.add(opened)
         prompts = [prompt for prompt in self.found if prompt is not None]
-        read = [self.lending.read(prompt, again=again) for prompt, again in zip(prompts, self.again, strict=True)]
+        read = [each.copies if again else each.close() for each, again in zip(prompts, self.again, strict=True)]
         joined = copy(prompts[0].prefill)
         joined.written = WrittenPrefix(base.config, self.split.groups)
         tensors = iter([_left_padded(same, self.split.start) for same in zip(*read, strict=True)])
@@ -269,7 +292,8 @@ class MicroBatch:
         alone |= dict(zip(self.split.pixels, self.pixels[number], strict=True))
         pixels = {name: [slice(None)] for name in self.split.pixels}
         split = PrefixSplit(len(tokens), len(tokens) + 1, [0], pixels)
-        return LentPrompt(tokens, self.pixels[number], Prefill(base, plain, alone, split, wants_hidden=False))
+        prefill = Prefill(base, plain, alone, split, wants_hidden=False)
+        return LentPrompt(tokens, self.pixels[number], prefill, self.lending)
 
 
 def _left_padded(tensors: Sequence[Tensor], width: int) -> Tensor:

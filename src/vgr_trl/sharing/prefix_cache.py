@@ -44,26 +44,34 @@ class SharingReport:
         rows: rows of all forward passes and generations that could have been shared.
         prompts: prompts that were computed for them; equal to `rows` where nothing was shared.
         plain: reason -> number of calls that ran plainly because of it.
+        in_training: (prompts, rows) of the calls of a model in training mode.
     """
 
     rows: int = 0
     prompts: int = 0
     plain: Counter[str] = field(default_factory=Counter)
+    in_training: tuple[int, int] = (0, 0)
 
     @property
     def prompts_per_row(self) -> float:
-        """Prompts computed per row, in (0, 1]; 1 / G where all G completions of each prompt were shared."""
-        return self.prompts / self.rows if self.rows else 1.0
+        """Prompts computed per row, in (0, 1]; 1 / G where all G completions of each prompt were shared.
+
+        Of a model that has been in training mode those calls alone count, so that evaluation is left out.
+        """
+        prompts, rows = self.in_training if self.in_training[1] else (self.prompts, self.rows)
+        return prompts / rows if rows else 1.0
 
     def __str__(self) -> str:
         reasons = f" ({'; '.join(self.plain)})" if self.plain else ""
         return f"computed {self.prompts} prompts for {self.rows} rows{reasons}"
 
-    def add(self, rows: int, prompts: int, plain: Iterable[str] = ()) -> None:
+    def add(self, rows: int, prompts: int, plain: Iterable[str] = (), *, trains: bool = False) -> None:
         """Count `rows` rows, for which `prompts` prompts were computed, and the reasons of calls that ran plainly."""
         self.rows += rows
         self.prompts += prompts
         self.plain.update(plain)
+        if trains:
+            self.in_training = (self.in_training[0] + prompts, self.in_training[1] + rows)
 
 
 class PromptsStored(Exception):

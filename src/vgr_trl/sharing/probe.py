@@ -84,6 +84,8 @@ def _difference(base: Any, cause: str, attempt: Callable[..., Any]) -> str | Non
             found, expected = attempt(base, run, _rows(base))
     except Exception as error:  # of a model that reads no text without an image, say, and trains nevertheless
         return f"its pass over two short rows fails: {error_text(error)}"
+    if found.shape != expected.shape:  # of several streams behind the tokens' dimension, say
+        return f"its hidden states of two short rows have shapes {tuple(found.shape)} and {tuple(expected.shape)}"
     precise = _IN_FLOAT32 if expected.device.type == "cpu" else _ON_ACCELERATOR
     found, expected, limit = found.float(), expected.float(), _ROUNDING.get(expected.dtype, precise)
     difference = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).mean())

@@ -1,6 +1,7 @@
 """`share_prompts`: equal prompts computed once in forward, backward and `generate`, and where a run does so."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from vgr_trl.sharing.model_support import (
     causal_model,
     check_model,
     check_token_types,
+    has_active_dropout,
     has_sharded_parameters,
     is_checkpointed,
     is_compiled,
@@ -66,7 +68,8 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
 
     Log-probabilities, gradients and tokens are those of the plain passes, up to the order of additions. A call for
     which that cannot be had runs plainly, and the report says why. Dropout at work, or noise in routers, is the
-    exception: the completions of a prompt then share what is drawn over their prompt, where plain passes draw for each.
+    exception: the completions of a prompt then share what is drawn over their prompt, where plain passes draw for each,
+    and a warning says so.
 
     After the first step the main process prints how many prompts were computed, if `completion_length` is None.
 
@@ -148,20 +151,26 @@ def why_not_lend(base: Any) -> str | None:
 
 @contextmanager
 def _lending_to_labelled(causal: Any, forward: "SharedForward", lending: Lending) -> Iterator[None]:
-    """Read where completions begin off the labels of TRL's scoring; forget open prompts if the block fails."""
+    """Read where completions begin off the labels of TRL's scoring; forget open prompts at the end of the block."""
 
     def read(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        labels, forward.labelled = kwargs.get("labels"), None
+        labels = kwargs.get("labels")
         if kwargs.get("fused_lm_head") and labels is not None and torch.is_grad_enabled():
             labelled = (labels != -100).any(0).nonzero()
             forward.labelled = labels.size(1) - int(labelled[0]) if len(labelled) else None
 
-    with causal.register_forward_pre_hook(read, with_kwargs=True):
+    def forget(*args: Any) -> None:  # a call of the base model alone has no labels
+        forward.labelled = None
+
+    before = causal.register_forward_pre_hook(read, with_kwargs=True)
+    with before, causal.register_forward_hook(forget, always_call=True):
         try:
             yield
-        except BaseException:
+            if lending.open:  # of a training that has stopped within an optimizer step, or of a block that ends in one
+                lost = f"{len(lending.open)} prompts have run forward and not backward, and lost their gradients"
+                warnings.warn(f"{lost}: end the block of share_prompts behind an optimizer step.", stacklevel=2)
+        finally:
             lending.clear()
-            raise
 
 
 @contextmanager
@@ -232,6 +241,7 @@ class SharedForward:
 
     def __post_init__(self) -> None:
         self.alike = self.sharded and self.agree is not None
+        self.warns = self.checks is None  # of dropout, once; `DAPOTrainer` does it at the start of a run
         self.names = list(signature(self.plain).parameters)
         self.agree_on_images = self.agree if self.sharded and "pixel_values" in self.names else None
         self.lock = RLock()  # the model keeps the offsets of one batch at a time
@@ -247,7 +257,7 @@ class SharedForward:
                 return self.plain(**inputs)
             gradients = torch.is_grad_enabled()
             if gradients and self.lending is not None:
-                self.lending.forget_abandoned()
+                self.lending.begin_pass()
             # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches the layer's output.
             whole = self._width is None or (gradients and self._gathers)
             run = partial(prefix_forward, self.base, self.plain, inputs)
@@ -320,13 +330,16 @@ class SharedForward:
                 self.refused[kind] = reason = str(error)
             else:
                 self._count(kind, found.rows, found.computed)
+                if self.warns and has_active_dropout(self.base):
+                    warnings.warn("The completions of a prompt share its dropout, or noise of routers.", stacklevel=2)
+                    self.warns = False
                 return outputs
         count = len(rows) if isinstance(rows, Tensor) else 0
         self._count(kind, count, count, [reason])
         return plain()
 
     def _count(self, kind: str, *counts: Any) -> None:
-        self.report.add(*counts)
+        self.report.add(*counts, trains=self.base.training)
         if self.first_step is not None:
             self.first_step.setdefault(kind, SharingReport()).add(*counts)
 
