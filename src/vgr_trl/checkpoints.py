@@ -348,11 +348,15 @@ class ResumableTrainer(ConstructedTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> TrainOutput:
         """Train; `True` and `latest` resume from the newest complete checkpoint, and an incomplete one is refused.
 
+        Args:
+            resume_from_checkpoint: None: as the option of this name says; False: start at the beginning.
+
         Raises:
             ConfigError: the checkpoint is not complete, or another run is training in the folder.
             ProcessError: another process does not answer, or has ended.
         """
-        checkpoint = resolve_checkpoint(resume_mode(resume_from_checkpoint), Path(str(self.args.output_dir)))
+        resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        checkpoint = resolve_checkpoint(resume_mode(resume), Path(str(self.args.output_dir)))
         try:
             with (
                 lock_folder(Path(str(self.args.output_dir)), self.accelerator),

@@ -138,6 +138,20 @@ def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, 
         build(max_steps=6).train(resume_from_checkpoint="latest")
 
 
+def test_the_option_resumes_unless_train_is_told_otherwise(text_trainer, tmp_path):
+    text_trainer(max_steps=1, **RESUMED).train()
+    for named in ("latest", str(tmp_path / "run" / "checkpoint-1")):
+        resumed = text_trainer(max_steps=2, resume_from_checkpoint=named, **RESUMED | {"save_strategy": "no"})
+        resumed.train()
+        assert [entry["step"] for entry in resumed.state.log_history if "reward" in entry] == [1, 2]
+        assert (
+            resumed.state.log_history[0]
+            == json.loads((tmp_path / "run" / "checkpoint-1" / "trainer_state.json").read_text())["log_history"][0]
+        )
+    anew = text_trainer(max_steps=1, resume_from_checkpoint="latest", **RESUMED)
+    anew.train(resume_from_checkpoint=False)  # resumed, it would be refused as finished
+
+
 def test_a_stream_that_begins_anew_is_not_resumed():
     """At the end of its first epoch it has, before it has not."""
     args = SimpleNamespace(gradient_accumulation_steps=1, steps_per_generation=1, ignore_data_skip=False)
