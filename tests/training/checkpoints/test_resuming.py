@@ -114,6 +114,14 @@ def test_an_optimizer_of_other_weights_is_refused(text_trainer, tmp_path):
         text_trainer(max_steps=2, **RESUMED).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("optim", ["sgd", "adafactor", "rmsprop"])
+def test_the_state_of_another_optimizer_is_refused(text_trainer, optim):
+    """PyTorch loads it, and the first step fails with a `KeyError`."""
+    text_trainer(max_steps=1, **RESUMED).train()
+    with pytest.raises(ConfigError, match="checkpoint-1 does not fit .* needs .* continue with the model, adapter and"):
+        text_trainer(max_steps=2, optim=optim, **RESUMED).train(resume_from_checkpoint=True)
+
+
 def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, monkeypatch):
     """The newest checkpoint was being written anew when the run ended, so it mixes two saves."""
     warned: list[str] = []
