@@ -177,9 +177,10 @@ class StepMetrics:
         from trl import GRPOTrainer
 
         advantages, args = inputs["advantages"], self._args
-        given = advantages if advantages.ndim == 2 else advantages.unsqueeze(1), log_ratio, mask
+        advantages = advantages if advantages.ndim == 2 else advantages.unsqueeze(1)
         bounds = args.vespo_k_pos, args.vespo_lambda_pos, args.vespo_k_neg, args.vespo_lambda_neg
-        phi = GRPOTrainer.get_gamma_weights(*given, inputs.get("importance_sampling_ratio"), *bounds)
+        given = advantages, log_ratio, mask, inputs.get("importance_sampling_ratio")
+        phi = GRPOTrainer.get_gamma_weights(*given, *bounds)
         where = loss_mask if phi.size(1) > 1 else loss_mask.any(1, keepdim=True)
         return phi.masked_fill(~where, 0).sum(), where.sum()
 

@@ -97,8 +97,9 @@ def warn_of_lost_table(trainer: GRPOTrainer, mode: str) -> Iterator[None]:
     except Exception as error:
         if not trainer.log_completions or trainer._metrics[mode]:
             raise
-        reason = error_text(error).rstrip(".")
-        logger.warning_once(f"Completions cannot be logged ({reason}); training continues without this table.")
+        logger.warning_once(
+            f"Completions cannot be logged ({error_text(error)}): training continues without this table."
+        )
 
 
 def remove_oldest_tables(output_dir: str | None, max_bytes: float) -> None:

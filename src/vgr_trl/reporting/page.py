@@ -182,7 +182,7 @@ def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[Answere
         DataError: the file is not one of `vgr-trl evaluate`.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = to_json_value(json.loads(path.read_bytes()))
         models = content.get("models", {"": content})
         found = {}
         for model, scores in models.items():
