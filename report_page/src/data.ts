@@ -128,8 +128,21 @@ export async function readData(): Promise<Data> {
   const packed = document.getElementById("data")?.textContent?.trim() ?? "";
   const stream = new Blob([bytes(packed)]).stream().pipeThrough(new DecompressionStream("deflate"));
   const data = JSON.parse(await new Response(stream).text()) as Data;
-  for (const run of data.runs) Object.assign(run, { name: visible(run.name), model: visible(run.model) });
+  forgetInherited(data.images);
+  for (const run of data.runs) {
+    Object.assign(run, { name: visible(run.name), model: visible(run.model) });
+    forgetInherited(run.options, run.setup);
+    for (const { completions, reward_weights } of run.records) {
+      forgetInherited(reward_weights);
+      for (const { rewards, signals, credit, metrics } of completions) forgetInherited(rewards, signals, credit, metrics, ...Object.values(metrics ?? {}));
+    }
+  }
   return data;
+}
+
+/** Let values by name have no others: a reward may be named `constructor` or `toString`. */
+function forgetInherited(...named: (object | null | undefined)[]) {
+  for (const values of named) if (values) Object.setPrototypeOf(values, null);
 }
 
 /** When a completion was written, in words; `short` in a list. */

@@ -348,11 +348,15 @@ class ResumableTrainer(ConstructedTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> TrainOutput:
         """Train; `True` and `latest` resume from the newest complete checkpoint, and an incomplete one is refused.
 
+        Args:
+            resume_from_checkpoint: None: as the option of this name says; False: start at the beginning.
+
         Raises:
             ConfigError: the checkpoint is not complete, or another run is training in the folder.
             ProcessError: another process does not answer, or has ended.
         """
-        checkpoint = resolve_checkpoint(resume_mode(resume_from_checkpoint), Path(str(self.args.output_dir)))
+        resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        checkpoint = resolve_checkpoint(resume_mode(resume), Path(str(self.args.output_dir)))
         try:
             with (
                 lock_folder(Path(str(self.args.output_dir)), self.accelerator),
@@ -389,7 +393,7 @@ class ResumableTrainer(ConstructedTrainer):
         try:
             super()._load_optimizer_and_scheduler(checkpoint)
             if not self.is_fsdp_enabled:  # which has its parts in shapes of their own
-                _check_shapes(getattr(self.optimizer, "optimizer", self.optimizer))
+                _check_state(getattr(self.optimizer, "optimizer", self.optimizer))
         except (AttributeError, KeyError, TypeError, ValueError, UnpicklingError) as error:
             raise ConfigError(
                 f"The optimizer or scheduler in {checkpoint} does not fit the weights that this run trains "
@@ -417,8 +421,17 @@ class ResumableTrainer(ConstructedTrainer):
         return target is not None
 
 
-def _check_shapes(optimizer: Any) -> None:
-    """Raise `ValueError` for averages of other weights, which fused AdamW would take, and write past their end."""
+def _check_state(optimizer: Any) -> None:
+    """Raise `ValueError` for the state of another optimizer, or of other weights.
+
+    PyTorch loads both. A step would end in a `KeyError`, and fused AdamW would write past the end of the averages.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            if missing := sorted(optimizer.defaults.keys() - group.keys()):
+                raise ValueError(
+                    f"{type(optimizer).__name__} needs {', '.join(missing)}, which the saved one does not have"
+                )
     for weight, state in optimizer.state.items() if isinstance(optimizer, torch.optim.Adam) else ():
         for name in ("exp_avg", "exp_avg_sq"):
             if name in state and state[name].shape != weight.shape:

@@ -84,6 +84,7 @@ def add_weights(totals: Totals, name: str, weights: Tensor, mask: Tensor) -> Non
 
 
 _VALID_MEANS = ("entropy_penalty", "perception_loss", "perturbed_entropy", "kl")
+_PHI = "vespo/phi_seq_mean"
 _RATIO_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 
 
@@ -114,7 +115,8 @@ class StepMetrics:
 
     def __init__(self, args: "DAPOConfig", accelerator: Accelerator) -> None:
         self._args, self._accelerator = args, accelerator
-        self._tokens: dict[str, list[float]] = {"valid": [], "scored": []}  # with loss, and scored, per micro-batch
+        # Per micro-batch: valid tokens, tokens with loss, and what TRL's weights of vespo are averaged over.
+        self._tokens: dict[str, list[float]] = {"valid": [], "scored": [], "weighed": []}
         self._sums: Counter[str] = Counter()
         self.prompts_too_long = self.updates_left_out = self.rows_replaced = 0
         has_token_advantages = args.shapes_advantages or args.uses_critic
@@ -145,6 +147,8 @@ class StepMetrics:
             "replaced": self.rows_replaced,
         }
         self.rows_replaced = 0
+        is_vespo = self._args.loss_type == "vespo"
+        counts["phi"], counts["weighed"] = self._sum_phi(inputs, log_ratio, mask, loss_mask) if is_vespo else (0, 0)
         local = torch.stack([torch.as_tensor(count, device=logps.device).float() for count in counts.values()])
         totals = self._accelerator.reduce(local, reduction="sum").tolist()
         found = dict(zip(counts, totals, strict=True))
@@ -153,6 +157,8 @@ class StepMetrics:
         for name in self._means if scored != valid else ():
             if values := of_trl.get(name):
                 values[-1] = values[-1] * valid / scored if scored else math.nan
+        if values := of_trl.get(_PHI):
+            values[-1] = found["phi"] / found["weighed"] if found["weighed"] else math.nan
         for name, each in self._tokens.items():
             each.append(found[name])
         return {"approx_kl": found["kl"] / scored if scored else math.nan}
@@ -161,7 +167,22 @@ class StepMetrics:
         """Make one value of those of the micro-batches, before they are logged."""
         weigh_by_tokens(metrics, _VALID_MEANS, self._tokens["valid"])
         weigh_by_tokens(metrics, ("approx_kl", *self._means), self._tokens["scored"])
-        self._tokens = {"valid": [], "scored": []}
+        weigh_by_tokens(metrics, (_PHI,), self._tokens["weighed"])
+        self._tokens = {name: [] for name in self._tokens}
+
+    def _sum_phi(
+        self, inputs: Mapping[str, Any], log_ratio: Tensor, mask: Tensor, loss_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return sum and count of the weights of `vespo` over completions with loss, or tokens if each has its own."""
+        from trl import GRPOTrainer
+
+        advantages, args = inputs["advantages"], self._args
+        advantages = advantages if advantages.ndim == 2 else advantages.unsqueeze(1)
+        bounds = args.vespo_k_pos, args.vespo_lambda_pos, args.vespo_k_neg, args.vespo_lambda_neg
+        given = advantages, log_ratio, mask, inputs.get("importance_sampling_ratio")
+        phi = GRPOTrainer.get_gamma_weights(*given, *bounds)
+        where = loss_mask if phi.size(1) > 1 else loss_mask.any(1, keepdim=True)
+        return phi.masked_fill(~where, 0).sum(), where.sum()
 
     def summarise_window(self, seconds: float, reward_weights: Mapping[str, float]) -> dict[str, float]:
         """Return what is logged of the micro-batches since the last log, and of the run; start a new window.

@@ -53,6 +53,7 @@ from vgr_trl.patches.trl import (
     remove_oldest_tables,
     shuffle_by,
     unlogged,
+    warn_of_lost_table,
 )
 from vgr_trl.patches.vllm import AFTER_IMAGES, forget_with_new_weights, plan_vllm_images
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
@@ -478,6 +479,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         with (
             flatten_conversations(self._logs),
             keep_training_table(self.args.output_dir, self.state.global_step, evaluated),
+            warn_of_lost_table(self, self.mode),
         ):
             super().log(logs, start_time)
         if training:

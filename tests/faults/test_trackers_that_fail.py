@@ -1,6 +1,10 @@
 """A tracker that cannot be reached ends a run at its start; one that fails later does not."""
 
+from errno import ENOSPC
+
 import pytest
+from pandas import DataFrame
+from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, integration_utils
 
 from vgr_trl.utils import ConfigError
@@ -23,6 +27,30 @@ def test_a_tracker_that_fails_later_is_said_once_and_outlived(text_trainer, fail
     assert trainer.state.global_step == 3
     (said,) = [record.getMessage() for record in caplog.records if " failed (" in record.getMessage()]
     assert said.startswith("Tracker TensorBoard failed (OSError: no route to host); training continues")
+
+
+def test_training_goes_on_without_tables_on_a_full_disk(text_trainer, monkeypatch):
+    def full(table, path):
+        raise OSError(ENOSPC, "No space left on device", path)
+
+    warned = []
+    monkeypatch.setattr(DataFrame, "to_parquet", full)
+    monkeypatch.setattr("vgr_trl.patches.trl.logger.warning_once", warned.append)
+    trainer = text_trainer(max_steps=2, log_completions=True, num_completions_to_print=0)
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "reward" in entry] == [1, 2]
+    assert "No space left on device" in warned[0]
+
+
+def test_other_failures_of_a_log_end_the_training(text_trainer):
+    class Failing(TrainerCallback):
+        def on_log(self, *args, **kwargs):
+            raise OSError("mine")
+
+    trainer = text_trainer(max_steps=1, log_completions=True)
+    trainer.add_callback(Failing())
+    with pytest.raises(OSError, match="mine"):
+        trainer.train()
 
 
 def test_a_tracker_that_is_missing_is_named_and_its_callback_is_not_made(text_trainer, monkeypatch):

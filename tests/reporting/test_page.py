@@ -181,6 +181,9 @@ def test_evaluated_completions_stand_beside_a_run(tmp_path: Path) -> None:
     assert shown["completions"][0]["rewards"] == {"format": 1.0, "length": -0.5}
     assert len({each["question"] for side in data["runs"][1:] for each in side["records"][0]["completions"]}) == 1
     assert data["images"][name] == picture["thumbnail"]
+    file.write_text('{"accuracy": 1.0, "k": Infinity}')  # no JSON that a browser reads
+    write_report([file], page)
+    assert data_in(page)["runs"][0]["scores"] == {"accuracy": 1.0, "k": None}
     for bad in ("{", "[]", '{"models": {"m": 1}}', '{"accuracy": 1.0, "records": [{"greedy": "a"}]}'):
         file.write_text(bad)
         with pytest.raises(DataError, match="scores.json was not written by vgr-trl evaluate"):

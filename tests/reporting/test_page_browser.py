@@ -44,13 +44,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     one, two = make_run(root / "one", steps=6), make_run(root / "two", steps=4, offset=0.1, weight=2.0)
     seeds = [make_run(root / f"seed{seed}", steps=4, offset=seed / 10, seed=seed) for seed in range(3)]
     odd = [completion(root, 0, True, tokens=[HOSTILE, "&lt;b&gt;"], prompt=HOSTILE)]
+    named = completion(root, 1, True)  # as what every object of JavaScript inherits, which others must not seem to have
+    named.rewards["toString"], named.signals["constructor"] = 0.5, [1.0] * len(named.tokens)
+    odd.append(named)
+    again = make_run(root / "again", steps=4, offset=0.2, seed=0)
     hostile = make_run(root / "hostile", steps=1, name=HOSTILE, extra=odd)
     long = make_run(root / "long", steps=4, prompt=CHAT)
     records = long / "rollouts/records-000001.jsonl"
     records.write_text(records.read_text("utf-8").replace('"vgr_reward":', f'"{LONG_NAME}":'), "utf-8")
     tools = make_run(root / "tools", steps=1, extra=[with_tools(root / "tools" / "rollouts")])
     found = {"tools": [tools], "one": [one], "two": [one, two], "hostile": [hostile], "long": [long]}
-    found["seeds"] = [*seeds, two]
+    found |= {"seeds": [*seeds, two], "again": [seeds[0], again]}
     return {name: write_report(runs, root / f"{name}.html").path for name, runs in found.items()}
 
 
@@ -202,10 +206,23 @@ def test_runs_that_differ_by_their_seed_are_one_line_with_its_deviation(opened: 
     expect(strips).to_have_count(4)
 
 
+def test_runs_of_one_seed_are_no_mean_of_seeds(opened: Open) -> None:
+    expect(opened("again").locator(".strip h2")).to_have_text(["seed0", "again"])
+
+
+def test_names_that_every_object_inherits(opened: Open) -> None:
+    page = opened("hostile", "Completions")
+    control(page, "Colour tokens by").select_option("Signal constructor")
+    page.locator(".list button").first.click()
+    expect(tokens(page).nth(4)).to_have_attribute("aria-label", re.compile("Signal constructor –$"))
+    page.locator(".list button").last.click()
+    expect(tokens(page).nth(4)).to_have_attribute("aria-label", re.compile("Signal constructor 1$"))
+
+
 def test_hostile_text_is_shown_as_text(opened: Open) -> None:
     page = opened("hostile", "Completions")
     shown = HOSTILE.replace("\u202e", "⟨U+202E⟩").replace("\x1b", "⟨U+001B⟩")
-    page.locator(".list button").last.click()
+    page.locator(".list button").nth(-2).click()
     expect(page.locator(".prompt")).to_have_text(shown)
     assert tokens(page).all_inner_texts() == [shown, "&lt;b&gt;"]
     assert page.evaluate("window.broken") is None

@@ -189,6 +189,18 @@ def test_a_continued_run_appends_and_a_new_one_moves_aside(make, tmp_path):
     assert (tmp_path / "run" / "rollouts.1").is_dir()
 
 
+def test_a_continued_run_records_and_measures_by_the_schedule_of_an_uninterrupted_one(make, tmp_path):
+    build = partial(make, max_steps=3, rollout_log_steps=2, attention_rows="auto", save_strategy="steps", save_steps=1)
+    histories = []
+    for checkpoint in (None, str(tmp_path / "run" / "checkpoint-1")):
+        trainer = build()
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert read_run(tmp_path / "run").steps() == [(0, "train"), (2, "train")]
+        log = [entry for entry in trainer.state.log_history if "loss" in entry]
+        histories.append([[item for item in sorted(entry.items()) if not item[0].startswith(SECONDS)] for entry in log])
+    assert str(histories[0]) == str(histories[1])
+
+
 def test_training_continues_where_records_cannot_be_written(make, tmp_path, monkeypatch):
     """A full disk is named once, and what can be written is written."""
     warnings = []

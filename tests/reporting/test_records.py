@@ -1,8 +1,15 @@
 """Records on disk: what is written is read again, within a bound, and damaged lines cost no more than themselves."""
 
+import json
+from contextlib import suppress
+from copy import copy
+
 import pytest
+from made_run import make_run, with_tools
 from support.made_records import completion, record
 
+from vgr_trl.reporting.notebook import show_completion, to_pandas
+from vgr_trl.reporting.page import write_report
 from vgr_trl.reporting.records import (
     AttentionMap,
     LogEntry,
@@ -14,7 +21,7 @@ from vgr_trl.reporting.records import (
     read_run,
     refuse_unwritable,
 )
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import ConfigError, DataError, VGRError
 
 
 def test_a_record_comes_back_as_it_was():
@@ -71,9 +78,11 @@ def test_a_continued_run_appends_behind_what_a_kill_has_left(tmp_path):
     second = writer(tmp_path, resumed=True)
     second.add(record(1), {})
     second.log(LogEntry(1, "train", 2.0, {"loss": 2.0}))
+    writer(tmp_path, resumed=True).log(LogEntry(2, "train", 3.0, {"loss": 3.0}))
+    assert b"\n\n" not in (tmp_path / "rollouts" / "logs.jsonl").read_bytes()
     run = read_run(tmp_path)
     assert list(run.records()) == [record(0), record(1)]  # of a step that was run twice, the last counts
-    assert [entry.values["loss"] for entry in read_logs(run.folder / "logs.jsonl")] == [1.0, 2.0]
+    assert [entry.values["loss"] for entry in read_logs(run.folder / "logs.jsonl")] == [1.0, 2.0, 3.0]
     assert run.description["created"] == created
 
 
@@ -111,6 +120,42 @@ def test_a_damaged_line_costs_that_line_only(folder, caplog):
     assert [item.step for item in run.records()] == [0, 2]
     assert [entry.step for entry in read_logs(folder / "logs.jsonl")] == [1]
     assert (run.name, run.rewards) == ("run", [])
+
+
+@pytest.mark.parametrize("value", ["text", -1.5, [[]], {"a": 1}], ids=str)
+def test_every_reader_bears_a_value_of_another_type_anywhere(tmp_path, value):
+    """One value at a time takes the place of another in each file; a record is read as a whole or not at all."""
+    run = make_run(tmp_path / "run", steps=1, extra=[with_tools(tmp_path / "run" / "rollouts")])
+    for name in ("run.json", "rollouts/run.json", "rollouts/logs.jsonl", "rollouts/records-000001.jsonl"):
+        file = run / name
+        whole = file.read_bytes()
+        *before, last = whole.splitlines() if name.endswith("l") else [whole]
+        for place in _places(content := json.loads(last)):
+            damaged = json.dumps(_replaced(content, place, value), separators=(",", ":")).encode()
+            file.write_bytes(b"\n".join([*before, damaged, b""]))
+            with suppress(VGRError):
+                write_report([run], tmp_path / "report.html")
+                to_pandas(run)
+                for item in (item for each in read_run(run).records() for item in each.completions):
+                    show_completion(item, run)
+        file.write_bytes(whole)
+
+
+def _places(content, place=()):
+    yield place
+    items = (
+        content.items() if isinstance(content, dict) else enumerate(content[:1]) if isinstance(content, list) else ()
+    )
+    for name, item in items:
+        yield from _places(item, (*place, name))
+
+
+def _replaced(content, place, value):
+    if not place:
+        return value
+    changed = copy(content)
+    changed[place[0]] = _replaced(content[place[0]], place[1:], value)
+    return changed
 
 
 @pytest.mark.parametrize("file", ["records-000001.jsonl", "logs.jsonl", "run.json"])

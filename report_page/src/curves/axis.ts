@@ -1,5 +1,6 @@
 // What the curves are drawn over, and the curves as a table.
 import type { Mode, Run } from "../data";
+import { visible } from "../format";
 
 export const CLOCK = "time/seconds"; // as src/vgr_trl/reporting/page.py names it
 
@@ -37,10 +38,13 @@ export function along(run: Run, { of, unit }: Axis, steps: number[]): (number | 
   });
 }
 
+/** Text of a cell that no spreadsheet takes for a formula. */
+const asText = (text: string) => text.replace(/^[=+@-]/, "'$&");
+
 /** A line for each step of each run, in training and in evaluation, with a column for each value. */
 export function asCsv(runs: Run[]): string {
   const names = [...new Set(runs.flatMap(({ curves }) => curves.map(({ name }) => name)))].sort();
-  const lines = [["run", "mode", "step", ...names]];
+  const lines = [["run", "mode", "step", ...names.map((name) => asText(visible(name)))]];
   for (const run of runs) {
     for (const mode of ["train", "eval"] satisfies Mode[]) {
       const rows = new Map<number, string[]>();
@@ -51,7 +55,7 @@ export function asCsv(runs: Run[]): string {
           rows.get(step)![column] = String(curve.values[i] ?? "");
         });
       }
-      for (const [step, values] of [...rows].sort(([a], [b]) => a - b)) lines.push([run.name, mode, String(step), ...values]);
+      for (const [step, values] of [...rows].sort(([a], [b]) => a - b)) lines.push([asText(run.name), mode, String(step), ...values]);
     }
   }
   return lines.map((cells) => cells.map((cell) => (/[",\r\n]/.test(cell) ? `"${cell.replaceAll('"', '""')}"` : cell)).join()).join("\n") + "\n";

@@ -4,11 +4,16 @@ import type { Curve, Numbers, Run } from "../data";
 const OWN = new Set(["seed", "data_seed", "output_dir", "run_name", "logging_dir", "command", "commit"]);
 const shared = (values: Record<string, unknown>) => Object.entries(values).filter(([name]) => !OWN.has(name)).sort();
 
-/** The runs with those of equal options but for the seed replaced by one; the same array if there are none. */
+/** The runs with those of equal options but for their different seeds replaced by one; the same array if there are none. */
 export function bySeed(runs: Run[]): Run[] {
   const groups = new Map<string, Run[]>();
+  const repeats = new Map<string, number>(); // of equal options and seeds: each run of them is of another group
   runs.forEach((run, index) => {
-    const key = run.scores || !("seed" in run.options) ? String(index) : JSON.stringify([shared(run.setup), shared(run.options)]);
+    const options = JSON.stringify([shared(run.setup), shared(run.options)]);
+    const same = JSON.stringify([options, run.options.seed, run.options.data_seed]);
+    const repeat = repeats.get(same) ?? 0;
+    repeats.set(same, repeat + 1);
+    const key = run.scores || !("seed" in run.options) ? String(index) : `${repeat} ${options}`;
     groups.set(key, [...(groups.get(key) ?? []), run]);
   });
   if (groups.size === runs.length) return runs;

@@ -135,7 +135,7 @@ def train(
         metrics_file.unlink(missing_ok=True)
         try:
             with readable(source_name(data), "the data") if data.dataset_streaming else nullcontext():
-                trainer.train(resume_from_checkpoint=checkpoint)
+                trainer.train(resume_from_checkpoint=checkpoint or False)
         except KeyboardInterrupt as interrupted:
             raise KeyboardInterrupt(how_to_go_on(output_dir)) from interrupted
     if trainer.state.global_step == 0:
@@ -432,7 +432,7 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], h
         if trainer.accelerator.is_main_process:
             print_plan(describe_run(trainer, source, None, how.verbose, how.recipe)[:-2])  # not its steps and output
         started = time.monotonic()
-        trainer.train()
+        trainer.train(resume_from_checkpoint=False)
         seconds = time.monotonic() - started
         trainer.accelerator.wait_for_everyone()
         if not trainer.accelerator.is_main_process:

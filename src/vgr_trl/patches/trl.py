@@ -14,6 +14,7 @@ from accelerate.utils import DistributedType, gather_object
 from packaging.version import Version
 from torch import nn
 from transformers import GenerationConfig, ProcessorMixin
+from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
@@ -23,7 +24,9 @@ from vgr_trl.pixels import image_inputs_of
 from vgr_trl.rows import TOKEN_TYPES, causal_type
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.prefix_forward import is_image_token
-from vgr_trl.utils import DataError, patched_attribute, printable, release
+from vgr_trl.utils import DataError, error_text, patched_attribute, printable, release
+
+logger = logging.get_logger(__name__)
 
 # Prompts and completions in the form that tables of completions can hold and show.
 
@@ -81,6 +84,22 @@ def keep_training_table(output_dir: str | None, step: int, evaluates: bool) -> I
             file.replace(file.with_name(f"{file.stem}_eval.parquet"))
         if evaluates and kept.exists():
             kept.replace(file)
+
+
+@contextmanager
+def warn_of_lost_table(trainer: GRPOTrainer, mode: str) -> Iterator[None]:
+    """Warn if TRL cannot write its table of completions in this block, or a tracker cannot take it.
+
+    TRL 1.16 clears the metrics once they are logged, and then makes the table: errors before that are raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not trainer.log_completions or trainer._metrics[mode]:
+            raise
+        logger.warning_once(
+            f"Completions cannot be logged ({error_text(error)}): training continues without this table."
+        )
 
 
 def remove_oldest_tables(output_dir: str | None, max_bytes: float) -> None:

@@ -12,8 +12,8 @@ import pandas as pd
 from jinja2 import Environment, Template
 
 from vgr_trl.reporting.markdown import format_number
-from vgr_trl.reporting.records import Completion, Numbers, Run, read_run, read_thumbnail, records_folder
-from vgr_trl.utils import ConfigError, printable
+from vgr_trl.reporting.records import PER_TOKEN, Completion, Numbers, Run, read_run, read_thumbnail, records_folder
+from vgr_trl.utils import ConfigError, DataError, printable, write_atomic
 
 Colour = tuple[int, int, int]
 
@@ -156,7 +156,6 @@ def _show_text(text: str) -> str:
     return printable(text).replace("\n", "↵\n")
 
 
-PER_TOKEN = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "changes")
 PER_COMPLETION = ("question", "group", "correct", "reward", "advantage", "replaced")
 
 
@@ -193,15 +192,29 @@ def _token_columns(completion: Completion) -> dict[str, Any]:
 def export_run(run: Path, output: Path) -> int:
     """Write `to_pandas` of a run as CSV or Parquet, by the ending of `output`; return the number of rows.
 
+    CSV is for terminals and spreadsheets: text is `printable`, and an apostrophe is put before what would be a formula.
+
     Raises:
         ConfigError: `output` has another ending.
-        DataError: the run has no records.
+        DataError: the run has no records, or none that can be read.
+        DiskFullError: naming the file.
     """
     if output.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"--output is {output}: give a file that ends in .csv or .parquet.")
     table = to_pandas(run)
+    if table.empty:
+        raise DataError(f"{run} has no recorded completion that can be read: give the output_dir of another run.")
     if output.suffix == ".csv":
-        table.to_csv(output, index=False)
+        content = table.map(_csv_cell).rename(columns=printable).to_csv(index=False).encode()
     else:
-        table.to_parquet(output, index=False)
+        content = table.to_parquet(index=False)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(output, content)
     return len(table)
+
+
+def _csv_cell(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t")) else text

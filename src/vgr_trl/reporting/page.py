@@ -6,7 +6,6 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 
 from vgr_trl.metrics import first_signs
 from vgr_trl.reporting.records import (
+    DAMAGED_ERRORS,
     LOGS_FILE,
     RUN_FILE,
     Completion,
@@ -22,6 +22,7 @@ from vgr_trl.reporting.records import (
     is_webp,
     question_id,
     read_logs,
+    read_object,
     read_run,
     read_thumbnail,
     to_json_value,
@@ -152,9 +153,7 @@ def make_page(name: str, description: Mapping[str, Any], scores: Mapping[str, An
 
 def read_setup(run: Run) -> dict[str, str]:
     """Return what the configuration names before the options: recipe, data, and what the recorder described."""
-    identity: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        identity = json.loads((run.folder.parent / RUN_FILE).read_bytes())
+    identity = read_object(run.folder.parent / RUN_FILE)
     named = {name: identity.get(name) for name in ("recipe", "data", "dataset_train_split")}
     setup = {"model": run.description.get("model"), **named, "rewards": ", ".join(run.rewards)}
     setup |= run.description.get("setup") or {}
@@ -164,10 +163,10 @@ def read_setup(run: Run) -> dict[str, str]:
 def read_comparison(folder: Path) -> list[dict[str, Any]]:
     """Return the scores before and after training that `vgr-trl demo` writes, of all questions and of each group."""
     try:
-        content = json.loads((folder / "metrics.json").read_bytes())
+        content = to_json_value(read_object(folder / "metrics.json"))
         before, after = ({"all": content[when], **content[when]["groups"]} for when in ("before", "after"))
         return [{"name": name, "before": _pick(before[name]), "after": _pick(after[name])} for name in before]
-    except (OSError, ValueError, TypeError, KeyError):
+    except DAMAGED_ERRORS:
         return []
 
 
@@ -183,14 +182,14 @@ def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[Answere
         DataError: the file is not one of `vgr-trl evaluate`.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = to_json_value(json.loads(path.read_bytes()))
         models = content.get("models", {"": content})
         found = {}
         for model, scores in models.items():
             answers = list(map(_parse_question, scores.pop("records", [])))
             found[model] = scores | {"accuracy": float(scores["accuracy"])}, answers
         return found
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, *DAMAGED_ERRORS) as error:
         written = f"{path} was not written by vgr-trl evaluate"
         raise DataError(f"{written}: give the output_dir of a run, or an --output_file.") from error
 

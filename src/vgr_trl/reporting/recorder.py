@@ -111,6 +111,9 @@ class RolloutRecorder:
         trainer, mode, step = self.trainer, self.trainer.mode, self.trainer.state.global_step
         # Record the first batch of each evaluation; in training, the first rollout of every N steps.
         last, every = self._last.get(mode), self.args.rollout_log_steps if mode == "train" else 1
+        if last is None and mode == "train" and step > 0:  # resumed: follow the schedule from the rollout before
+            micro_batches = int(self.args.steps_per_generation or 1) * trainer.num_iterations
+            last = step - max(1, micro_batches // self.args.gradient_accumulation_steps)
         if last is not None and step // every == last // every:
             return None
         self._last[mode] = step

@@ -11,13 +11,13 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from hashlib import sha1
 from itertools import count
 from pathlib import Path
 from sys import intern
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from transformers.utils import logging
 
@@ -31,7 +31,12 @@ Numbers = list[float | None]
 
 _HEAD_PATTERN = re.compile(rb'\{"version":(\d{1,9}),"step":(\d{1,18}),"mode":"(train|eval)"')
 _THUMBNAIL_PATTERN = re.compile(rb'"images/(\w+\.webp)"')
-_DAMAGED_LINE_ERRORS = (ValueError, TypeError, KeyError, AttributeError)  # a kill may truncate the last line
+DAMAGED_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # of JSON that was written otherwise
+_DESCRIPTION = {
+    "version": int, "name": str, "created": str, "model": str, "rewards": list[str], "options": dict,
+    "changed": list[str] | None, "setup": dict[str, str],
+}  # fmt: skip
+PER_TOKEN = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "changes")  # of `Completion`
 _MAX_FILES = 16  # number of record files that share `max_bytes`
 
 
@@ -200,7 +205,11 @@ def to_json_value(value: Any) -> Any:
 
 
 def decode_record(line: bytes) -> Record:
-    """Parse a record from a line of JSON; unknown keys are ignored."""
+    """Parse a record from a line of JSON; unknown keys are ignored.
+
+    Raises:
+        TypeError, ValueError, KeyError, AttributeError, RecursionError: the line was not written by `encode_entry`.
+    """
     content = json.loads(line)
     completions = []
     for item in content["completions"]:
@@ -208,13 +217,52 @@ def decode_record(line: bytes) -> Record:
         values["images"] = [RecordedImage(**_known_fields(RecordedImage, image)) for image in item.get("images", ())]
         values["turns"] = [Turn(**_known_fields(Turn, turn)) for turn in item.get("turns", ())]
         if (attention := item.get("attention")) is not None:
-            values["attention"] = AttentionMap(attention["scale"], base64.b64decode(attention["values"]))
+            values["attention"] = AttentionMap(
+                **_known_fields(AttentionMap, {**attention, "values": base64.b64decode(attention["values"])})
+            )
         completions.append(Completion(**values))
+        _check_lengths(completions[-1])
     return Record(**_known_fields(Record, content) | {"completions": completions})
 
 
+def _check_lengths(completion: Completion) -> None:
+    """Raise `ValueError` for values per token of another number than tokens, or shapes that no image has."""
+    count, attention = len(completion.tokens), completion.attention
+    per_token = [getattr(completion, name) for name in PER_TOKEN]
+    per_token += [*completion.signals.values(), *completion.credit.values(), attention and attention.scale]
+    fits = all(values is None or len(values) == count for values in per_token)
+    fits &= attention is None or not count or len(attention.values) % count == 0
+    for image in completion.images:
+        fits &= image.grid is None or (len(image.grid) == 2 and all(0 < side < 2**16 for side in image.grid))
+        fits &= all(len(box) == 4 for box in image.regions or ())
+    if not (fits and all(0 <= turn.start <= turn.stop <= count for turn in completion.turns)):
+        raise ValueError("values per token, shapes or turns do not fit the tokens")
+
+
 def _known_fields(kind: type, item: Mapping[str, Any]) -> dict[str, Any]:
-    return {known.name: item[known.name] for known in fields(kind) if known.name in item}
+    """Return the fields of a dataclass that are in a JSON object; raise `TypeError` for a value of another type."""
+    hints = get_type_hints(kind)
+    found = {known.name: item[known.name] for known in fields(kind) if known.name in item}
+    if wrong := [name for name, value in found.items() if not has_type(value, hints[name])]:
+        raise TypeError(f"{kind.__name__}.{wrong[0]}")
+    return found
+
+
+def has_type(value: Any, kind: Any) -> bool:
+    """Whether a JSON value has the type of an annotation; an object stands for a dataclass."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(has_type(value, part) for part in parts)
+    if origin in (dict, list, Sequence):
+        if not isinstance(value, dict if origin is dict else list):
+            return False
+        items = value.values() if isinstance(value, dict) else value
+        by_type = {type(each): each for each in items}  # of thousands of numbers, one of each type is looked at
+        nested = list in by_type or dict in by_type
+        return all(has_type(each, parts[-1]) for each in (items if nested else by_type.values()))
+    if kind in (int, float):
+        return type(value) is int or type(value) is kind
+    return kind is Any or isinstance(value, dict if is_dataclass(kind) else kind)
 
 
 class RecordWriter:
@@ -239,8 +287,8 @@ class RecordWriter:
             created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             text = json.dumps({"version": VERSION, "created": created, **description}, indent=2, default=str)
             write_atomic(self.folder / RUN_FILE, text.encode(), sync=False)
-        if (self.folder / LOGS_FILE).exists():
-            append_atomic(self.folder / LOGS_FILE, b"\n")  # end a line that a kill has truncated
+        if (logs := self.folder / LOGS_FILE).exists() and not logs.read_bytes().endswith(b"\n"):
+            append_atomic(logs, b"\n")  # end a line that a kill has truncated
         self._file, self._size = self._new_file(), self._count_bytes()
 
     def add(self, record: Record, thumbnails: Mapping[str, bytes]) -> None:
@@ -288,8 +336,9 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.description = folder, dict[str, Any]()
-        with suppress(OSError, ValueError):
-            self.description = json.loads((folder / RUN_FILE).read_bytes())
+        for name, value in read_object(folder / RUN_FILE).items():
+            if has_type(value, _DESCRIPTION.get(name, Any)):
+                self.description[name] = value
         _check_version(self.description.get("version", 1), folder / RUN_FILE)
         self.name = str(self.description.get("name") or folder.resolve().parent.name)
         self.rewards: list[str] = self.description.get("rewards", [])
@@ -322,7 +371,7 @@ class Run:
             with path.open("rb") as file:
                 file.seek(offset)
                 return decode_record(file.readline())
-        except (OSError, *_DAMAGED_LINE_ERRORS):
+        except (OSError, *DAMAGED_ERRORS):
             _warn_unreadable(path)
             return None
 
@@ -344,6 +393,15 @@ def records_folder(path: Path) -> Path:
     return path if path.name == FOLDER else path / FOLDER
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file; empty if it is missing or damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, *DAMAGED_ERRORS):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def read_logs(path: Path) -> Iterator[LogEntry]:
     """Yield the logs of the trainer in order; unreadable lines are skipped with a warning.
 
@@ -356,9 +414,9 @@ def read_logs(path: Path) -> Iterator[LogEntry]:
         for line in filter(bytes.strip, file):
             try:
                 content = json.loads(line)
-                values = {intern(name): value for name, value in content["values"].items()}
-                entry, version = LogEntry(content["step"], content["mode"], content["time"], values), content["version"]
-            except _DAMAGED_LINE_ERRORS:
+                entry, version = LogEntry(**_known_fields(LogEntry, content)), int(content["version"])
+                entry.values = {intern(name): value for name, value in entry.values.items()}
+            except DAMAGED_ERRORS:
                 _warn_unreadable(path)
                 continue
             _check_version(version, path)

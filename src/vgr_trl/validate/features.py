@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
+from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 from transformers.utils import logging
 
 from vgr_trl.boxes import BOX_COLUMNS
@@ -120,8 +121,10 @@ def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequ
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     maker = find_completion_maker(trainer)
     columns = getattr(trainer.train_dataset, "column_names", None)
-    beams = getattr(getattr(trainer, "generation_config", None), "num_beams", None) or 1
-    backend = "vLLM" if trainer.use_vllm else "beam search" if beams > 1 else None
+    options = {} if trainer.use_vllm else trainer.generation_config.to_dict()
+    cache = options.get("cache_implementation")
+    fixed = f"a {cache} cache" if cache in ALL_STATIC_CACHE_IMPLEMENTATIONS else None
+    backend = "vLLM" if trainer.use_vllm else "beam search" if (options.get("num_beams") or 1) > 1 else fixed
     backend = "continuous batching" if trainer.use_transformers_continuous_batching else backend
     in_generation, inside = args.attention_source == "generate", need in ("attention", "similarity")
     table: list[tuple[Any, str]] = [
@@ -146,7 +149,7 @@ def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequ
         (inside and not vision_tokens, "the placeholder token of images is not found in the model's configuration or "
          "its processor; give it as vision_token_ids."),
         (need == "attention" and in_generation and backend,
-         f'attention_source is "generate" with {backend}, which keeps no attention; use "scoring".'),
+         f'attention_source is "generate" with {backend}, where it cannot be measured; use "scoring".'),
     ]  # fmt: skip
     why = next((sentence for wrong, sentence in table if wrong), None)
     if inside and why is None and (why := why_not_measurable(model)) is None and need == "similarity":

@@ -114,6 +114,14 @@ def test_an_optimizer_of_other_weights_is_refused(text_trainer, tmp_path):
         text_trainer(max_steps=2, **RESUMED).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("optim", ["sgd", "adafactor", "rmsprop"])
+def test_the_state_of_another_optimizer_is_refused(text_trainer, optim):
+    """PyTorch loads it, and the first step fails with a `KeyError`."""
+    text_trainer(max_steps=1, **RESUMED).train()
+    with pytest.raises(ConfigError, match="checkpoint-1 does not fit .* needs .* continue with the model, adapter and"):
+        text_trainer(max_steps=2, optim=optim, **RESUMED).train(resume_from_checkpoint=True)
+
+
 def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, monkeypatch):
     """The newest checkpoint was being written anew when the run ended, so it mixes two saves."""
     warned: list[str] = []
@@ -136,6 +144,20 @@ def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, 
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     with pytest.raises(ConfigError, match="^The run is finished: .*checkpoint-6.* has the model after all 6 steps"):
         build(max_steps=6).train(resume_from_checkpoint="latest")
+
+
+def test_the_option_resumes_unless_train_is_told_otherwise(text_trainer, tmp_path):
+    text_trainer(max_steps=1, **RESUMED).train()
+    for named in ("latest", str(tmp_path / "run" / "checkpoint-1")):
+        resumed = text_trainer(max_steps=2, resume_from_checkpoint=named, **RESUMED | {"save_strategy": "no"})
+        resumed.train()
+        assert [entry["step"] for entry in resumed.state.log_history if "reward" in entry] == [1, 2]
+        assert (
+            resumed.state.log_history[0]
+            == json.loads((tmp_path / "run" / "checkpoint-1" / "trainer_state.json").read_text())["log_history"][0]
+        )
+    anew = text_trainer(max_steps=1, resume_from_checkpoint="latest", **RESUMED)
+    anew.train(resume_from_checkpoint=False)  # resumed, it would be refused as finished
 
 
 def test_a_stream_that_begins_anew_is_not_resumed():

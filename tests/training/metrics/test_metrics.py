@@ -13,10 +13,11 @@ from vgr_trl.metrics import OptimizerClock, StageClock, StepMetrics, weigh_by_to
 from vgr_trl.rollout import TrainingPass
 
 
-def alone():
+def alone(**more):
     args = SimpleNamespace(
-        importance_sampling_level="token", shapes_advantages=False, uses_critic=False, num_generations=2
-    )
+        importance_sampling_level="token", shapes_advantages=False, uses_critic=False, num_generations=2,
+        **{"loss_type": "dapo"} | more,
+    )  # fmt: skip
     return StepMetrics(args, SimpleNamespace(reduce=lambda local, reduction: local))
 
 
@@ -55,6 +56,20 @@ def test_means_over_tokens_that_were_scored():
     assert metrics == {"entropy": [9.0, 3.0]}
     found = steps.summarise_window(1.0, {})
     assert (found["skipped/rows"], found["skipped/tokens"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_weights_of_vespo_are_averaged_over_completions_that_train(by_token):
+    """A ratio of 2 with k = 2 and lambda = 3 weighs 4 e^-3; the completion without an advantage is skipped."""
+    steps = alone(loss_type="vespo", vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0)
+    advantages, ones = torch.tensor([1.0, 0.0]), torch.ones(2, 2)
+    inputs = {"prompt_mask": ones, "completion_mask": ones, "old_per_token_logps": torch.zeros(2, 2)}
+    passed = TrainingPass(inputs | {"advantages": advantages.unsqueeze(1) * ones if by_token else advantages})
+    passed.logps, passed.rows_run = torch.tensor([[math.log(2), 0.0], [0.0, 0.0]]), 1
+    passed.loss_mask = torch.tensor([[True, True], [False, False]])
+    metrics = {"vespo/phi_seq_mean": [9.0]}
+    steps.measure(passed, metrics)
+    assert metrics == {"vespo/phi_seq_mean": [pytest.approx(4 * math.exp(-3))]}
 
 
 def test_every_token_counts_the_same_in_a_mean_over_micro_batches():
