@@ -23,7 +23,7 @@ from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.dynamic_batching import loss_in_parts
 from vgr_trl.efficiency.vision import images_processed_once, join_windows
 from vgr_trl.forward_passes import ForwardPasses, refuse_nan, rows_per_pass
-from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, record_noise
+from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded, record_noise
 from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
 from vgr_trl.measure import (
     check_pixel_use,
@@ -279,7 +279,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         """Keep which tokens are the policy's own, and the images that tools have returned."""
-        generated = super()._generate(prompts)
+        with guarded(self) if self.tools else nullcontext():
+            generated = super()._generate(prompts)
         if self._rollout is not None and self.tools:
             self._rollout.turns = collect_turns(self, self._rollout, generated)
         return generated
