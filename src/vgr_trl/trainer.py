@@ -596,15 +596,17 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     def _checked_rewards(self, rollout: Rollout | None) -> list[Any]:
         """The reward functions, such that they return one number or None per completion, or fail by name.
 
-        One greedy completion has no others to be compared with: rewards that compare a group are 0 for it.
+        One greedy completion has no others to be compared with: rewards that compare a group are 0 for it, or
+        None beside others.
         """
         alone = rollout is not None and rollout.greedy
+        value = 0.0 if all(isinstance(reward, WholeGroups) for reward in self.reward_funcs) else None
         found: list[Any] = []
         for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True):
             if isinstance(reward, nn.Module):
                 found.append(reward)
             else:
-                function = _zero if alone and isinstance(reward, WholeGroups) else reward
+                function = partial(_repeat, value) if alone and isinstance(reward, WholeGroups) else reward
                 found.append(wrap_reward(function, name, self._warn_of_nan, self, self.args.reward_timeout))
         return found
 
@@ -617,8 +619,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             )
 
 
-def _zero(completions: list[Any], **kwargs: Any) -> list[float | None]:
-    return [0.0] * len(completions)
+def _repeat(value: float | None, completions: list[Any], **kwargs: Any) -> list[float | None]:
+    return [value] * len(completions)
 
 
 def keep_returned_weights(trainer: DAPOTrainer, rollout: Rollout) -> None:

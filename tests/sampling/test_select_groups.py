@@ -223,6 +223,18 @@ def test_greedy_completions_leave_no_trace(make):
     assert len(remax._logs["completion"]) == 8
 
 
+@pytest.mark.parametrize("others", [[], [vgr_reward]], ids=["alone", "beside a rank"])
+def test_greedy_completions_without_a_reward_are_no_baseline(make, others):
+    """ReMax; rewards of sampled completions lie far from 0."""
+
+    def reward(completions, **kwargs):
+        return [None if trainer._rollouts[-1].greedy else 25.0] * len(completions)
+
+    trainer = make(rewards=[reward, *others], advantage_estimator="remax", max_steps=1)
+    trainer.train()
+    assert set(trainer._logs["advantages"]) == {0.0}
+
+
 @pytest.mark.parametrize(
     ("after", "message"),
     [
