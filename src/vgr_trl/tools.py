@@ -172,14 +172,12 @@ class ToolGuard:
         kind = part.get("type", "image" if "image" in part else "text") if isinstance(part, dict) else None
         if kind == "image":
             return {"type": "image", "image": self._checked(part.get("image"))}
-        return {"type": "text", "text": self.clean(part["text"])} if kind == "text" and "text" in part else None
+        return {"type": "text", "text": self.clean(str(part["text"]))} if kind == "text" and "text" in part else None
 
     def _checked(self, given: Any) -> Image.Image:
         """Return an image that the model can read; a path or an address is never opened."""
         if not isinstance(given, bytes | Image.Image):
-            raise DataError(
-                f"The tool returned an image of type {type(given).__name__}: return one of Pillow, or bytes."
-            )
+            raise DataError(f"The tool returned an image of type {type(given).__name__}: return Pillow's, or bytes.")
         image = read_image(given)
         if self.process is not None:
             self.process(images=[image], return_tensors="pt")

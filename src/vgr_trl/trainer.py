@@ -600,7 +600,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         None beside others.
         """
         alone = rollout is not None and rollout.greedy
-        value = 0.0 if all(isinstance(reward, WholeGroups) for reward in self.reward_funcs) else None
+        tasks = self.reward_funcs[: len(self.reward_schedule.regular)]  # without the KL, which follows them
+        value = 0.0 if all(isinstance(reward, WholeGroups) for reward in tasks) else None
         found: list[Any] = []
         for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True):
             if isinstance(reward, nn.Module):
