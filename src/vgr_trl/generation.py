@@ -1,8 +1,8 @@
 """Wrap generation: noisy views, blind answers, turns of completions that call tools."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from vgr_trl.data.prompts import format_question, texts_of
-from vgr_trl.patches.trl import override_sampling, process_with_options
+from vgr_trl.data.prompts import format_question, special_tokens, texts_of
+from vgr_trl.patches.trl import override_sampling, process_with_options, readable_calls
 from vgr_trl.patches.vllm import answers_of_server
 from vgr_trl.pixels import image_tensors, joined
 from vgr_trl.registries import BLIND_ANSWERS
@@ -28,8 +28,8 @@ from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.perturbation import Perturb, perturb_images, perturbed_prompts
 from vgr_trl.signals.probe import GenerationProbe
 from vgr_trl.signals.scoring import Want
-from vgr_trl.tools import show_again
-from vgr_trl.utils import DataError
+from vgr_trl.tools import ToolGuard, show_again
+from vgr_trl.utils import DataError, patched_attribute
 
 
 def generate(
@@ -218,6 +218,19 @@ def refuse_dropped_images(prompts: Prompts, vision_token_ids: Sequence[int]) -> 
                 f"A prompt of {len(ids)} tokens has {len(images)} images, but no image token: use a chat template that "
                 "writes images, or set check_pixels to False to train anyway."
             )
+
+
+@contextmanager
+def guarded(trainer: ConstructedTrainer) -> Iterator[None]:
+    """Keep the run alive in this block whatever the policy writes to tools and whatever they return."""
+    processor: Any = trainer.processing_class
+    guard = ToolGuard(special_tokens(processor), processor.image_processor if trainer._is_vlm else None)
+    with ExitStack() as stack:
+        stack.enter_context(readable_calls(guard.clean))
+        for kind in ("_sync_tool_dicts", "_async_tool_dicts"):
+            tools = [{name: guard.wrap(tool) for name, tool in row.items()} for row in vars(trainer)[kind]]
+            stack.enter_context(patched_attribute(trainer, kind, tools))
+        yield
 
 
 def collect_turns(trainer: ConstructedTrainer, rollout: Rollout, generated: Sequence[Any]) -> Turns:

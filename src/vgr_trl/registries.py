@@ -219,7 +219,8 @@ def short_name(spec: str) -> str:
 
 def needed_signals(plugin: Any) -> tuple[str, ...]:
     """Return the names of the signals that a plug-in reads."""
-    return tuple(getattr(plugin, "needs", ()))
+    needs = getattr(plugin, "needs", ())
+    return tuple(needs) if isinstance(needs, tuple | list) else ()  # some objects answer every attribute
 
 
 def is_measurement(name: str) -> bool:

@@ -23,7 +23,7 @@ from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.dynamic_batching import loss_in_parts
 from vgr_trl.efficiency.vision import images_processed_once, join_windows
 from vgr_trl.forward_passes import ForwardPasses, refuse_nan, rows_per_pass
-from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, record_noise
+from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded, record_noise
 from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
 from vgr_trl.measure import (
     check_pixel_use,
@@ -280,7 +280,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         """Keep which tokens are the policy's own, and the images that tools have returned."""
-        generated = super()._generate(prompts)
+        with guarded(self) if self.tools else nullcontext():
+            generated = super()._generate(prompts)
         if self._rollout is not None and self.tools:
             self._rollout.turns = collect_turns(self, self._rollout, generated)
         return generated
@@ -597,15 +598,18 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     def _checked_rewards(self, rollout: Rollout | None) -> list[Any]:
         """The reward functions, such that they return one number or None per completion, or fail by name.
 
-        One greedy completion has no others to be compared with: rewards that compare a group are 0 for it.
+        One greedy completion has no others to be compared with: rewards that compare a group are 0 for it, or
+        None beside others.
         """
         alone = rollout is not None and rollout.greedy
+        tasks = self.reward_funcs[: len(self.reward_schedule.regular)]  # without the KL, which follows them
+        value = 0.0 if all(isinstance(reward, WholeGroups) for reward in tasks) else None
         found: list[Any] = []
         for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True):
             if isinstance(reward, nn.Module):
                 found.append(reward)
             else:
-                function = _zero if alone and isinstance(reward, WholeGroups) else reward
+                function = partial(_repeat, value) if alone and isinstance(reward, WholeGroups) else reward
                 found.append(wrap_reward(function, name, self._warn_of_nan, self, self.args.reward_timeout))
         return found
 
@@ -618,8 +622,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             )
 
 
-def _zero(completions: list[Any], **kwargs: Any) -> list[float | None]:
-    return [0.0] * len(completions)
+def _repeat(value: float | None, completions: list[Any], **kwargs: Any) -> list[float | None]:
+    return [value] * len(completions)
 
 
 def keep_returned_weights(trainer: DAPOTrainer, rollout: Rollout) -> None:

@@ -19,6 +19,7 @@ from support.trainers import train_file
 from transformers import TrainerControl
 
 from vgr_trl import callbacks as termination
+from vgr_trl.utils import RewardError
 
 CPU = {"ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
 
@@ -149,7 +150,7 @@ def test_a_training_that_fails_leaves_signals_as_they_were_and_one_in_a_thread_t
         raise KeyError("of the user")
 
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyError):
+    with pytest.raises(RewardError, match="The reward reward raised KeyError: 'of the user'"):
         text_trainer(reward, max_steps=1).train()
     assert signal.getsignal(signal.SIGTERM) == before
     trainer = text_trainer(max_steps=1)

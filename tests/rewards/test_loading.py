@@ -9,11 +9,15 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from unittest.mock import Mock
+from xmlrpc.client import ServerProxy
 
 import numpy as np
 import pytest
 import torch
 
+from vgr_trl import DAPOConfig
+from vgr_trl.registries import needed_signals
 from vgr_trl.rewards import (
     RewardSchedule,
     accuracy_reward,
@@ -24,8 +28,10 @@ from vgr_trl.rewards import (
     think_format_reward,
     vgr_reward,
 )
+from vgr_trl.rewards.functions import unwrap_reward
 from vgr_trl.rewards.loading import HANGING_ADVICE, check_callable, logger, wrap_reward
 from vgr_trl.utils import ConfigError, RewardError
+from vgr_trl.validate.options import plan_rewards
 
 
 def test_rewards_by_name():
@@ -102,7 +108,8 @@ def test_numbers_of_any_kind_and_nan_is_counted():
     ("returned", "match"),
     [
         (["no", 1.0], "to float: 'no'"), ([1.0, [1.0]], "not 'list'"), ([1.0], "1 rewards"), ("12", "str"),
-        ({1.0, 2.0}, "set"), (None, "NoneType"),
+        ({1.0, 2.0}, "set"), (None, "NoneType"), (["1", "0.5"], "text is no number"),
+        ([b"1", 1.0], "text is no number"), (b"12", "bytes"), ([10**400, 1.0], "int too large"),
     ],
 )  # fmt: skip
 def test_everything_else_is_an_error_with_the_name(returned, match):
@@ -179,3 +186,40 @@ def test_what_a_reward_does_to_its_arguments_is_undone():
         assert columns[name] is values
         assert all(row is same for row, same in zip(values, same_rows, strict=True))
         assert name == "image" or values == equal_rows
+
+
+@pytest.mark.parametrize(
+    "raised", [SystemExit(0), StopIteration(), KeyError("letter"), RecursionError("deep")], ids=repr
+)
+def test_what_a_reward_raises_has_its_name(raised):
+    def fails(completions, **kwargs):
+        raise raised
+
+    async def fails_later(completions, **kwargs):
+        raise raised
+
+    message = f"^The reward mine raised {type(raised).__name__}: "
+    with pytest.raises(RewardError, match=message):
+        wrap_reward(fails, "mine", print)(completions=["x"])
+    if not isinstance(raised, StopIteration):  # which a coroutine cannot raise
+        with pytest.raises(RewardError, match=message):
+            asyncio.run(wrap_reward(fails_later, "mine", print)(completions=["x"]))
+
+
+def test_a_reward_that_takes_a_completion_away_returns_too_few():
+    def pops(completions, **kwargs):
+        completions.pop()
+        return [1.0] * len(completions)
+
+    with pytest.raises(RewardError, match=r"mine returned \[1.0\] .*1 rewards"):
+        wrap_reward(pops, "mine", print)(completions=["x", "y"])
+
+
+def test_objects_that_answer_every_attribute_are_rewards():
+    server = ServerProxy("http://127.0.0.1:9/").reward
+    assert unwrap_reward(server) is server
+    reward = Mock(return_value=[1.0, 0.5])
+    check_callable(reward, ["prompt", "answer"])
+    assert plan_rewards(reward, DAPOConfig(use_cpu=True, bf16=False), lambda: 2)[0] == [reward]
+    assert needed_signals(reward) == ()
+    assert wrap_reward(functools.partial(reward), "mine", print)(completions=["x", "y"]) == [1.0, 0.5]

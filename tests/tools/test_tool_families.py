@@ -45,6 +45,7 @@ def make(question_files, tmp_path):
         template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", made.image_token)
         made.chat_template = made.tokenizer.chat_template = template
         made.tokenizer.response_template = qwen3_template
+        made.tokenizer.padding_side = "left"
         token = made.tokenizer.image_token if name == "gemma3" else made.image_token
         image = made.tokenizer.convert_tokens_to_ids(token)
         smaller = FAMILIES[name].build()

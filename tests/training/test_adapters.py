@@ -1,7 +1,8 @@
 """LoRA targets as users type them, and targets that no module has."""
 
 import pytest
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
+from support.trainers import tiny_model
 from trl import ModelConfig
 
 from vgr_trl.cli.arguments import parse
@@ -30,3 +31,21 @@ def test_a_target_without_a_module_is_refused(text_trainer):
     refusal = f"No module of Qwen2ForCausalLM is named q_porj, .*linear modules are {names}"
     with pytest.raises(ConfigError, match=refusal):
         text_trainer(peft_config=LoraConfig(r=2, target_modules=["q_porj", "v_proj"]))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_model_of_which_nothing_is_trained_is_refused(vision_trainer, model_folder, tmp_path, beta):
+    """TRL makes a copy of a loaded adapter as the reference, which is trainable."""
+    get_peft_model(tiny_model(model_folder), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "a")
+
+    def load(**options):
+        return PeftModel.from_pretrained(tiny_model(model_folder), tmp_path / "a", **options)
+
+    for frozen in (load(), tiny_model(model_folder).requires_grad_(False)):
+        with pytest.raises(ConfigError, match=r"No weight of .* requires a gradient: .*is_trainable=True"):
+            vision_trainer(model=frozen, beta=beta)
+    trainer = vision_trainer(model=load(is_trainable=True), beta=beta, max_steps=1)
+    before = [weight.detach().clone() for weight in trainer.model.parameters() if weight.requires_grad]
+    trainer.train()
+    after = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+    assert any((one != two).any() for one, two in zip(before, after, strict=True))

@@ -315,13 +315,60 @@ def keep_pixel_rows_whole() -> Iterator[None]:
 
 @contextmanager
 def shuffle_by(shuffle: Callable[[dict[str, Any]], dict[str, Any]], joins_pixels: bool) -> Iterator[None]:
-    """In this block TRL shuffles rollouts by `shuffle`, and joins the pixels of all micro-batches, or of none."""
-    join = grpo_trainer.unsplit_pixel_values_by_grid if joins_pixels else dict
+    """In this block TRL shuffles rollouts by `shuffle`, and joins the pixels of all micro-batches, or of none.
+
+    It generates in this block, too: pixels of a turn behind texts of tools are always joined.
+    """
+    plain = grpo_trainer.unsplit_pixel_values_by_grid
+
+    def join(batch: dict[str, Any]) -> dict[str, Any]:
+        return plain(batch) if joins_pixels or "completion_ids" not in batch else dict(batch)
+
     with (
         patched_attribute(grpo_trainer, "shuffle_sequence_dict", shuffle),
         patched_attribute(grpo_trainer, "unsplit_pixel_values_by_grid", join),
     ):
         yield
+
+
+# Calls of tools that the policy writes. In TRL 1.16, nested brackets overrun the parser, and names are echoed.
+
+_MOST_NESTED = 50  # lists and dicts in the arguments of a call; copies and reports of a rollout recurse into them
+
+
+@contextmanager
+def readable_calls(clean: Callable[[str], str]) -> Iterator[None]:
+    """In this block, a call that cannot be read is text, and the name of a tool is cleaned.
+
+    Args:
+        clean: replaces special tokens and lone surrogates.
+    """
+    plain = grpo_trainer.parse_response
+
+    def parse(tokenizer: Any, ids: list[int], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            parsed: dict[str, Any] = plain(tokenizer, ids, *args, **kwargs)
+            for call in parsed.get("tool_calls") or ():
+                function = _without_surrogates(call["function"])
+                call.update(type=call["type"], function=function | {"name": clean(function["name"])})
+        except Exception:  # whatever a parser raises
+            return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+        return parsed
+
+    with patched_attribute(grpo_trainer, "parse_response", parse):
+        yield
+
+
+def _without_surrogates(value: Any, most_nested: int = _MOST_NESTED) -> Any:
+    if most_nested == 0:
+        raise DataError(f"The arguments of a call are nested deeper than {_MOST_NESTED}.")
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_without_surrogates(each, most_nested - 1) for each in value]
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(each, most_nested - 1) for key, each in value.items()}
+    return value
 
 
 # Images that tools return, beside Qwen-VL: made as the processor makes them, and marked as the model reads them.

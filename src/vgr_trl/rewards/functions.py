@@ -5,7 +5,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 from vgr_trl import registries
@@ -255,12 +255,13 @@ def needs_whole_groups(*columns: str, optional: Sequence[str] = ()) -> Callable[
 
 def needed_columns(reward: Any) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Return the required and optional columns of a reward marked by `needs_whole_groups`; None if it is not."""
-    return getattr(reward, "whole_group_columns", getattr(unwrap_reward(reward), "whole_group_columns", None))
+    found = getattr(reward, "whole_group_columns", getattr(unwrap_reward(reward), "whole_group_columns", None))
+    return found if isinstance(found, tuple) else None  # some objects answer every attribute
 
 
 def unwrap_reward(reward: Any) -> Any:
-    """Return the function inside `functools.partial` and similar wrappers."""
-    while hasattr(reward, "func"):
+    """Return the function inside `functools.partial`."""
+    while isinstance(reward, partial):
         reward = reward.func
     return reward
 

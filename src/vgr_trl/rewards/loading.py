@@ -29,7 +29,7 @@ from vgr_trl.rewards.functions import (
     vgr_hard_negative_reward,
     vgr_reward,
 )
-from vgr_trl.utils import ConfigError, RewardError, kill_workers, pool
+from vgr_trl.utils import ConfigError, RewardError, VGRError, error_text, kill_workers, pool
 
 logger = logging.getLogger(__name__)
 
@@ -363,7 +363,8 @@ def check_callable(reward: Any, columns: Iterable[str]) -> None:
         columns: names of the data columns.
     """
     columns, name = list(columns), reward_name(reward)
-    missing = [each for each in getattr(reward, "required", ()) if each not in {*columns, *PASSED_COLUMNS}]
+    required = reward.required if isinstance(reward, WholeGroups) else ()
+    missing = [each for each in required if each not in {*columns, *PASSED_COLUMNS}]
     if reads_solution(reward) and not {"solution", "label_idx"} & set(columns):
         missing = ["solution"]
     if missing:
@@ -394,16 +395,33 @@ def wrap_reward(
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
 
         async def call_async(**kwargs: Any) -> list[float | None]:
-            return _parse_rewards(await reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)
+            count = len(kwargs["completions"])  # before the reward can change them
+            with _naming_reward(name):
+                return _parse_rewards(await reward(**given | kwargs), count, name, on_nan)
 
         return call_async
 
     def call(**kwargs: Any) -> list[float | None]:
-        with _report_hanging(seconds, name, kwargs), _restore_columns(kwargs):
+        count = len(kwargs["completions"])
+        with _report_hanging(seconds, name, kwargs), _restore_columns(kwargs), _naming_reward(name):
             returned = reward(**given | kwargs)  # may be a generator: parsed, and so run, inside of these contexts
-            return _parse_rewards(returned, len(kwargs["completions"]), name, on_nan)
+            return _parse_rewards(returned, count, name, on_nan)
 
     return call
+
+
+@contextmanager
+def _naming_reward(name: str) -> Iterator[None]:
+    """Turn what a reward raises, `SystemExit` too, into a `RewardError` with its name."""
+    try:
+        yield
+    except VGRError:
+        raise
+    except (Exception, SystemExit) as error:
+        if re.search("gloo|NCCL", str(error)):  # another process has ended while rewards are gathered
+            raise
+        raised = f"The reward {name} raised {type(error).__name__}: {error_text(error)}"
+        raise RewardError(f"{raised}. Return None where it does not apply.") from error
 
 
 @contextmanager
@@ -456,7 +474,7 @@ def _find_containers(items: Iterable[Any]) -> Iterator[Any]:
 
 def _takes_argument(reward: Any, name: str) -> bool:
     """Whether a reward accepts a keyword argument that `functools.partial` has not bound."""
-    if name in getattr(reward, "keywords", {}):
+    if isinstance(reward, partial) and name in reward.keywords:
         return False
     parameters = inspect.signature(reward).parameters
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -464,10 +482,13 @@ def _takes_argument(reward: Any, name: str) -> bool:
 
 def _parse_rewards(returned: Any, count: int, name: str, on_nan: Callable[[str, int], None]) -> list[float | None]:
     try:
-        rewards = [None if value is None else float(value) for value in returned]
-        if isinstance(returned, str | Mapping | Set) or len(rewards) != count:
+        values = list(returned)
+        rewards = [None if value is None else float(value) for value in values]
+        if any(isinstance(each, str | bytes | bytearray) for each in (returned, *values)):
+            raise TypeError("text is no number")
+        if isinstance(returned, Mapping | Set) or len(rewards) != count:
             raise ValueError(f"{len(rewards)} rewards")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         wrong = f"The reward {name} returned {excerpt(returned)} ({type(returned).__name__}; {error})"
         raise RewardError(f"{wrong}: return a list of {count} numbers, None where it does not apply.") from error
     if undefined := sum(reward is not None and math.isnan(reward) for reward in rewards):

@@ -184,8 +184,8 @@ def find_zero_variance(
 def greedy_baseline(trainer: ConstructedTrainer, rollout: Rollout, placement: Placement) -> Tensor:
     """Return the reward of one greedy completion per prompt for ReMax, (num_groups,), the same on every process.
 
-    The process with a prompt's first completion generates it. Rewards that compare a group count as 0. Every process
-    generates equally often and equally much; nothing of it is logged.
+    The process with a prompt's first completion generates it. Rewards that compare a group count as 0; if no other
+    applies, there is no baseline (NaN). Every process generates equally often and equally much; nothing is logged.
     """
     firsts = [
         [group for group in range(placement.num_groups) if placement.holder(group) == process]
@@ -195,7 +195,7 @@ def greedy_baseline(trainer: ConstructedTrainer, rollout: Rollout, placement: Pl
     mine = [group * placement.num_generations - first_row for group in firsts[placement.process_index]]
     rows = mine + [0] * (most - len(mine))  # others generate too, so that all make the same collective calls
     rewards = trainer.greedy_rewards([rollout.rows[row] for row in rows], [rollout.messages[row] for row in rows])
-    sums = weighted_sums(rewards, trainer.reward_weights).nan_to_num().view(placement.num_processes, most)
+    sums = weighted_sums(rewards, trainer.reward_weights).view(placement.num_processes, most)
     return torch.cat([sums[process, : len(groups)] for process, groups in enumerate(firsts)])
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain, count
 from typing import Any, cast
 
 from accelerate import PartialState
@@ -34,7 +35,12 @@ from vgr_trl.rewards.loading import check_callable, reads_solution
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.utils import ConfigError, DataError
 from vgr_trl.validate.features import iterate_datasets
-from vgr_trl.validate.options import check_head, refuse_differing_options, refuse_targets_without_module
+from vgr_trl.validate.options import (
+    check_head,
+    refuse_differing_options,
+    refuse_targets_without_module,
+    refuse_unfit_model,
+)
 
 # The data
 
@@ -46,8 +52,8 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
 
     Raises:
         UnsupportedTRLError: TRL's fused head does not support this device.
-        ConfigError: options differ between the processes, the adapter names modules that the model lacks, or the data
-            have images that it cannot read.
+        ConfigError: options differ between the processes, the adapter names modules that the model lacks, nothing of
+            the model is trained, its tokenizer pads on the right, or the data have images that it cannot read.
         DataError: the data are not understood, or no row can be used.
     """
     close_group_at_exit()
@@ -61,11 +67,27 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
         logger.warning(notice)
     if peft_config is not None:
         refuse_targets_without_module(trainer.accelerator.unwrap_model(trainer.model))
+    refuse_unfit_model(trainer)
+    number_rewards(trainer)
     prepare_data(trainer)
     for name, dataset in iterate_datasets(trainer):
+        names = _names(dataset) if isinstance(dataset, Dataset | IterableDataset) else []
+        if taken := {"completions", "prompts"}.intersection(names):
+            raise DataError(f"The {name} data has a column `{min(taken)}`, which TRL passes to rewards: rename it.")
         if not trainer._is_vlm and (columns := image_columns(dataset)):
             reader = f"{type(trainer.model).__name__} with {type(trainer.processing_class).__name__}"
             raise ConfigError(f"The {name} data has a column `{columns[0]}`, but {reader} reads text only: remove one.")
+
+
+def number_rewards(trainer: ConstructedTrainer) -> None:
+    """Give rewards that share a name metrics of their own: `name`, `name_2`, …"""
+    names: list[str] = []
+    for name in trainer.reward_func_names:
+        own = next(each for each in chain([name], (f"{name}_{number}" for number in count(2))) if each not in names)
+        if own != name:
+            _warn(f"Two rewards are named {name}: the metrics of one of them are named {own}.")
+        names.append(own)
+    trainer.reward_func_names = names
 
 
 def prepare_data(trainer: ConstructedTrainer) -> None:
@@ -183,7 +205,7 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str]) -> 
                 check_callable(reward, [*dataset.column_names, *measured_columns])
     if (limit := args.max_prompt_length) is not None:
 
-        def count(split: str) -> None:
+        def count_dropped(split: str) -> None:
             trainer.step_metrics.prompts_too_long += split == "train"
 
         template: dict[str, Any] = {"tools": trainer.tools or None, "chat_template": trainer.chat_template}
@@ -192,7 +214,7 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str]) -> 
         )
 
         def kept(dataset: Any, split: str, part: str | None) -> Any:
-            return drop_long_prompts(dataset, lengths, limit, part or split, partial(count, split))
+            return drop_long_prompts(dataset, lengths, limit, part or split, partial(count_dropped, split))
 
         change_data(trainer, kept)
     prompts, train_dataset = args.prompts_per_rollout, trainer.train_dataset

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from vgr_trl.patches.vllm import AFTER_IMAGES
 from vgr_trl.rewards.functions import gather_groups, needed_columns, scale_by_accuracy
 from vgr_trl.rewards.loading import RewardSchedule, is_reward_name, load_reward, replace_by_hard_negative
 from vgr_trl.rollout import ConstructedTrainer, find_completion_maker
+from vgr_trl.rows import TOKEN_TYPES
 from vgr_trl.sampling.zero_variance import filter_index
+from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.tools import RETURN_IMAGES
 from vgr_trl.utils import ConfigError, UnsupportedTRLError, naming_torchvision, release
 from vgr_trl.validate.features import why_rows_matter
@@ -170,6 +173,20 @@ def refuse_targets_without_module(model: PeftModel) -> None:
         names = ", ".join(sorted(linear - {"base_layer", "default"}))
         name = type(model.get_base_model()).__name__
         raise ConfigError(f"No module of {name} is named {' or '.join(missing)}, but linear modules are {names}.")
+
+
+def refuse_unfit_model(trainer: ConstructedTrainer) -> None:
+    """Raise `ConfigError` if nothing of the model is trained, or if token types and tokens are padded on two sides."""
+    model: Any = trainer.model
+    # TRL copies a loaded adapter as its reference, and the copy is trainable.
+    if not any(weight.requires_grad and ".ref." not in name for name, weight in model.named_parameters()):
+        cure = "load the adapter with PeftModel.from_pretrained(…, is_trainable=True)"
+        raise ConfigError(f"No weight of {type(model).__name__} requires a gradient: {cure}, or unfreeze the model.")
+    # The processor pads its token types on the right, and TRL the prompts on the left: positions are silently wrong.
+    reads_types = any(name in signature(type(causal_model(model)).forward).parameters for name in TOKEN_TYPES)
+    if trainer._is_vlm and reads_types and trainer._tokenizer.padding_side != "left":
+        processor = type(trainer.processing_class).__name__
+        raise ConfigError(f'{processor} pads on the right: load it with from_pretrained(…, padding_side="left").')
 
 
 def check_head(device: torch.device, installed: str | None = None) -> None:

@@ -6,10 +6,11 @@ from functools import partial
 import pytest
 from datasets import Dataset, IterableDataset, load_dataset
 from support import trainers
+from transformers import AutoProcessor
 
 from vgr_trl import DAPOTrainer
 from vgr_trl.rewards import accuracy_reward, think_format_reward
-from vgr_trl.utils import DataError
+from vgr_trl.utils import ConfigError, DataError
 
 config = partial(trainers.config, per_device_train_batch_size=4, max_completion_length=4, max_steps=1)
 
@@ -69,3 +70,30 @@ def test_a_part_that_names_an_address_is_refused_before_anything_is_fetched(visi
                 trainer._tokenize_prompts([[message]])
         with pytest.raises(TimeoutError):
             server.accept()
+
+
+def test_columns_that_cannot_be_named_so_are_refused_at_the_start(model_folder, questions, text_rows, tmp_path):
+    for rows, name in ((text_rows, "completions"), (text_rows, "prompts"), (questions, "__place__"), (questions, "")):
+        named = Dataset.from_list([{**row, name: "x"} for row in rows.select(range(4))])
+        for data in (named, IterableDataset.from_generator(lambda named=named: iter(named))):
+            with pytest.raises(DataError, match=f"The train data ha.* a column .*{name}.*: rename"):
+                DAPOTrainer(str(model_folder), [think_format_reward], config(tmp_path), data)
+
+
+def test_padding_on_the_right_is_refused_where_token_types_are_read(model_folder, questions, tmp_path):
+    processor = AutoProcessor.from_pretrained(model_folder, padding_side="right")
+    options = {"reward_funcs": [think_format_reward], "args": config(tmp_path), "train_dataset": questions}
+    with pytest.raises(ConfigError, match='pads on the right: load it with .*padding_side="left"'):
+        DAPOTrainer(str(model_folder), processing_class=processor, **options)
+
+
+def test_rewards_of_one_name_have_metrics_of_their_own(model_folder, questions, tmp_path, caplog):
+    rewards = [lambda completions, value=value, **_: [value] * len(completions) for value in (1.0, 2.0, 4.0)]
+    options = config(tmp_path, reward_weights=[1.0, 0.5, 0.25])
+    trainer = DAPOTrainer(str(model_folder), rewards, options, questions)
+    assert trainer.reward_func_names == ["<lambda>", "<lambda>_2", "<lambda>_3"]
+    assert "the metrics of one of them are named <lambda>_2" in caplog.text
+    trainer.train()
+    for number, name in enumerate(trainer.reward_func_names):
+        assert trainers.logged(trainer, f"rewards/{name}/mean") == [2.0**number]
+        assert trainers.logged(trainer, f"reward_weights/{name}") == [0.5**number]
