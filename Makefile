@@ -70,7 +70,8 @@ NEW := .venv-constraints
 constraints:
 	rm -rf $(NEW)
 	$(MAKE) $(NEW)/.installed-dev VENV=$(NEW) CONSTRAINTS=
-	$(NEW)/bin/python -I -m pip freeze --all --exclude-editable | grep -Ev '^(pip|torch|triton|nvidia-.*|cuda-.*)==' > constraints/$(MINOR).txt
+	$(NEW)/bin/python -I -m pip freeze --all --exclude-editable | \
+	  grep -Ev '^(pip|torch|triton|nvidia-.*|cuda-.*)==' > constraints/$(MINOR).txt
 
 # The page of `vgr-trl report` from its sources; needs Node.js 20 and npm, which neither users nor tests need.
 .PHONY: report-page
