@@ -1,16 +1,24 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Both create .venv and install what they need.
 CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
 override PYTHON := $(or $(shell scripts/find_python.sh $(CANDIDATES) 2>/dev/null),python3)
-TORCH ?= torch==2.13.0
+TRIED_TORCH := torch==2.13.0
+TORCH ?= $(TRIED_TORCH)
 VENV ?= .venv
 DEMO_FLAGS ?=
 
-# The stamps hold what was installed with, so that another torch or interpreter installs again.
 VERSION := $(shell $(PYTHON) -V 2>/dev/null)
-KEY := $(VERSION) $(TORCH)
+MINOR := $(basename $(lastword $(VERSION)))
+# The versions that passed `make test` with this Python and this torch; another torch, or CONSTRAINTS= in a new environment,
+# gets the newest that pyproject.toml allows. They bind the builds of packages too: pip before 25.3 by the first variable.
+CONSTRAINTS ?= $(if $(filter $(TRIED_TORCH)%,$(TORCH)),$(wildcard constraints/$(MINOR).txt))
+
+# The stamps hold what was installed with, so that another torch, interpreter or set of versions installs again.
+KEY := $(strip $(VERSION) $(TORCH) $(CONSTRAINTS))
 BASE := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 BIN := $(VENV)/bin
+INSTALL := $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS)) \
+  $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types tests clean FORCE
@@ -25,16 +33,16 @@ $(BASE): FORCE
 endif
 FORCE:
 
-$(BASE): pyproject.toml
+$(BASE): pyproject.toml $(CONSTRAINTS)
 	@scripts/find_python.sh $(CANDIDATES) >/dev/null
 	@echo "Needs Python 3.11 or newer ($(PYTHON): $(VERSION)) and a package index: installs $(TORCH) and the rest into $(VENV)."
 	[ "$$($(BIN)/python -V 2>/dev/null)" = "$(VERSION)" ] || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) --editable .
 	@echo '$(KEY)' > $@
 
 $(DEV): $(BASE)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(INSTALL) --editable ".[dev]"
 	@touch $@
 
 demo: $(BASE)
@@ -55,6 +63,15 @@ test: lint types tests
 
 clean:
 	rm -rf $(VENV)
+
+# Writes constraints/ for one Python, from a new environment. torch brings triton and CUDA's packages, of its own versions.
+NEW := .venv-constraints
+.PHONY: constraints
+constraints:
+	rm -rf $(NEW)
+	$(MAKE) $(NEW)/.installed-dev VENV=$(NEW) CONSTRAINTS=
+	$(NEW)/bin/python -I -m pip freeze --all --exclude-editable | \
+	  grep -Ev '^(pip|torch|triton|nvidia-.*|cuda-.*)==' > constraints/$(MINOR).txt
 
 # The page of `vgr-trl report` from its sources; needs Node.js 20 and npm, which neither users nor tests need.
 .PHONY: report-page
@@ -226,7 +243,7 @@ processes: $(DEV)
 # Kills in each phase and at every file of a save, up to an hour; others are in `make test`, too.
 .PHONY: faults
 faults: $(DEV)
-	$(BIN)/python -m pip install --quiet -r tests/faults/requirements.txt
+	$(INSTALL) -r tests/faults/requirements.txt
 	$(BIN)/python -m pytest -m "minutes or not minutes" tests/faults
 
 # A part of the tests with the oldest and newest releases that are taken, in environments of their own, several GB and about

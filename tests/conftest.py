@@ -156,8 +156,9 @@ def question_files(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> list:
-    """Devices whose random state is read; reading it on a GPU initialises that GPU."""
+    """Devices whose random state is read; reading it on a GPU initialises that GPU. None of the eight can be used."""
     read: list = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # torch built with CUDA counts them to answer
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_rng_state", read.append)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)

@@ -58,6 +58,12 @@ def test_changes_are_tested_on_the_versions_that_the_package_names():
     assert [f"make compat COMPAT=trl-{SUPPORTED[0]} PYTHON=python"] == list(commands(jobs["oldest-trl"]))
 
 
+def test_every_night_the_newest_releases_are_tested():
+    nightly = WORKFLOWS["nightly"]
+    assert nightly["env"]["CONSTRAINTS"] == ""
+    assert "make test PYTHON=python" in commands(nightly["jobs"]["long"])
+
+
 def test_a_release_knows_its_repository_and_its_tag():
     (environment,) = [step["env"] for step in WORKFLOWS["release"]["jobs"]["build"]["steps"] if "env" in step]
     assert environment == {"REPOSITORY": ADDRESS, "TAG": "${{ github.ref_name }}"}
