@@ -104,7 +104,8 @@ def refuse_named_files(conversation: Sequence[Mapping[str, Any]]) -> None:
         named = [name for name in FILE_FIELDS if part.get(name) is not None]
         named += ["image"] * isinstance(part.get("image"), str | bytes | dict)
         if named:
-            raise DataError(f"a part of its prompt names a file ({named[0]}); only image and video columns are read")
+            problem = f"a part of its prompt names a file ({named[0]}); only image and video columns are read"
+            raise DataError(f'{problem}, after cast_column("image", Image()) if a transform of yours gives them')
 
 
 # Images

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from accelerate import PartialState
 from datasets import Dataset, Features, IterableDataset, Json, List, Value, concatenate_datasets, config
@@ -59,6 +60,7 @@ PARALLEL_FROM = 1000  # rows from which on a pass runs in several processes and 
 MAX_PROCESSES = 16
 DECODING_THREADS = min(8, os.cpu_count() or 1)
 MAX_DAMAGED = 100  # consecutive rows; beyond it, a disk is probably missing
+PREPARED_STREAMS = WeakSet[IterableDataset]()
 SHUFFLE_BUFFER = 1000  # rows of a stream that wait, their images undecoded
 
 
@@ -235,7 +237,8 @@ def prepare_rows(
         require_row(usable(numbered), split)
         if shuffle_seed is not None:
             numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
-        return usable(numbered), []
+        PREPARED_STREAMS.add(stream := usable(numbered))
+        return stream, []
 
     names = known_names(dataset.column_names, keys)
     return _prepare_dataset(dataset.select_columns(list(names)).rename_columns(names), split, rules, column)
@@ -244,8 +247,12 @@ def prepare_rows(
 def _prepare_dataset(
     dataset: Dataset, split: str, rules: RowOptions, column: str
 ) -> tuple[Dataset, list["SkippedRow"]]:
+    names = dataset.column_names
+    has_conversations = not rules.needs_solution and "prompt" in names and isinstance(dataset[0]["prompt"], list)
+    own = {"choices", "solution"} & {*names} if has_conversations else set[str]()  # which only the user's rewards read
+
     def stored(row: Mapping[str, Any]) -> dict[str, Any]:
-        found = examine_row(row, rules)
+        found = examine_row(row, rules) | dict.fromkeys(own)
         texts = {name: None if found[name] is None else json.dumps(found[name]) for name in ("prompt", "solution")}
         return {name: texts.get(name, found[name]) for name in EXAMINED}
 
@@ -254,7 +261,7 @@ def _prepare_dataset(
         return any(examine_row(dataset[row], rules)[REASON] is None for row in rejected)
 
     found = map_rows(dataset, stored, EXAMINED, rules, f"Reading rows ({split})", is_stale=has_repaired_file)
-    reasons, names = found[REASON][:], dataset.column_names
+    reasons = found[REASON][:]
     skipped = skipped_rows(split, reasons, dataset["id"][:] if "id" in names else None)
     unreadable = [row for row in skipped if row.reason.startswith("solution is")]
     if len(unreadable) > LARGEST_SHARE * len(dataset):
@@ -262,10 +269,10 @@ def _prepare_dataset(
         first, many = unreadable[0], f"{len(unreadable)} of the {len(dataset)} rows of {split}"
         problem = f"The answer in `{answer}` cannot be read in {many}, such as row {first.row}: {first.reason}"
         raise DataError(f"{problem}. Name the answer column with --solution_key.")
-    made = [name for name in ("prompt", "choices", "solution", SIZES)
+    made = [name for name in ("prompt", "choices", "solution", SIZES) if name not in own
             if name in (*names, SIZES) or found.data.column(name).null_count < len(found)]  # fmt: skip
-    kept = [name for name in names if name not in {*EXAMINED, *DIALOGUES, UNREADABLE}]
-    dataset = dataset.select_columns(kept).add_column(PLACE, range(len(dataset)))
+    kept = [name for name in names if name not in {*EXAMINED, *DIALOGUES, UNREADABLE} - own]
+    dataset = dataset.add_column(PLACE, range(len(dataset))).select_columns([*kept, PLACE])
     if not image_columns(dataset) and {*MEDIA} & {*kept}:
         dataset = dataset.add_column("images", [None] * len(dataset))  # the column that TRL looks for
     dataset = concatenate_datasets([dataset, found.select_columns(made)], axis=1)

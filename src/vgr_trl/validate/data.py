@@ -12,19 +12,19 @@ from transformers.utils import logging
 
 from vgr_trl.boxes import BOX_COLUMNS, box_problem
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.images import IMAGE_COLUMNS, PLACE
+from vgr_trl.data.images import IMAGE_COLUMNS, MEDIA, PLACE
 from vgr_trl.data.lengths import SIZES, PromptLengths, image_sizes_of
 from vgr_trl.data.prompts import special_problem, special_tokens
-from vgr_trl.data.read_row import image_columns, undecoded
+from vgr_trl.data.read_row import image_columns, require_columns, undecoded
 from vgr_trl.data.rows import (
+    PREPARED_STREAMS,
     REASON,
     SkippedRow,
     drop_long_prompts,
+    is_repeatable,
     map_rows,
     prepare_rows,
     prepared_transform,
-    require_row,
-    row_filter,
     skipped_rows,
 )
 from vgr_trl.patches.transformers import close_group_at_exit, disable_cudnn_attention, give_timeout
@@ -84,21 +84,21 @@ def prepare_data(trainer: ConstructedTrainer) -> None:
         if not isinstance(dataset, Dataset | IterableDataset):
             return dataset
         split = split if part is None else f"{split} {part}"
-        if not _has_prompts(dataset):
-            rules: dict[str, Any] = {"needs_solution": needs_solution, "special": special, "boxes": boxes}
-            dataset, skipped = prepare_rows(dataset, split=split, **rules)
-            _warn(f"The {split} data have questions; vgr_trl.data.rows.prepare_rows turned them into prompts.")
-            _warn_left_out(split, skipped)
+        if dataset in PREPARED_STREAMS:
             return dataset
-        if isinstance(dataset, Dataset):
+        if isinstance(dataset, Dataset) and (prepared_transform(dataset) or not is_repeatable(dataset)):
             return _drop_bad_rows(dataset, split, special, boxes)
-        if boxes:
-            keeps = row_filter(split)
-            dataset = dataset.filter(
-                lambda row, place: keeps(row, place, box_problem(row, image_sizes_of(row))), with_indices=True
-            )
-            require_row(dataset, split)
-        return dataset
+        rows = undecoded(dataset.with_format(None))
+        first: dict[str, Any] = next(iter(rows), {})
+        if isinstance(first.get("prompt"), str) and {*MEDIA}.isdisjoint(first):  # in its final form
+            require_columns(rows, split, needs_solution=False)
+            return _drop_bad_rows(dataset, split, special, boxes) if isinstance(dataset, Dataset) else dataset
+        rules: dict[str, Any] = {"needs_solution": needs_solution, "special": special, "boxes": boxes}
+        ready_rows, skipped = prepare_rows(rows, split=split, **rules)
+        if not isinstance(first.get("prompt"), list):
+            _warn(f"The {split} data have questions; vgr_trl.data.rows.prepare_rows turned them into prompts.")
+        _warn_left_out(split, skipped)
+        return ready_rows
 
     change_data(trainer, ready)
 
@@ -119,18 +119,6 @@ def reads_boxes(args: DAPOConfig, rewards: Iterable[Any]) -> bool:
     """Return whether a signal, a rule of credit or one of the rewards reads the boxes of rows."""
     needs = {need for reward in rewards for need in needed_signals(reward)} - {BLIND_ANSWERS}
     return "regions" in {*args.readers(), *find_measurements(needs)}
-
-
-def _has_prompts(dataset: Any) -> bool:
-    """Whether the rows have prompts that TRL can read: with images, these must be conversations."""
-    if "prompt" not in _names(dataset):
-        return False
-    first: dict[str, Any] = next(iter(dataset), {})
-    return not (image_columns(dataset) and isinstance(first.get("prompt"), str))
-
-
-def _names(dataset: Any) -> list[str]:
-    return list(next(iter(dataset), {}) if dataset.column_names is None else dataset.column_names)
 
 
 def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None, boxes: bool) -> Dataset:
