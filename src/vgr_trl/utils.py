@@ -348,7 +348,7 @@ def pool(workers: int) -> ProcessPoolExecutor:
 
     A scheduler's SIGTERM, or Ctrl-C, goes to them as well; what becomes of their work is for that process to say.
     """
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_belong_to_parent)
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=belong_to_parent)
 
 
 def initialise_loader(initialise: Callable[[int], None] | None, worker: int) -> None:
@@ -356,7 +356,7 @@ def initialise_loader(initialise: Callable[[int], None] | None, worker: int) -> 
 
     PyTorch's watch of the parent does not end a worker that waits for its full queue to be read.
     """
-    _belong_to_parent()
+    belong_to_parent()
     if initialise is not None:
         initialise(worker)
 
@@ -367,7 +367,7 @@ def kill_workers(executor: ProcessPoolExecutor) -> None:
         process.kill()
 
 
-def _belong_to_parent() -> None:
+def belong_to_parent() -> None:
     """Exit with the parent process, or this worker hangs for ever.
 
     Signals are passed over by a function, since what this process starts would inherit that they are ignored.
