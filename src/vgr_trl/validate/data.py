@@ -1,21 +1,24 @@
 """Prepare the data of a trainer: prompts from questions, rows that cannot be used left out."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from datasets import Dataset, Features, IterableDataset, Value
 from peft import PeftConfig
 from transformers.utils import logging
+from xxhash import xxh3_128
 
 from vgr_trl.boxes import BOX_COLUMNS, box_problem
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.images import IMAGE_COLUMNS, MEDIA, PLACE
+from vgr_trl.data.images import IMAGE_COLUMNS, MEDIA, PLACE, images_of
 from vgr_trl.data.lengths import SIZES, PromptLengths, image_sizes_of
 from vgr_trl.data.prompts import special_problem, special_tokens
-from vgr_trl.data.read_row import image_columns, require_columns, undecoded
+from vgr_trl.data.read_row import KEYS, image_columns, require_columns, undecoded
 from vgr_trl.data.rows import (
     PREPARED_STREAMS,
     REASON,
@@ -37,6 +40,8 @@ from vgr_trl.validate.features import iterate_datasets
 from vgr_trl.validate.options import check_head, refuse_differing_options, refuse_targets_without_module
 
 # The data
+
+HASHED_ROWS = 50  # whose images are compared between the processes
 
 logger = logging.get_logger(__name__)
 
@@ -61,11 +66,40 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
         logger.warning(notice)
     if peft_config is not None:
         refuse_targets_without_module(trainer.accelerator.unwrap_model(trainer.model))
+    refuse_differing_data(trainer)
     prepare_data(trainer)
+    refuse_differing_data(trainer)  # a file may be missing on one machine
     for name, dataset in iterate_datasets(trainer):
         if not trainer._is_vlm and (columns := image_columns(dataset)):
             reader = f"{type(trainer.model).__name__} with {type(trainer.processing_class).__name__}"
             raise ConfigError(f"The {name} data has a column `{columns[0]}`, but {reader} reads text only: remove one.")
+
+
+def refuse_differing_data(trainer: ConstructedTrainer) -> None:
+    """Raise `DataError` on all processes if their data differ, whose sampler would put two prompts into one group."""
+    if trainer.accelerator.num_processes == 1:
+        return
+    hashes = [(name, _order_hash(data)) for name, data in iterate_datasets(trainer) if is_repeatable(data)]
+    first, *others = gather_object([hashes])
+    for number, found in enumerate(others, start=1):
+        if found != first:
+            names = " and ".join(dict(set(found) ^ set(first)))
+            problem = f"The {names} data of process {number} are not those of process 0, or in another order"
+            raise DataError(f"{problem}: give all processes the same data set.")
+
+
+def _order_hash(dataset: Dataset) -> str:
+    """Hash questions and answers in their order, and the images of some rows by their bytes, or by names of files."""
+    digest = xxh3_128(str(len(dataset)).encode())
+    names = {*KEYS["problem"], *KEYS["solution"], SIZES} & {*dataset.column_names}
+    for batch in dataset.with_format("arrow").select_columns(sorted(names)).iter(1000) if names else ():
+        digest.update(repr(batch.to_pydict()).encode())
+    rows = undecoded(dataset.with_format(None))
+    for place in range(0, len(rows), 1 + len(rows) // HASHED_ROWS):
+        for value in images_of(rows[place]):
+            content = (value.get("bytes") or value.get("path")) if isinstance(value, Mapping) else value
+            digest.update(content if isinstance(content, bytes) else os.path.basename(str(content)).encode())
+    return digest.hexdigest()
 
 
 def prepare_data(trainer: ConstructedTrainer) -> None:
