@@ -16,7 +16,7 @@ from xxhash import xxh3_128
 from vgr_trl.boxes import BOX_COLUMNS, box_problem
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import IMAGE_COLUMNS, MEDIA, PLACE, images_of
-from vgr_trl.data.lengths import SIZES, PromptLengths, image_sizes_of
+from vgr_trl.data.lengths import SIZES, PromptLengths, image_sizes_of, require_ending_template
 from vgr_trl.data.prompts import special_problem, special_tokens
 from vgr_trl.data.read_row import KEYS, image_columns, require_columns, undecoded
 from vgr_trl.data.rows import (
@@ -66,6 +66,7 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
         logger.warning(notice)
     if peft_config is not None:
         refuse_targets_without_module(trainer.accelerator.unwrap_model(trainer.model))
+    require_ending_template(trainer.processing_class, template_options(trainer))
     refuse_differing_data(trainer)
     prepare_data(trainer)
     refuse_differing_data(trainer)  # a file may be missing on one machine
@@ -73,6 +74,12 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
         if not trainer._is_vlm and (columns := image_columns(dataset)):
             reader = f"{type(trainer.model).__name__} with {type(trainer.processing_class).__name__}"
             raise ConfigError(f"The {name} data has a column `{columns[0]}`, but {reader} reads text only: remove one.")
+
+
+def template_options(trainer: ConstructedTrainer) -> dict[str, Any]:
+    """Return the arguments of `apply_chat_template` with which TRL writes prompts."""
+    options: dict[str, Any] = {"tools": trainer.tools or None, "chat_template": trainer.chat_template}
+    return options | cast("dict[str, Any]", trainer.chat_template_kwargs)
 
 
 def refuse_differing_data(trainer: ConstructedTrainer) -> None:
@@ -208,10 +215,7 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str]) -> 
         def count(split: str) -> None:
             trainer.step_metrics.prompts_too_long += split == "train"
 
-        template: dict[str, Any] = {"tools": trainer.tools or None, "chat_template": trainer.chat_template}
-        lengths = PromptLengths(
-            trainer.processing_class, **template | cast("dict[str, Any]", trainer.chat_template_kwargs)
-        )
+        lengths = PromptLengths(trainer.processing_class, **template_options(trainer))
 
         def kept(dataset: Any, split: str, part: str | None) -> Any:
             return drop_long_prompts(dataset, lengths, limit, part or split, partial(count, split))
