@@ -131,7 +131,8 @@ def prepare_data(trainer: ConstructedTrainer) -> None:
             return _drop_bad_rows(dataset, split, special, boxes)
         rows = undecoded(dataset.with_format(None))
         first: dict[str, Any] = next(iter(rows), {})
-        if isinstance(first.get("prompt"), str) and {*MEDIA}.isdisjoint(first):  # in its final form
+        in_final_form = isinstance(first.get("prompt"), str if trainer._is_vlm else str | list)
+        if in_final_form and {*MEDIA}.isdisjoint(first):
             require_columns(rows, split, needs_solution=False)
             return _drop_bad_rows(dataset, split, special, boxes) if isinstance(dataset, Dataset) else dataset
         rules: dict[str, Any] = {"needs_solution": needs_solution, "special": special, "boxes": boxes}

@@ -115,7 +115,7 @@ def test_images_in_a_column_that_nothing_reads_are_refused(vision_trainer, png, 
             vision_trainer(rows=Dataset.from_list(rows))
 
 
-def test_columns_of_rewards_of_the_users_own_stay_as_they_are(text_trainer):
+def test_columns_of_rewards_of_the_users_own_stay_as_they_are(vision_trainer):
     row = {"prompt": asked("which?"), "solution": [{"box": [1, 2]}], "choices": {"hard": True}, "label_idx": 3}
-    (read, *_) = text_trainer(rows=Dataset.from_list([row] * 2)).train_dataset
+    (read, *_) = vision_trainer(rows=Dataset.from_list([row] * 2)).train_dataset
     assert read == row
