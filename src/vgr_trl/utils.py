@@ -1,5 +1,6 @@
 """Errors, atomic files, patched attributes, and other small tools that the rest of the package stands on."""
 
+import math
 import multiprocessing
 import os
 import re
@@ -11,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import update_wrapper
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
@@ -348,7 +350,7 @@ def pool(workers: int) -> ProcessPoolExecutor:
 
     A scheduler's SIGTERM, or Ctrl-C, goes to them as well; what becomes of their work is for that process to say.
     """
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_belong_to_parent)
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=belong_to_parent)
 
 
 def initialise_loader(initialise: Callable[[int], None] | None, worker: int) -> None:
@@ -356,7 +358,7 @@ def initialise_loader(initialise: Callable[[int], None] | None, worker: int) -> 
 
     PyTorch's watch of the parent does not end a worker that waits for its full queue to be read.
     """
-    _belong_to_parent()
+    belong_to_parent()
     if initialise is not None:
         initialise(worker)
 
@@ -367,7 +369,7 @@ def kill_workers(executor: ProcessPoolExecutor) -> None:
         process.kill()
 
 
-def _belong_to_parent() -> None:
+def belong_to_parent() -> None:
     """Exit with the parent process, or this worker hangs for ever.
 
     Signals are passed over by a function, since what this process starts would inherit that they are ignored.
@@ -407,8 +409,18 @@ def limit_seconds(seconds: float, error: type[BaseException]) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
+MAX_YAML_NODES = 100_000  # with aliases written out
+
+
 class StrictLoader(yaml.SafeLoader):
-    """A safe loader that refuses a key given twice."""
+    """A safe loader that refuses a key given twice, and aliases that would be written out without end."""
+
+    def get_single_node(self) -> Any:
+        """Return the document, or raise `ConstructorError` if it is too large with its aliases written out."""
+        node = super().get_single_node()
+        if _written_nodes(node, {}) > MAX_YAML_NODES:
+            raise ConstructorError(None, None, f"its aliases repeat more than {MAX_YAML_NODES} values", None)
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping, or raise `ConstructorError` for a key given twice."""
@@ -419,6 +431,16 @@ class StrictLoader(yaml.SafeLoader):
                     raise ConstructorError(None, None, f"the key {key.value} is given twice", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+def _written_nodes(node: Any, known: dict[int, float]) -> float:
+    """Return how many values a YAML node has with its aliases written out, infinity if it is within itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        inner = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = chain.from_iterable(each if isinstance(each, tuple) else [each] for each in inner)
+        known[id(node)] = 1 + sum(_written_nodes(each, known) for each in parts)
+    return known[id(node)]
 
 
 def parse_yaml(text: str) -> Any:

@@ -21,7 +21,7 @@ from vgr_trl.config_converters import (
 )
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.integrations.verl.credit import OPTION_ALIASES
-from vgr_trl.utils import ConfigError
+from vgr_trl.utils import ConfigError, parse_yaml
 
 EASYR1 = Path(__file__).with_name("easyr1_keys.txt").read_text().splitlines()[1:]
 ENOUGH = {
@@ -323,14 +323,33 @@ def test_references_are_resolved_after_overrides(tmp_path, monkeypatch):
     file = tmp_path / "config.yaml"
     sizes = "worker: {actor: {global_batch_size: 8}}\ndata: {rollout_batch_size: '${worker.actor.global_batch_size}'}"
     file.write_text(sizes)
-    argv = ["--config", str(file), "worker.actor.global_batch_size=4", "trainer.experiment_name=x_${oc.env:RUN}"]
-    monkeypatch.setenv("RUN", "7")
+    argv = [
+        "--config",
+        str(file),
+        "worker.actor.global_batch_size=4",
+        "trainer.experiment_name=x_${oc.env:SLURM_JOB_ID}",
+    ]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     found, _ = read_configuration(argv)
     assert found == {
         "worker.actor.global_batch_size": 4, "data.rollout_batch_size": 4, "trainer.experiment_name": "x_7"
     }  # fmt: skip
     with pytest.raises(ConfigError, match="cannot be resolved .*Interpolation key 'data.nothing' not found"):
         read_configuration([*argv, "data.seed=${data.nothing}"])
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    for reference in ("${oc.env:WANDB_API_KEY}", "${oc.env:${trainer.k}}", "${oc.decode:'${oc.env:WANDB_API_KEY}'}"):
+        with pytest.raises(ConfigError, match="oc.env:WANDB_API_KEY is none of the variables that launchers set"):
+            read_configuration([*argv, "trainer.k=WANDB_API_KEY", f"trainer.project_name={reference}"])
+
+
+@pytest.mark.parametrize("pair", ["[*{0}, *{0}]", "{{a: *{0}, b: *{0}}}", "{{<<: [*{0}, *{0}]}}"])
+def test_aliases_that_repeat_without_end_are_refused(pair):
+    lines = [f"x{n}: &x{n} {pair.format(f'x{n - 1}')}" for n in range(1, 25)]
+    with pytest.raises(yaml.YAMLError, match="aliases repeat"):
+        parse_yaml("\n".join(["x0: &x0 {trainer: 1}", *lines]))
+    with pytest.raises(yaml.YAMLError, match="aliases repeat"):
+        parse_yaml("x: &x [*x]")
+    assert parse_yaml("x: &x {a: 1}\ny: {<<: *x}") == {"x": {"a": 1}, "y": {"a": 1}}
 
 
 def test_verl_names_with_verl_defaults():

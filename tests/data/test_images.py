@@ -185,3 +185,14 @@ def test_rows_of_a_transform_that_may_draw_lots_are_read_each_time(png):
     assert is_repeatable(prepare_rows(rows, split="train", root=png.parent)[0])
     assert not is_repeatable(rows.with_transform(lambda batch: batch))
     assert not is_repeatable(rows.to_iterable_dataset())
+
+
+def test_comments_in_a_ppm_are_read_within_reason():
+    pixels = b"#" * 2**14
+    for header in (b"P5 128 128 255 ", b"P5 # a\n128 #b\r 128\n255\n", b"P4\n1024 128\n"):
+        assert image_size(header + pixels)[1] == 128
+        assert open_image(header + pixels).height == 128
+    for comments in (b"# " + b"x" * 2**14, b"#x\n" * 2**14):
+        for read in (image_size, open_image):
+            with pytest.raises(DataError, match="header of more than 4096 bytes"):
+                read(b"P5 128 " + comments + b"\n128 255 " + pixels)

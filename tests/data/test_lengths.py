@@ -10,10 +10,12 @@ from support.models.processors import PROCESSORS
 from trl import GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
 
+from vgr_trl.data import prompts
 from vgr_trl.data.lengths import PromptLengths
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, build_prompt
 from vgr_trl.data.rows import prompt_lengths
 from vgr_trl.demo.tiny_model import build_processor
+from vgr_trl.utils import ConfigError
 
 SIZES = [(640, 480), (37, 90), (1024, 768), (500, 333), (112, 112), (1600, 200)]
 TEMPLATE = (
@@ -55,3 +57,14 @@ def test_rows_of_a_data_set_with_and_without_images(system_prompt):
     assert not lengths.needs_pixels, "one process would count the tokens of all rows"
     counts = prompt_lengths(Dataset.from_list(rows), lengths, "lengths")
     assert counts == [trainers_count(processor, row) for row in rows]
+
+
+def test_templates_that_do_not_end_are_refused(text_trainer, text_tokenizer, monkeypatch):
+    monkeypatch.setattr(prompts, "TEMPLATE_SECONDS", 0.5)
+    loops = "{% for _ in range(99999) %}" * 4 + "{% endfor %}" * 4
+    monkeypatch.setattr(text_tokenizer, "chat_template", loops)
+    own = prompts.PromptTemplate(loops)
+    asks = partial(prompts.build_prompt, "what?", system_prompt=own)
+    for start in (text_trainer, partial(PromptLengths, text_tokenizer), asks):
+        with pytest.raises(ConfigError, match="computes for more than 0.5 s"):
+            start()

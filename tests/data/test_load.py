@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, config
 from support.made_sets import jsonl, parquet, picture, written
 
 from vgr_trl.data.load import load_path, load_split, parse_data_files, readable
@@ -145,3 +145,18 @@ def test_missing_and_unreadable_sources_are_named(tmp_path, source, message):
     for streaming in (False, True):
         with pytest.raises((ConfigError, DataError), match=re.escape(message)), readable("torn.parquet", "data_files"):
             list(load_split("train", **given, streaming=streaming))
+
+
+def test_faults_of_the_cache_name_its_folder(tmp_path, monkeypatch):
+    file, cache = tmp_path / "a.jsonl", tmp_path / "cache"
+    file.write_text('{"problem": "1"}\n' * 9)
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", cache)
+    load_split("train", data_files=str(file))
+    for copy in cache.rglob("*.arrow"):
+        copy.unlink()
+        copy.write_bytes(bytes(100))
+    with pytest.raises(DataError, match=f"delete its copy in {cache}"):
+        load_split("train", data_files=str(file))
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", file / "cache")
+    with pytest.raises(DataError, match=f"{file}/cache, .*cannot be written .*set HF_DATASETS_CACHE"):
+        load_split("train", data_files=str(file))

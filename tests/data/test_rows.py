@@ -1,20 +1,27 @@
 """Rows of any form as training reads them, from data sets and streams."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, config
 from PIL import Image
 from support.made_sets import corners, jsonl, loaded, picture
 
 from vgr_trl.cli.arguments import DataArguments, load_rows
 from vgr_trl.cli.data import inspect_run, make_parser
 from vgr_trl.data.images import images_of
+from vgr_trl.data.lengths import SIZES
 from vgr_trl.data.prompts import special_tokens
-from vgr_trl.data.rows import RowOptions, ready_row
+from vgr_trl.data.rows import RowOptions, prepare_rows, ready_row
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.utils import DataError
 
@@ -157,3 +164,70 @@ def test_long_dialogues_train_on_their_last_question(pictures, streaming):
     assert (asked(long), long["solution"]) == ("Which colour?", "red")
     assert [message["role"] for message in short["prompt"]] == ["system", "user"]
     assert "Be brief." in json.dumps(short["prompt"][0])
+
+
+def prepared(folder):
+    """Questions about one picture, so many that their check is cached, ready for training."""
+    rows = [{"problem": f"which {number}?", "image": "red.png", "answer": "red"} for number in range(1000)]
+    return prepare_rows(Dataset.from_list(rows), root=folder)[0].with_format(None)
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache" / "vgr_trl"
+
+
+def test_a_changed_image_is_measured_again(pictures, cached):
+    for size in (8, 16):
+        Image.new("RGB", (size, 8)).save(pictures / "red.png")
+        assert prepared(pictures)[999][SIZES] == [[size, 8]]
+
+
+@pytest.mark.parametrize("damage", [
+    lambda data: data.replace(b"which 7?", b"which 8?"), lambda data: data[:-100], lambda data: b"",
+    lambda data: bytes(len(data)),
+])  # fmt: skip
+def test_a_damaged_cache_is_made_again(pictures, cached, damage):
+    prompts = prepared(pictures)["prompt"][:]
+    (file,) = cached.iterdir()
+    data = file.read_bytes()
+    file.unlink()  # the first result still reads it
+    file.write_bytes(damage(data))
+    assert file.read_bytes() != data
+    assert prepared(pictures)["prompt"][:] == prompts
+    assert [file.read_bytes() for file in cached.iterdir()] == [data]
+
+
+def test_a_cache_that_cannot_be_written_is_named_and_not_needed(pictures, cached, caplog):
+    cached.parent.write_text("a file where the folder should be")
+    assert len(prepared(pictures)) == 1000
+    assert f"{cached} cannot be written" in caplog.text
+
+
+WAITS = """
+import os, time
+from pathlib import Path
+from datasets import Dataset, Features, Value
+from vgr_trl.data.rows import map_rows
+
+def examine(row):
+    Path({folder!r}, str(os.getpid())).touch()
+    time.sleep(600)
+
+map_rows(Dataset.from_dict({{"n": range(1000)}}), examine, Features(n=Value("int32")), None, "Waiting")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_and_no_file_outlives_a_killed_check(tmp_path, number):
+    workers = tmp_path / "workers"
+    workers.mkdir()
+    given = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", WAITS.format(folder=str(workers))], env=os.environ | given) as process:
+        while not any(workers.iterdir()) and process.poll() is None:
+            time.sleep(0.1)
+        process.send_signal(number)
+    while any(Path(f"/proc/{worker.name}").exists() for worker in workers.iterdir()):
+        time.sleep(0.1)  # for ever, if they stay
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and path.parent != workers] == []

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 from accelerate.utils import gather_object
+from datasets import load_dataset
 from support.launching import results_of
-from support.trainers import config, prompts, train_file, vision_trainer
+from support.trainers import config, letters_reward, prompts, train_file, vision_trainer
+
+from vgr_trl.utils import DataError
 
 # Options, rows of the data set, steps after which the run is continued.
 CASES = {
@@ -81,3 +84,21 @@ def test_a_continued_run_is_the_undisturbed_one(case, step, results):
     assert rest["losses"] == pytest.approx(whole["losses"], abs=1e-7)
     assert rest["weights"] == pytest.approx(whole["weights"], abs=1e-5)
     assert rest["coefficient"] == whole["coefficient"]
+
+
+def start(folder, file, output, change) -> str:
+    """What the trainer says of data that process 1 has in another form."""
+    rows = load_dataset("parquet", data_files=file, split="train")
+    rows = rows.map(lambda row: {"problem": "which?", "solution": "red", "choices": None})
+    if os.environ["RANK"] == "1":
+        rows = rows.select(range(12)) if change == "fewer" else rows.shuffle(seed=3)
+    with pytest.raises(DataError) as refused:
+        vision_trainer(folder, letters_reward, config(output), rows)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("change", ["fewer", "shuffled"])
+def test_processes_with_different_data_are_refused(model_folder, question_files, tmp_path, change):
+    file = train_file(question_files)
+    for message in results_of(start, model_folder, file, tmp_path, change, processes=2):
+        assert message.startswith("The train data of process 1 are not those of process 0")

@@ -136,6 +136,11 @@ def test_statement_of_an_open_answer():
     assert accuracy_reward(NOT_OPEN, ["12"] * len(NOT_OPEN)) == [0.0] * len(NOT_OPEN)
 
 
+def test_a_list_of_numbers_is_one_answer():
+    texts = ["<answer>14</answer>", "<answer>[14, 14, 42, 42]</answer>", "<answer>[42, 14, 14, 42]</answer>"]
+    assert accuracy_reward(texts, [[14, 14, 42, 42]] * 3) == [0, 1, 0]
+
+
 def test_called_as_trl_calls_it():
     parts = [{"type": "text", "text": "<answer>"}, {"type": "text", "text": "A</answer>"}, {"type": "image"}]
     completions = [

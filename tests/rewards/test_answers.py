@@ -41,6 +41,7 @@ def test_right_option(solution, choices, index):
         ("We multiply. So we get $\\boxed{42}$.", None, Solution("42")), ("6 / 2 = 3\n#### 3", None, Solution("3")),
         ("It is a dog.\nAnswer: B", None, Solution("B", (), 1)),
         (["two", "2", "two"], None, Solution("two", others=(Solution("2"),))),
+        ([14, 14, 42.5], None, Solution("[14, 14, 42.5]")), ([14], None, Solution("14")),
         (None, np.int64(2), Solution("C", (), 2)),
         (None, "2", Solution("2")), ("E. coli", None, Solution("E. coli")), ("A+", None, Solution("A+")),
     ],
@@ -53,6 +54,7 @@ def test_right_answer_without_choices(solution, label_idx, expected):
     ("solution", "choices", "match"),
     [
         (None, FRUIT, "None"), ("<answer> </answer>", None, "solution is ''"), (float("nan"), FRUIT, "nan"),
+        *[(mixed, None, "list of texts, or one of numbers") for mixed in ([1, "a"], [True, False], [[1, 2]])],
         ("word " * 21, None, "states no answer"), ("A", ["B", "A"], r"A \('B'\) or B"), ("B", "apple", "2 to 10 texts"),
         *[(wrong, FRUIT, "none of the choices: .* C, an index 0 to 2") for wrong in ("B. apple", "D", 3, -1, True)],
         *[("B", choices, "2 to 10 texts") for choices in (

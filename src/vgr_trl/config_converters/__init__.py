@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from vgr_trl.utils import ConfigError, error_text, parse_yaml
+from vgr_trl.utils import ConfigError, error_text, parse_yaml, patched_attribute
 
 
 class Key(NamedTuple):
@@ -59,6 +59,9 @@ VERL_DEFAULTS: dict[str, Any] = _VERL["defaults"]
 SECTIONS = ("data", "algorithm", "worker", "trainer", *_EASYR1["sections"], "actor_rollout_ref", "critic",
             "custom_reward_function")  # fmt: skip
 _OVERRIDE_PATTERN = re.compile(rf"\+{{0,2}}((?:{'|'.join(SECTIONS)})(?:\.\w+)+)=(.*)", re.DOTALL)
+_LAUNCH_VARIABLE = re.compile(
+    r"((LOCAL|NODE|GROUP)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SLURM_(JOB_ID|JOB_NAME|ARRAY_\w+|PROCID|NNODES|NTASKS)"
+)
 # Keys whose values are mappings, not sections.
 _MAPPING_KEYS = [key for key, known in EASYR1_KEYS.items() if isinstance(known.default, dict)]
 _MAPPING_KEYS += [key for key, (_, default) in VERL_NAMES.items() if isinstance(default, dict)]
@@ -107,9 +110,21 @@ def _resolve_interpolations(content: Mapping[str, Any], overrides: Mapping[str, 
         found = OmegaConf.create(dict(content))
         for key, value in overrides.items():
             OmegaConf.update(found, key, value, merge=False)
-        return OmegaConf.to_container(found, resolve=True)
+        with patched_attribute(os, "environ", _LaunchVariables(os.environ)):
+            return OmegaConf.to_container(found, resolve=True)
     except Exception as error:
         raise ConfigError(f"The ${{…}} cannot be resolved (by omegaconf): {error_text(error)}.") from error
+
+
+class _LaunchVariables(dict[str, str]):
+    """The environment for `oc.env`, whose values go into names, logs and trackers: of launchers' variables alone."""
+
+    def __getitem__(self, name: str) -> str:
+        if not _LAUNCH_VARIABLE.fullmatch(name):
+            raise ValueError(
+                f"oc.env:{name} is none of the variables that launchers set, such as RANK: write its value"
+            )
+        return super().__getitem__(name)
 
 
 def flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -43,7 +43,9 @@ BASE64_IMAGE = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR)[A-Za-z0-9+/\s]*={0
 FILE_FIELDS = ("url", "path", "base64", "image_url", "video", "video_url", "audio", "audio_url")
 ORIENTATION = 0x0112  # the EXIF tag
 ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
-TAIL = 4096  # bytes in which the end of a file is looked for, as cameras append data of their own
+TAIL = 4096  # bytes in which the header or end of a file is looked for, as cameras append data of their own
+_GAP = rb"(?:\s|#[^\r\n]*[\r\n])+"
+_PPM_HEADER = re.compile(rb"P(?:[14](?:%s\d+){2}|\w+(?:%s[^\s#]+){3})\s" % (_GAP, _GAP))
 
 Size = tuple[int, int]  # width and height in pixels
 
@@ -104,7 +106,8 @@ def refuse_named_files(conversation: Sequence[Mapping[str, Any]]) -> None:
         named = [name for name in FILE_FIELDS if part.get(name) is not None]
         named += ["image"] * isinstance(part.get("image"), str | bytes | dict)
         if named:
-            raise DataError(f"a part of its prompt names a file ({named[0]}); only image and video columns are read")
+            problem = f"a part of its prompt names a file ({named[0]}); only image and video columns are read"
+            raise DataError(f'{problem}, after cast_column("image", Image()) if a transform of yours gives them')
 
 
 # Images
@@ -126,7 +129,7 @@ def read_image(value: Any, root: Path = Path()) -> Image.Image:
     image = value
     if not isinstance(value, Image.Image):
         with _reasons("image is unreadable"):
-            image = Image.open(io.BytesIO(image_bytes(value, root)), formats=_formats())
+            image = _open(io.BytesIO(image_bytes(value, root)))
     _require_size(image.size)
     with _reasons("image is truncated or damaged"):
         image.load()
@@ -144,10 +147,19 @@ def image_size(value: Any, root: Path = Path()) -> Size:
         size = _upright_size(value)
     else:
         with _reasons("image is unreadable"), _opened(value, root) as file:
-            image = Image.open(file, formats=_formats())
+            image = _open(file)
             size, is_whole = _upright_size(image), _has_its_end(file, str(image.format))
     _require_size(size)
     return size if is_whole else read_image(value, root).size
+
+
+def _open(file: BinaryIO) -> Image.Image:
+    """Open an image; refuse a PPM whose header Pillow would read for a minute, byte by byte, through its comments."""
+    start = file.read(TAIL)
+    file.seek(0)
+    if len(start) == TAIL and re.match(rb"P[0-6fFy]", start) and not _PPM_HEADER.match(start):
+        raise DataError(f"image has a header of more than {TAIL} bytes")
+    return Image.open(file, formats=_formats())
 
 
 def _upright_size(image: Image.Image) -> Size:

@@ -18,7 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from vgr_trl.data.images import folder_of, image_bytes, images_of
 from vgr_trl.data.lengths import SIZES, PromptLengths
 from vgr_trl.data.prompts import LETTERS, to_parts
-from vgr_trl.data.read_row import KEYS, Keys, renamed_row, require_columns, undecoded
+from vgr_trl.data.read_row import KEYS, Keys, known_names, renamed_row, require_columns, undecoded
 from vgr_trl.data.rows import REASON, RowOptions, SkippedRow, examine_row, map_rows, ready_row
 from vgr_trl.utils import DataError, printable
 
@@ -142,8 +142,11 @@ def inspect_rows(
         return summarise(renamed_row(row, keys), options, lengths, hashes)
 
     if isinstance(rows, Dataset):
-        key, in_parallel = [options, keys, hashes, lengths and lengths.key], not (lengths and lengths.needs_pixels)
-        found = map_rows(rows, examine, SUMMARY, key, f"Reading rows ({split})", in_parallel=in_parallel)
+        names, in_parallel = known_names(rows.column_names, keys), not (lengths and lengths.needs_pixels)
+        rows, keys = rows.select_columns(list(names)).rename_columns(names), KEYS
+        more: dict[str, Any] = {"root": options.root, "in_parallel": in_parallel}
+        key = [options, hashes, lengths and lengths.key]
+        found = map_rows(rows, examine, SUMMARY, key, f"Reading rows ({split})", **more)
     else:
         stream = map(examine, rows)
         parts = iter(lambda: list(islice(stream, STREAMED)), [])

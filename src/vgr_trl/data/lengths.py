@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from datasets.fingerprint import Hasher
@@ -10,6 +11,7 @@ from transformers import ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.data.images import Size, image_size, images_of
+from vgr_trl.data.prompts import limited
 from vgr_trl.utils import ConfigError, DataError, error_text
 
 SIZES = "__sizes__"  # column: (width, height) of a row's images and frames in the size that the model gets
@@ -22,6 +24,12 @@ def image_sizes_of(row: Mapping[str, Any]) -> list[Size]:
     if row.get(SIZES) is not None:
         return [(width, height) for width, height in row[SIZES]]
     return [image_size(value) for value in images_of(row)]
+
+
+def require_ending_template(processor: Any, template: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if the chat template of a processor or tokenizer computes for too long on one question."""
+    with limited(f"The chat template of {type(processor).__name__}"), suppress(Exception):  # which its use reports
+        processor.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False, **template)
 
 
 class PromptLengths:
@@ -37,6 +45,7 @@ class PromptLengths:
     """
 
     def __init__(self, processor: Any, **template: Any) -> None:
+        require_ending_template(processor, template)
         self.processor, self.template = processor, template
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.reads_images = isinstance(processor, ProcessorMixin)

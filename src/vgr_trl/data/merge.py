@@ -80,7 +80,7 @@ def train_test_split(
         content = shown or ["\0".join(texts_of(row["prompt"][-1:])).encode()]
         return {DIGESTS: [hashlib.sha256(data).hexdigest() for data in content]}
 
-    found = list(map_rows(stored, examine, features, str(root), "Comparing images")[DIGESTS])
+    found = list(map_rows(stored, examine, features, None, "Comparing images", root=root)[DIGESTS])
     train, test = split_by_image(found, min(TEST_SHARE, (most or len(found)) / len(found)), seed)
     return dataset.select(train), dataset.select(test[:most])
 

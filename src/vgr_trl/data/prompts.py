@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from vgr_trl.utils import ConfigError, DataError, error_text
+from vgr_trl.utils import ConfigError, DataError, error_text, limit_seconds
 
+TEMPLATE_SECONDS = 10  # of computing, for one question
 LETTERS = "ABCDEFGHIJ"
 PLACEHOLDER = "<image>"  # of an image in the text of a question, as LLaVA, ms-swift and EasyR1 write it
 VIDEO_PLACEHOLDER = re.compile(r"[ \t]*<video>[ \t]*\n?")
@@ -89,6 +91,21 @@ def drop_video_placeholders(conversation: Messages) -> list[dict[str, Any]]:
     return [{**message, "content": text} for message, text in zip(conversation, contents, strict=True)]
 
 
+class _Endless(BaseException):
+    """Passes every handler of errors in a template."""
+
+
+@contextmanager
+def limited(name: str) -> Iterator[None]:
+    """Raise `ConfigError` if the template called `name` computes for too long in this block."""
+    try:
+        with limit_seconds(TEMPLATE_SECONDS, _Endless):
+            yield
+    except _Endless:
+        seconds = f"more than {TEMPLATE_SECONDS} s on one question"
+        raise ConfigError(f"{name} computes for {seconds}: correct its loops, or give another template.") from None
+
+
 class PromptTemplate:
     """A message of the prompt as a Jinja2 template of the user's, filled in for each question in Jinja2's sandbox.
 
@@ -121,10 +138,11 @@ class PromptTemplate:
 
     def fill(self, **values: Any) -> str:
         """Return the message for one question; raise `DataError` if the template fails on it."""
-        try:
-            return self._template.render(values).strip()
-        except Exception as error:  # expressions of a template raise whatever Python's do
-            raise DataError(f"{self.name} fails on it ({error_text(error)})") from error
+        with limited(self.name):
+            try:
+                return self._template.render(values).strip()
+            except Exception as error:  # expressions of a template raise whatever Python's do
+                raise DataError(f"{self.name} fails on it ({error_text(error)})") from error
 
 
 def format_question(problem: str, choices: Sequence[str] | None = None) -> str:

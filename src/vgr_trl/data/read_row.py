@@ -15,7 +15,14 @@ from typing import Any
 from datasets import Image, Json, List, Video
 
 from vgr_trl.data.images import FOLDER, IMAGE_COLUMNS, MEDIA, NUMBERED_IMAGES, images_of, refuse_named_files, videos_of
-from vgr_trl.data.prompts import LETTERS, PromptTemplate, build_prompt, drop_video_placeholders, require_placeholders
+from vgr_trl.data.prompts import (
+    LETTERS,
+    PromptTemplate,
+    build_prompt,
+    drop_video_placeholders,
+    require_placeholders,
+    to_parts,
+)
 from vgr_trl.rewards.answers import Solution, resolve_solution
 from vgr_trl.utils import ConfigError, DataError, RewardError
 
@@ -88,9 +95,10 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question |
     try:
         row = _rename_known_formats(row)
         prompt, replied, is_complete = _read_prompt(row)
-        stated = value_of(row, *KEYS["choices"])
-        choices = None if stated is None or stated == [] else options_of(stated)
-        answer = _answer_of(row, choices)
+        choices, answer = value_of(row, *KEYS["choices"]), value_of(row, *KEYS["solution"])
+        if needs_answer or not is_complete:  # else they are the user's own, for rewards of their own
+            choices = None if choices is None or choices == [] else options_of(choices)
+            answer = _answer_of(row, choices)
         answer = replied if answer is None else answer
         right = resolve_solution(answer, choices) if needs_answer else None
         images, videos = images_of(row), videos_of(row)
@@ -157,19 +165,27 @@ def _read_prompt(row: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
         raise DataError(f"its prompt is a {type(prompt).__name__}: give a text or a conversation (a list of messages)")
     turns = prompt if name == "prompt" else [_turn(message, name) for message in prompt]
     for turn in turns:
-        known = isinstance(turn, dict) and isinstance(turn.get("role"), str)
-        if not known or not isinstance(turn.get("content"), str | list):
+        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str) or not _is_content(turn.get("content")):
             raise DataError("a message of its prompt lacks a role or a content")
     replied = turns.pop()["content"] if name != "prompt" and turns[-1]["role"] == "assistant" else None
     last = turns[-1]["role"] if turns else "assistant"
     if last == "assistant" or (name != "prompt" and last != "user"):
         raise DataError(f"its {name} does not end with a user message: add one for the assistant to answer")
     refuse_named_files(turns)
+    if any(part.get("image") is not None for turn in turns for part in to_parts(turn["content"])):
+        raise DataError("a part of its prompt holds an image: give images in the column `images`")
     if name == "prompt":
         return turns, None, True
     is_question = len(turns) == 1 and isinstance(turns[0]["content"], str)
     question = turns[0]["content"] if is_question else turns
     return question, replied if isinstance(replied, str) else None, turns[0]["role"] == "system"
+
+
+def _is_content(value: Any) -> bool:
+    """Whether a value is a text, or a list of parts, of which those of type text have one."""
+    parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
+    are_parts = all(isinstance(part, Mapping) for part in parts)
+    return are_parts and all(part.get("type") != "text" or isinstance(part.get("text"), str) for part in parts)
 
 
 def _turn(message: Any, name: str) -> dict[str, Any]:
@@ -353,7 +369,8 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
     elif needs_solution and not is_dialogue and not has_answer:
         problem = "the accuracy reward needs `solution`; name the answer column with --solution_key."
     elif image is not None and keys["image"] and not has(*keys["image"], *keys["video"], *NUMBERED_IMAGES):
-        problem = f"`{image}` seems to hold images; give --image_key {image}, or --image_key none for text alone."
+        problem = f"`{image}` seems to hold images; give --image_key {image}, or --image_key none for text alone "
+        problem += "(in Python, rename it to `image`, or remove it)."
     elif choices is not None and needs_solution and keys["choices"] and not has(*keys["choices"]):
         problem = f"`{choices}` seems to hold the options, with the answer {answer} among them; give "
         problem += f"--choices_key {choices}, or --choices_key none for open questions."

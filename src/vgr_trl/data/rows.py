@@ -4,16 +4,25 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from hashlib import file_digest
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
+import pyarrow
 from accelerate import PartialState
 from datasets import Dataset, Features, IterableDataset, Json, List, Value, concatenate_datasets, config
 from datasets.fingerprint import Hasher
+from datasets.table import InMemoryTable, MemoryMappedTable
+from datasets.utils import tqdm
+from pyarrow import compute
 from transformers.utils import logging
+from xxhash import xxh3_128
 
 from vgr_trl.boxes import boxes_of
 from vgr_trl.data.images import (
@@ -26,6 +35,7 @@ from vgr_trl.data.images import (
     image_size,
     images_of,
     open_image,
+    videos_of,
 )
 from vgr_trl.data.lengths import SIZES, PromptLengths
 from vgr_trl.data.prompts import SYSTEM_PROMPT, PromptTemplate, placed, special_problem
@@ -42,7 +52,7 @@ from vgr_trl.data.read_row import (
     require_columns,
     undecoded,
 )
-from vgr_trl.utils import DataError
+from vgr_trl.utils import DataError, belong_to_parent, error_text
 
 logger = logging.get_logger(__name__)
 
@@ -56,10 +66,13 @@ EXAMINED = Features(
 OF_FILES = ("image", "video", "file", "its videos")  # how reasons begin that a repaired file may remove
 LARGEST_SHARE = 0.1  # of rows whose answer cannot be read
 PARALLEL_FROM = 1000  # rows from which on a pass runs in several processes and its result is cached
+PART_ROWS = 100  # rows that a process examines at a time
 MAX_PROCESSES = 16
 DECODING_THREADS = min(8, os.cpu_count() or 1)
 MAX_DAMAGED = 100  # consecutive rows; beyond it, a disk is probably missing
+PREPARED_STREAMS = WeakSet[IterableDataset]()
 SHUFFLE_BUFFER = 1000  # rows of a stream that wait, their images undecoded
+_part_of_worker: list[Callable[[int], pyarrow.Table]] = []
 
 
 @dataclass(frozen=True)
@@ -154,6 +167,7 @@ def map_rows(
     key: Any,
     description: str,
     *,
+    root: Path = Path(),
     in_parallel: bool = True,
     is_stale: Callable[[Dataset], bool] = lambda found: False,
 ) -> Dataset:
@@ -163,21 +177,101 @@ def map_rows(
 
     Args:
         examine: returns one value for each of `features`; JSON as a text.
-        key: everything besides the rows that the result depends on.
+        key: everything besides the rows and their files that the result depends on.
+        root: folder that relative paths of images and videos start from.
         in_parallel: whether `examine` may run in other processes.
         is_stale: whether a cached result has to be computed again.
     """
+
+    def part(start: int) -> pyarrow.Table:
+        rows = dataset.select(range(start, min(start + PART_ROWS, len(dataset))))
+        return Dataset.from_list(list(map(examine, rows)), features=features).data.table
+
     if len(dataset) < PARALLEL_FROM:
         return Dataset.from_list(list(map(examine, dataset)), features=features)
-    fingerprint = Hasher.hash([dataset._fingerprint, key, _code_hash()])
-    folder = Path(config.HF_DATASETS_CACHE) / "vgr_trl"
-    folder.mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {"features": features, "remove_columns": dataset.column_names, "desc": description}
-    options |= {"new_fingerprint": fingerprint, "cache_file_name": str(folder / f"{fingerprint}.arrow")}
-    options["num_proc"] = min(MAX_PROCESSES, os.cpu_count() or 1) if in_parallel else None
+    name = Hasher.hash([dataset._fingerprint, key, _code_hash(), _file_states(dataset, root)])
     with PartialState().local_main_process_first():
-        found = dataset.map(examine, **options)
-        return dataset.map(examine, load_from_cache_file=False, **options) if is_stale(found) else found
+        found = _cached(name)
+        if found is None or is_stale(found):
+            starts = range(0, len(dataset), PART_ROWS)
+            workers = min(MAX_PROCESSES, os.cpu_count() or 1) if in_parallel else 1
+            with ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (part,)) as pool:  # starts on demand
+                parts = pool.map(_run_part, starts) if in_parallel else map(part, starts)
+                table = pyarrow.concat_tables(tqdm(parts, description, len(starts)))
+            found = _cached(name) if _keep(table, name) else None
+        return Dataset(InMemoryTable(table), fingerprint=name) if found is None else found
+
+
+def _start_worker(part: Callable[[int], pyarrow.Table]) -> None:
+    belong_to_parent()
+    _part_of_worker.append(part)
+
+
+def _run_part(start: int) -> pyarrow.Table:
+    return _part_of_worker[-1](start)
+
+
+def _file_states(dataset: Dataset, root: Path) -> list[Any]:
+    """Return size and time of the files that the rows name, None for a path without a file."""
+    names = [name for name in MEDIA if name in dataset.column_names and _names_files(dataset.data.column(name))]
+    columns = dataset.with_format(None).select_columns([*names, *({FOLDER} & {*dataset.column_names})])[:]
+    rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    return [_file_state(value, folder_of(row, root)) for row in rows for value in (*images_of(row), *videos_of(row))]
+
+
+def _names_files(column: Any) -> bool:
+    """Return whether a column has paths without the bytes of the file."""
+    if pyarrow.types.is_list(column.type):
+        return _names_files(compute.list_flatten(column))
+    if not pyarrow.types.is_struct(column.type):
+        return not pyarrow.types.is_binary(column.type)
+    if not {"bytes", "path"} <= {field.name for field in column.type}:
+        return False
+    data, path = (compute.struct_field(column, [name]) for name in ("bytes", "path"))
+    return bool(compute.any(compute.and_(data.is_null(), path.is_valid())).as_py())
+
+
+def _file_state(value: Any, folder: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(os.path.join(folder, value["path"] if isinstance(value, Mapping) else value))
+        return found.st_size, found.st_mtime_ns
+    except (OSError, ValueError, TypeError):  # no path, or none of a file
+        return None
+
+
+def _cache_folder() -> Path:
+    return Path(config.HF_DATASETS_CACHE) / "vgr_trl"
+
+
+def _cached(name: str) -> Dataset | None:
+    """Return a result from the cache, None if there is none whose bytes have the checksum in its name."""
+    for path in _cache_folder().glob(f"{name}-*.arrow"):
+        with suppress(OSError), path.open("rb") as file:
+            if file_digest(file, xxh3_128).hexdigest() == path.stem.removeprefix(f"{name}-"):
+                return Dataset(MemoryMappedTable.from_file(str(path)), fingerprint=name)
+    return None
+
+
+def _keep(table: pyarrow.Table, name: str) -> bool:
+    """Write a result to the cache, with its checksum in its name; return False, with a warning, if that fails."""
+    folder = _cache_folder()
+    unfinished = folder / f"{name}.unfinished"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with pyarrow.OSFile(str(unfinished), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        with unfinished.open("rb") as file:
+            path = folder / f"{name}-{file_digest(file, xxh3_128).hexdigest()}.arrow"
+        for older in folder.glob(f"{name}-*.arrow"):
+            older.unlink(missing_ok=True)
+        unfinished.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
+        hint = "the next start checks the rows again. Free space there, or set HF_DATASETS_CACHE to another folder"
+        logger.warning(f"{folder} cannot be written ({error_text(error)}): {hint}.")
+        return False
+    return True
 
 
 @cache
@@ -237,7 +331,8 @@ def prepare_rows(
         require_row(usable(numbered), split)
         if shuffle_seed is not None:
             numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
-        return usable(numbered), []
+        PREPARED_STREAMS.add(stream := usable(numbered))
+        return stream, []
 
     names = known_names(dataset.column_names, keys)
     return _prepare_dataset(dataset.select_columns(list(names)).rename_columns(names), split, rules, column)
@@ -246,8 +341,12 @@ def prepare_rows(
 def _prepare_dataset(
     dataset: Dataset, split: str, rules: RowOptions, column: str
 ) -> tuple[Dataset, list["SkippedRow"]]:
+    names = dataset.column_names
+    has_conversations = not rules.needs_solution and "prompt" in names and isinstance(dataset[0]["prompt"], list)
+    own = {"choices", "solution"} & {*names} if has_conversations else set[str]()  # which only the user's rewards read
+
     def stored(row: Mapping[str, Any]) -> dict[str, Any]:
-        found = examine_row(row, rules)
+        found = examine_row(row, rules) | dict.fromkeys(own)
         texts = {name: None if found[name] is None else json.dumps(found[name]) for name in ("prompt", "solution")}
         return {name: texts.get(name, found[name]) for name in EXAMINED}
 
@@ -255,8 +354,9 @@ def _prepare_dataset(
         rejected = [row for row, reason in enumerate(found[REASON][:]) if (reason or "").startswith(OF_FILES)]
         return any(examine_row(dataset[row], rules)[REASON] is None for row in rejected)
 
-    found = map_rows(dataset, stored, EXAMINED, rules, f"Reading rows ({split})", is_stale=has_repaired_file)
-    reasons, names = found[REASON][:], dataset.column_names
+    title = f"Reading rows ({split})"
+    found = map_rows(dataset, stored, EXAMINED, rules, title, root=rules.root, is_stale=has_repaired_file)
+    reasons = found[REASON][:]
     skipped = skipped_rows(split, reasons, dataset["id"][:] if "id" in names else None)
     unreadable = [row for row in skipped if row.reason.startswith("solution is")]
     if len(unreadable) > LARGEST_SHARE * len(dataset):
@@ -264,10 +364,10 @@ def _prepare_dataset(
         first, many = unreadable[0], f"{len(unreadable)} of the {len(dataset)} rows of {split}"
         problem = f"The answer in `{answer}` cannot be read in {many}, such as row {first.row}: {first.reason}"
         raise DataError(f"{problem}. Name the answer column with --solution_key.")
-    made = [name for name in ("prompt", "choices", "solution", SIZES)
+    made = [name for name in ("prompt", "choices", "solution", SIZES) if name not in own
             if name in (*names, SIZES) or found.data.column(name).null_count < len(found)]  # fmt: skip
-    kept = [name for name in names if name not in {*EXAMINED, *DIALOGUES, UNREADABLE}]
-    dataset = dataset.select_columns(kept).add_column(PLACE, range(len(dataset)))
+    kept = [name for name in names if name not in {*EXAMINED, *DIALOGUES, UNREADABLE} - own]
+    dataset = dataset.add_column(PLACE, range(len(dataset))).select_columns([*kept, PLACE])
     if not image_columns(dataset) and {*MEDIA} & {*kept}:
         dataset = dataset.add_column("images", [None] * len(dataset))  # the column that TRL looks for
     dataset = concatenate_datasets([dataset, found.select_columns(made)], axis=1)

@@ -444,8 +444,8 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
     Args:
         solution: letter A–J, option text or 0-based index; without `choices` a letter, also as `(B)` or `B) blue`, or
             the open answer, text or number; or a text that states one of these, such as a worked solution that ends in
-            `\boxed{42}`. True and False are yes and no. A list, or the JSON of one, holds several answers of which each
-            counts as right. A string of digits is never an index.
+            `\boxed{42}`. True and False are yes and no. A list of texts, or the JSON of one, holds several answers of
+            which each counts as right; a list of numbers is one answer. A string of digits is never an index.
         choices: texts of the 2 to 10 options in the order of their letters; None for an open question.
         label_idx: used if `solution` is None; a number is always a 0-based index.
 
@@ -463,7 +463,15 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
     if isinstance(solution, str) and solution.startswith('["'):  # a list, as tables of texts have it
         with suppress(ValueError):
             solution = json.loads(solution)
-    accepted = solution if isinstance(solution, list | tuple) and solution else [solution]
+    accepted = [solution]
+    if isinstance(solution, list | tuple) and solution:
+        if all(map(_is_number, solution)):  # a box, a point, a vector
+            numbers = ", ".join(map(_to_text, solution))
+            accepted = [f"[{numbers}]" if len(solution) > 1 else solution[0]]
+        elif all(isinstance(each, str) for each in solution):
+            accepted = list(solution)
+        else:
+            raise RewardError(f"solution is {excerpt(solution)}: give a list of texts, or one of numbers")
     first, *others = dict.fromkeys(_resolve_one(each, options) for each in accepted)
     return replace(first, others=tuple(others))
 

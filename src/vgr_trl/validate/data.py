@@ -1,5 +1,6 @@
 """Prepare the data of a trainer: prompts from questions, rows that cannot be used left out."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -7,25 +8,27 @@ from itertools import chain, count
 from typing import Any, cast
 
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from datasets import Dataset, Features, IterableDataset, Value
 from peft import PeftConfig
 from transformers.utils import logging
+from xxhash import xxh3_128
 
 from vgr_trl.boxes import BOX_COLUMNS, box_problem
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.images import IMAGE_COLUMNS, PLACE
-from vgr_trl.data.lengths import SIZES, PromptLengths, image_sizes_of
+from vgr_trl.data.images import IMAGE_COLUMNS, MEDIA, PLACE, images_of
+from vgr_trl.data.lengths import SIZES, PromptLengths, image_sizes_of, require_ending_template
 from vgr_trl.data.prompts import special_problem, special_tokens
-from vgr_trl.data.read_row import image_columns, undecoded
+from vgr_trl.data.read_row import KEYS, image_columns, require_columns, undecoded
 from vgr_trl.data.rows import (
+    PREPARED_STREAMS,
     REASON,
     SkippedRow,
     drop_long_prompts,
+    is_repeatable,
     map_rows,
     prepare_rows,
     prepared_transform,
-    require_row,
-    row_filter,
     skipped_rows,
 )
 from vgr_trl.patches.transformers import close_group_at_exit, disable_cudnn_attention, give_timeout
@@ -43,6 +46,8 @@ from vgr_trl.validate.options import (
 )
 
 # The data
+
+HASHED_ROWS = 50  # whose images are compared between the processes
 
 logger = logging.get_logger(__name__)
 
@@ -69,9 +74,13 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
         refuse_targets_without_module(trainer.accelerator.unwrap_model(trainer.model))
     refuse_unfit_model(trainer)
     number_rewards(trainer)
+    require_ending_template(trainer.processing_class, template_options(trainer))
+    refuse_differing_data(trainer)
     prepare_data(trainer)
+    refuse_differing_data(trainer)  # a file may be missing on one machine
     for name, dataset in iterate_datasets(trainer):
-        names = _names(dataset) if isinstance(dataset, Dataset | IterableDataset) else []
+        is_table = isinstance(dataset, Dataset | IterableDataset)
+        names = list(dataset.column_names or next(iter(dataset), {})) if is_table else []
         if taken := {"completions", "prompts"}.intersection(names):
             raise DataError(f"The {name} data has a column `{min(taken)}`, which TRL passes to rewards: rename it.")
         if not trainer._is_vlm and (columns := image_columns(dataset)):
@@ -90,6 +99,39 @@ def number_rewards(trainer: ConstructedTrainer) -> None:
     trainer.reward_func_names = names
 
 
+def template_options(trainer: ConstructedTrainer) -> dict[str, Any]:
+    """Return the arguments of `apply_chat_template` with which TRL writes prompts."""
+    options: dict[str, Any] = {"tools": trainer.tools or None, "chat_template": trainer.chat_template}
+    return options | cast("dict[str, Any]", trainer.chat_template_kwargs)
+
+
+def refuse_differing_data(trainer: ConstructedTrainer) -> None:
+    """Raise `DataError` on all processes if their data differ, whose sampler would put two prompts into one group."""
+    if trainer.accelerator.num_processes == 1:
+        return
+    hashes = [(name, _order_hash(data)) for name, data in iterate_datasets(trainer) if is_repeatable(data)]
+    first, *others = gather_object([hashes])
+    for number, found in enumerate(others, start=1):
+        if found != first:
+            names = " and ".join(dict(set(found) ^ set(first)))
+            problem = f"The {names} data of process {number} are not those of process 0, or in another order"
+            raise DataError(f"{problem}: give all processes the same data set.")
+
+
+def _order_hash(dataset: Dataset) -> str:
+    """Hash questions and answers in their order, and the images of some rows by their bytes, or by names of files."""
+    digest = xxh3_128(str(len(dataset)).encode())
+    names = {*KEYS["problem"], *KEYS["solution"], SIZES} & {*dataset.column_names}
+    for batch in dataset.with_format("arrow").select_columns(sorted(names)).iter(1000) if names else ():
+        digest.update(repr(batch.to_pydict()).encode())
+    rows = undecoded(dataset.with_format(None))
+    for place in range(0, len(rows), 1 + len(rows) // HASHED_ROWS):
+        for value in images_of(rows[place]):
+            content = (value.get("bytes") or value.get("path")) if isinstance(value, Mapping) else value
+            digest.update(content if isinstance(content, bytes) else os.path.basename(str(content)).encode())
+    return digest.hexdigest()
+
+
 def prepare_data(trainer: ConstructedTrainer) -> None:
     """Make prompts of rows that are questions; leave out rows that cannot be used, with a warning.
 
@@ -106,21 +148,22 @@ def prepare_data(trainer: ConstructedTrainer) -> None:
         if not isinstance(dataset, Dataset | IterableDataset):
             return dataset
         split = split if part is None else f"{split} {part}"
-        if not _has_prompts(dataset):
-            rules: dict[str, Any] = {"needs_solution": needs_solution, "special": special, "boxes": boxes}
-            dataset, skipped = prepare_rows(dataset, split=split, **rules)
-            _warn(f"The {split} data have questions; vgr_trl.data.rows.prepare_rows turned them into prompts.")
-            _warn_left_out(split, skipped)
+        if dataset in PREPARED_STREAMS:
             return dataset
-        if isinstance(dataset, Dataset):
+        if isinstance(dataset, Dataset) and (prepared_transform(dataset) or not is_repeatable(dataset)):
             return _drop_bad_rows(dataset, split, special, boxes)
-        if boxes:
-            keeps = row_filter(split)
-            dataset = dataset.filter(
-                lambda row, place: keeps(row, place, box_problem(row, image_sizes_of(row))), with_indices=True
-            )
-            require_row(dataset, split)
-        return dataset
+        rows = undecoded(dataset.with_format(None))
+        first: dict[str, Any] = next(iter(rows), {})
+        in_final_form = isinstance(first.get("prompt"), str if trainer._is_vlm else str | list)
+        if in_final_form and {*MEDIA}.isdisjoint(first):
+            require_columns(rows, split, needs_solution=False)
+            return _drop_bad_rows(dataset, split, special, boxes) if isinstance(dataset, Dataset) else dataset
+        rules: dict[str, Any] = {"needs_solution": needs_solution, "special": special, "boxes": boxes}
+        ready_rows, skipped = prepare_rows(rows, split=split, **rules)
+        if not isinstance(first.get("prompt"), list):
+            _warn(f"The {split} data have questions; vgr_trl.data.rows.prepare_rows turned them into prompts.")
+        _warn_left_out(split, skipped)
+        return ready_rows
 
     change_data(trainer, ready)
 
@@ -141,18 +184,6 @@ def reads_boxes(args: DAPOConfig, rewards: Iterable[Any]) -> bool:
     """Return whether a signal, a rule of credit or one of the rewards reads the boxes of rows."""
     needs = {need for reward in rewards for need in needed_signals(reward)} - {BLIND_ANSWERS}
     return "regions" in {*args.readers(), *find_measurements(needs)}
-
-
-def _has_prompts(dataset: Any) -> bool:
-    """Whether the rows have prompts that TRL can read: with images, these must be conversations."""
-    if "prompt" not in _names(dataset):
-        return False
-    first: dict[str, Any] = next(iter(dataset), {})
-    return not (image_columns(dataset) and isinstance(first.get("prompt"), str))
-
-
-def _names(dataset: Any) -> list[str]:
-    return list(next(iter(dataset), {}) if dataset.column_names is None else dataset.column_names)
 
 
 def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None, boxes: bool) -> Dataset:
@@ -208,10 +239,7 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str]) -> 
         def count_dropped(split: str) -> None:
             trainer.step_metrics.prompts_too_long += split == "train"
 
-        template: dict[str, Any] = {"tools": trainer.tools or None, "chat_template": trainer.chat_template}
-        lengths = PromptLengths(
-            trainer.processing_class, **template | cast("dict[str, Any]", trainer.chat_template_kwargs)
-        )
+        lengths = PromptLengths(trainer.processing_class, **template_options(trainer))
 
         def kept(dataset: Any, split: str, part: str | None) -> Any:
             return drop_long_prompts(dataset, lengths, limit, part or split, partial(count_dropped, split))

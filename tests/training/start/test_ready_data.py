@@ -2,13 +2,17 @@
 
 import socket
 from functools import partial
+from pathlib import Path
 
+import numpy
 import pytest
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import Dataset, Features, IterableDataset, Json, load_dataset
+from PIL import Image
 from support import trainers
 from transformers import AutoProcessor
 
 from vgr_trl import DAPOTrainer
+from vgr_trl.data.images import images_of
 from vgr_trl.rewards import accuracy_reward, think_format_reward
 from vgr_trl.utils import ConfigError, DataError
 
@@ -97,3 +101,49 @@ def test_rewards_of_one_name_have_metrics_of_their_own(model_folder, questions, 
     for number, name in enumerate(trainer.reward_func_names):
         assert trainers.logged(trainer, f"rewards/{name}/mean") == [2.0**number]
         assert trainers.logged(trainer, f"reward_weights/{name}") == [0.5**number]
+
+
+def asked(content, *more):
+    return [{"role": "user", "content": content}, *more]
+
+
+@pytest.mark.parametrize("stored", [str, Path.read_bytes, lambda path: {"bytes": None, "path": str(path)},
+                                    lambda path: [str(path)]])  # fmt: skip
+@pytest.mark.parametrize("streams", [False, True])
+def test_conversations_with_images_are_read_like_questions(vision_trainer, tmp_path, stored, streams):
+    Image.fromarray(numpy.full((8, 8), 16384, numpy.uint16)).save(tmp_path / "deep.png")
+    Image.new("RGB", (2270, 10)).save(tmp_path / "long.png")
+    deep, long = stored(tmp_path / "deep.png"), stored(tmp_path / "long.png")
+    filled = [{"type": "image", "text": None, "image": None}, {"type": "text", "text": "which?", "image": None}]
+    rows = [
+        {"prompt": asked("which <image>?"), "image": deep},
+        {"prompt": asked(filled), "image": deep},
+        {"prompt": asked("which?"), "image": None},
+        {"prompt": asked("which?"), "image": long},
+        {"prompt": asked(None), "image": deep},
+        {"prompt": asked([{"type": "text", "text": None}]), "image": deep},
+        {"prompt": asked([{"type": "image", "image": str(tmp_path / "deep.png")}]), "image": None},
+        {"prompt": asked("which?", {"role": "assistant", "content": "red"}), "image": deep},
+    ]
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    features = Features(prompt=Json(), image=Dataset.from_list([{"image": deep}]).features["image"])
+    data = stream if streams else Dataset.from_list(rows, features)
+    read = list(vision_trainer(rows=data, per_device_train_batch_size=4, max_steps=1).train_dataset)
+    assert [part["type"] for part in read[0]["prompt"][0]["content"]] == ["text", "image", "text"]
+    assert read[1]["prompt"][0]["content"] == [{"type": "image"}, {"type": "text", "text": "which?"}]
+    pixels = [[image.getpixel((0, 0)) for image in images_of(row)] for row in read]
+    assert pixels == [[(64, 64, 64)], [(64, 64, 64)], []]
+
+
+@pytest.mark.parametrize("prompt", [asked("which?"), "which?"])
+def test_images_in_a_column_that_nothing_reads_are_refused(vision_trainer, png, prompt):
+    for column in ("picture", "image_bytes"):
+        rows = [{"prompt": prompt, column: {"bytes": png.read_bytes(), "path": None}}] * 2
+        with pytest.raises(DataError, match=f"`{column}` seems to hold images.*rename it to `image`"):
+            vision_trainer(rows=Dataset.from_list(rows))
+
+
+def test_columns_of_rewards_of_the_users_own_stay_as_they_are(vision_trainer):
+    row = {"prompt": asked("which?"), "solution": [{"box": [1, 2]}], "choices": {"hard": True}, "label_idx": 3}
+    (read, *_) = vision_trainer(rows=Dataset.from_list([row] * 2)).train_dataset
+    assert read == row
