@@ -81,11 +81,9 @@ def test_a_gradient_that_stays_nan_ends_the_run(vision_trainer):
     assert torch.equal(faulty.weights[1], weights(trainer))
 
 
-@pytest.mark.parametrize(
-    ("rewards", "error"), [(lambda: [math.inf] * 8, RewardError), (lambda: 1 / 0, ZeroDivisionError)]
-)
-def test_a_reward_that_fails_ends_the_run(rewards, error, vision_trainer):
+@pytest.mark.parametrize("rewards", [lambda: [math.inf] * 8, lambda: 1 / 0])
+def test_a_reward_that_fails_ends_the_run(rewards, vision_trainer):
     trainer = vision_trainer([lambda completions, **kwargs: rewards()], max_steps=2, compute_attention_metrics=False)
-    with pytest.raises(error, match="is inf for row 0|division"):
+    with pytest.raises(RewardError, match="is inf for row 0|division"):
         trainer.train()
     assert trainer.state.global_step == 0
