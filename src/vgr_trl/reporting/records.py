@@ -33,10 +33,8 @@ Numbers = list[float | None]
 _HEAD_PATTERN = re.compile(rb'\{"version":(\d{1,9}),"step":(\d{1,18}),"mode":"(train|eval)"')
 _THUMBNAIL_PATTERN = re.compile(rb'"images/(\w+\.webp)"')
 DAMAGED_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # of JSON that was written otherwise
-_DESCRIPTION = {
-    "version": int, "name": str, "created": str, "model": str, "rewards": list[str], "options": dict,
-    "changed": list[str] | None, "setup": dict[str, str],
-}  # fmt: skip
+# Of `run.json`; whatever else is in it is shown as a text.
+_TYPES = {"version": int, "rewards": list[str], "options": dict, "changed": list[str] | None, "setup": dict[str, str]}
 PER_TOKEN = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "changes")  # of `Completion`
 _MAX_FILES = 16  # number of record files that share `max_bytes`
 
@@ -225,8 +223,7 @@ def _check_lengths(completion: Completion) -> None:
     fits = all(values is None or len(values) == count for values in per_token)
     fits &= attention is None or not count or len(attention.values) % count == 0
     for image in completion.images:
-        fits &= image.grid is None or (len(image.grid) == 2 and all(0 < side < 2**16 for side in image.grid))
-        fits &= all(len(box) == 4 for box in image.regions or ())
+        fits &= len(image.grid or (1, 1)) == 2 and all(len(box) == 4 for box in image.regions or ())
     if not (fits and all(0 <= turn.start <= turn.stop <= count for turn in completion.turns)):
         raise ValueError("values per token, shapes or turns do not fit the tokens")
 
@@ -243,7 +240,7 @@ def parse_value(value: Any, kind: Any) -> Any:
         nested = list in by_type or dict in by_type
         parsed = [parse_value(each, parts[0]) for each in (value if nested else by_type.values())]
         return parsed if nested else value
-    if is_dataclass(kind) and isinstance(value, dict):
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
         return kind(**{name: parse_value(value[name], hint) for name, hint in hints.items() if name in value})
     if kind is bytes:
@@ -326,7 +323,7 @@ class Run:
         self.folder, self.description = folder, dict[str, Any]()
         for name, value in read_object(folder / RUN_FILE).items():
             with suppress(TypeError):
-                self.description[name] = parse_value(value, _DESCRIPTION.get(name, Any))
+                self.description[name] = parse_value(value, _TYPES.get(name, Any))
         _check_version(self.description.get("version", 1), folder / RUN_FILE)
         self.name = str(self.description.get("name") or folder.resolve().parent.name)
         self.rewards: list[str] = self.description.get("rewards", [])
