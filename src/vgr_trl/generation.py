@@ -153,11 +153,8 @@ def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prom
         return prompts
     step = state.global_step + 1
     left = args.noise_left(step, max(state.max_steps, step))
-    count, strength = args.noisy_generations, 1.0
-    if args.noisy_decay_of != "strength":
-        count = round(count * left)
-    if args.noisy_decay_of != "generations":
-        strength = left
+    count = args.noisy_generations if args.noisy_decay_of == "strength" else round(args.noisy_generations * left)
+    strength = 1.0 if args.noisy_decay_of == "generations" else left
     size, first = trainer.completions_per_prompt, trainer.accelerator.process_index * len(rollout.rows)
     noisy = noisy_rows(len(rollout.rows), size, count, first)
     rollout.noise = Noise(noisy, count, strength)
@@ -174,10 +171,8 @@ def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prom
     ]
     shown = trainer.tokenize(seen)
     if [list(ids) for ids in shown.ids] != [list(ids) for ids in prompts.ids]:
-        raise DataError(
-            f"Images perturbed by {args.noisy_perturbation} give other image tokens than the originals: set "
-            "noisy_generations to 0 for this processor."
-        )
+        found = f"Images perturbed by {args.noisy_perturbation} give other image tokens than the originals"
+        raise DataError(f"{found}: set noisy_generations to 0 for this processor.")
     rollout.noise.prompts = shown
     return shown
 
@@ -215,10 +210,9 @@ def refuse_dropped_images(prompts: Prompts, vision_token_ids: Sequence[int]) -> 
     """Raise `DataError` if a prompt with images has no placeholder token, because its chat template drops images."""
     for ids, images in zip(prompts.ids, prompts.images or (), strict=False):
         if images and vision_token_ids and not set(vision_token_ids).intersection(ids):
-            raise DataError(
-                f"A prompt of {len(ids)} tokens has {len(images)} images, but no image token: use a chat template that "
-                "writes images, or set check_pixels to False to train anyway."
-            )
+            found = f"A prompt of {len(ids)} tokens has {len(images)} images, but no image token"
+            cure = "use a chat template that writes images, or set check_pixels to False to train anyway"
+            raise DataError(f"{found}: {cure}.")
 
 
 @contextmanager
@@ -278,11 +272,9 @@ def refuse_mismatch(
     for row, tokens, of_row in zip(rows, ids, images, strict=True):
         takes, count = sum(next(wanted) for _ in of_row), [*tokens].count(trainer._image_pad_token_id or -1)
         if count != takes:
-            raise DataError(
-                f"The {describe_row(row)} has {count} image tokens with its completion, but its {len(of_row)} "
-                f"images take {takes}: use a chat template that writes the images of tool messages, and tools whose "
-                "texts hold no image token."
-            )
+            found = f"{count} image tokens with its completion, but its {len(of_row)} images take {takes}"
+            cure = "use a chat template that writes the images of tool messages"
+            raise DataError(f"The {describe_row(row)} has {found}: {cure}.")
 
 
 def perturb_turns(turns: Turns, numbers: Sequence[int], which: str, perturb: Perturb) -> list[list[Image.Image]]:

@@ -299,14 +299,13 @@ def has_pixels_by_row(inputs: Mapping[str, Any]) -> bool:
 @contextmanager
 def keep_pixel_rows_whole() -> Iterator[None]:
     """In this block TRL shuffles pixels that lie by rows with their rows."""
-    split = grpo_trainer.split_pixel_values_by_grid
-    with patched_attribute(
-        grpo_trainer, "split_pixel_values_by_grid", lambda batch: batch if has_pixels_by_row(batch) else split(batch)
-    ):
+    name, plain = "split_pixel_values_by_grid", grpo_trainer.split_pixel_values_by_grid
+    with patched_attribute(grpo_trainer, name, lambda batch: batch if has_pixels_by_row(batch) else plain(batch)):
         yield
 
 
-def shuffle_by(shuffle: Callable[[dict[str, Any]], dict[str, Any]], joins_pixels: bool) -> AbstractContextManager[None]:
+@contextmanager
+def shuffle_by(shuffle: Callable[[dict[str, Any]], dict[str, Any]], joins_pixels: bool) -> Iterator[None]:
     """In this block TRL shuffles rollouts by `shuffle`, and joins the pixels of all micro-batches, or of none.
 
     It generates in this block, too: pixels of a turn behind texts of tools are always joined.
@@ -316,15 +315,17 @@ def shuffle_by(shuffle: Callable[[dict[str, Any]], dict[str, Any]], joins_pixels
     def join(batch: dict[str, Any]) -> dict[str, Any]:
         return plain(batch) if joins_pixels or "completion_ids" not in batch else dict(batch)
 
-    return replaced(
-        (grpo_trainer, "shuffle_sequence_dict", shuffle), (grpo_trainer, "unsplit_pixel_values_by_grid", join)
-    )
+    with (
+        patched_attribute(grpo_trainer, "shuffle_sequence_dict", shuffle),
+        patched_attribute(grpo_trainer, "unsplit_pixel_values_by_grid", join),
+    ):
+        yield
 
 
 # Calls of tools that the policy writes. In TRL 1.16, nested brackets overrun the parser, and names are echoed.
 
 _MOST_NESTED = 50  # lists and dicts in the arguments of a call; copies and reports of a rollout recurse into them
-_BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
+_BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}  # those within texts count too
 
 
 def readable_calls(clean: Callable[[str], str]) -> AbstractContextManager[None]:
@@ -393,8 +394,8 @@ def mark_turn(model: nn.Module, prompt_ids: Sequence[Sequence[int]], fields: Map
         DataError: pixels lie by rows, and TRL has the image processor make one row of all images.
     """
     if has_pixels_by_row(fields):
-        named = f"A tool has returned an image, which TRL would show to all rows of {type(model).__name__}"
-        raise DataError(f"{named}, as it pads the images of a row: use another model, or tools that return text.")
+        shown = f"TRL would show all rows one row of images to {type(model).__name__}, which pads the images of a row"
+        raise DataError(f"A tool has returned an image, and {shown}: use another model, or tools that return text.")
     marked = [mark_images(model, torch.tensor([ids]), {}) for ids in prompt_ids]
     return image_inputs_of(fields) | {name: [types[name][0].tolist() for types in marked] for name in marked[0]}
 

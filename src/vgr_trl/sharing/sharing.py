@@ -377,8 +377,7 @@ class SharedPasses:
         """
         refuses = self._refuses_uneven
         if not feature.enabled:
-            generates = completion_length is None
-            with ignore_empty_images(model, agree=self._agree if refuses and not generates else None):
+            with ignore_empty_images(model, agree=self._agree if refuses and completion_length else None):
                 yield
             return
         agree = self._agree if self._sharded or (self._in_order and torch.is_grad_enabled()) else None
@@ -480,13 +479,9 @@ class SharedGeneration:
         ids = [*args, *(inputs.pop(name) for name in ("inputs", "input_ids") if name in inputs)]
         inputs["input_ids"] = ids[0] if len(ids) == 1 else None
         plain = partial(self.plain, *args, **kwargs)
-        with self.forward.lock:
-            before, self.forward.paused = self.forward.paused, True
-            try:
-                split, generate = partial(self._split, inputs), partial(self._generate, inputs)
-                return self.forward.share("generation", inputs["input_ids"], split, generate, plain)
-            finally:
-                self.forward.paused = before
+        with self.forward.lock, replaced((self.forward, "paused", True)):
+            split, generate = partial(self._split, inputs), partial(self._generate, inputs)
+            return self.forward.share("generation", inputs["input_ids"], split, generate, plain)
 
     def _split(self, inputs: dict[str, Any]) -> PrefixSplit:
         """Prompts without their last tokens, which begin the completions."""
