@@ -185,12 +185,12 @@ def ignore_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | Non
         yield
         return
     agree = agree if "pixel_values" in signature(base.forward).parameters else None
-
-    def drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, drop_empty_images(kwargs, agree)
-
-    with base.register_forward_pre_hook(drop, with_kwargs=True):
+    with base.register_forward_pre_hook(partial(_drop_from_call, agree), with_kwargs=True):
         yield
+
+
+def _drop_from_call(agree: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, drop_empty_images(kwargs, agree)  # of this module, so that a model can be pickled within the block
 
 
 @dataclass(eq=False)
