@@ -29,7 +29,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils import logging
 
 from vgr_trl.patches.transformers import load_weights, rotate_at_end, whole_model
-from vgr_trl.utils import ConfigError, VGRError, error_text, naming_full_disk, naming_silent_process, write_atomic
+from vgr_trl.utils import (
+    ConfigError,
+    VGRError,
+    error_text,
+    naming_full_disk,
+    naming_silent_process,
+    publish,
+    unfinished,
+    write_atomic,
+)
 
 if TYPE_CHECKING:
     from vgr_trl.rollout import ConstructedTrainer
@@ -81,11 +90,10 @@ def checksum(path: Path) -> str:
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return files and checksums of a checkpoint's manifest, None if it has none that can be read."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        parts = {"files": manifest["files"], "checksums": manifest.get("checksums", {})}  # older ones have no checksums
-        return {name: dict(part) for name, part in parts.items()}
-    except (OSError, ValueError, TypeError, KeyError):
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    return {"checksums": {}, **manifest}  # older ones have no checksums
 
 
 @contextmanager
@@ -124,9 +132,8 @@ def save_share(state: dict[str, Any], folder: Path, process_index: int, num_proc
         kind: file prefix, for example "replay".
     """
     path = folder / SHARE.format(kind, process_index, num_processes)
-    unfinished = path.with_suffix(".unfinished")
-    torch.save(state, unfinished)
-    unfinished.replace(path)
+    torch.save(state, unfinished(path))
+    publish(path)
 
 
 def load_shares(folder: Path, kind: str, only: int | None = None) -> list[dict[str, Any]]:
@@ -145,10 +152,9 @@ def load_shares(folder: Path, kind: str, only: int | None = None) -> list[dict[s
         read = paths if only is None else paths[only : only + 1]
         return [torch.load(path, map_location="cpu", weights_only=True) for path in read]
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise ConfigError(
-            f"The {len(paths)} files {SHARE.format(kind, '*', '*')} in {folder} cannot be read "
-            f"({type(error).__name__}): copy the files of all processes there, or give an earlier checkpoint."
-        ) from error
+        files = f"The {len(paths)} files {SHARE.format(kind, '*', '*')} in {folder} cannot be read"
+        cure = "copy the files of all processes there, or give an earlier checkpoint"
+        raise ConfigError(f"{files} ({type(error).__name__}): {cure}.") from error
 
 
 class SavedState(ABC):
@@ -222,10 +228,8 @@ def resolve_checkpoint(resume: str | None, output_dir: Path) -> str | None:
 def _find(resume: str, output_dir: Path) -> str | None:
     if resume != "latest":
         if wrong := why_incomplete(Path(resume)):
-            raise ConfigError(
-                f"resume_from_checkpoint is {resume}, which is not complete ({wrong}): give another checkpoint, or "
-                "latest."
-            )
+            named = f"resume_from_checkpoint is {resume}, which is not complete ({wrong})"
+            raise ConfigError(f"{named}: give another checkpoint, or latest.")
         return resume
     for checkpoint in reversed(checkpoints_of(output_dir)):
         wrong = why_incomplete(checkpoint)
@@ -233,10 +237,8 @@ def _find(resume: str, output_dir: Path) -> str | None:
             return str(checkpoint)
         logger.warning(f"resume_from_checkpoint latest skips {checkpoint}, which is not complete: {wrong}.")
     if models := [name for name in TRACES if (output_dir / name).exists()]:
-        raise ConfigError(
-            f"resume_from_checkpoint is latest, but output_dir {output_dir} has no complete checkpoint, only a "
-            f"finished run ({models[0]}): choose another output_dir."
-        )
+        found = f"{output_dir} has no complete checkpoint, only a finished run ({models[0]})"
+        raise ConfigError(f"resume_from_checkpoint is latest, but {found}: choose another output_dir.")
     logger.warning(f"resume_from_checkpoint latest finds no complete checkpoint in {output_dir}: a new run starts.")
     return None
 
@@ -260,10 +262,8 @@ def why_incomplete(checkpoint: Path) -> str | None:
         return "it is not a folder"
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        return (
-            f"{MANIFEST}, which is written last, is missing or unreadable; vgr_trl.checkpoints.write_manifest adds one "
-            "to a complete checkpoint of TRL"
-        )
+        cure = "vgr_trl.checkpoints.write_manifest adds one to a complete checkpoint of TRL"
+        return f"{MANIFEST}, which is written last, is missing or unreadable; {cure}"
     for name, size in manifest["files"].items():
         path = checkpoint / name
         if not path.is_file():
@@ -288,10 +288,8 @@ def is_finished(checkpoint: str | None, max_steps: int) -> bool:
 def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
     """Raise `ConfigError` for a checkpoint that has all steps behind it: training would go one too far."""
     if is_finished(checkpoint, max_steps):
-        raise ConfigError(
-            f"The run is finished: {checkpoint} has the model after all {max_steps} steps; raise max_steps "
-            "or num_train_epochs to continue training."
-        )
+        finished = f"The run is finished: {checkpoint} has the model after all {max_steps} steps"
+        raise ConfigError(f"{finished}; raise max_steps or num_train_epochs to continue training.")
 
 
 @contextmanager
@@ -395,11 +393,9 @@ class ResumableTrainer(ConstructedTrainer):
             if not self.is_fsdp_enabled:  # which has its parts in shapes of their own
                 _check_state(getattr(self.optimizer, "optimizer", self.optimizer))
         except (AttributeError, KeyError, TypeError, ValueError, UnpicklingError) as error:
-            raise ConfigError(
-                f"The optimizer or scheduler in {checkpoint} does not fit the weights that this run trains "
-                f"({error_text(error)}): continue with the model, adapter and optim that saved it, or give another "
-                "checkpoint."
-            ) from error
+            what = f"The optimizer or scheduler in {checkpoint} does not fit the weights that this run trains"
+            cure = "continue with the model, adapter and optim that saved it, or give another checkpoint"
+            raise ConfigError(f"{what} ({error_text(error)}): {cure}.") from error
         if checkpoint is not None:
             for part in self.resumed:
                 part.load(Path(checkpoint))
@@ -426,12 +422,9 @@ def _check_state(optimizer: Any) -> None:
 
     PyTorch loads both. A step would end in a `KeyError`, and fused AdamW would write past the end of the averages.
     """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        for group in optimizer.param_groups:
-            if missing := sorted(optimizer.defaults.keys() - group.keys()):
-                raise ValueError(
-                    f"{type(optimizer).__name__} needs {', '.join(missing)}, which the saved one does not have"
-                )
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
+        if missing := sorted(optimizer.defaults.keys() - group.keys()):
+            raise ValueError(f"{type(optimizer).__name__} needs {', '.join(missing)}, which was not saved")
     for weight, state in optimizer.state.items() if isinstance(optimizer, torch.optim.Adam) else ():
         for name in ("exp_avg", "exp_avg_sq"):
             if name in state and state[name].shape != weight.shape:
@@ -495,12 +488,10 @@ def load_place(trainer: ResumableTrainer, folder: Path) -> None:
     if trainer.accelerator.is_main_process and (folder / ORDER).exists():  # checkpoints of TRL have none
         there, here = json.loads((folder / ORDER).read_text(encoding="utf-8")), _order_of(trainer)
         changed = [name for name in here if there.get(name) != here[name]]
-        differs = [f"{name} ({there.get(name)} there, {here[name]} here)" for name in changed]
-        if differs:
-            logger.warning(
-                f"The run that saved {folder} differs from this one in {', '.join(differs)}: in this epoch some "
-                "prompts may be repeated, and others skipped."
-            )
+        if changed:
+            differs = ", ".join(f"{name} ({there.get(name)} there, {here[name]} here)" for name in changed)
+            effect = "in this epoch some prompts may be repeated, and others skipped"
+            logger.warning(f"The run that saved {folder} differs from this one in {differs}: {effect}.")
     epochs, batches = _behind(trainer, folder)
     if trainer.shuffle_dataset and trainer.train_sampler is not None:
         for _ in range(epochs):
@@ -533,10 +524,9 @@ def _behind(trainer: ConstructedTrainer, folder: Path) -> tuple[int, int]:
     window = args.gradient_accumulation_steps
     if isinstance(trainer.train_dataset, IterableDataset):
         if (trainer.state.epoch or 0) >= 1 and not args.ignore_data_skip:
-            raise ConfigError(
-                f"{folder} was saved in a later epoch of the stream ({trainer.state.epoch:.2f}), whose order is not "
-                "known: give ignore_data_skip to restart at the beginning of the stream, or an earlier checkpoint."
-            )
+            saved = f"{folder} was saved in a later epoch of the stream ({trainer.state.epoch:.2f})"
+            cure = "give ignore_data_skip to restart at the beginning of the stream, or an earlier checkpoint"
+            raise ConfigError(f"{saved}, whose order is not known: {cure}.")
         return 0, 0 if args.ignore_data_skip else step * window
     batches = len(trainer.train_dataset) // args.prompts_per_rollout * _generates_every(trainer)  # of an epoch
     epochs, steps = divmod(step, -(-batches // window))

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,12 +24,13 @@ from vgr_trl.rows import (
     pixels_of_rows,
     scoring_inputs,
 )
+from vgr_trl.sharing.model_support import replaced
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.perturbation import Perturb, perturb_images, perturbed_prompts
 from vgr_trl.signals.probe import GenerationProbe
 from vgr_trl.signals.scoring import Want
 from vgr_trl.tools import ToolGuard, show_again
-from vgr_trl.utils import DataError, patched_attribute
+from vgr_trl.utils import DataError
 
 
 def generate(
@@ -152,11 +153,8 @@ def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prom
         return prompts
     step = state.global_step + 1
     left = args.noise_left(step, max(state.max_steps, step))
-    count, strength = args.noisy_generations, 1.0
-    if args.noisy_decay_of != "strength":
-        count = round(count * left)
-    if args.noisy_decay_of != "generations":
-        strength = left
+    count = args.noisy_generations if args.noisy_decay_of == "strength" else round(args.noisy_generations * left)
+    strength = 1.0 if args.noisy_decay_of == "generations" else left
     size, first = trainer.completions_per_prompt, trainer.accelerator.process_index * len(rollout.rows)
     noisy = noisy_rows(len(rollout.rows), size, count, first)
     rollout.noise = Noise(noisy, count, strength)
@@ -173,10 +171,8 @@ def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prom
     ]
     shown = trainer.tokenize(seen)
     if [list(ids) for ids in shown.ids] != [list(ids) for ids in prompts.ids]:
-        raise DataError(
-            f"Images perturbed by {args.noisy_perturbation} give other image tokens than the originals: set "
-            "noisy_generations to 0 for this processor."
-        )
+        found = f"Images perturbed by {args.noisy_perturbation} give other image tokens than the originals"
+        raise DataError(f"{found}: set noisy_generations to 0 for this processor.")
     rollout.noise.prompts = shown
     return shown
 
@@ -214,10 +210,9 @@ def refuse_dropped_images(prompts: Prompts, vision_token_ids: Sequence[int]) -> 
     """Raise `DataError` if a prompt with images has no placeholder token, because its chat template drops images."""
     for ids, images in zip(prompts.ids, prompts.images or (), strict=False):
         if images and vision_token_ids and not set(vision_token_ids).intersection(ids):
-            raise DataError(
-                f"A prompt of {len(ids)} tokens has {len(images)} images, but no image token: use a chat template that "
-                "writes images, or set check_pixels to False to train anyway."
-            )
+            found = f"A prompt of {len(ids)} tokens has {len(images)} images, but no image token"
+            cure = "use a chat template that writes images, or set check_pixels to False to train anyway"
+            raise DataError(f"{found}: {cure}.")
 
 
 @contextmanager
@@ -225,11 +220,11 @@ def guarded(trainer: ConstructedTrainer) -> Iterator[None]:
     """Keep the run alive in this block whatever the policy writes to tools and whatever they return."""
     processor: Any = trainer.processing_class
     guard = ToolGuard(special_tokens(processor), processor.image_processor if trainer._is_vlm else None)
-    with ExitStack() as stack:
-        stack.enter_context(readable_calls(guard.clean))
-        for kind in ("_sync_tool_dicts", "_async_tool_dicts"):
-            tools = [{name: guard.wrap(tool) for name, tool in row.items()} for row in vars(trainer)[kind]]
-            stack.enter_context(patched_attribute(trainer, kind, tools))
+    changes = [
+        (trainer, kind, [{name: guard.wrap(tool) for name, tool in row.items()} for row in vars(trainer)[kind]])
+        for kind in ("_sync_tool_dicts", "_async_tool_dicts")
+    ]
+    with readable_calls(guard.clean), replaced(*changes):
         yield
 
 
@@ -277,11 +272,9 @@ def refuse_mismatch(
     for row, tokens, of_row in zip(rows, ids, images, strict=True):
         takes, count = sum(next(wanted) for _ in of_row), [*tokens].count(trainer._image_pad_token_id or -1)
         if count != takes:
-            raise DataError(
-                f"The {describe_row(row)} has {count} image tokens with its completion, but its {len(of_row)} "
-                f"images take {takes}: use a chat template that writes the images of tool messages, and tools whose "
-                "texts hold no image token."
-            )
+            found = f"{count} image tokens with its completion, but its {len(of_row)} images take {takes}"
+            cure = "use a chat template that writes the images of tool messages"
+            raise DataError(f"The {describe_row(row)} has {found}: {cure}.")
 
 
 def perturb_turns(turns: Turns, numbers: Sequence[int], which: str, perturb: Perturb) -> list[list[Image.Image]]:

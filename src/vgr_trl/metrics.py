@@ -176,9 +176,8 @@ class StepMetrics:
         """Return sum and count of the weights of `vespo` over completions with loss, or tokens if each has its own."""
         from trl import GRPOTrainer
 
-        advantages, args = inputs["advantages"], self._args
-        advantages = advantages if advantages.ndim == 2 else advantages.unsqueeze(1)
-        bounds = args.vespo_k_pos, args.vespo_lambda_pos, args.vespo_k_neg, args.vespo_lambda_neg
+        advantages = inputs["advantages"].reshape(len(mask), -1)
+        bounds = [getattr(self._args, f"vespo_{name}") for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")]
         given = advantages, log_ratio, mask, inputs.get("importance_sampling_ratio")
         phi = GRPOTrainer.get_gamma_weights(*given, *bounds)
         where = loss_mask if phi.size(1) > 1 else loss_mask.any(1, keepdim=True)

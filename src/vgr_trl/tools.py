@@ -55,13 +55,10 @@ class Zoom(_OfRow):
         known = len(numbers) == 4 and all(isinstance(each, int | float) and math.isfinite(each) for each in numbers)
         left, top, right, bottom = (min(max(float(each), 0.0), 1.0) for each in numbers) if known else (0.0,) * 4
         if right <= left or bottom <= top:
-            return (
-                f"The box {box} is not a part of the image: give [left, top, right, bottom] with numbers from 0 to 1, "
-                "left below right and top below bottom."
-            )
-        (x, far_x), (y, far_y) = (
-            _pixels(*side) for side in ((left, right, self._image.width), (top, bottom, self._image.height))
-        )
+            wanted = "[left, top, right, bottom] with numbers from 0 to 1, left below right and top below bottom"
+            return f"The box {box} is not a part of the image: give {wanted}."
+        x, far_x = _pixels(left, right, self._image.width)
+        y, far_y = _pixels(top, bottom, self._image.height)
         return [{"type": "image", "image": show_part(self._image, (x, y, far_x, far_y))}]
 
 
@@ -91,10 +88,8 @@ def load_environment(spec: str) -> Any:
     if spec in ENVIRONMENTS:
         return ENVIRONMENTS[spec]
     if "." not in spec:
-        raise ConfigError(
-            f"environment is {spec!r}: give {' or '.join(ENVIRONMENTS)}, a dotted path (my_package.tools.MyTools) or a "
-            "file (my_tools.py:MyTools)."
-        )
+        others = "a dotted path (my_package.tools.MyTools) or a file (my_tools.py:MyTools)"
+        raise ConfigError(f"environment is {spec!r}: give {' or '.join(ENVIRONMENTS)}, {others}.")
     found = import_attribute(spec, "environment", is_meant=inspect.isclass)
     if not inspect.isclass(found):
         raise ConfigError(f"environment is {spec}, which is of type {type(found).__name__}: give a class.")

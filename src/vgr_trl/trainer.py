@@ -201,9 +201,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     def _add_callbacks(self) -> None:
         self.collapse_watch, self.recorder = CollapseWatch(self), RolloutRecorder(self)
         self.termination = SaveOnTermination(self.accelerator)
-        self.add_callback(self.collapse_watch)
-        self.add_callback(self.termination)
-        self.add_callback(OptimizerClock(self.clock))
+        for callback in (self.collapse_watch, self.termination, OptimizerClock(self.clock)):
+            self.add_callback(callback)
         if self.accelerator.mixed_precision != "fp16":
             self.add_callback(FiniteUpdates(self.accelerator, self.step_metrics))
         guard_trackers(self)
@@ -318,9 +317,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
                 rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids_list)
             rewards = self.kl.drop_unscored_penalties(rewards)
             refuse_infinite(rewards, self.reward_func_names, rows, len(rows) * self.accelerator.process_index)
-            for reward, name, undefined in zip(
-                self.reward_funcs, self.reward_func_names, rewards.isnan().T, strict=True
-            ):
+            undefined_of = zip(self.reward_funcs, self.reward_func_names, rewards.isnan().T, strict=True)
+            for reward, name, undefined in undefined_of:
                 self._log_metrics({f"rewards/{name}/not_applicable": undefined.float().mean().item()})
                 if isinstance(reward, nn.Module) and undefined.any():
                     self._warn_of_nan(name, int(undefined.sum()))
@@ -448,8 +446,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         return loss_in_parts(self, model, inputs, self._loss_of_part)
 
     def _loss_of_part(self, model: Any, inputs: dict[str, Any]) -> Any:
-        self._pass = passed = TrainingPass(inputs, model)
-        try:
+        passed = TrainingPass(inputs, model)
+        with patched_attribute(self, "_pass", passed):
             loss = super()._compute_loss(model, inputs)
             if not hasattr(passed, "logps") or not self.model.training:
                 return loss
@@ -461,18 +459,13 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
                 loss = loss * (self.state.global_step >= self.args.critic_warmup)  # before it the policy stands still
             self._log_metrics(metrics)
             return loss
-        finally:
-            self._pass = None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log rates, timings and reward weights with TRL's metrics; store conversations in tables as text."""
         training = self.model.training
         if training and (seconds := sum(times := self._metrics["train"].get("step_time", []))):
-            logs |= (
-                self.step_metrics.summarise_window(seconds, self.named_reward_weights())
-                | self.shared_passes.metrics()
-                | self.vision_cache.metrics()
-            )
+            logs |= self.step_metrics.summarise_window(seconds, self.named_reward_weights())
+            logs |= self.shared_passes.metrics() | self.vision_cache.metrics()
             logs |= self.clock.metrics(self.accelerator, len(times))
         if training:
             self.step_metrics.merge(self._metrics["train"])
@@ -606,20 +599,18 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         value = 0.0 if all(isinstance(reward, WholeGroups) for reward in tasks) else None
         found: list[Any] = []
         for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True):
-            if isinstance(reward, nn.Module):
-                found.append(reward)
-            else:
+            if not isinstance(reward, nn.Module):
                 function = partial(_repeat, value) if alone and isinstance(reward, WholeGroups) else reward
-                found.append(wrap_reward(function, name, self._warn_of_nan, self, self.args.reward_timeout))
+                reward = wrap_reward(function, name, self._warn_of_nan, self, self.args.reward_timeout)
+            found.append(reward)
         return found
 
     def _warn_of_nan(self, name: str, count: int) -> None:
         if name not in self._rewards_with_nan:
             self._rewards_with_nan.add(name)
-            logger.warning(
-                f"The reward {name} returned NaN for {count} completions: they count as not applicable, as None does "
-                f"(metric rewards/{name}/not_applicable; logged once). Return None where a reward does not apply."
-            )
+            effect = f"they count as not applicable, as None does (metric rewards/{name}/not_applicable; logged once)"
+            cure = "Return None where a reward does not apply"
+            logger.warning(f"The reward {name} returned NaN for {count} completions: {effect}. {cure}.")
 
 
 def _repeat(value: float | None, completions: list[Any], **kwargs: Any) -> list[float | None]:
@@ -640,10 +631,8 @@ def keep_returned_weights(trainer: DAPOTrainer, rollout: Rollout) -> None:
             weights = stack_weights([mask.new_ones(mask.size(1)) if each is None else each for each in returned], mask)
             rollout.signals.extra[OF_REWARD] = weights.masked_fill(missing.to(mask.device).unsqueeze(1), torch.nan)
     elif not missing.all():
-        raise RewardError(
-            "A reward file returned token_weights, but token_weights is off: add --token_weights "
-            "(algorithm.enable_token_weights=true), or let it return none."
-        )
+        cure = "add --token_weights (algorithm.enable_token_weights=true), or let it return none"
+        raise RewardError(f"A reward file returned token_weights, but token_weights is off: {cure}.")
 
 
 def apply_token_credit(trainer: DAPOTrainer, rollout: Rollout) -> dict[str, float]:
@@ -677,7 +666,6 @@ def refuse_infinite(rewards: torch.Tensor, names: Sequence[str], rows: Sequence[
         return
     row, function = infinite[0]
     here = f", the {describe_row(rows[row - first])}" if first <= row < first + len(rows) else ""
-    raise RewardError(
-        f"The reward {names[function]} is {rewards[row, function].item()} for row {row} of the {len(rewards)} of the "
-        f"rollout batch{here}: return a finite float32 number, or None where the reward does not apply."
-    )
+    found = f"{rewards[row, function].item()} for row {row} of the {len(rewards)} of the rollout batch{here}"
+    cure = "return a finite float32 number, or None where the reward does not apply"
+    raise RewardError(f"The reward {names[function]} is {found}: {cure}.")

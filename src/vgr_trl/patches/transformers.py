@@ -68,10 +68,9 @@ def load_weights(model: PreTrainedModel, checkpoint: str) -> None:
                 raise ValueError(f"it has {len(names)} {kind.replace('_', ' ')}: {', '.join(names[:3])}, …")
         model.load_state_dict(saved.state_dict(), strict=True)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"The checkpoint {checkpoint} does not fit the model {type(model).__name__} ({error_text(error)}): "
-            "continue with the model that it was saved from, or give an earlier checkpoint."
-        ) from error
+        what = f"The checkpoint {checkpoint} does not fit the model {type(model).__name__} ({error_text(error)})"
+        cure = "continue with the model that it was saved from, or give an earlier checkpoint"
+        raise ConfigError(f"{what}: {cure}.") from error
 
 
 # Attention by cuDNN, which `sdpa` takes first with torch 2.11 and later on Hopper and Blackwell.
@@ -86,10 +85,8 @@ def disable_cudnn_attention() -> str | None:
     if not prefers_cudnn():
         return None
     torch.backends.cuda.enable_cudnn_sdp(False)
-    return (
-        f"cuDNN's attention is off: behind shared prompts its gradients can be NaN (pytorch#196678, torch "
-        f"{torch.__version__}); cudnn_attention turns it on."
-    )
+    why = f"behind shared prompts its gradients can be NaN (pytorch#196678, torch {torch.__version__})"
+    return f"cuDNN's attention is off: {why}; cudnn_attention turns it on."
 
 
 # `ddp_timeout` on a CPU, where transformers 5.23 does not hand it to the process group: it stays at 30 minutes.

@@ -1,11 +1,13 @@
 """Faults of TRL: each with its link, and what makes the repair removable."""
 
+import json
 import math
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import images_of
 from vgr_trl.pixels import image_inputs_of
 from vgr_trl.rows import TOKEN_TYPES, causal_type
-from vgr_trl.sharing.model_support import causal_model
+from vgr_trl.sharing.model_support import causal_model, replaced
 from vgr_trl.sharing.prefix_forward import is_image_token
 from vgr_trl.utils import DataError, error_text, patched_attribute, printable, release
 
@@ -97,9 +99,7 @@ def warn_of_lost_table(trainer: GRPOTrainer, mode: str) -> Iterator[None]:
     except Exception as error:
         if not trainer.log_completions or trainer._metrics[mode]:
             raise
-        logger.warning_once(
-            f"Completions cannot be logged ({error_text(error)}): training continues without this table."
-        )
+        logger.warning_once(f"Completions cannot be logged ({error_text(error)}); training continues without them.")
 
 
 def remove_oldest_tables(output_dir: str | None, max_bytes: float) -> None:
@@ -213,16 +213,13 @@ def keep_newest(logs: dict[str, Any], count: int) -> None:
                 column.popleft()
 
 
-@contextmanager
-def unlogged(trainer: GRPOTrainer) -> Iterator[None]:
+def unlogged(trainer: GRPOTrainer) -> AbstractContextManager[None]:
     """Generate and reward in this block without a trace in metrics, tables and counts."""
-    with (
-        patched_attribute(trainer, "_metrics", {mode: defaultdict(list) for mode in trainer._metrics}),
-        patched_attribute(trainer, "_pending_extra_logs", defaultdict(list)),
-        patched_attribute(trainer, "_pending_metrics", defaultdict(list)),
-        patched_attribute(trainer.state, "num_input_tokens_seen", trainer.state.num_input_tokens_seen),
-    ):
-        yield
+    return replaced(
+        (trainer, "_metrics", {mode: defaultdict(list) for mode in trainer._metrics}),
+        *((trainer, name, defaultdict(list)) for name in ("_pending_extra_logs", "_pending_metrics")),
+        (trainer.state, "num_input_tokens_seen", trainer.state.num_input_tokens_seen),
+    )
 
 
 # What TRL's constructor and generation read off the trainer, where ours has options beside.
@@ -233,26 +230,22 @@ def enable_reference_model(owner: Any, args: DAPOConfig) -> AbstractContextManag
     return patched_attribute(owner, "beta", 1.0 if args.kl_coef > 0 else owner.beta)
 
 
-@contextmanager
-def override_sampling(trainer: GRPOTrainer, wanted: Mapping[str, float]) -> Iterator[None]:
+def override_sampling(trainer: GRPOTrainer, wanted: Mapping[str, float]) -> AbstractContextManager[None]:
     """Override `temperature` and `top_p` of vLLM or transformers in this block; a temperature of 0 is greedy."""
-    is_greedy = wanted.get("temperature") == 0
 
     def change(options: dict[str, Any]) -> dict[str, Any]:
-        if not is_greedy:
+        if wanted.get("temperature") != 0:
             return {**options, **wanted}
         sampling = ("temperature", "top_p", "top_k", "min_p")
         return {name: value for name, value in options.items() if name not in sampling} | {"do_sample": False}
 
-    with ExitStack() as stack:
-        if trainer.use_vllm:
-            for name, value in wanted.items():
-                stack.enter_context(patched_attribute(trainer.vllm_generation, name, value))
-        elif wanted:
-            config = GenerationConfig(**change(trainer.generation_config.to_diff_dict()))
-            stack.enter_context(patched_attribute(trainer, "generation_config", config))
-            stack.enter_context(patched_attribute(trainer, "generation_kwargs", change(trainer.generation_kwargs)))
-        yield
+    if not wanted:
+        return nullcontext()
+    if trainer.use_vllm:
+        return replaced(*((trainer.vllm_generation, name, value) for name, value in wanted.items()))
+    config = GenerationConfig(**change(trainer.generation_config.to_diff_dict()))
+    kwargs = change(trainer.generation_kwargs)
+    return replaced((trainer, "generation_config", config), (trainer, "generation_kwargs", kwargs))
 
 
 # Completions without image tokens: TRL before 1.16 lets the policy sample them.
@@ -306,10 +299,8 @@ def has_pixels_by_row(inputs: Mapping[str, Any]) -> bool:
 @contextmanager
 def keep_pixel_rows_whole() -> Iterator[None]:
     """In this block TRL shuffles pixels that lie by rows with their rows."""
-    split = grpo_trainer.split_pixel_values_by_grid
-    with patched_attribute(
-        grpo_trainer, "split_pixel_values_by_grid", lambda batch: batch if has_pixels_by_row(batch) else split(batch)
-    ):
+    name, plain = "split_pixel_values_by_grid", grpo_trainer.split_pixel_values_by_grid
+    with patched_attribute(grpo_trainer, name, lambda batch: batch if has_pixels_by_row(batch) else plain(batch)):
         yield
 
 
@@ -334,10 +325,10 @@ def shuffle_by(shuffle: Callable[[dict[str, Any]], dict[str, Any]], joins_pixels
 # Calls of tools that the policy writes. In TRL 1.16, nested brackets overrun the parser, and names are echoed.
 
 _MOST_NESTED = 50  # lists and dicts in the arguments of a call; copies and reports of a rollout recurse into them
+_BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}  # those within texts count too
 
 
-@contextmanager
-def readable_calls(clean: Callable[[str], str]) -> Iterator[None]:
+def readable_calls(clean: Callable[[str], str]) -> AbstractContextManager[None]:
     """In this block, a call that cannot be read is text, and the name of a tool is cleaned.
 
     Args:
@@ -349,26 +340,21 @@ def readable_calls(clean: Callable[[str], str]) -> Iterator[None]:
         try:
             parsed: dict[str, Any] = plain(tokenizer, ids, *args, **kwargs)
             for call in parsed.get("tool_calls") or ():
-                function = _without_surrogates(call["function"])
+                function = _checked_call(call["function"])
                 call.update(type=call["type"], function=function | {"name": clean(function["name"])})
         except Exception:  # whatever a parser raises
             return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
         return parsed
 
-    with patched_attribute(grpo_trainer, "parse_response", parse):
-        yield
+    return patched_attribute(grpo_trainer, "parse_response", parse)
 
 
-def _without_surrogates(value: Any, most_nested: int = _MOST_NESTED) -> Any:
-    if most_nested == 0:
+def _checked_call(function: dict[str, Any]) -> Any:
+    """Return a call without lone surrogates, or raise an error if its arguments are nested too deeply."""
+    text = json.dumps(function, ensure_ascii=False).encode("utf-8", "replace").decode()
+    if max(accumulate(_BRACKETS.get(character, 0) for character in text)) > _MOST_NESTED:
         raise DataError(f"The arguments of a call are nested deeper than {_MOST_NESTED}.")
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, list):
-        return [_without_surrogates(each, most_nested - 1) for each in value]
-    if isinstance(value, dict):
-        return {_without_surrogates(key): _without_surrogates(each, most_nested - 1) for key, each in value.items()}
-    return value
+    return json.loads(text)
 
 
 # Images that tools return, beside Qwen-VL: made as the processor makes them, and marked as the model reads them.
@@ -381,15 +367,11 @@ def _without_surrogates(value: Any, most_nested: int = _MOST_NESTED) -> Any:
 _SCORING_ARGUMENTS = frozenset(signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
 
 
-@contextmanager
-def process_with_options(processor: Any) -> Iterator[None]:
+def process_with_options(processor: Any) -> AbstractContextManager[None]:
     """In this block the image processor alone makes of images what it makes of them within its processor."""
     defaults = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", {})
     options = {**defaults.get("images_kwargs", {}), **(getattr(processor, "images_kwargs", None) or {})}
-    with ExitStack() as stack:
-        for name, value in options.items():
-            stack.enter_context(patched_attribute(processor.image_processor, name, value))
-        yield
+    return replaced(*((processor.image_processor, name, value) for name, value in options.items()))
 
 
 def mark_images(model: nn.Module, ids: torch.Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -412,10 +394,8 @@ def mark_turn(model: nn.Module, prompt_ids: Sequence[Sequence[int]], fields: Map
         DataError: pixels lie by rows, and TRL has the image processor make one row of all images.
     """
     if has_pixels_by_row(fields):
-        raise DataError(
-            f"A tool has returned an image, and TRL would show all rows one row of images to {type(model).__name__}, "
-            "which pads the images of a row: use another model, or tools that return text."
-        )
+        shown = f"TRL would show all rows one row of images to {type(model).__name__}, which pads the images of a row"
+        raise DataError(f"A tool has returned an image, and {shown}: use another model, or tools that return text.")
     marked = [mark_images(model, torch.tensor([ids]), {}) for ids in prompt_ids]
     return image_inputs_of(fields) | {name: [types[name][0].tolist() for types in marked] for name in marked[0]}
 

@@ -40,11 +40,10 @@ def forget_with_new_weights(trainer: GRPOTrainer) -> None:
             client = generation.vllm_client
             answer = client.session.post(f"{client.base_url}/reset_encoder_cache")
             if answer.status_code != 200:
-                raise VLLMServerError(
-                    f"The vLLM server at {client.base_url} answers reset_encoder_cache with {answer.status_code}, and "
-                    "would go on with features of images from older weights: start a release from 0.22 on, with "
-                    "VLLM_SERVER_DEV_MODE=1."
-                )
+                answers = f"The vLLM server at {client.base_url} answers reset_encoder_cache with {answer.status_code}"
+                effect = "would go on with features of images from older weights"
+                cure = "start a release from 0.22 on, with VLLM_SERVER_DEV_MODE=1"
+                raise VLLMServerError(f"{answers}, and {effect}: {cure}.")
 
     generation.sync_weights = sync_weights
 
@@ -90,11 +89,9 @@ def collapse_images(
         runs = [len(list(run)) for is_image, run in groupby(ids, image_token_id.__eq__) if is_image]
         counts = _images_per_run(runs, images, list(islice(sizes, images)))
         if counts is None:
-            raise ConfigError(
-                f"Prompt {row} has {len(runs)} runs of the image token {image_token_id}, of {runs} tokens, for "
-                f"{images} images, so which of them belong to which image is ambiguous: put text between images, or "
-                "generate with use_vllm=False."
-            )
+            found = f"Prompt {row} has {len(runs)} runs of the image token {image_token_id}, of {runs} tokens"
+            cure = "put text between images, or generate with use_vllm=False"
+            raise ConfigError(f"{found}, for {images} images, so which belong to which image is ambiguous: {cure}.")
         collapsed.append(list(_replace_runs(ids, image_token_id, counts)))
     return collapsed
 
@@ -169,10 +166,9 @@ def plan_vllm_images(trainer: GRPOTrainer, has_images: bool) -> VLLMImages | Non
     if repeats_one_token(processor):
         token = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
         return VLLMImages(token, getattr(processor.image_processor, "merge_size", None))
-    why_not = (
-        f"use_vllm is on with vllm_mode=colocate and {type(processor).__name__}, which writes more for an image than "
-        f"one repeated token: TRL {version('trl')} would have vLLM write that a second time, so set use_vllm=False."
-    )
+    given = f"use_vllm is on with vllm_mode=colocate and {type(processor).__name__}"
+    effect = f"TRL {version('trl')} would have vLLM write that a second time"
+    why_not = f"{given}, which writes more for an image than one repeated token: {effect}, so set use_vllm=False."
     if has_images:
         raise ConfigError(why_not)
     return VLLMImages(why_not=why_not)
@@ -216,16 +212,13 @@ def answers_of_server(trainer: GRPOTrainer) -> Iterator[None]:
     """
     plain = vllm_client.parse_logprobs
     try:
-        with patched_attribute(
-            vllm_client, "parse_logprobs", lambda choices: plain([fill_texts(choice) for choice in choices])
-        ):
+        with patched_attribute(vllm_client, "parse_logprobs", lambda choices: plain([*map(fill_texts, choices)])):
             yield
     except OSError as error:  # as are all errors of requests
-        raise VLLMServerError(
-            f"The vLLM server at {trainer.vllm_generation.vllm_client.base_url} did not answer in step "
-            f"{trainer.state.global_step + 1} ({error_text(error)}): start it again, then continue with "
-            "--resume_from_checkpoint."
-        ) from error
+        server = f"The vLLM server at {trainer.vllm_generation.vllm_client.base_url}"
+        found = f"did not answer in step {trainer.state.global_step + 1} ({error_text(error)})"
+        cure = "start it again, then continue with --resume_from_checkpoint"
+        raise VLLMServerError(f"{server} {found}: {cure}.") from error
 
 
 def fill_texts(logprobs: dict[str, Any] | None) -> dict[str, Any] | None:

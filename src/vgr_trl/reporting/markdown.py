@@ -240,10 +240,8 @@ def progress_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list
             lines.append(f"{title:<12}{', '.join(parts)} {which}")
     accuracy = [entry[name] for entry in history for _, name, _ in _STEP_QUANTITIES[1:3] if name in entry]
     if accuracy and max(accuracy) < 0.01:
-        lines.append(
-            "Accuracy stayed near 0, so the accuracy reward gave no learning signal: look at completions in the "
-            "report; try another model or --system_prompt_file."
-        )
+        cure = "look at completions in the report; try another model or --system_prompt_file"
+        lines.append(f"Accuracy stayed near 0, so the accuracy reward gave no learning signal: {cure}.")
     return lines
 
 

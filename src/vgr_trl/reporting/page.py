@@ -318,14 +318,14 @@ def add_records(page: Page, run: Run, images: dict[str, str], max_bytes: int) ->
         page["records"].append(content)
     page["records"].sort(key=lambda record: (record["step"], record["mode"]))
     count, recorded = len(page["records"]), len(run.steps())
-    notes = {
-        f"{count} of {recorded} recorded steps are shown, evenly spaced; the others exceed the maximum size or are "
-        "unreadable.": count < recorded,
-        f"Attention over the image is shown for {maps} of {all_maps} completions, to keep the page small.": maps
-        < all_maps,
-        f"{len(missing)} thumbnails are missing; grey is shown instead.": missing,
-    }
-    page["notes"] += [note for note, applies in notes.items() if applies]
+    if count < recorded:
+        shown_of = f"{count} of {recorded} recorded steps are shown, evenly spaced"
+        page["notes"].append(f"{shown_of}; the others exceed the maximum size or are unreadable.")
+    if maps < all_maps:
+        shown_of = f"Attention over the image is shown for {maps} of {all_maps} completions"
+        page["notes"].append(f"{shown_of}, to keep the page small.")
+    if missing:
+        page["notes"].append(f"{len(missing)} thumbnails are missing; grey is shown instead.")
     return max_bytes - left
 
 

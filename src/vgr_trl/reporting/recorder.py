@@ -38,7 +38,10 @@ from vgr_trl.boxes import boxes_of
 from vgr_trl.config import LOG_OPTIONS
 from vgr_trl.credit import OF_REWARD, attention_weights
 from vgr_trl.data.images import images_of, open_image
+from vgr_trl.data.prompts import to_parts
+from vgr_trl.measure import keep_random_state
 from vgr_trl.options import changed_options
+from vgr_trl.patches.trl import unlogged
 from vgr_trl.reporting.markdown import MarkdownLogs, Summary, print_record
 from vgr_trl.reporting.records import (
     FOLDER,
@@ -56,7 +59,7 @@ from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.rows import Turns
 from vgr_trl.signals.named import QUANTITIES, RolloutSignals, reward_columns, take_signal_rows
 from vgr_trl.signals.ratios import boxes_in_pixels, late_layers, measure_segments, token_vision_gain_ratio
-from vgr_trl.utils import DataError, error_text
+from vgr_trl.utils import DataError, error_text, patched_attribute
 
 logger = logging.get_logger(__name__)
 
@@ -112,8 +115,7 @@ class RolloutRecorder:
         # Record the first batch of each evaluation; in training, the first rollout of every N steps.
         last, every = self._last.get(mode), self.args.rollout_log_steps if mode == "train" else 1
         if last is None and mode == "train" and step > 0:  # resumed: follow the schedule from the rollout before
-            micro_batches = int(self.args.steps_per_generation or 1) * trainer.num_iterations
-            last = step - max(1, micro_batches // self.args.gradient_accumulation_steps)
+            last = step - trainer.zero_variance_streak.steps_per_rollout
         if last is not None and step // every == last // every:
             return None
         self._last[mode] = step
@@ -282,11 +284,9 @@ def describe_turns(turns: Turns, row: int, length: int) -> list[Turn]:
             calls = [_call_text(call) for call in message.get("tool_calls") or ()]
             described.append(Turn(*spans[len(described)], calls, [], 0))
         elif message["role"] == "tool" and described:
-            parts = message["content"] if isinstance(message["content"], list) else [message["content"]]
-            is_image = [isinstance(part, dict) and part.get("type") == "image" for part in parts]
-            texts = [part.get("text", "") if isinstance(part, dict) else str(part) for part in parts]
-            described[-1].answers.append("".join(map({True: "<image>"}.get, is_image, texts)))
-            described[-1].images += sum(is_image)
+            texts = ["<image>" if part["type"] == "image" else part["text"] for part in to_parts(message["content"])]
+            described[-1].answers.append("".join(texts))
+            described[-1].images += sum(part["type"] == "image" for part in to_parts(message["content"]))
     return described
 
 
@@ -480,18 +480,16 @@ class RecordBeforeTraining(TrainerCallback):
         data, size = _first_eval_dataset(trainer), trainer.args.eval_batch_size
         first = trainer.accelerator.process_index * size
         rows = [data[row] for row in islice(cycle(trainer._get_eval_sampler(data)), first, first + size)]
-        metrics, logs = copy.deepcopy(trainer._metrics["eval"]), copy.deepcopy(trainer._logs)
+        logs = patched_attribute(trainer, "_logs", copy.deepcopy(trainer._logs))
         python, numpy = random.getstate(), np.random.get_state()
-        model, device = trainer.model_wrapped, trainer.accelerator.device
-        model.eval()
+        trainer.model_wrapped.eval()
         try:
-            with torch.random.fork_rng([device] * (device.type != "cpu")), torch.no_grad():
+            with keep_random_state(trainer.accelerator.device), torch.no_grad(), unlogged(trainer), logs:
                 trainer._prepare_inputs(rows)
         finally:
-            model.train()
+            trainer.model_wrapped.train()
             random.setstate(python)
             np.random.set_state(numpy)
-            trainer._metrics["eval"], trainer._logs = metrics, logs
 
 
 def needs_record_before_training(trainer: ConstructedTrainer) -> bool:

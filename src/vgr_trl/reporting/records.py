@@ -11,7 +11,8 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, is_dataclass
 from hashlib import sha1
 from itertools import count
 from pathlib import Path
@@ -32,10 +33,8 @@ Numbers = list[float | None]
 _HEAD_PATTERN = re.compile(rb'\{"version":(\d{1,9}),"step":(\d{1,18}),"mode":"(train|eval)"')
 _THUMBNAIL_PATTERN = re.compile(rb'"images/(\w+\.webp)"')
 DAMAGED_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # of JSON that was written otherwise
-_DESCRIPTION = {
-    "version": int, "name": str, "created": str, "model": str, "rewards": list[str], "options": dict,
-    "changed": list[str] | None, "setup": dict[str, str],
-}  # fmt: skip
+# Of `run.json`; whatever else is in it is shown as a text.
+_TYPES = {"version": int, "rewards": list[str], "options": dict, "changed": list[str] | None, "setup": dict[str, str]}
 PER_TOKEN = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "changes")  # of `Completion`
 _MAX_FILES = 16  # number of record files that share `max_bytes`
 
@@ -208,21 +207,12 @@ def decode_record(line: bytes) -> Record:
     """Parse a record from a line of JSON; unknown keys are ignored.
 
     Raises:
-        TypeError, ValueError, KeyError, AttributeError, RecursionError: the line was not written by `encode_entry`.
+        TypeError, ValueError, RecursionError: the line was not written by `encode_entry`.
     """
-    content = json.loads(line)
-    completions = []
-    for item in content["completions"]:
-        values = _known_fields(Completion, item)
-        values["images"] = [RecordedImage(**_known_fields(RecordedImage, image)) for image in item.get("images", ())]
-        values["turns"] = [Turn(**_known_fields(Turn, turn)) for turn in item.get("turns", ())]
-        if (attention := item.get("attention")) is not None:
-            values["attention"] = AttentionMap(
-                **_known_fields(AttentionMap, {**attention, "values": base64.b64decode(attention["values"])})
-            )
-        completions.append(Completion(**values))
-        _check_lengths(completions[-1])
-    return Record(**_known_fields(Record, content) | {"completions": completions})
+    record: Record = parse_value(json.loads(line), Record)
+    for completion in record.completions:
+        _check_lengths(completion)
+    return record
 
 
 def _check_lengths(completion: Completion) -> None:
@@ -233,36 +223,31 @@ def _check_lengths(completion: Completion) -> None:
     fits = all(values is None or len(values) == count for values in per_token)
     fits &= attention is None or not count or len(attention.values) % count == 0
     for image in completion.images:
-        fits &= image.grid is None or (len(image.grid) == 2 and all(0 < side < 2**16 for side in image.grid))
-        fits &= all(len(box) == 4 for box in image.regions or ())
+        fits &= len(image.grid or (1, 1)) == 2 and all(len(box) == 4 for box in image.regions or ())
     if not (fits and all(0 <= turn.start <= turn.stop <= count for turn in completion.turns)):
         raise ValueError("values per token, shapes or turns do not fit the tokens")
 
 
-def _known_fields(kind: type, item: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass that are in a JSON object; raise `TypeError` for a value of another type."""
-    hints = get_type_hints(kind)
-    found = {known.name: item[known.name] for known in fields(kind) if known.name in item}
-    if wrong := [name for name, value in found.items() if not has_type(value, hints[name])]:
-        raise TypeError(f"{kind.__name__}.{wrong[0]}")
-    return found
-
-
-def has_type(value: Any, kind: Any) -> bool:
-    """Whether a JSON value has the type of an annotation; an object stands for a dataclass."""
+def parse_value(value: Any, kind: Any) -> Any:
+    """Return a JSON value as the type of an annotation; raise `TypeError` or `ValueError` if it is of another one."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is UnionType:
-        return any(has_type(value, part) for part in parts)
-    if origin in (dict, list, Sequence):
-        if not isinstance(value, dict if origin is dict else list):
-            return False
-        items = value.values() if isinstance(value, dict) else value
-        by_type = {type(each): each for each in items}  # of thousands of numbers, one of each type is looked at
+        return None if value is None else parse_value(value, parts[0])
+    if origin is dict and isinstance(value, dict):
+        return {name: parse_value(each, parts[1]) for name, each in value.items()}
+    if origin in (list, Sequence) and isinstance(value, list):
+        by_type = {type(each): each for each in value}  # of thousands of numbers, one of each type is looked at
         nested = list in by_type or dict in by_type
-        return all(has_type(each, parts[-1]) for each in (items if nested else by_type.values()))
-    if kind in (int, float):
-        return type(value) is int or type(value) is kind
-    return kind is Any or isinstance(value, dict if is_dataclass(kind) else kind)
+        parsed = [parse_value(each, parts[0]) for each in (value if nested else by_type.values())]
+        return parsed if nested else value
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        return kind(**{name: parse_value(value[name], hint) for name, hint in hints.items() if name in value})
+    if kind is bytes:
+        return base64.b64decode(value)
+    if kind is Any or type(value) is kind or (kind is float and type(value) is int):
+        return value
+    raise TypeError(f"{type(value).__name__} instead of {kind}")
 
 
 class RecordWriter:
@@ -337,8 +322,8 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder, self.description = folder, dict[str, Any]()
         for name, value in read_object(folder / RUN_FILE).items():
-            if has_type(value, _DESCRIPTION.get(name, Any)):
-                self.description[name] = value
+            with suppress(TypeError):
+                self.description[name] = parse_value(value, _TYPES.get(name, Any))
         _check_version(self.description.get("version", 1), folder / RUN_FILE)
         self.name = str(self.description.get("name") or folder.resolve().parent.name)
         self.rewards: list[str] = self.description.get("rewards", [])
@@ -414,7 +399,7 @@ def read_logs(path: Path) -> Iterator[LogEntry]:
         for line in filter(bytes.strip, file):
             try:
                 content = json.loads(line)
-                entry, version = LogEntry(**_known_fields(LogEntry, content)), int(content["version"])
+                entry, version = parse_value(content, LogEntry), int(content["version"])
                 entry.values = {intern(name): value for name, value in entry.values.items()}
             except DAMAGED_ERRORS:
                 _warn_unreadable(path)

@@ -106,9 +106,8 @@ def insert_groups(trainer: ConstructedTrainer, rollout: Rollout, replacements: M
         parts.append(rows)
         for row, index in placement.here(target):
             source[row] = first + index
-    joined = join_rows(
-        parts, pad_token_id=trainer._tokenizer.pad_token_id, pad_to_multiple_of=trainer.pad_to_multiple_of
-    ).take(source)
+    padding = {"pad_token_id": trainer._tokenizer.pad_token_id, "pad_to_multiple_of": trainer.pad_to_multiple_of}
+    joined = join_rows(parts, **padding).take(source)
     rollout.batch, rollout.signals = joined.into_batch(rollout.batch), columns_to_signals(joined.columns)
     rollout.batch["num_items_in_batch"] = trainer.accelerator.gather(valid_tokens(rollout.batch).sum()).sum()
 

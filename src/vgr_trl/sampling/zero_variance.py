@@ -149,9 +149,8 @@ def find_zero_variance(
     placement = Placement(rows, size, accelerator.process_index, accelerator.num_processes)
     rewards = weighted_sums(rollout.rewards, trainer.reward_weights)
     tasks = sum_task_rewards(trainer, rollout.rewards)
-    rollout.selection = selection = GroupSelection(
-        placement, rewards, tasks, accelerator.gather(rollout.batch["advantages"])
-    )
+    advantages = accelerator.gather(rollout.batch["advantages"])
+    rollout.selection = selection = GroupSelection(placement, rewards, tasks, advantages)
     if trainer.critic is not None:
         of_tokens = rollout.batch["token_advantages"].nan_to_num()  # (N, T)
         selection.advantages = accelerator.gather(masked_mean(of_tokens, valid_tokens(rollout.batch)).squeeze(1))
@@ -230,10 +229,8 @@ def filter_index(key: str, names: Sequence[str]) -> int | None:
     found = [index for index, name in enumerate(names) if name in (key, f"{key}_reward")]
     found = found or [index for index, name in enumerate(names) if key in name.split("_")]
     if len(found) != 1:
-        raise ConfigError(
-            f"filter_key is {key!r}, which names {len(found)} reward functions: give overall or one of "
-            f"{', '.join(names)}."
-        )
+        named = f"filter_key is {key!r}, which names {len(found)} reward functions"
+        raise ConfigError(f"{named}: give overall or one of {', '.join(names)}.")
     return found[0]
 
 
@@ -241,14 +238,18 @@ LONGEST_STREAK = 5  # steps
 
 
 class ZeroVarianceStreak(SavedState):
-    """Counts the steps in a row for which no generated group had a gradient, and warns of the fifth."""
+    """Counts the steps in a row for which no generated group had a gradient, and warns of the fifth.
+
+    Attributes:
+        steps_per_rollout: optimizer steps that a rollout serves, at least 1.
+    """
 
     kind = "streak"
 
     def __init__(self, args: "DAPOConfig") -> None:
         self._args, self._steps = args, 0
         served = (args.steps_per_generation or 1) * args.num_iterations // args.gradient_accumulation_steps
-        self._steps_per_rollout = max(served, 1)
+        self.steps_per_rollout = max(served, 1)
 
     def end_rollout(self, kept: int) -> str | None:
         """Return one sentence when the streak reaches 5 steps, once for each streak.
@@ -256,16 +257,14 @@ class ZeroVarianceStreak(SavedState):
         Args:
             kept: groups generated for it that have a gradient, further prompts included.
         """
-        before, self._steps = self._steps, 0 if kept else self._steps + self._steps_per_rollout
+        before, self._steps = self._steps, 0 if kept else self._steps + self.steps_per_rollout
         if not before < LONGEST_STREAK <= self._steps:
             return None
-        return (
-            f"No group has had a gradient for {self._steps} steps, so "
-            f"{'only replayed groups are trained on' if self._args.replay_buffer_size else 'nothing is trained'}: "
-            f"rewards are equal within each group{', or online_filtering drops it' * self._args.online_filtering}. Use "
-            "questions or rewards for which the completions of a prompt differ"
-            f"{', or wider bounds' * self._args.online_filtering}."
-        )
+        effect = "only replayed groups are trained on" if self._args.replay_buffer_size else "nothing is trained"
+        cause = "rewards are equal within each group" + ", or online_filtering drops it" * self._args.online_filtering
+        cure = "questions or rewards for which the completions of a prompt differ"
+        cure += ", or wider bounds" * self._args.online_filtering
+        return f"No group has had a gradient for {self._steps} steps, so {effect}: {cause}. Use {cure}."
 
     def state_dict(self) -> dict[str, Any]:
         """Return the length of the streak, the same on all processes."""

@@ -154,16 +154,12 @@ def _lending_to_labelled(causal: Any, forward: "SharedForward", lending: Lending
     """Read where completions begin off the labels of TRL's scoring; forget open prompts at the end of the block."""
 
     def read(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        labels = kwargs.get("labels")
+        labels, forward.labelled = kwargs.get("labels"), None
         if kwargs.get("fused_lm_head") and labels is not None and torch.is_grad_enabled():
             labelled = (labels != -100).any(0).nonzero()
             forward.labelled = labels.size(1) - int(labelled[0]) if len(labelled) else None
 
-    def forget(*args: Any) -> None:  # a call of the base model alone has no labels
-        forward.labelled = None
-
-    before = causal.register_forward_pre_hook(read, with_kwargs=True)
-    with before, causal.register_forward_hook(forget, always_call=True):
+    with causal.register_forward_pre_hook(read, with_kwargs=True):
         try:
             yield
             if lending.open:  # of a training that has stopped within an optimizer step, or of a block that ends in one
@@ -193,10 +189,8 @@ def ignore_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | Non
         yield
 
 
-def _drop_from_call(
-    agree: Callable[[bool], bool] | None, module: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    return args, drop_empty_images(kwargs, agree)
+def _drop_from_call(agree: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, drop_empty_images(kwargs, agree)  # of this module, so that a model can be pickled within the block
 
 
 @dataclass(eq=False)
@@ -250,6 +244,7 @@ class SharedForward:
         if torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
         with self.lock:
+            width, self.labelled = self.completion_length or self.labelled, None  # labels are those of one call
             if self.paused:
                 return self.plain(*args, **kwargs)
             inputs = drop_empty_images(dict(zip(self.names, args, strict=False)) | kwargs, self.agree_on_images)
@@ -259,12 +254,13 @@ class SharedForward:
             if gradients and self.lending is not None:
                 self.lending.begin_pass()
             # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches the layer's output.
-            whole = self._width is None or (gradients and self._gathers)
+            gathers = gradients and (shards_layers(self.base) if self.checks is None else self.checks.gathers)
+            whole = width is None or gathers
             run = partial(prefix_forward, self.base, self.plain, inputs)
             shared = partial(run, whole=whole, alike=self.alike, packs=self.packs)
             kind = "training" if gradients else "scoring"
             rows = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
-            outputs = self.share(kind, rows, partial(self._split, inputs), shared, partial(self.plain, **inputs))
+            outputs = self.share(kind, rows, partial(self._split, inputs, width), shared, partial(self.plain, **inputs))
             if gradients and self.lending is not None and self.lending.open and is_last_micro_batch():
                 outputs.last_hidden_state = self.lending.close_all(outputs.last_hidden_state)
             if gradients and self.first_step is not None and is_last_micro_batch():
@@ -273,21 +269,13 @@ class SharedForward:
                 self.first_step = None
             return outputs
 
-    @property
-    def _gathers(self) -> bool:
-        return shards_layers(self.base) if self.checks is None else self.checks.gathers
-
-    @property
-    def _width(self) -> int | None:
-        return self.completion_length or self.labelled
-
-    def _split(self, inputs: dict[str, Any]) -> PrefixSplit:
+    def _split(self, inputs: dict[str, Any], width: int | None) -> PrefixSplit:
         if self.checks is None or not torch.is_grad_enabled():
             check_model(self.base, torch.is_grad_enabled())
         else:
             require(self.checks.why_not_train is None, str(self.checks.why_not_train))
         check_inputs(inputs, self.base.config)
-        stop, width = inputs["input_ids"].size(1) - 1, self._width
+        stop = inputs["input_ids"].size(1) - 1
         columns = None if width is None else (stop - width, stop)  # the last column emits nothing
         lends = self.lending is not None and torch.is_grad_enabled() and columns is not None and self.agree is None
         lends = lends and inputs.get("attention_mask") is not None and inputs.get("position_ids") is None
@@ -389,12 +377,10 @@ class SharedPasses:
         """
         refuses = self._refuses_uneven
         if not feature.enabled:
-            generates = completion_length is None
-            with ignore_empty_images(model, agree=self._agree if refuses and not generates else None):
+            with ignore_empty_images(model, agree=self._agree if refuses and completion_length else None):
                 yield
             return
-        alike = self._sharded or (self._in_order and torch.is_grad_enabled())
-        agree = self._agree if alike else None
+        agree = self._agree if self._sharded or (self._in_order and torch.is_grad_enabled()) else None
         modes: dict[str, Any] = {"agree": agree, "sharded": refuses, "packs": packs}
         lending = None if again is None else self.lending
         checks = self._checks.get(model) or self._checks.setdefault(model, ModelChecks(model))
@@ -493,13 +479,9 @@ class SharedGeneration:
         ids = [*args, *(inputs.pop(name) for name in ("inputs", "input_ids") if name in inputs)]
         inputs["input_ids"] = ids[0] if len(ids) == 1 else None
         plain = partial(self.plain, *args, **kwargs)
-        with self.forward.lock:
-            before, self.forward.paused = self.forward.paused, True
-            try:
-                split, generate = partial(self._split, inputs), partial(self._generate, inputs)
-                return self.forward.share("generation", inputs["input_ids"], split, generate, plain)
-            finally:
-                self.forward.paused = before
+        with self.forward.lock, replaced((self.forward, "paused", True)):
+            split, generate = partial(self._split, inputs), partial(self._generate, inputs)
+            return self.forward.share("generation", inputs["input_ids"], split, generate, plain)
 
     def _split(self, inputs: dict[str, Any]) -> PrefixSplit:
         """Prompts without their last tokens, which begin the completions."""
