@@ -121,9 +121,7 @@ class _LaunchVariables(dict[str, str]):
 
     def __getitem__(self, name: str) -> str:
         if not _LAUNCH_VARIABLE.fullmatch(name):
-            raise ValueError(
-                f"oc.env:{name} is none of the variables that launchers set, such as RANK: write its value"
-            )
+            raise ValueError(f"oc.env:{name} is none of the variables that launchers set, as RANK: write its value")
         return super().__getitem__(name)
 
 

@@ -334,12 +334,13 @@ def _sampled(value: Any, fps: float, root: Path) -> Iterator[Image.Image]:
         _opened(value, root, "video") as file,
         av.open(file, "r", options={"format_whitelist": VIDEO_FORMATS}) as container,
     ):
-        stream = container.streams.video[0]
+        stream: Any = container.streams.video[0]  # whose numbers are no `Rational` to type checkers from PyAV 19 on
         _require_size((stream.codec_context.width, stream.codec_context.height), kind="video")
-        for number, frame in enumerate(container.decode(stream)):
-            tick = _fraction(frame.time_base)
-            rate = _fraction(stream.average_rate or stream.guessed_rate)
-            time = frame.pts * tick if frame.pts is not None and tick else number / rate
+        frames: Iterator[Any] = container.decode(stream)
+        for number, frame in enumerate(frames):
+            tick = Fraction(frame.time_base or 0)
+            rate = stream.average_rate or stream.guessed_rate or 0
+            time = frame.pts * tick if frame.pts is not None and tick else number / Fraction(rate)
             start = time if start is None else start
             due = int((time - start + tick / 2) * Fraction(fps))  # times are rounded to a tick of the file's clock
             if due >= taken:
@@ -348,8 +349,3 @@ def _sampled(value: Any, fps: float, root: Path) -> Iterator[Image.Image]:
                 yield frame.to_image().rotate(turn, expand=True) if turn else frame.to_image()
         if not taken:
             raise DataError("video has no frames")
-
-
-def _fraction(number: Any) -> Fraction:
-    """Return a rational number of PyAV, whose own class (from 19 on) is no `Rational` to type checkers; 0 for None."""
-    return Fraction(number or 0)

@@ -14,7 +14,16 @@ from typing import Any
 
 from datasets import Image, Json, List, Video
 
-from vgr_trl.data.images import FOLDER, IMAGE_COLUMNS, MEDIA, NUMBERED_IMAGES, images_of, refuse_named_files, videos_of
+from vgr_trl.data.images import (
+    FOLDER,
+    IMAGE_COLUMNS,
+    MEDIA,
+    NUMBERED_IMAGES,
+    PLACE,
+    images_of,
+    refuse_named_files,
+    videos_of,
+)
 from vgr_trl.data.prompts import (
     LETTERS,
     PromptTemplate,
@@ -31,6 +40,7 @@ INDICES = ("label_idx", "correct_choice_idx")  # always an index
 UNREADABLE = "__unreadable__"  # column: why there is no row at this place of a file
 VISION_ONLY_PROBLEM = "Answer the multiple-choice question in the image with the letter of the right option."
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+RESERVED = {"", PLACE, "completions", "prompts"}  # names that TRL or this library give to columns of their own
 NONE = "none"  # the name of no column: the data have none
 
 _NUMBERED = re.compile(r"<image\s*(\d+)>", re.IGNORECASE)
@@ -347,6 +357,8 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
     if row.get(UNREADABLE) is not None:
         return row
     names = [name for name in row if name not in (UNREADABLE, FOLDER)]
+    if taken := RESERVED & {*known_names(row, keys).values()}:
+        raise DataError(f"The {split} data have a column named {min(taken)!r}: rename or remove it.")
 
     def has(*known: str) -> bool:
         return not {*known}.isdisjoint(names)

@@ -295,8 +295,6 @@ def prepare_rows(
     """
     rules, dataset = RowOptions(**options), undecoded(dataset)
     first = require_columns(dataset, split, rules.needs_solution, keys)
-    if taken := {"", PLACE} & {*first}:
-        raise DataError(f"The {split} data have a column named {min(taken)!r}: rename or remove it.")
     column = image_column(dataset.features, keys)
     if isinstance(dataset, IterableDataset):
 

@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, count
 from typing import Any, cast
 
 from accelerate import PartialState
@@ -79,10 +78,6 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
     prepare_data(trainer)
     refuse_differing_data(trainer)  # a file may be missing on one machine
     for name, dataset in iterate_datasets(trainer):
-        is_table = isinstance(dataset, Dataset | IterableDataset)
-        names = list(dataset.column_names or next(iter(dataset), {})) if is_table else []
-        if taken := {"completions", "prompts"}.intersection(names):
-            raise DataError(f"The {name} data has a column `{min(taken)}`, which TRL passes to rewards: rename it.")
         if not trainer._is_vlm and (columns := image_columns(dataset)):
             reader = f"{type(trainer.model).__name__} with {type(trainer.processing_class).__name__}"
             raise ConfigError(f"The {name} data has a column `{columns[0]}`, but {reader} reads text only: remove one.")
@@ -90,13 +85,11 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
 
 def number_rewards(trainer: ConstructedTrainer) -> None:
     """Give rewards that share a name metrics of their own: `name`, `name_2`, …"""
-    names: list[str] = []
-    for name in trainer.reward_func_names:
-        own = next(each for each in chain([name], (f"{name}_{number}" for number in count(2))) if each not in names)
-        if own != name:
+    names = list(trainer.reward_func_names)
+    for place, name in enumerate(names):
+        if (number := 1 + names[:place].count(name)) > 1:
+            trainer.reward_func_names[place] = own = f"{name}_{number}"
             _warn(f"Two rewards are named {name}: the metrics of one of them are named {own}.")
-        names.append(own)
-    trainer.reward_func_names = names
 
 
 def template_options(trainer: ConstructedTrainer) -> dict[str, Any]:
@@ -120,11 +113,9 @@ def refuse_differing_data(trainer: ConstructedTrainer) -> None:
 
 def _order_hash(dataset: Dataset) -> str:
     """Hash questions and answers in their order, and the images of some rows by their bytes, or by names of files."""
-    digest = xxh3_128(str(len(dataset)).encode())
-    names = {*KEYS["problem"], *KEYS["solution"], SIZES} & {*dataset.column_names}
-    for batch in dataset.with_format("arrow").select_columns(sorted(names)).iter(1000) if names else ():
-        digest.update(repr(batch.to_pydict()).encode())
     rows = undecoded(dataset.with_format(None))
+    names = {*KEYS["problem"], *KEYS["solution"], SIZES} & {*rows.column_names}
+    digest = xxh3_128(repr([len(rows), rows.select_columns(sorted(names))[:]]).encode())
     for place in range(0, len(rows), 1 + len(rows) // HASHED_ROWS):
         for value in images_of(rows[place]):
             content = (value.get("bytes") or value.get("path")) if isinstance(value, Mapping) else value
