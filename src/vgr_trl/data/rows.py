@@ -297,30 +297,45 @@ def prepare_rows(
     first = require_columns(dataset, split, rules.needs_solution, keys)
     column = image_column(dataset.features, keys)
     if isinstance(dataset, IterableDataset):
-
-        def number(row: Mapping[str, Any], place: int) -> dict[str, Any]:
-            return {**renamed_row(row, keys), PLACE: place}
-
-        def prepare(row: Mapping[str, Any]) -> dict[str, Any]:
-            try:
-                return {**ready_row(row, rules, column), PLACE: row[PLACE], REASON: None}
-            except DataError as error:
-                return {PLACE: row[PLACE], REASON: str(error).rstrip(".")}
-
-        def usable(rows: IterableDataset) -> IterableDataset:
-            ready = rows.map(prepare, remove_columns=list(OWN_COLUMNS))
-            return ready.filter(lambda row: keeps(row, row[PLACE], row[REASON])).remove_columns([PLACE, REASON])
-
-        keeps = row_filter(split, on_skipped)
-        numbered = dataset.map(number, with_indices=True, remove_columns=list(first))
-        require_row(usable(numbered), split)
-        if shuffle_seed is not None:
-            numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
-        PREPARED_STREAMS.add(stream := usable(numbered))
-        return stream, []
-
+        numbered = dataset.map(
+            lambda row, place: renamed_row(row, keys) | {PLACE: place}, with_indices=True, remove_columns=list(first)
+        )
+        return _prepare_stream(numbered, split, rules, column, on_skipped, shuffle_seed), []
     names = known_names(dataset.column_names, keys)
     return _prepare_dataset(dataset.select_columns(list(names)).rename_columns(names), split, rules, column)
+
+
+def _prepare_stream(
+    numbered: IterableDataset, split: str, rules: RowOptions, column: str, on_skipped: Any, shuffle_seed: int | None
+) -> IterableDataset:
+    reported = set[Any]()
+
+    def prepare(row: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return {**ready_row(row, rules, column), PLACE: row[PLACE], REASON: None}
+        except DataError as error:
+            return {PLACE: row[PLACE], REASON: str(error).rstrip(".")}
+
+    def keeps(row: Mapping[str, Any]) -> bool:
+        found = SkippedRow(split, row[PLACE], row.get("id"), row[REASON])
+        name = found.row if found.id is None else (str(found.id), found.reason)  # places change with the files' order
+        if found.reason is not None and name not in reported:  # however often the stream is read
+            reported.add(name)
+            (on_skipped or warn)(found)
+        return found.reason is None
+
+    def warn(row: SkippedRow) -> None:
+        logger.warning(f"Skipped {split} row {row.row} of the stream: {row.reason}.")
+
+    def usable(rows: IterableDataset) -> IterableDataset:
+        return rows.map(prepare, remove_columns=list(OWN_COLUMNS)).filter(keeps).remove_columns([PLACE, REASON])
+
+    if next(iter(usable(numbered)), None) is None:
+        raise DataError(f"None of the rows of the {split} stream can be used: see the reasons above.")
+    if shuffle_seed is not None:
+        numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
+    PREPARED_STREAMS.add(stream := usable(numbered))
+    return stream
 
 
 def _prepare_dataset(
@@ -509,34 +524,6 @@ class SkippedRow:
     row: int
     id: Any
     reason: str
-
-
-def row_filter(
-    split: str, on_skipped: Callable[[SkippedRow], None] | None = None
-) -> Callable[[Mapping[str, Any], int, str | None], bool]:
-    """Return a function from a row of a stream, its place and why it cannot be used (or None) to whether it stays.
-
-    Each row that does not is reported once, however often the stream is read: to `on_skipped`, or in a warning.
-    """
-    reported = set[Any]()
-
-    def warn(row: SkippedRow) -> None:
-        logger.warning(f"Skipped {split} row {row.row} of the stream: {row.reason}.")
-
-    def keeps(row: Mapping[str, Any], place: int, reason: str | None) -> bool:
-        name = place if row.get("id") is None else (str(row["id"]), reason)  # the place changes with the files' order
-        if reason is not None and name not in reported:
-            reported.add(name)
-            (on_skipped or warn)(SkippedRow(split, place, row.get("id"), reason))
-        return reason is None
-
-    return keeps
-
-
-def require_row(kept: IterableDataset, split: str) -> None:
-    """Raise `DataError` if no row of a stream is left."""
-    if next(iter(kept), None) is None:
-        raise DataError(f"None of the rows of the {split} stream can be used: see the reasons above.")
 
 
 def skipped_rows(
