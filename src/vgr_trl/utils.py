@@ -125,10 +125,7 @@ class DiskFullError(VGRError, OSError):
 
 
 # The words of the system, of PyTorch's writer of archives (which hides those) and of safetensors.
-_DISK_FULL = (
-    *("No space left on device", "Disk quota exceeded"),
-    *("PytorchStreamWriter failed writing", "unexpected pos", "os error 28"),
-)
+_DISK_FULL = "No space left", "Disk quota exceeded", "StreamWriter failed writing", "unexpected pos", "os error 28"
 
 
 def _is_disk_full(error: BaseException | None) -> bool:

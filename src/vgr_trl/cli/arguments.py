@@ -173,9 +173,8 @@ class EvaluationArguments(RewardFileArguments):
         check_options(self)
 
 
-TRAINING_OPTIONS = frozenset(  # options
-    option.name for group in (RunArguments, RewardArguments, DAPOConfig, ModelConfig) for option in fields(group)
-)
+_OF_TRAINING = RunArguments, RewardArguments, DAPOConfig, ModelConfig
+TRAINING_OPTIONS = frozenset(each.name for group in _OF_TRAINING for each in fields(group))
 
 
 OF_LIBRARIES = ArrowException, ImportError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError

@@ -287,9 +287,8 @@ def _join_labels(options: list[Mapping[str, Any]]) -> list[str]:
     labels = [str(value_of(option, "label", "key", "id", "letter") or "").strip().upper() for option in options]
     if any(labels) and not all(len(label) == 1 and label in LETTERS for label in labels):
         raise DataError(f"its options carry the labels {', '.join(labels)}: give letters from {LETTERS[0]} on")
-    return [
-        f"{label}. {option['text']}" if label else option["text"] for label, option in zip(labels, options, strict=True)
-    ]
+    texts = zip(labels, (option["text"] for option in options), strict=True)
+    return [f"{label}. {text}" if label else text for label, text in texts]
 
 
 # Columns
@@ -381,8 +380,7 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
     elif needs_solution and not is_dialogue and not has_answer:
         problem = "the accuracy reward needs `solution`; name the answer column with --solution_key."
     elif image is not None and keys["image"] and not has(*keys["image"], *keys["video"], *NUMBERED_IMAGES):
-        problem = f"`{image}` seems to hold images; give --image_key {image}, or --image_key none for text alone "
-        problem += "(in Python, rename it to `image`, or remove it)."
+        problem = f"`{image}` seems to hold images; give --image_key {image} or none (in Python, rename it to `image`)."
     elif choices is not None and needs_solution and keys["choices"] and not has(*keys["choices"]):
         problem = f"`{choices}` seems to hold the options, with the answer {answer} among them; give "
         problem += f"--choices_key {choices}, or --choices_key none for open questions."

@@ -236,8 +236,7 @@ def _keep(table: pyarrow.Table, path: Path) -> None:
 def _file_states(dataset: Dataset, root: Path) -> list[Any]:
     """Return size and time of the files that the rows name, None for a path without a file."""
     names = [name for name in MEDIA if name in dataset.column_names and _names_files(dataset.data.column(name))]
-    columns = dataset.with_format(None).select_columns([*names, *({FOLDER} & {*dataset.column_names})])[:]
-    rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    rows = dataset.select_columns([*names, *({FOLDER} & {*dataset.column_names})]).to_list()
     return [_file_state(value, folder_of(row, root)) for row in rows for value in (*images_of(row), *videos_of(row))]
 
 

@@ -136,11 +136,9 @@ def prepare_data(trainer: ConstructedTrainer) -> None:
     boxes = reads_boxes(trainer.args, trainer.reward_funcs)
 
     def ready(dataset: Any, split: str, part: str | None) -> Any:
-        if not isinstance(dataset, Dataset | IterableDataset):
+        if not isinstance(dataset, Dataset | IterableDataset) or dataset in PREPARED_STREAMS:
             return dataset
         split = split if part is None else f"{split} {part}"
-        if dataset in PREPARED_STREAMS:
-            return dataset
         if isinstance(dataset, Dataset) and (prepared_transform(dataset) or not is_repeatable(dataset)):
             return _drop_bad_rows(dataset, split, special, boxes)
         rows = undecoded(dataset.with_format(None))
@@ -238,7 +236,6 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str]) -> 
         change_data(trainer, kept)
     prompts, train_dataset = args.prompts_per_rollout, trainer.train_dataset
     if hasattr(train_dataset, "__len__") and (rows := len(train_dataset)) < prompts:
-        raise DataError(  # TRL drops the incomplete rollout at the end of an epoch, here everything
-            f"The train data has {rows} rows, but a rollout takes {prompts} prompts: add rows, or lower "
-            "per_device_train_batch_size or gradient_accumulation_steps."
-        )
+        # TRL drops the incomplete rollout at the end of an epoch, here everything.
+        problem = f"The train data has {rows} rows, but a rollout takes {prompts} prompts"
+        raise DataError(f"{problem}: add rows, or lower per_device_train_batch_size or gradient_accumulation_steps.")

@@ -69,9 +69,7 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
         last_layers(count_attention_layers(model), last, args.attention_segments, "token_weights_last_k_layers")
     embedded = model.config.get_text_config(decoder=True).vocab_size
     if unknown := [token for token in args.vision_token_ids or () if token >= embedded]:
-        raise ConfigError(
-            f"vision_token_ids has {unknown[0]}, but the model has {embedded} tokens: give the placeholder of images."
-        )
+        raise ConfigError(f"vision_token_ids has {unknown[0]}, but there are {embedded} tokens: give that of images.")
     of_rewards = [need for reward in trainer.reward_funcs for need in needed_signals(reward) if need != BLIND_ANSWERS]
     named = named_signals(args, of_rewards)
     if any(signal.name == "stability" for signal in named) and not args.further_perturbations:
@@ -95,9 +93,7 @@ def find_needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
             needed.setdefault("blind", f"the reward {name}")
         for need in find_measurements([need for need in needed_signals(reward) if need != BLIND_ANSWERS]):
             if is_measured_after_rewards(need):
-                raise ConfigError(
-                    f"The reward {name} needs {need}, measured after the rewards: let a signal or rule read it."
-                )
+                raise ConfigError(f"The reward {name} needs {need}, measured after it: let a signal or rule read that.")
             needed.setdefault(need, f"the reward {name}")
     for rule, need in builtin_rules(args).items():
         needed.setdefault(need, rule)
