@@ -189,17 +189,16 @@ def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None
     texts = len(rows) > 0 and not isinstance(rows[0]["prompt"], list)
     if len(rows) == 0 or (texts and not boxes):
         return dataset
-    examine = partial(_problem, special=None if texts else special, boxes=boxes)
+
+    def examine(row: Mapping[str, Any]) -> dict[str, str | None]:
+        reason = None if texts else special_problem(special, row["prompt"])
+        return {REASON: box_problem(row, image_sizes_of(row)) if reason is None and boxes else reason}
+
     features, title = Features({REASON: Value("string")}), f"Checking prompts ({split})"
     reasons = list(map_rows(rows, examine, features, [special, boxes], title)[REASON])
     skipped = skipped_rows(split, reasons, places=rows[PLACE] if PLACE in read else None)
     _warn_left_out(split, skipped)
     return dataset.select([row for row, reason in enumerate(reasons) if reason is None]) if skipped else dataset
-
-
-def _problem(row: Mapping[str, Any], special: re.Pattern[str] | None, boxes: bool) -> dict[str, str | None]:
-    reason = None if special is None else special_problem(special, row["prompt"])
-    return {REASON: box_problem(row, image_sizes_of(row)) if reason is None and boxes else reason}
 
 
 def _warn_left_out(split: str, skipped: Sequence[SkippedRow]) -> None:
