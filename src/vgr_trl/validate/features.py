@@ -410,10 +410,8 @@ def warn_of_slow_generation(args: DAPOConfig, device: str) -> str | None:
     engine = args.use_vllm or args.use_transformers_continuous_batching
     if device != "cuda" or engine or args.cache_implementation is not None:
         return None
-    return (
-        "Kernel launches slow down generation by transformers: set use_vllm, or cache_implementation=static, "
-        "with which a 7B on an H200 generated 128 tokens of 8 completions in 1.7 s instead of 5.1 s."
-    )
+    cure = "set use_vllm, or cache_implementation=static, with which a 7B takes 1.7 s for 128 tokens, not 5.1 s"
+    return f"Kernel launches slow down generation by transformers: {cure}."
 
 
 def announce(trainer: ConstructedTrainer) -> None:
