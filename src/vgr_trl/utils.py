@@ -1,6 +1,5 @@
 """Errors, atomic files, patched attributes, and other small tools that the rest of the package stands on."""
 
-import math
 import multiprocessing
 import os
 import re
@@ -12,7 +11,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import update_wrapper
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
@@ -127,10 +125,7 @@ class DiskFullError(VGRError, OSError):
 
 
 # The words of the system, of PyTorch's writer of archives (which hides those) and of safetensors.
-_DISK_FULL = (
-    *("No space left on device", "Disk quota exceeded"),
-    *("PytorchStreamWriter failed writing", "unexpected pos", "os error 28"),
-)
+_DISK_FULL = "No space left", "Disk quota exceeded", "StreamWriter failed writing", "unexpected pos", "os error 28"
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
@@ -417,10 +412,15 @@ class StrictLoader(yaml.SafeLoader):
 
     def get_single_node(self) -> Any:
         """Return the document, or raise `ConstructorError` if it is too large with its aliases written out."""
-        node = super().get_single_node()
-        if _written_nodes(node, {}) > MAX_YAML_NODES:
-            raise ConstructorError(None, None, f"its aliases repeat more than {MAX_YAML_NODES} values", None)
-        return node
+        document = super().get_single_node()
+        waiting, seen = [document], 0
+        while waiting:
+            node, seen = waiting.pop(), seen + 1
+            if seen > MAX_YAML_NODES:
+                raise ConstructorError(None, None, f"its aliases repeat more than {MAX_YAML_NODES} values", None)
+            for part in node.value if isinstance(node, yaml.CollectionNode) else ():
+                waiting += part if isinstance(part, tuple) else [part]
+        return document
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping, or raise `ConstructorError` for a key given twice."""
@@ -431,16 +431,6 @@ class StrictLoader(yaml.SafeLoader):
                     raise ConstructorError(None, None, f"the key {key.value} is given twice", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
-
-
-def _written_nodes(node: Any, known: dict[int, float]) -> float:
-    """Return how many values a YAML node has with its aliases written out, infinity if it is within itself."""
-    if id(node) not in known:
-        known[id(node)] = math.inf
-        inner = node.value if isinstance(node, yaml.CollectionNode) else []
-        parts = chain.from_iterable(each if isinstance(each, tuple) else [each] for each in inner)
-        known[id(node)] = 1 + sum(_written_nodes(each, known) for each in parts)
-    return known[id(node)]
 
 
 def parse_yaml(text: str) -> Any:

@@ -197,9 +197,7 @@ def export(argv: Sequence[str]) -> int:
 
     parser = _make_parser("export")
     parser.add_argument("run", metavar="RUN", type=Path, help="output_dir of a run")
-    parser.add_argument(
-        "--output", type=Path, default=Path("tokens.parquet"), help=".csv or .parquet (default %(default)s)"
-    )
+    parser.add_argument("--output", type=Path, default="tokens.parquet", help=".csv or .parquet (default %(default)s)")
     flags = parser.parse_args(argv)
     print(f"Wrote {export_run(flags.run, flags.output):,} rows to {flags.output}.")
     return 0

@@ -173,9 +173,8 @@ class EvaluationArguments(RewardFileArguments):
         check_options(self)
 
 
-TRAINING_OPTIONS = frozenset(  # options
-    option.name for group in (RunArguments, RewardArguments, DAPOConfig, ModelConfig) for option in fields(group)
-)
+_OF_TRAINING = RunArguments, RewardArguments, DAPOConfig, ModelConfig
+TRAINING_OPTIONS = frozenset(each.name for group in _OF_TRAINING for each in fields(group))
 
 
 OF_LIBRARIES = ArrowException, ImportError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError
@@ -517,17 +516,20 @@ def load_rows(
     with readable(source_name(arguments), "the data"):  # a stream raises read errors only here
         if processor is not None and set(keys["video"]) & set(dataset.column_names or ()):
             refuse_single_image_models(processor())
-        return prepare_rows(
-            dataset,
-            split=split,
-            keys=keys,
-            root=image_root(arguments, split),
-            video_fps=arguments.video_fps,
-            max_video_frames=arguments.max_video_frames,
-            special=None if processor is None else special_tokens(processor()),
-            images=arguments.image_limits(),
-            **{"system_prompt": load_system_prompt(arguments)} | rules,
-        )
+        options = row_rules(arguments, image_root(arguments, split), processor and processor()) | rules
+        return prepare_rows(dataset, split=split, keys=keys, **options)
+
+
+def row_rules(arguments: DataArguments, root: Path, processor: Any) -> dict[str, Any]:
+    """Return those of `RowOptions` that flags, the folder of the data and the model's processor (or None) say."""
+    return {
+        "root": root,
+        "system_prompt": load_system_prompt(arguments),
+        "video_fps": arguments.video_fps,
+        "max_video_frames": arguments.max_video_frames,
+        "special": None if processor is None else special_tokens(processor),
+        "images": arguments.image_limits(),
+    }
 
 
 def image_root(arguments: DataArguments, split: str) -> Path:

@@ -18,8 +18,8 @@ from vgr_trl.cli.arguments import (
     DataArguments,
     image_root,
     load_processor,
-    load_system_prompt,
     raise_config_errors,
+    row_rules,
     source_name,
 )
 from vgr_trl.data.convert import SKIPPED, Rules, columns_of, convert_rows, has_one_image, prepare_folder, write_rows
@@ -28,7 +28,6 @@ from vgr_trl.data.inspect import Findings, inspect_rows, page, to_one_line
 from vgr_trl.data.lengths import PromptLengths
 from vgr_trl.data.load import MEANT, load_path, load_split, parse_data_files, readable
 from vgr_trl.data.merge import merge
-from vgr_trl.data.prompts import special_tokens
 from vgr_trl.data.public_sets import CONVERTERS, load_converter, read_ids, shuffle_choices
 from vgr_trl.data.read_row import FLAGS, keys_of
 from vgr_trl.data.rows import REASON, RowOptions
@@ -188,15 +187,8 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
     if flags.model:
         processor = load_processor(flags.model, flags.model_revision, flags.trust_remote_code)
     root = path.parent if path.is_file() else path if path.is_dir() else downloaded()
-    options = RowOptions(
-        root=Path(data.image_dir).absolute() if data.image_dir else root,
-        needs_solution=not flags.no_solution,
-        system_prompt=load_system_prompt(data),
-        video_fps=data.video_fps,
-        max_video_frames=data.max_video_frames,
-        special=special_tokens(processor) if processor else None,
-        images=data.image_limits(),
-    )
+    root = Path(data.image_dir).absolute() if data.image_dir else root
+    options = RowOptions(needs_solution=not flags.no_solution, **row_rules(data, root, processor))
     split, loads = load_path(flags.path, flags.split, config=data.dataset_config, streaming=data.dataset_streaming)
     lengths = None if processor is None else PromptLengths(processor)
     others = [name for name in loads if name != split and not data.dataset_streaming and flags.max_rows is None]

@@ -29,7 +29,7 @@ from vgr_trl.data.prompts import PromptTemplate, to_parts
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
 from vgr_trl.reporting.recorder import read_row_images
-from vgr_trl.reporting.records import RUN_FILE
+from vgr_trl.reporting.records import RUN_FILE, refuse_unwritable
 from vgr_trl.utils import ConfigError
 
 EVALUATE_OPTIONS = ("num_samples", "temperature", "max_completion_length", "batch_size", "blank_images", "seed")
@@ -42,9 +42,8 @@ def main(argv: Sequence[str]) -> int:
     if options.save_completions and output is None:
         raise ConfigError("save_completions needs a file: give --output_file FILE.")
     if output is not None:
-        with raise_config_errors():  # fail before the evaluation, not after it
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.open("a").close()
+        refuse_unwritable(output, "output_file")  # before the evaluation, not after it
+        output.parent.mkdir(parents=True, exist_ok=True)
     results = evaluate_models(data, options)
     print_scores(results)
     if output is not None:

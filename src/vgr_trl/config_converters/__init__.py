@@ -59,9 +59,7 @@ VERL_DEFAULTS: dict[str, Any] = _VERL["defaults"]
 SECTIONS = ("data", "algorithm", "worker", "trainer", *_EASYR1["sections"], "actor_rollout_ref", "critic",
             "custom_reward_function")  # fmt: skip
 _OVERRIDE_PATTERN = re.compile(rf"\+{{0,2}}((?:{'|'.join(SECTIONS)})(?:\.\w+)+)=(.*)", re.DOTALL)
-_LAUNCH_VARIABLE = re.compile(
-    r"((LOCAL|NODE|GROUP)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SLURM_(JOB_ID|JOB_NAME|ARRAY_\w+|PROCID|NNODES|NTASKS)"
-)
+_LAUNCH_VARIABLE = re.compile(r"(\w+_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SLURM_((JOB|ARRAY)_\w+|PROCID|N\w+)")
 # Keys whose values are mappings, not sections.
 _MAPPING_KEYS = [key for key, known in EASYR1_KEYS.items() if isinstance(known.default, dict)]
 _MAPPING_KEYS += [key for key, (_, default) in VERL_NAMES.items() if isinstance(default, dict)]
@@ -121,9 +119,7 @@ class _LaunchVariables(dict[str, str]):
 
     def __getitem__(self, name: str) -> str:
         if not _LAUNCH_VARIABLE.fullmatch(name):
-            raise ValueError(
-                f"oc.env:{name} is none of the variables that launchers set, such as RANK: write its value"
-            )
+            raise ValueError(f"oc.env:{name} is none of the variables that launchers set, as RANK: write its value")
         return super().__getitem__(name)
 
 
@@ -236,9 +232,7 @@ class Conversion:
             text.append(f"  and {left} defaults of EasyR1, which --verbose lists.")
         theirs = self["trainer.nnodes"] * self["trainer.n_gpus_per_node"]
         if theirs != self.processes:
-            asks = (
-                f"The configuration asks for {theirs} processes, this run has {self.processes}; batches stay the same"
-            )
+            asks = f"The configuration asks for {theirs} processes, this run has {self.processes}; batches stay equal"
             text.append(f"{asks}. To use {theirs}, start with accelerate launch --num_processes {theirs}.")
         return "\n".join(text)
 

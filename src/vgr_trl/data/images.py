@@ -44,8 +44,6 @@ FILE_FIELDS = ("url", "path", "base64", "image_url", "video", "video_url", "audi
 ORIENTATION = 0x0112  # the EXIF tag
 ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 TAIL = 4096  # bytes in which the header or end of a file is looked for, as cameras append data of their own
-_GAP = rb"(?:\s|#[^\r\n]*[\r\n])+"
-_PPM_HEADER = re.compile(rb"P(?:[14](?:%s\d+){2}|\w+(?:%s[^\s#]+){3})\s" % (_GAP, _GAP))
 
 Size = tuple[int, int]  # width and height in pixels
 
@@ -157,7 +155,8 @@ def _open(file: BinaryIO) -> Image.Image:
     """Open an image; refuse a PPM whose header Pillow would read for a minute, byte by byte, through its comments."""
     start = file.read(TAIL)
     file.seek(0)
-    if len(start) == TAIL and re.match(rb"P[0-6fFy]", start) and not _PPM_HEADER.match(start):
+    fields = re.sub(rb"#[^\r\n]*", b"", start).split()
+    if len(start) == TAIL and re.match(rb"P[0-6fFy]", start) and len(fields) < (3 if start[1:2] in b"14" else 4):
         raise DataError(f"image has a header of more than {TAIL} bytes")
     return Image.open(file, formats=_formats())
 
@@ -334,12 +333,13 @@ def _sampled(value: Any, fps: float, root: Path) -> Iterator[Image.Image]:
         _opened(value, root, "video") as file,
         av.open(file, "r", options={"format_whitelist": VIDEO_FORMATS}) as container,
     ):
-        stream = container.streams.video[0]
+        stream: Any = container.streams.video[0]  # whose numbers are no `Rational` to type checkers from PyAV 19 on
         _require_size((stream.codec_context.width, stream.codec_context.height), kind="video")
-        for number, frame in enumerate(container.decode(stream)):
-            tick = _fraction(frame.time_base)
-            rate = _fraction(stream.average_rate or stream.guessed_rate)
-            time = frame.pts * tick if frame.pts is not None and tick else number / rate
+        frames: Iterator[Any] = container.decode(stream)
+        for number, frame in enumerate(frames):
+            tick = Fraction(frame.time_base or 0)
+            rate = stream.average_rate or stream.guessed_rate or 0
+            time = frame.pts * tick if frame.pts is not None and tick else number / Fraction(rate)
             start = time if start is None else start
             due = int((time - start + tick / 2) * Fraction(fps))  # times are rounded to a tick of the file's clock
             if due >= taken:
@@ -348,8 +348,3 @@ def _sampled(value: Any, fps: float, root: Path) -> Iterator[Image.Image]:
                 yield frame.to_image().rotate(turn, expand=True) if turn else frame.to_image()
         if not taken:
             raise DataError("video has no frames")
-
-
-def _fraction(number: Any) -> Fraction:
-    """Return a rational number of PyAV, whose own class (from 19 on) is no `Rational` to type checkers; 0 for None."""
-    return Fraction(number or 0)

@@ -142,11 +142,10 @@ def inspect_rows(
         return summarise(renamed_row(row, keys), options, lengths, hashes)
 
     if isinstance(rows, Dataset):
-        names, in_parallel = known_names(rows.column_names, keys), not (lengths and lengths.needs_pixels)
+        names, title = known_names(rows.column_names, keys), f"Reading rows ({split})"
         rows, keys = rows.select_columns(list(names)).rename_columns(names), KEYS
-        more: dict[str, Any] = {"root": options.root, "in_parallel": in_parallel}
-        key = [options, hashes, lengths and lengths.key]
-        found = map_rows(rows, examine, SUMMARY, key, f"Reading rows ({split})", **more)
+        key, in_parallel = [options, hashes, lengths and lengths.key], not (lengths and lengths.needs_pixels)
+        found = map_rows(rows, examine, SUMMARY, key, title, root=options.root, in_parallel=in_parallel)
     else:
         stream = map(examine, rows)
         parts = iter(lambda: list(islice(stream, STREAMED)), [])
@@ -161,11 +160,8 @@ def inspect_rows(
             lines.append(f"  row {row.row}, counted from 0 (id {str(row.id)[:60]!a}): {reason}")
     drawn = sorted(Random(seed).sample(usable, min(samples, len(usable))))
     picked = rows.select(drawn) if isinstance(rows, Dataset) else (row for n, row in enumerate(rows) if n in drawn)
-    sample = [
-        shown
-        for place, row in zip(drawn, picked, strict=False)
-        if (shown := show_row(renamed_row(row, keys), options, {**found[place], "row": place}))
-    ]
+    pairs = zip(drawn, picked, strict=False)
+    shown = [show_row(renamed_row(row, keys), options, {**found[place], "row": place}) for place, row in pairs]
     unreadable = sum(row.reason.startswith("solution is") for row in skipped)
     bad = f"{len(skipped):,} unusable" if skipped else "all usable"
     bad += f"; {unreadable:,} because of an unreadable answer" if unreadable else ""
@@ -176,7 +172,7 @@ def inspect_rows(
         longer = sum(length > most for length in measured)
         text.append(f"max_prompt_length={most} skips {longer:,} rows ({longer / len(measured):.1%}).")
     digests = Counter(digest for of in found["digests"][:] for digest in of or ())
-    return Findings(len(found), len(usable), skipped, digests, sample, "\n".join(text))
+    return Findings(len(found), len(usable), skipped, digests, list(filter(None, shown)), "\n".join(text))
 
 
 def show_row(row: Mapping[str, Any], options: RowOptions, about: dict[str, Any]) -> dict[str, Any] | None:

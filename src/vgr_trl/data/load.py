@@ -6,7 +6,6 @@ one broken line stops them.
 """
 
 import csv
-import errno
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +45,6 @@ BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "text", ".csv": "t
 MEANT = dict.fromkeys(("train", "training"), "train")  # word of a name → split, as `datasets` calls it
 MEANT |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 MEANT |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # what the system says of a folder, whatever the file
 
 Files = dict[str, list[Path]]  # by split
 
@@ -253,23 +251,17 @@ def readable(source: Any, name: str, only_reads: bool = False) -> Iterator[None]
     except (DatasetNotFoundError, ConnectionError) as error:
         raise DataError(f"No data set is found at {source} ({error_text(error, 300)}): check {name}.") from error
     except (DatasetGenerationError, ArrowException, OSError, ValueError, RecursionError, StopIteration) as error:
-        for each in (error, error.__cause__):
-            if isinstance(each, OSError) and (
-                each.errno in UNWRITABLE or str(each.filename).startswith(str(downloaded()))
-            ):
-                problem = f"{downloaded()}, the cache of data sets, or the output folder cannot be written"
-                hint = "free space there, or set HF_DATASETS_CACHE to another folder"
-                raise DataError(f"{problem} ({error_text(each, 300)}): {hint}.") from error
+        cause, cache = error.__cause__ or error, downloaded()
+        if isinstance(cause, OSError) and str(cause.filename).startswith(str(cache)):
+            problem = f"{cache}, the cache of data sets, cannot be written ({error_text(cause, 300)})"
+            raise DataError(f"{problem}: free space there, or set HF_DATASETS_CACHE to another folder.") from error
         is_of_system = isinstance(error, OSError) and error.errno is not None
         of_data = (DatasetGenerationError, ArrowException, UnicodeError, DataFilesNotFoundError, OSError)
         if is_of_system or not (only_reads or isinstance(error, of_data)):
             raise
-        cause = error_text(error.__cause__ or error, 300)
-        copy = isinstance(error, ArrowException | OSError)
-        hint = (
-            f", and that it is complete; or delete its copy in {downloaded()}" if copy else ", and that it is complete"
-        )
-        raise DataError(f"{source} cannot be read ({cause}): check {name}{hint}.") from error
+        hint = f"; or delete its copy in {cache}" if isinstance(error, ArrowException | OSError) else ""
+        problem = f"{source} cannot be read ({error_text(cause, 300)})"
+        raise DataError(f"{problem}: check {name}, and that it is complete{hint}.") from error
 
 
 # JSON, JSONL and CSV

@@ -149,9 +149,8 @@ def format_question(problem: str, choices: Sequence[str] | None = None) -> str:
     """Return the question with its options, at most ten, each on a line of its own behind its letter."""
     if len(choices or ()) > len(LETTERS):
         raise DataError(f"A question has {len(choices or ())} choices: give at most {len(LETTERS)}.")
-    return "\n".join(
-        [problem, *(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices or (), strict=False))]
-    )
+    options = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices or (), strict=False)]
+    return "\n".join([problem, *options])
 
 
 def build_prompt(

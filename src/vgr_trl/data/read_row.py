@@ -14,7 +14,16 @@ from typing import Any
 
 from datasets import Image, Json, List, Video
 
-from vgr_trl.data.images import FOLDER, IMAGE_COLUMNS, MEDIA, NUMBERED_IMAGES, images_of, refuse_named_files, videos_of
+from vgr_trl.data.images import (
+    FOLDER,
+    IMAGE_COLUMNS,
+    MEDIA,
+    NUMBERED_IMAGES,
+    PLACE,
+    images_of,
+    refuse_named_files,
+    videos_of,
+)
 from vgr_trl.data.prompts import (
     LETTERS,
     PromptTemplate,
@@ -31,6 +40,7 @@ INDICES = ("label_idx", "correct_choice_idx")  # always an index
 UNREADABLE = "__unreadable__"  # column: why there is no row at this place of a file
 VISION_ONLY_PROBLEM = "Answer the multiple-choice question in the image with the letter of the right option."
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+RESERVED = {"", PLACE, "completions", "prompts"}  # names that TRL or this library give to columns of their own
 NONE = "none"  # the name of no column: the data have none
 
 _NUMBERED = re.compile(r"<image\s*(\d+)>", re.IGNORECASE)
@@ -277,9 +287,8 @@ def _join_labels(options: list[Mapping[str, Any]]) -> list[str]:
     labels = [str(value_of(option, "label", "key", "id", "letter") or "").strip().upper() for option in options]
     if any(labels) and not all(len(label) == 1 and label in LETTERS for label in labels):
         raise DataError(f"its options carry the labels {', '.join(labels)}: give letters from {LETTERS[0]} on")
-    return [
-        f"{label}. {option['text']}" if label else option["text"] for label, option in zip(labels, options, strict=True)
-    ]
+    texts = zip(labels, (option["text"] for option in options), strict=True)
+    return [f"{label}. {text}" if label else text for label, text in texts]
 
 
 # Columns
@@ -347,6 +356,8 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
     if row.get(UNREADABLE) is not None:
         return row
     names = [name for name in row if name not in (UNREADABLE, FOLDER)]
+    if taken := RESERVED & {*known_names(row, keys).values()}:
+        raise DataError(f"The {split} data have a column named {min(taken)!r}: rename or remove it.")
 
     def has(*known: str) -> bool:
         return not {*known}.isdisjoint(names)
@@ -369,8 +380,7 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
     elif needs_solution and not is_dialogue and not has_answer:
         problem = "the accuracy reward needs `solution`; name the answer column with --solution_key."
     elif image is not None and keys["image"] and not has(*keys["image"], *keys["video"], *NUMBERED_IMAGES):
-        problem = f"`{image}` seems to hold images; give --image_key {image}, or --image_key none for text alone "
-        problem += "(in Python, rename it to `image`, or remove it)."
+        problem = f"`{image}` seems to hold images; give --image_key {image} or none (in Python, rename it to `image`)."
     elif choices is not None and needs_solution and keys["choices"] and not has(*keys["choices"]):
         problem = f"`{choices}` seems to hold the options, with the answer {answer} among them; give "
         problem += f"--choices_key {choices}, or --choices_key none for open questions."

@@ -8,21 +8,21 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from hashlib import file_digest
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+import PIL
 import pyarrow
 from accelerate import PartialState
 from datasets import Dataset, Features, IterableDataset, Json, List, Value, concatenate_datasets, config
 from datasets.fingerprint import Hasher
-from datasets.table import InMemoryTable, MemoryMappedTable
+from datasets.table import InMemoryTable
 from datasets.utils import tqdm
 from pyarrow import compute
 from transformers.utils import logging
-from xxhash import xxh3_128
+from xxhash import xxh3_128_digest
 
 from vgr_trl.boxes import boxes_of
 from vgr_trl.data.images import (
@@ -52,7 +52,7 @@ from vgr_trl.data.read_row import (
     require_columns,
     undecoded,
 )
-from vgr_trl.utils import DataError, belong_to_parent, error_text
+from vgr_trl.utils import DataError, belong_to_parent, error_text, write_atomic
 
 logger = logging.get_logger(__name__)
 
@@ -63,9 +63,9 @@ EXAMINED = Features(
     {"prompt": Json(), "choices": List(Value("string")), "solution": Json(), REASON: Value("string")}
     | {SIZES: List(List(Value("int32")))}
 )
-OF_FILES = ("image", "video", "file", "its videos")  # how reasons begin that a repaired file may remove
 LARGEST_SHARE = 0.1  # of rows whose answer cannot be read
 PARALLEL_FROM = 1000  # rows from which on a pass runs in several processes and its result is cached
+CHECKSUM = 16  # bytes at the end of a cached result
 PART_ROWS = 100  # rows that a process examines at a time
 MAX_PROCESSES = 16
 DECODING_THREADS = min(8, os.cpu_count() or 1)
@@ -169,7 +169,6 @@ def map_rows(
     *,
     root: Path = Path(),
     in_parallel: bool = True,
-    is_stale: Callable[[Dataset], bool] = lambda found: False,
 ) -> Dataset:
     """Return a data set with the result of `examine` for every row.
 
@@ -180,7 +179,6 @@ def map_rows(
         key: everything besides the rows and their files that the result depends on.
         root: folder that relative paths of images and videos start from.
         in_parallel: whether `examine` may run in other processes.
-        is_stale: whether a cached result has to be computed again.
     """
 
     def part(start: int) -> pyarrow.Table:
@@ -190,16 +188,17 @@ def map_rows(
     if len(dataset) < PARALLEL_FROM:
         return Dataset.from_list(list(map(examine, dataset)), features=features)
     name = Hasher.hash([dataset._fingerprint, key, _code_hash(), _file_states(dataset, root)])
+    path = Path(config.HF_DATASETS_CACHE) / "vgr_trl" / f"{name}.arrow"
     with PartialState().local_main_process_first():
-        found = _cached(name)
-        if found is None or is_stale(found):
+        table = _cached(path)
+        if table is None:
             starts = range(0, len(dataset), PART_ROWS)
-            workers = min(MAX_PROCESSES, os.cpu_count() or 1) if in_parallel else 1
+            workers = min(MAX_PROCESSES, os.cpu_count() or 1)
             with ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (part,)) as pool:  # starts on demand
                 parts = pool.map(_run_part, starts) if in_parallel else map(part, starts)
                 table = pyarrow.concat_tables(tqdm(parts, description, len(starts)))
-            found = _cached(name) if _keep(table, name) else None
-        return Dataset(InMemoryTable(table), fingerprint=name) if found is None else found
+            _keep(table, path)
+        return Dataset(InMemoryTable(table), fingerprint=name)
 
 
 def _start_worker(part: Callable[[int], pyarrow.Table]) -> None:
@@ -211,11 +210,33 @@ def _run_part(start: int) -> pyarrow.Table:
     return _part_of_worker[-1](start)
 
 
+def _cached(path: Path) -> pyarrow.Table | None:
+    """Return a result from the cache, None if there is none that ends with its checksum."""
+    with suppress(OSError), pyarrow.memory_map(str(path)) as file:
+        content = file.read_buffer()
+        if xxh3_128_digest(content[:-CHECKSUM]) == bytes(content[-CHECKSUM:]):
+            return pyarrow.ipc.open_stream(content[:-CHECKSUM]).read_all()
+    return None
+
+
+def _keep(table: pyarrow.Table, path: Path) -> None:
+    """Write a result to the cache, and its checksum behind it; warn if that fails."""
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    content = sink.getvalue().to_pybytes()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content + xxh3_128_digest(content))
+    except OSError as error:
+        hint = "the next start checks the rows again. Free space there, or set HF_DATASETS_CACHE to another folder"
+        logger.warning(f"{path.parent} cannot be written ({error_text(error)}): {hint}.")
+
+
 def _file_states(dataset: Dataset, root: Path) -> list[Any]:
     """Return size and time of the files that the rows name, None for a path without a file."""
     names = [name for name in MEDIA if name in dataset.column_names and _names_files(dataset.data.column(name))]
-    columns = dataset.with_format(None).select_columns([*names, *({FOLDER} & {*dataset.column_names})])[:]
-    rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    rows = dataset.select_columns([*names, *({FOLDER} & {*dataset.column_names})]).to_list()
     return [_file_state(value, folder_of(row, root)) for row in rows for value in (*images_of(row), *videos_of(row))]
 
 
@@ -234,51 +255,16 @@ def _names_files(column: Any) -> bool:
 def _file_state(value: Any, folder: Path) -> tuple[int, int] | None:
     try:
         found = os.stat(os.path.join(folder, value["path"] if isinstance(value, Mapping) else value))
-        return found.st_size, found.st_mtime_ns
+        return found.st_size, found.st_ctime_ns  # which also a permission changes
     except (OSError, ValueError, TypeError):  # no path, or none of a file
         return None
 
 
-def _cache_folder() -> Path:
-    return Path(config.HF_DATASETS_CACHE) / "vgr_trl"
-
-
-def _cached(name: str) -> Dataset | None:
-    """Return a result from the cache, None if there is none whose bytes have the checksum in its name."""
-    for path in _cache_folder().glob(f"{name}-*.arrow"):
-        with suppress(OSError), path.open("rb") as file:
-            if file_digest(file, xxh3_128).hexdigest() == path.stem.removeprefix(f"{name}-"):
-                return Dataset(MemoryMappedTable.from_file(str(path)), fingerprint=name)
-    return None
-
-
-def _keep(table: pyarrow.Table, name: str) -> bool:
-    """Write a result to the cache, with its checksum in its name; return False, with a warning, if that fails."""
-    folder = _cache_folder()
-    unfinished = folder / f"{name}.unfinished"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with pyarrow.OSFile(str(unfinished), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
-        with unfinished.open("rb") as file:
-            path = folder / f"{name}-{file_digest(file, xxh3_128).hexdigest()}.arrow"
-        for older in folder.glob(f"{name}-*.arrow"):
-            older.unlink(missing_ok=True)
-        unfinished.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
-        hint = "the next start checks the rows again. Free space there, or set HF_DATASETS_CACHE to another folder"
-        logger.warning(f"{folder} cannot be written ({error_text(error)}): {hint}.")
-        return False
-    return True
-
-
 @cache
 def _code_hash() -> str:
-    """Hash the code that reads rows and answers, so that a new release does not load results of an old one."""
+    """Hash the code that reads rows, answers and images, so that a new release does not load results of an old one."""
     files = sorted(file for file in Path(__file__).parents[1].rglob("*") if file.suffix in (".py", ".toml"))
-    return str(Hasher.hash([file.read_bytes() for file in files]))
+    return str(Hasher.hash([PIL.__version__, *(file.read_bytes() for file in files)]))
 
 
 def prepare_rows(
@@ -308,34 +294,47 @@ def prepare_rows(
     """
     rules, dataset = RowOptions(**options), undecoded(dataset)
     first = require_columns(dataset, split, rules.needs_solution, keys)
-    if taken := {"", PLACE} & {*first}:
-        raise DataError(f"The {split} data have a column named {min(taken)!r}: rename or remove it.")
     column = image_column(dataset.features, keys)
     if isinstance(dataset, IterableDataset):
-
-        def number(row: Mapping[str, Any], place: int) -> dict[str, Any]:
-            return {**renamed_row(row, keys), PLACE: place}
-
-        def prepare(row: Mapping[str, Any]) -> dict[str, Any]:
-            try:
-                return {**ready_row(row, rules, column), PLACE: row[PLACE], REASON: None}
-            except DataError as error:
-                return {PLACE: row[PLACE], REASON: str(error).rstrip(".")}
-
-        def usable(rows: IterableDataset) -> IterableDataset:
-            ready = rows.map(prepare, remove_columns=list(OWN_COLUMNS))
-            return ready.filter(lambda row: keeps(row, row[PLACE], row[REASON])).remove_columns([PLACE, REASON])
-
-        keeps = row_filter(split, on_skipped)
-        numbered = dataset.map(number, with_indices=True, remove_columns=list(first))
-        require_row(usable(numbered), split)
-        if shuffle_seed is not None:
-            numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
-        PREPARED_STREAMS.add(stream := usable(numbered))
-        return stream, []
-
+        numbered = dataset.map(
+            lambda row, place: renamed_row(row, keys) | {PLACE: place}, with_indices=True, remove_columns=list(first)
+        )
+        return _prepare_stream(numbered, split, rules, column, on_skipped, shuffle_seed), []
     names = known_names(dataset.column_names, keys)
     return _prepare_dataset(dataset.select_columns(list(names)).rename_columns(names), split, rules, column)
+
+
+def _prepare_stream(
+    numbered: IterableDataset, split: str, rules: RowOptions, column: str, on_skipped: Any, shuffle_seed: int | None
+) -> IterableDataset:
+    reported = set[Any]()
+
+    def prepare(row: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return {**ready_row(row, rules, column), PLACE: row[PLACE], REASON: None}
+        except DataError as error:
+            return {PLACE: row[PLACE], REASON: str(error).rstrip(".")}
+
+    def keeps(row: Mapping[str, Any]) -> bool:
+        found = SkippedRow(split, row[PLACE], row.get("id"), row[REASON])
+        name = found.row if found.id is None else (str(found.id), found.reason)  # places change with the files' order
+        if found.reason is not None and name not in reported:  # however often the stream is read
+            reported.add(name)
+            (on_skipped or warn)(found)
+        return found.reason is None
+
+    def warn(row: SkippedRow) -> None:
+        logger.warning(f"Skipped {split} row {row.row} of the stream: {row.reason}.")
+
+    def usable(rows: IterableDataset) -> IterableDataset:
+        return rows.map(prepare, remove_columns=list(OWN_COLUMNS)).filter(keeps).remove_columns([PLACE, REASON])
+
+    if next(iter(usable(numbered)), None) is None:
+        raise DataError(f"None of the rows of the {split} stream can be used: see the reasons above.")
+    if shuffle_seed is not None:
+        numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
+    PREPARED_STREAMS.add(stream := usable(numbered))
+    return stream
 
 
 def _prepare_dataset(
@@ -350,12 +349,7 @@ def _prepare_dataset(
         texts = {name: None if found[name] is None else json.dumps(found[name]) for name in ("prompt", "solution")}
         return {name: texts.get(name, found[name]) for name in EXAMINED}
 
-    def has_repaired_file(found: Dataset) -> bool:
-        rejected = [row for row, reason in enumerate(found[REASON][:]) if (reason or "").startswith(OF_FILES)]
-        return any(examine_row(dataset[row], rules)[REASON] is None for row in rejected)
-
-    title = f"Reading rows ({split})"
-    found = map_rows(dataset, stored, EXAMINED, rules, title, root=rules.root, is_stale=has_repaired_file)
+    found = map_rows(dataset, stored, EXAMINED, rules, f"Reading rows ({split})", root=rules.root)
     reasons = found[REASON][:]
     skipped = skipped_rows(split, reasons, dataset["id"][:] if "id" in names else None)
     unreadable = [row for row in skipped if row.reason.startswith("solution is")]
@@ -529,34 +523,6 @@ class SkippedRow:
     row: int
     id: Any
     reason: str
-
-
-def row_filter(
-    split: str, on_skipped: Callable[[SkippedRow], None] | None = None
-) -> Callable[[Mapping[str, Any], int, str | None], bool]:
-    """Return a function from a row of a stream, its place and why it cannot be used (or None) to whether it stays.
-
-    Each row that does not is reported once, however often the stream is read: to `on_skipped`, or in a warning.
-    """
-    reported = set[Any]()
-
-    def warn(row: SkippedRow) -> None:
-        logger.warning(f"Skipped {split} row {row.row} of the stream: {row.reason}.")
-
-    def keeps(row: Mapping[str, Any], place: int, reason: str | None) -> bool:
-        name = place if row.get("id") is None else (str(row["id"]), reason)  # the place changes with the files' order
-        if reason is not None and name not in reported:
-            reported.add(name)
-            (on_skipped or warn)(SkippedRow(split, place, row.get("id"), reason))
-        return reason is None
-
-    return keeps
-
-
-def require_row(kept: IterableDataset, split: str) -> None:
-    """Raise `DataError` if no row of a stream is left."""
-    if next(iter(kept), None) is None:
-        raise DataError(f"None of the rows of the {split} stream can be used: see the reasons above.")
 
 
 def skipped_rows(

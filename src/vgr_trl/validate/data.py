@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, count
 from typing import Any, cast
 
 from accelerate import PartialState
@@ -79,10 +78,6 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
     prepare_data(trainer)
     refuse_differing_data(trainer)  # a file may be missing on one machine
     for name, dataset in iterate_datasets(trainer):
-        is_table = isinstance(dataset, Dataset | IterableDataset)
-        names = list(dataset.column_names or next(iter(dataset), {})) if is_table else []
-        if taken := {"completions", "prompts"}.intersection(names):
-            raise DataError(f"The {name} data has a column `{min(taken)}`, which TRL passes to rewards: rename it.")
         if not trainer._is_vlm and (columns := image_columns(dataset)):
             reader = f"{type(trainer.model).__name__} with {type(trainer.processing_class).__name__}"
             raise ConfigError(f"The {name} data has a column `{columns[0]}`, but {reader} reads text only: remove one.")
@@ -90,13 +85,11 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
 
 def number_rewards(trainer: ConstructedTrainer) -> None:
     """Give rewards that share a name metrics of their own: `name`, `name_2`, …"""
-    names: list[str] = []
-    for name in trainer.reward_func_names:
-        own = next(each for each in chain([name], (f"{name}_{number}" for number in count(2))) if each not in names)
-        if own != name:
+    names = list(trainer.reward_func_names)
+    for place, name in enumerate(names):
+        if (number := 1 + names[:place].count(name)) > 1:
+            trainer.reward_func_names[place] = own = f"{name}_{number}"
             _warn(f"Two rewards are named {name}: the metrics of one of them are named {own}.")
-        names.append(own)
-    trainer.reward_func_names = names
 
 
 def template_options(trainer: ConstructedTrainer) -> dict[str, Any]:
@@ -120,11 +113,9 @@ def refuse_differing_data(trainer: ConstructedTrainer) -> None:
 
 def _order_hash(dataset: Dataset) -> str:
     """Hash questions and answers in their order, and the images of some rows by their bytes, or by names of files."""
-    digest = xxh3_128(str(len(dataset)).encode())
-    names = {*KEYS["problem"], *KEYS["solution"], SIZES} & {*dataset.column_names}
-    for batch in dataset.with_format("arrow").select_columns(sorted(names)).iter(1000) if names else ():
-        digest.update(repr(batch.to_pydict()).encode())
     rows = undecoded(dataset.with_format(None))
+    names = {*KEYS["problem"], *KEYS["solution"], SIZES} & {*rows.column_names}
+    digest = xxh3_128(repr([len(rows), rows.select_columns(sorted(names))[:]]).encode())
     for place in range(0, len(rows), 1 + len(rows) // HASHED_ROWS):
         for value in images_of(rows[place]):
             content = (value.get("bytes") or value.get("path")) if isinstance(value, Mapping) else value
@@ -145,11 +136,9 @@ def prepare_data(trainer: ConstructedTrainer) -> None:
     boxes = reads_boxes(trainer.args, trainer.reward_funcs)
 
     def ready(dataset: Any, split: str, part: str | None) -> Any:
-        if not isinstance(dataset, Dataset | IterableDataset):
+        if not isinstance(dataset, Dataset | IterableDataset) or dataset in PREPARED_STREAMS:
             return dataset
         split = split if part is None else f"{split} {part}"
-        if dataset in PREPARED_STREAMS:
-            return dataset
         if isinstance(dataset, Dataset) and (prepared_transform(dataset) or not is_repeatable(dataset)):
             return _drop_bad_rows(dataset, split, special, boxes)
         rows = undecoded(dataset.with_format(None))
@@ -200,17 +189,16 @@ def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None
     texts = len(rows) > 0 and not isinstance(rows[0]["prompt"], list)
     if len(rows) == 0 or (texts and not boxes):
         return dataset
-    examine = partial(_problem, special=None if texts else special, boxes=boxes)
+
+    def examine(row: Mapping[str, Any]) -> dict[str, str | None]:
+        reason = None if texts else special_problem(special, row["prompt"])
+        return {REASON: box_problem(row, image_sizes_of(row)) if reason is None and boxes else reason}
+
     features, title = Features({REASON: Value("string")}), f"Checking prompts ({split})"
     reasons = list(map_rows(rows, examine, features, [special, boxes], title)[REASON])
     skipped = skipped_rows(split, reasons, places=rows[PLACE] if PLACE in read else None)
     _warn_left_out(split, skipped)
     return dataset.select([row for row, reason in enumerate(reasons) if reason is None]) if skipped else dataset
-
-
-def _problem(row: Mapping[str, Any], special: re.Pattern[str] | None, boxes: bool) -> dict[str, str | None]:
-    reason = None if special is None else special_problem(special, row["prompt"])
-    return {REASON: box_problem(row, image_sizes_of(row)) if reason is None and boxes else reason}
 
 
 def _warn_left_out(split: str, skipped: Sequence[SkippedRow]) -> None:
@@ -247,7 +235,6 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str]) -> 
         change_data(trainer, kept)
     prompts, train_dataset = args.prompts_per_rollout, trainer.train_dataset
     if hasattr(train_dataset, "__len__") and (rows := len(train_dataset)) < prompts:
-        raise DataError(  # TRL drops the incomplete rollout at the end of an epoch, here everything
-            f"The train data has {rows} rows, but a rollout takes {prompts} prompts: add rows, or lower "
-            "per_device_train_batch_size or gradient_accumulation_steps."
-        )
+        # TRL drops the incomplete rollout at the end of an epoch, here everything.
+        problem = f"The train data has {rows} rows, but a rollout takes {prompts} prompts"
+        raise DataError(f"{problem}: add rows, or lower per_device_train_batch_size or gradient_accumulation_steps.")

@@ -123,10 +123,7 @@ def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images:
     if maker == "rollout_func" and args.selects_groups:
         raise ConfigError(f"replay_buffer_size, dynamic_sampling and online_filtering cannot be used with {maker}.")
     if REMOVE_IMAGE in trainer.measurement.views and maker:
-        raise ConfigError(
-            f"Images are perturbed by remove_image with {maker}, whose completions may hold images, too: use "
-            "mask_image."
-        )
+        raise ConfigError(f"Images are perturbed by remove_image with {maker}, which may add images: use mask_image.")
     if args.perturb_images == "tools" and not trainer.tools:
         raise ConfigError('perturb_images is "tools", but the run has none: give tools, or "all".')
     shown = [tool.__name__ for tool in trainer.tools if getattr(tool, "__func__", None) in RETURN_IMAGES]
