@@ -85,11 +85,15 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
 
 def number_rewards(trainer: ConstructedTrainer) -> None:
     """Give rewards that share a name metrics of their own: `name`, `name_2`, …"""
-    names = list(trainer.reward_func_names)
-    for place, name in enumerate(names):
-        if (number := 1 + names[:place].count(name)) > 1:
-            trainer.reward_func_names[place] = own = f"{name}_{number}"
+    names: list[str] = []
+    for name in trainer.reward_func_names:
+        number, own = 1, name
+        while own in names:
+            number, own = number + 1, f"{name}_{number + 1}"
+        if own != name:
             _warn(f"Two rewards are named {name}: the metrics of one of them are named {own}.")
+        names.append(own)
+    trainer.reward_func_names = names
 
 
 def template_options(trainer: ConstructedTrainer) -> dict[str, Any]:
