@@ -146,7 +146,7 @@ def naming_full_disk(target: str | Path, cure: str = "free space there") -> Iter
     try:
         yield
     except Exception as error:
-        if isinstance(error, DiskFullError) or not _is_disk_full(error):
+        if isinstance(error, VGRError) or not _is_disk_full(error):
             raise
         path = getattr(error, "filename", None) or target
         raise DiskFullError(f"Disk full while writing {path}: {cure}.") from error

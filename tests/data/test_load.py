@@ -1,13 +1,15 @@
 """Files, folders and the hub as commands load them; damaged files give a sentence, never another row."""
 
+import errno
 import re
 
 import pytest
 from datasets import Dataset, DatasetDict, config
+from datasets.exceptions import DatasetGenerationError
 from support.made_sets import jsonl, parquet, picture, written
 
 from vgr_trl.data.load import load_path, load_split, parse_data_files, readable
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import ConfigError, DataError, naming_full_disk
 
 PROBLEMS = ["1 + 1?", "1 + 2?"]
 ROWS = Dataset.from_dict({"problem": PROBLEMS, "solution": ["2", "3"]})
@@ -160,3 +162,8 @@ def test_faults_of_the_cache_name_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", file / "cache")
     with pytest.raises(DataError, match=f"{file}/cache, .*cannot be written .*set HF_DATASETS_CACHE"):
         load_split("train", data_files=str(file))
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", cache)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    refused = pytest.raises(DataError, match=f"^{cache}, .*cannot be written")
+    with refused, naming_full_disk("files"), readable(file, "data_files"):  # as commands do
+        raise DatasetGenerationError from full

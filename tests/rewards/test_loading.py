@@ -30,6 +30,7 @@ from vgr_trl.rewards import (
 )
 from vgr_trl.rewards.functions import unwrap_reward
 from vgr_trl.rewards.loading import HANGING_ADVICE, check_callable, logger, wrap_reward
+from vgr_trl.signals.named import needed_signal_columns
 from vgr_trl.utils import ConfigError, RewardError
 from vgr_trl.validate.options import plan_rewards
 
@@ -222,4 +223,5 @@ def test_objects_that_answer_every_attribute_are_rewards():
     check_callable(reward, ["prompt", "answer"])
     assert plan_rewards(reward, DAPOConfig(use_cpu=True, bf16=False), lambda: 2)[0] == [reward]
     assert needed_signals(reward) == ()
+    assert needed_signal_columns(reward) == set()
     assert wrap_reward(functools.partial(reward), "mine", print)(completions=["x", "y"]) == [1.0, 0.5]

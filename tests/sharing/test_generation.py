@@ -52,3 +52,12 @@ def test_tokens_of_a_static_cache(name, sample, copies, compiled):
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[2]
     assert (graphs[0] > 0) == compiled
+
+
+def test_a_model_whose_own_options_name_a_static_cache():
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    plain = compare.generated(model, batch, sample=False)
+    model.generation_config.cache_implementation = "static"
+    with share_prompts(model) as report:
+        assert torch.equal(compare.generated(model, batch, sample=False), plain)
+    assert (report.prompts, report.rows, report.plain) == (2, 6, {})

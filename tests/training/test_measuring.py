@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig
+from support.trainers import tiny_model
 
 from vgr_trl.measure import choose_sample
 from vgr_trl.reporting.records import read_run
@@ -105,10 +106,14 @@ def test_the_policy_is_measured_and_not_its_reference(make):
     assert values[0.5] == pytest.approx(values[0.0], rel=1e-4)
 
 
-def test_attention_features_that_data_or_model_cannot_have(make, vision_trainer):
+def test_attention_features_that_data_or_model_cannot_have(make, vision_trainer, model_folder):
     with pytest.raises(ConfigError, match="token_weights cannot be used here: the data have no column `image`"):
         make(rows=vision_trainer.rows.remove_columns("image"), token_weights=True)
     with pytest.raises(ConfigError, match="last_k_layers is 4: give a number in .1, 3., or None"):
         make(token_weights=True, token_weights_last_k_layers=4)
     with pytest.raises(ConfigError, match='attention_source is "generate" with a static cache'):
         make(attention_source="generate", cache_implementation="static", token_weights=True)
+    model = tiny_model(model_folder)
+    model.generation_config.cache_implementation = "static"
+    with pytest.raises(ConfigError, match='attention_source is "generate" with a static cache'):
+        make(attention_source="generate", token_weights=True, model=model)

@@ -8,6 +8,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 from datasets import Image, Json, List, Video
 
 from vgr_trl.data.images import (
+    BASE64_IMAGE,
     FOLDER,
     IMAGE_COLUMNS,
     MEDIA,
     NUMBERED_IMAGES,
     PLACE,
+    image_size,
     images_of,
     refuse_named_files,
     videos_of,
@@ -405,4 +408,7 @@ def _is_image_file(value: Any) -> bool:
         return bool(value) and _is_image_file(value[0])
     if isinstance(value, Mapping):
         return set(value) == {"bytes", "path"}
+    if isinstance(value, bytes) or (isinstance(value, str) and BASE64_IMAGE.fullmatch(value)):
+        with suppress(DataError):
+            return bool(image_size(value))
     return isinstance(value, str) and _IMAGE_FILE.fullmatch(value) is not None

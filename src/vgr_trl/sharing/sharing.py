@@ -51,7 +51,7 @@ from vgr_trl.sharing.prefix_forward import (
     prefix_forward,
 )
 from vgr_trl.sharing.probe import why_not_share, why_padding_counts
-from vgr_trl.utils import ConfigError, Feature
+from vgr_trl.utils import ConfigError, Feature, patched_attribute
 
 
 @contextmanager
@@ -532,7 +532,7 @@ class SharedGeneration:
             inputs["num_return_sequences"] = 1
         config = self._config_of(inputs)
         if config.cache_implementation is None:
-            return self.plain(**inputs, past_key_values=cache)
+            return self._continue(cache, inputs)
         inputs = {name: value for name, value in inputs.items() if name not in _OPTIONS}
         cache, config.cache_implementation = self._fixed(cache, inputs["input_ids"], config), None
         for longer, new in (("max_length", config.max_new_tokens), ("min_length", config.min_new_tokens)):
@@ -544,9 +544,14 @@ class SharedGeneration:
         if of_class:
             del base.forward
         try:
-            return self.plain(**inputs, generation_config=config, past_key_values=cache)
+            return self._continue(cache, inputs | {"generation_config": config})
         finally:
             base.forward = shared
+
+    def _continue(self, cache: Cache, inputs: dict[str, Any]) -> Any:
+        # Beside a cache transformers takes no kind of cache, which it would fill in from the model's own defaults.
+        with patched_attribute(self.model.generation_config, "cache_implementation", None):
+            return self.plain(**inputs, past_key_values=cache)
 
     def _fixed(self, filled: Any, ids: Tensor, config: GenerationConfig) -> Any:
         """Return a static cache that begins with what a cache of as many rows holds, with room for all new tokens."""
@@ -569,7 +574,7 @@ class SharedGeneration:
         greedy = {"do_sample": False, "num_beams": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
         step = GenerationConfig(max_new_tokens=1, num_return_sequences=1, return_dict_in_generate=True, **greedy)
         with torch.no_grad():
-            self.plain(**split.prompt_inputs(inputs), **others, past_key_values=cache, generation_config=step)
+            self._continue(cache, {**split.prompt_inputs(inputs), **others, "generation_config": step})
         whole = cache.get_seq_length() == split.start
         require(whole, "the model did not keep the whole prompt in its cache")
         index = on_device(split.groups, inputs["input_ids"].device).repeat_interleave(split.copies)  # (N * copies,)

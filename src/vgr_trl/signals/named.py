@@ -29,6 +29,7 @@ from vgr_trl.registries import (
     needed_signals,
     short_name,
 )
+from vgr_trl.rewards.functions import WholeGroups
 from vgr_trl.rows import EXTRA, LAYERED, VIEWS
 from vgr_trl.signals.ratios import AttentionMass, late_layers, token_vision_gain_ratio
 from vgr_trl.utils import DataError
@@ -289,7 +290,7 @@ QUANTITIES = (*SINGLE_COLUMNS, "attention_vision", "attention_instruction")
 
 def needed_signal_columns(reward: Any) -> set[str]:
     """Return the columns of `SIGNAL_COLUMNS` that a reward function takes by name."""
-    named = set(getattr(reward, "required", ())) | set(getattr(reward, "optional", ()))
+    named = {*reward.required, *reward.optional} if isinstance(reward, WholeGroups) else set[str]()
     with suppress(TypeError, ValueError):
         named |= set(inspect.signature(reward).parameters)
     return named & set(SIGNAL_COLUMNS)

@@ -118,7 +118,8 @@ def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequ
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     maker = find_completion_maker(trainer)
     columns = getattr(trainer.train_dataset, "column_names", None)
-    options = {} if trainer.use_vllm else trainer.generation_config.to_dict()
+    prepare: Any = model._prepare_generation_config  # with the model's own defaults
+    options = {} if trainer.use_vllm else prepare(trainer.generation_config)[0].to_dict()
     cache = options.get("cache_implementation")
     fixed = f"a {cache} cache" if cache in ALL_STATIC_CACHE_IMPLEMENTATIONS else None
     backend = "vLLM" if trainer.use_vllm else "beam search" if (options.get("num_beams") or 1) > 1 else fixed

@@ -1,6 +1,7 @@
 """The trainer in Python takes the folder, the rows and the names of rewards that the command line takes."""
 
 import socket
+from base64 import b64encode
 from functools import partial
 from pathlib import Path
 
@@ -137,8 +138,10 @@ def test_conversations_with_images_are_read_like_questions(vision_trainer, tmp_p
 
 @pytest.mark.parametrize("prompt", [asked("which?"), "which?"])
 def test_images_in_a_column_that_nothing_reads_are_refused(vision_trainer, png, prompt):
-    for column in ("picture", "image_bytes"):
-        rows = [{"prompt": prompt, column: {"bytes": png.read_bytes(), "path": None}}] * 2
+    content = png.read_bytes()
+    structure = {"bytes": content, "path": None}
+    for column, value in (("picture", structure), ("image_bytes", content), ("base64", b64encode(content).decode())):
+        rows = [{"prompt": prompt, column: value}] * 2
         with pytest.raises(DataError, match=f"`{column}` seems to hold images.*rename it to `image`"):
             vision_trainer(rows=Dataset.from_list(rows))
 
