@@ -128,7 +128,7 @@ class DiskFullError(VGRError, OSError):
 _DISK_FULL = "No space left", "Disk quota exceeded", "StreamWriter failed writing", "unexpected pos", "os error 28"
 
 
-def _is_disk_full(error: BaseException | None) -> bool:
+def is_disk_full(error: BaseException | None) -> bool:
     """Whether an error, or one that led to it, comes from a disk or a quota that is full."""
     while error is not None and not any(text in str(error) for text in _DISK_FULL):
         error = error.__cause__ or error.__context__
@@ -146,7 +146,7 @@ def naming_full_disk(target: str | Path, cure: str = "free space there") -> Iter
     try:
         yield
     except Exception as error:
-        if isinstance(error, VGRError) or not _is_disk_full(error):
+        if isinstance(error, VGRError) or not is_disk_full(error):
             raise
         path = getattr(error, "filename", None) or target
         raise DiskFullError(f"Disk full while writing {path}: {cure}.") from error

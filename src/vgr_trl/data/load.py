@@ -36,7 +36,7 @@ from pyarrow.lib import ArrowException
 
 from vgr_trl.data.images import FOLDER, downloaded, path_within
 from vgr_trl.data.read_row import KEYS, UNREADABLE
-from vgr_trl.utils import ConfigError, DataError, MissingSplitError, VGRError, error_text
+from vgr_trl.utils import ConfigError, DataError, MissingSplitError, VGRError, error_text, is_disk_full
 
 MMMU_PRO = "MMMU/MMMU_Pro", "standard (10 options)"  # a hub name, and the configuration that is read by default
 SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `save_to_disk`
@@ -252,7 +252,7 @@ def readable(source: Any, name: str, only_reads: bool = False) -> Iterator[None]
         raise DataError(f"No data set is found at {source} ({error_text(error, 300)}): check {name}.") from error
     except (DatasetGenerationError, ArrowException, OSError, ValueError, RecursionError, StopIteration) as error:
         cause, cache = error.__cause__ or error, downloaded()
-        if isinstance(cause, OSError) and str(cause.filename).startswith(str(cache)):
+        if is_disk_full(error) or (isinstance(cause, OSError) and str(cause.filename).startswith(str(cache))):
             problem = f"{cache}, the cache of data sets, cannot be written ({error_text(cause, 300)})"
             raise DataError(f"{problem}: free space there, or set HF_DATASETS_CACHE to another folder.") from error
         is_of_system = isinstance(error, OSError) and error.errno is not None
