@@ -148,7 +148,7 @@ def main() -> None:
     right = sum(line["right"] for line in LINES)
     text = "\n\n".join([
         "# Rewards against a person's verdict",
-        f"{len(LINES)} outputs in the manner of nine model families, {right} of them right, each with a verdict.",
+        f"{len(LINES)} outputs in the manner of 13 model families, {right} of them right, each with a verdict.",
         "Columns: verdicts that a reward shares; right outputs that get 0 (missed); wrong ones that get 1 (rewarded),\n"
         "and how many of these are refusals, negations, truncated, empty, hacks or name two; outputs without a\n"
         "reward; seconds. [How answers are judged](../../docs/answers.md).",
