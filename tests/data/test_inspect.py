@@ -7,9 +7,10 @@ import pytest
 from PIL import Image
 
 from vgr_trl.cli.data import main as data
-from vgr_trl.data.inspect import inspect_rows
+from vgr_trl.data.inspect import LITERAL, inspect_rows, report
+from vgr_trl.data.lengths import SIZES
 from vgr_trl.data.load import load_path
-from vgr_trl.data.rows import RowOptions
+from vgr_trl.data.rows import REASON, RowOptions
 
 HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \u2028\u202e\x1b[2J"
 
@@ -49,6 +50,16 @@ def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, 
     assert examples == [f"row {n}, counted from 0 (id 'q{n}')" for n in (2, 3, 4, 6)]
     answers = {one["row"]: one["answer"] for one in found.sample}
     assert answers == {0: "B. y", 1: "B. y", 5: "B) forty-two", 7: "B. y"}
+
+
+def test_open_answers_that_only_the_same_text_matches_are_named():
+    golds = ["10√{2}", "40海里", "cat", "5 March 2021", "x=5", "3, 4", "No, it is 5.", "7 or so", "5 to 6 cm"]
+    rows = [{"source": "s", "solution": gold, "choices": None} for gold in golds]
+    table = report([{REASON: None, SIZES: [], **row} for row in rows]).split(LITERAL)[1]
+    assert [line.split(maxsplit=2)[2].strip("█ ") for line in table.strip().splitlines()[:2]] == [
+        "7 or so",
+        "5 to 6 cm",
+    ]
 
 
 def test_the_page_shows_text_as_text_and_holds_its_images(folder, capsys):

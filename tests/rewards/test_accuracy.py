@@ -21,7 +21,7 @@ ONE = {
     ],
     "the last tag": [
         ("<answer>A</answer> no: <answer>B</answer>", "B"), ("<answer><answer>B</answer></answer>", "B"),
-        ("<answer>B</answer> Answer: A", "B"),
+        ("<answer>B</answer> Answer: A", "B"), ("<answer>B", "B"),
     ],
     "never a thought": [("<think>Answer: A</think><answer>B</answer>", "B"), ("Answer: A</think>Answer: B", "B")],
     "a label": [
@@ -65,7 +65,7 @@ NONE = {
         "Option B is wrong", "Not B", "B or C", "Optional B", "B\nC", "Option B. Option C.",
         "E", "Options B", "不是选项B", "正确选项不为B",
     ],
-    "not closed": ["<answer>B", "\\boxed{B", "<think>Answer: B", "</answer>B<answer>"],
+    "not closed": ["\\boxed{B", "<think>Answer: B", "</answer>B<answer>"],
     "a thought": ["<think><answer>B</answer></think>", "Answer: B</think>"],
     "an empty tag counts before a label": ["<answer></answer> Answer: B"],
     "no option's letter": ["<answer>E</answer>", "(E)", "Answer: 1", "Answer: А"],
@@ -89,6 +89,42 @@ def test_letters_count_before_texts():
     assert accuracy_reward(["<answer>B</answer>"] * 2, [0, 1], [choices] * 2) == [0.0, 1.0]
     assert accuracy_reward(["<answer>F</answer>"], ["F"], [["F", "G", "H"]]) == [1.0]  # letters A, B, C: F is a text
     assert accuracy_reward(["<answer>cat</answer>"], [0], [["cat", "Cat.", "dog"]]) == [0.0]  # two of that text
+
+
+MIXED = ["3", "3.5", "Reduce A and B", "\\frac{120}{17}", "0.33%"]
+OF_MIXED = {
+    "A": ["3", "There are 3 dogs.", "\\boxed{3}", "The answer is (A) 3."],
+    "B": ["(B) 3.5", "**B. 3.5**", "\\boxed{3.5}", "The total is 2 + 1.5 = 3.5."],
+    "C": ["C. Reduce A and B", "The answer is **C. Reduce A and B**.", "<answer>Reduce A and B</answer>"],
+    "D": ["120/17", "$\\frac{120}{17}$", "so x = $120/17$"],
+    "": [
+        "E. 3.5", "(E) 3", "\\boxed{\\frac{3}{4}}", "\\boxed{2\\sqrt{3}}", "-3", "3:1", "10:3",
+        "\\boxed{2(3)}", "x = -3",
+        "(A) 3\n(B) 3.5\n(C) Reduce A and B", "A) 3; B) 3.5; C) Reduce A and B", "3\n3.5\n0.33%",
+        "more than 3", "twice 3",
+        "It cannot be 3.", "It is unclear if the answer is 3.", "I'd say so",
+        "none of the options A, B, C, D is correct",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("letter", OF_MIXED)
+def test_letters_with_their_own_text_and_options_as_whole_answers(letter):
+    texts = OF_MIXED[letter]
+    assert [(text, stated(text, MIXED)) for text in texts] == [(text, letter) for text in texts]
+
+
+LETTERS_OF_LANGUAGES = [
+    "La respuesta correcta es la B.", "Die richtige Antwort ist B.", "La bonne réponse est B.", "正解はBです。",
+    "所以选项(B)正确。",
+    "option letter is B", "<CONCLUSION>B</CONCLUSION>", "◁think▷A?◁/think▷B", "B</s>",
+    '{"final_answer": "B", "why": "grass"}',
+    "The answer is B.\n\nI hope this helps! Let me know if you have other questions.",
+]  # fmt: skip
+
+
+def test_letters_in_other_languages_and_wrappings():
+    assert [(text, stated(text)) for text in LETTERS_OF_LANGUAGES] == [(text, "B") for text in LETTERS_OF_LANGUAGES]
 
 
 STATES_B = [
@@ -119,14 +155,14 @@ def test_label_idx_stands_in_for_solution():
 
 OPEN = [
     "Answer: **12**", "答案是12。因为有12个。", "The answer is 12. It was counted.", "\\boxed{\\text{12}}",
-    "Answer: 11\nAnswer: 12", "11</think><answer>12</answer>", "<answer>There are 12.</answer>", "12",
+    "Answer: 11\nAnswer: 12", "11</think><answer>12</answer>", "<answer>12", "<answer>There are 12.</answer>", "12",
     "We count.\n\nThere are **12** dogs.",
 ]  # fmt: skip
 NOT_OPEN = [
     "<answer>11 or 12</answer>", "<answer>It is not 12.</answer>",
     "-12", "Answer: -12", "10, 11, 12", "They are 10, 11, 12.", "negative 12",
     "The answer is 13, not 12", "between 11 and 12",
-    "<think>\\boxed{12}", "<answer>12", "Answer: 12 or 13", "The answer is 12. Or 13.",
+    "<think>\\boxed{12}", "Answer: 12 or 13", "The answer is 12. Or 13.",
     "答案是12。也可能是13。", "\\boxed{12} or \\boxed{13}", "Wrong answer: 12", "<answer>13</answer>",
 ]  # fmt: skip
 
@@ -134,6 +170,24 @@ NOT_OPEN = [
 def test_statement_of_an_open_answer():
     assert [accuracy_reward([text] * 2, ["12", "11"]) for text in OPEN] == [[1.0, 0.0]] * len(OPEN)
     assert accuracy_reward(NOT_OPEN, ["12"] * len(NOT_OPEN)) == [0.0] * len(NOT_OPEN)
+
+
+MANY = [
+    ("red on blue on green on yellow on black", ["red", "blue", "green", "yellow", "black"]),
+    ("There are two in three on four at five", ["2", "3", "4", "5"]),
+    ("The age gap between the two people in the image is 10 years.", ["10", "2"]),
+    ("It is red, or it may be blue.", ["red", "blue"]), ("Yes\nNo", ["yes", "no"]), ("3\n4\n5", ["3", "4", "5"]),
+    ("\\boxed{3} and \\boxed{4}", ["3", "4"]), ("from 3 to 5", ["3", "5"]), ("10:45", ["10", "45", "10:45"]),
+    ("> 7", ["7"]), ("There is no cat.", ["cat"]), ("The answer cannot be 12.", ["12"]),
+    ('{"min": 3, "max": 5}', ["3", "5"]),
+    ("Please provide the ages of the two people", ["2"]), ("R1 is larger than the region R2", ["R2"]),
+]  # fmt: skip
+
+
+def test_a_text_has_one_value():
+    found = [(text, sum(map(int, accuracy_reward([text] * len(golds), golds)))) for text, golds in MANY]
+    assert {text: count for text, count in found if count > 1} == {}
+    assert [count for _, count in found[-6:]] == [0] * 6
 
 
 def test_a_list_of_numbers_is_one_answer():

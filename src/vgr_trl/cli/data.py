@@ -218,7 +218,7 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
 
 
 def score_run(flags: argparse.Namespace) -> None:
-    """Print for each completion its accuracy reward, the rule and words that state its answer, and the reference."""
+    """Print for each completion its accuracy reward, the rule and words of its answer or why it has none."""
     counts = Counter[str]()
     for number, line in enumerate(islice(flags.path.read_text("utf-8").splitlines(), flags.limit)):
         row = json.loads(line)
@@ -234,6 +234,7 @@ def score_run(flags: argparse.Namespace) -> None:
         counts.update([rule, "right"] if right else [rule])
         words = "" if found is None else f" {shorten(found.part, 60)!r}"
         named = f"{LETTERS[gold.index]} ({gold.text})" if gold.choices and gold.index is not None else gold.text
-        print(to_one_line(f"{number}: {int(right)} {rule}{words}, reference {shorten(named, 60)!r}"))
+        excluded = f" excluded, {found.excluded}:" if found and found.excluded else ""
+        print(to_one_line(f"{number}: {int(right)} {rule}{excluded}{words}, reference {shorten(named, 60)!r}"))
     rules = ", ".join(f"{name} {count}" for name, count in counts.most_common() if name != "right")
     print(f"{counts['right']} of {counts.total() - counts['right']} are right; {rules}.")

@@ -20,6 +20,7 @@ from vgr_trl.data.lengths import SIZES, PromptLengths
 from vgr_trl.data.prompts import LETTERS, to_parts
 from vgr_trl.data.read_row import KEYS, Keys, known_names, renamed_row, require_columns, undecoded
 from vgr_trl.data.rows import REASON, RowOptions, SkippedRow, examine_row, map_rows, ready_row
+from vgr_trl.rewards.equality import is_literal
 from vgr_trl.utils import DataError, printable
 
 LIMITS = (1024, 2048, 4096)  # of `max_prompt_length`, where none is given
@@ -29,7 +30,13 @@ SUMMARY = Features(
     | {"choices": List(Value("string")), "length": Value("int32"), "tokens": List(Value("int32"))}
     | {SIZES: List(List(Value("int32"))), "digests": List(Value("string"))}
 )
-BY_COUNT = ("rows by source", "most frequent answers to open questions", "skipped")  # tables sorted by number of rows
+LITERAL = "open answers that match nothing but the same text"
+BY_COUNT = (
+    "rows by source",
+    "most frequent answers to open questions",
+    LITERAL,
+    "skipped",
+)  # tables sorted by number of rows
 
 
 def report(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -47,6 +54,7 @@ def report(rows: Iterable[Mapping[str, Any]]) -> str:
         counts["rows by number of choices"][str(len(choices)) if choices else "open"] += 1
         counts["multiple-choice rows by right letter"].update(right if choices else [])
         counts["most frequent answers to open questions"].update([] if choices else right)
+        counts[LITERAL].update([] if choices else filter(is_literal, right))
         counts["rows by number of images"][str(len(row[SIZES]))] += 1
         counts["images by pixels of the shorter side"].update(power_class(min(size)) for size in row[SIZES])
         counts["images by tokens"].update(map(power_class, row.get("tokens") or ()))

@@ -1,8 +1,8 @@
 """Extract the answer that a text states, and compare it with the reference answer of a row.
 
-In this order: the text of a completion, the parts of it that may state an answer, options of multiple choice, open
-answers, the reference answer of a row. The rules are `Stated answer` in definitions.md; `statements.toml` has the words
-of each language, and `equality.py` compares open answers.
+In this order: the text of a completion, the part of it that states an answer, options of multiple choice, open answers,
+the reference answer of a row. The rules are `Stated answer` in definitions.md. A text is read without the reference;
+`phrases.py` finds what a clause says, and `equality.py` compares open answers.
 """
 
 import json
@@ -13,22 +13,24 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, pairwise
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
-from vgr_trl.rewards.equality import (
-    ARTICLES,
+from vgr_trl.rewards.equality import is_same_open_answer, is_same_value
+from vgr_trl.rewards.language import (
     MARKS,
+    OR,
     POLARITY,
     STOPS,
     TABLES,
-    compile_words,
+    WORDS,
     fold,
-    is_same_open_answer,
     normalise,
     strip_article,
     strip_wrapping,
     to_half_width,
 )
+from vgr_trl.rewards.phrases import cut_openers, cut_reason, find_polarity, why_no_value
+from vgr_trl.rewards.quantities import read_quantity
 from vgr_trl.utils import RewardError
 
 
@@ -62,23 +64,31 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_STATES, _CONFIRMS, _UNLESS, _OPENERS = map(compile_words, ("states", "confirms", "unless", "openers"))
-_REASONS, _JOINS, _DENIES, _VERBS = map(compile_words, ("reasons", "joins", "denies", "verbs"))
-_OPTION_WORD, _REFERS, _PLACES, _PRONOUNS = map(compile_words, ("option", "refers", "places", "pronouns"))
-
 _ANCHORS = [anchor for table in TABLES.values() for anchor in table["anchors"]]
-_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.IGNORECASE | re.ASCII | re.DOTALL)
-_THOUGHT_END = re.compile("</think>", re.IGNORECASE | re.ASCII)
-_ANSWER_START, _ANSWER_END = (re.compile(tag, re.IGNORECASE | re.ASCII) for tag in ("<answer>", "</answer>"))
-_BOX = re.compile(r"\\boxed\s{0,9}\{|<\|begin_of_box\|>")
+_THINK = r"(?:[<◁\[]{0}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)[>▷\]]|<\|{1}_of_thought\|>)"
+_THOUGHT_END = re.compile(_THINK.format("/", "end"), re.IGNORECASE | re.ASCII)
+_THOUGHT = re.compile(
+    rf"{_THINK.format('', 'begin')}.*?(?:{_THOUGHT_END.pattern}|\Z)", re.IGNORECASE | re.ASCII | re.DOTALL
+)
+_ANSWER_START, _ANSWER_END = (
+    re.compile(rf"<{slash}(?:final_?)?(?:answer|conclusion)>", re.IGNORECASE | re.ASCII) for slash in ("", "/")
+)
+_SPECIAL_TOKEN = re.compile(
+    r"<\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>|</?s>|\[(?:EOS|PAD)\]"
+    r"|<(?:eos|pad|unk|end_of_turn|end_of_utterance)>"
+    "|[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u274c\u2714\ufe0f]"
+)
+_BOX = re.compile(r"\\f?boxed\s{0,9}\{|<\|begin_of_box\|>")
 _BOX_SEPARATOR = re.compile(
     r"(?:\}|<\|end_of_box\|>)[\s$.,;/&、()\\\[\]]{0,9}(?:or|and|或者?|和)?[\s$(\\\[\]]{0,9}", re.IGNORECASE
 )
-_EMOJI = re.compile("[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u274c\ufe0f]")
+_JSON = re.compile(r"(?:^|\n)\s*(?:```(?:json)?\s*)?(\{[^{}]{1,2000}\}|\[[^\[\]]{1,2000}\])[\s`]*\Z")
+_JSON_KEY = re.compile(r"(?:\w+_)?(?:answer|option|choice|result|prediction|solution|letter|label)", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=[*\"')]{0,3}(?:\s|$))|[。\n]")
-_BULLETS = re.compile(r"^(?:-[\s*_`\"']+)+")  # not the sign of -5
-_BEFORE_CLAUSE = re.compile(r"(?:[\s:*_`>\"'“]|-(?=\s))*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
-_ITEM = re.compile(r"[\s*>-]*(?:option\s)?\(?([A-J])\*{0,2}(?:[).:、]|[\s*]*$)", re.IGNORECASE)
+_BEFORE_CLAUSE = re.compile(r"(?:[\s:*_`\"'“]|-(?=\s))*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
+_ITEM = re.compile(r"[\s*>-]*(?:option\s)?\(?([A-J])(?:\*{0,2}[).:、]|\*\*|[\s*]*$)", re.IGNORECASE)
+_BARE = re.compile(r"[\s*>$-]*(?:\d{1,2}[.)]\s)?(?:[^\s:=]|:(?=\S))+(?: [^\s:=]+)?\s*")
+_LISTED = re.compile(r"(?:^|[\s;,(*])\(?([A-J])(?:[).:、]|\*\*)")
 _HASHES = re.compile(r"####\s*([^\n#]+)\s*$")
 _MAX_REACH, _MAX_STATEMENTS = 300, 20  # characters read on each side of a statement; statements read, the last ones
 _MAX_PART_LENGTH = 2000  # characters
@@ -86,22 +96,23 @@ _MAX_LINE_LENGTH, _MAX_LINE_WORDS = 80, 8  # of a line that states an open answe
 
 
 @dataclass(frozen=True)
-class Stated:
+class Answer:
     """The answer that a text states.
 
     Attributes:
-        rule: form of the statement: `tag`, `box`, `hashes`, `statement`, `confirmation`, `line` or `sentence`.
+        rule: form of the statement: `tag`, `box`, `hashes`, `json`, `statement`, `confirmation`, `line` or `sentence`.
         part: text that states the answer.
-        readings: 0-based index of the option, or possible texts of an open answer. Empty if two answers are named, or
-            the tag has none.
+        value: 0-based index of the stated option, or the open answer.
+        excluded: why the part states no single answer; empty if it states one.
     """
 
     rule: str
     part: str
-    readings: tuple[Any, ...]
+    value: int | str | None = None
+    excluded: str = ""
 
 
-def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = False) -> Stated | None:
+def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = False) -> Answer | None:
     """Return the answer that `text` states, None if it states none (`Stated answer` in definitions.md).
 
     Args:
@@ -109,18 +120,22 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
         choices: texts of the options; empty: options are known by letter only.
         is_open: whether the question is open.
     """
-    text = _EMOJI.sub("", to_half_width(strip_thought(text)))
-    tagged = answer_tag(text)
-    for rule, part in _find_parts(text if tagged is None else tagged, tagged is not None):
+    text = to_half_width(text)
+    tagged = None
+    if any(sign in text for sign in "<[◁") or not text.isascii():  # most long texts have no tags and tokens
+        text = strip_thought(text)
+        tagged = answer_tag(text)
+        text = _SPECIAL_TOKEN.sub("", text if tagged is None else tagged)
+    for rule, part in _find_parts(text, tagged is not None, choices):
         part = part[:_MAX_PART_LENGTH]
-        readings = _read_open(part, rule) if is_open else _read_option(part, rule, choices)
-        if readings is not None:
-            return Stated(rule, part.strip(), readings) if tagged is None else Stated("tag", tagged.strip(), readings)
-    return None if tagged is None else Stated("tag", tagged.strip(), ())
+        answer = _read_open(part, rule) if is_open else _read_option(part, rule, choices)
+        if answer is not None:
+            return answer if tagged is None else replace(answer, rule="tag", part=tagged.strip())
+    return None if tagged is None else Answer("tag", tagged.strip(), excluded="no answer in the tag")
 
 
 def strip_thought(text: str) -> str:
-    """Return `text` without the content of `<think>`.
+    """Return `text` without the content of `<think>` and its like.
 
     Text before an unopened `</think>` is thought too, since chat templates often put `<think>` in the prompt; so is
     text after an unclosed `<think>`.
@@ -129,41 +144,53 @@ def strip_thought(text: str) -> str:
 
 
 def answer_tag(text: str) -> str | None:
-    """Return the content of the last `<answer>…</answer>` of `text`, or None."""
+    """Return the content of the last `<answer>…</answer>` of `text`, which may lack its end, or None."""
     pieces = [_ANSWER_END.split(piece, maxsplit=1) for piece in _ANSWER_START.split(text)[1:]]
-    return next((piece[0] for piece in reversed(pieces) if len(piece) > 1), None)
+    found = [piece[0] for piece in pieces if len(piece) > 1 or piece[0].strip()]
+    return found[-1] if found else None
 
 
-def _find_parts(text: str, in_tag: bool) -> Iterator[tuple[str, str]]:
+def _find_parts(text: str, in_tag: bool, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (rule, part of the text that may state the answer) in order of precedence."""
     if (box := _last_box(text)) is not None:
         yield "box", box
+    while courtesy := WORDS["courtesies"].search(text, max(0, len(text) - _MAX_REACH)):
+        text = text[: courtesy.start()]
     lines = [line for line in text.splitlines() if re.search(r"\w", line)]
-    while len(lines) > 1 and _REASONS.match(lines[-1].lstrip(MARKS)):
+    while len(lines) > 1 and WORDS["reasons"].match(lines[-1].lstrip(MARKS)):
         lines.pop()
     if lines and (hashes := _HASHES.search(lines[-1])):
         yield "hashes", hashes[1]
+    if (value := _read_json(text)) is not None:
+        yield "json", value
     yield from islice(_find_statements(text), _MAX_STATEMENTS)
     if in_tag:
         yield "tag", text
-    if lines and not in_tag:
-        if not _are_items(lines[-2:]):
-            yield "line", lines[-1]
-        if len(lines) > 1 and not _are_items(lines[:2]) and not lines[0].rstrip(MARKS).endswith(":"):
-            yield "line", lines[0]
     sentences = _split_sentences(lines[-1]) if lines else []
+    if not in_tag and (_are_items(lines[-2:], choices) or _are_items(sentences, choices) or _are_bare(lines)):
+        return
+    if lines and not in_tag:
+        yield "line", lines[-1]
+        if len(lines) > 1 and not _are_items(lines[:2], choices) and not lines[0].rstrip(MARKS).endswith(":"):
+            yield "line", lines[0]
     for sentence in sentences:
         if sentence is sentences[-1] or not _is_explanation(sentence):
             yield "sentence", sentence
 
 
-def _are_items(lines: Sequence[str]) -> bool:
-    """Whether two lines are adjacent items of an option list, or different letters."""
-    first, second = _ITEM.match(lines[0]), _ITEM.match(lines[-1])
-    if not (first and second):
-        return False
-    step = ord(second[1].upper()) - ord(first[1].upper())
-    return step == 1 or (step != 0 and strip_wrapping(lines[0]) == first[1])
+def _are_items(lines: Sequence[str], choices: Sequence[str]) -> bool:
+    """Whether two lines are different options, or items of a list of options."""
+    if len({*map(strip_article, lines)} & {*map(strip_article, choices)}) > 1:
+        return True
+    first, second = (_ITEM.match(line) for line in (lines[0], lines[-1])) if lines else (None, None)
+    return bool(first and second) and first[1].upper() != second[1].upper()  # type: ignore[index]
+
+
+def _are_bare(lines: Sequence[str]) -> bool:
+    """Whether a text is nothing but several lines of a few words, or its last two are joined by a line of `or`."""
+    is_joined = len(lines) > 2 and bool(WORDS["joins"].fullmatch(strip_wrapping(lines[-2])))
+    are_bare = all(_BARE.fullmatch(line) and not WORDS["verbs"].search(line) for line in lines)
+    return is_joined or (are_bare and len(lines) > 1 and lines[-1] not in lines[:-1])
 
 
 def _last_box(text: str) -> str | None:
@@ -189,6 +216,20 @@ def _read_braces(text: str) -> str:
     return ""
 
 
+def _read_json(text: str) -> str | None:
+    """Return the answer of the JSON at the end of `text`: a list, or the value of its only key or its last answer."""
+    is_json = text.rstrip("` \r\n").endswith(("}", "]"))
+    found = _JSON.search(text, max(0, len(text) - _MAX_PART_LENGTH)) if is_json else None
+    with suppress(ValueError):
+        read = json.loads(found[1]) if found else None
+        if isinstance(read, dict):
+            answers = [value for key, value in read.items() if _JSON_KEY.fullmatch(key)] or list(read.values())
+            read = answers[0] if len(answers) == 1 else " or ".join(map(str, answers))
+        read = ", ".join(map(str, read)) if isinstance(read, list) else read
+        return str(read) if isinstance(read, str | int | float) else None
+    return None
+
+
 def _find_statements(text: str) -> Iterator[tuple[str, str]]:
     """Yield the clauses after statement words and before confirmations, last one first."""
     for line in reversed(list(re.finditer(r".+", text))):
@@ -196,11 +237,11 @@ def _find_statements(text: str) -> Iterator[tuple[str, str]]:
         lowered = line[0].lower()
         if not any(anchor in lowered for anchor in _ANCHORS):
             continue
-        found = [(match.end(), "statement", match) for match in _STATES.finditer(text, start, end)]
-        found += [(match.start(), "confirmation", match) for match in _CONFIRMS.finditer(text, start, end)]
+        found = [(match.end(), "statement", match) for match in WORDS["states"].finditer(text, start, end)]
+        found += [(match.start(), "confirmation", match) for match in WORDS["confirms"].finditer(text, start, end)]
         for _, rule, match in sorted(found, key=lambda each: each[0], reverse=True):
             before = _SENTENCE_END.split(text[max(start, match.start() - _MAX_REACH) : match.start()])[-1]
-            if _UNLESS.search(before):
+            if WORDS["unless"].search(before) or WORDS["refuses"].search(re.split("[,;]", before)[-1]):
                 continue
             if rule == "statement":
                 yield rule, _first_clause(text[match.end() : match.end() + _MAX_REACH])
@@ -210,18 +251,24 @@ def _find_statements(text: str) -> Iterator[tuple[str, str]]:
 
 def _first_clause(text: str) -> str:
     """Return the first sentence of `text`, on the next line if this one is empty."""
-    line, _, further = text[_BEFORE_CLAUSE.match(text).end() :].partition("\n")  # type: ignore[union-attr]
+    start: Any = _BEFORE_CLAUSE.match(text)
+    line, _, further = text[start.end() :].partition("\n")
     for end in _SENTENCE_END.finditer(line):
         behind = line[end.end() :].lstrip(MARKS)
-        if not (_JOINS.match(behind) or behind[:1].isdigit()):  # "A. Or B."
+        is_item = behind and line[end.start()] == "." and _ITEM.fullmatch(line[: end.end()])  # "A. red"
+        is_next = _LETTER.match(behind) or WORDS["reasons"].match(behind) or cut_openers(behind) != behind
+        is_own_text = is_item and not is_next
+        if not (is_own_text or WORDS["joins"].match(behind) or behind[:1].isdigit()):  # "A. Or B."
             return line[: end.start()]
     following = further.lstrip().partition("\n")[0].rstrip(MARKS + STOPS + ")")
-    return f"{line}; {following}" if _ITEM.fullmatch(following) or _JOINS.match(following) else line
+    is_list = "\n" in start[0] and _BARE.fullmatch(line) and _BARE.fullmatch(further.partition("\n")[0])
+    return f"{line}; {following}" if is_list or _ITEM.fullmatch(following) or WORDS["joins"].match(following) else line
 
 
 def _split_sentences(line: str) -> list[str]:
     """Split a line into sentences, last one first."""
-    ends = [0, *(end.end() for end in _SENTENCE_END.finditer(line)), len(line)]
+    ends = [end.end() for end in _SENTENCE_END.finditer(line) if not re.search(r"\b[A-J]$", line[: end.start()][-2:])]
+    ends = [0, *ends, len(line)]
     found = [line[start:end] for start, end in pairwise(ends)]
     return [sentence for sentence in found if strip_wrapping(sentence)][: -_MAX_STATEMENTS - 1 : -1]
 
@@ -229,191 +276,207 @@ def _split_sentences(line: str) -> list[str]:
 def _is_explanation(sentence: str) -> bool:
     """Whether a sentence explains the preceding answer without stating one, such as `It has three valves.`"""
     start = sentence.lstrip(MARKS)
-    return bool(_PRONOUNS.match(start)) and not _OPENERS.match(start)
-
-
-def _cut_openers(text: str) -> str:
-    """Remove words before the answer of a clause."""
-    for _ in range(5):
-        text = _BULLETS.sub("", text.lstrip(MARKS + ":,—≈~=#>"))
-        match = _OPENERS.match(text)
-        if match is None or not strip_wrapping(text[match.end() :]):
-            break
-        text = text[match.end() :]
-    return text
-
-
-def _cut_reason(text: str) -> str:
-    """Remove the reason after the answer of a clause."""
-    for match in re.finditer(r"[\s,;:(。]+", text):
-        if _REASONS.match(text, match.end()):
-            return text[: match.start()]
-    return text
+    return bool(WORDS["pronouns"].match(start)) and cut_openers(start) == start
 
 
 LETTERS = "ABCDEFGHIJ"
+_TWO, _DENIED = "two answers", "a denial, bound or comparison"
 
 _LETTER = re.compile(
     r"[(\[]\s?(?P<bracketed>[A-Ja-j])\s?[)\]]"
-    r"|(?<![A-Za-z0-9_'’^\\=(])(?P<plain>[A-J])(?![A-Za-z0-9_'’^+]|\s?=|[\u4e00-\u9fff](?<![选選項项是为正因和或对不错]))"
+    r"|(?<![A-Za-z0-9_'’^\\=(])(?P<plain>[A-J])(?![A-Za-z0-9_'’^+]|\s?="
+    r"|[\u3040-\u30ff\u4e00-\u9fff](?<![选選項项是为正因和或对不错ですがはまか都]))"
 )
 _SMALL_LETTER = re.compile(r"\(?\s?([a-j])\s?(?:[).:]|$)")
-_FOLLOWED_BY_WORD = re.compile(r"\s+(?!(?:or|and|nor|is|are|was|because|since|as|with|which)\b)[a-z]{2}|\s+[a-z]\b")
+_FOLLOWED_BY_WORD = re.compile(
+    r"\s+(?!(?:or|and|nor|o|ou|oder|et|und|is|are|was|because|since|as|with|which)\b)[a-z]{2}|\s+(?!o\b)[a-z]\b"
+)
 _IS = re.compile(
-    r"[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s)?(?:(?:also|clearly|definitely)\s)?"
+    r"[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s|是)?(?:(?:also|clearly|definitely)\s)?"
 )
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
 _CLAUSE_END = re.compile(r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!]|\s+[-–—]\s|\s*$|\s*(?:因为|because\b|since\b|选项))")
+_JOINED = re.compile(r"[*\"'”]{0,3}(?:\s*/|\s+(?:or|and)\b|,)")
+_CLAUSES = ("statement", "confirmation", "sentence")
+_SEPARATES = {"", "or", "and", "vs", "或", "或者", "和"}
+_SEPARATOR = re.compile(
+    r"[;,、|\n→]|\s/\s|\s(?:and|or|vs\.?|&|as well as|oder|und|ou|et|o|y)\s|或者?|和", re.IGNORECASE
+)
+_DASH = re.compile(r"^[-–—:]+\s+")  # not the sign of -5
+_SEGMENT_END = re.compile(r"[。;\n]|[.](?!\d)|\s[-–—]\s|(?=,)|(?<=\S)\s*(?=\()")
 
 
-def _read_option(part: str, rule: str, choices: Sequence[str]) -> tuple[int, ...] | None:
-    """Return the option that a part names; () if it names two, None if it names none.
+class _Place(NamedTuple):
+    """Where a clause names an option."""
 
-    What follows a reason (`B because A is red`) counts only if nothing stands before it. A line, a box and a tag have
-    to begin with the option, and on a line no word of a sentence may follow. A sentence counts by an option's text.
+    start: int
+    end: int
+    option: int
+
+
+def _read_option(part: str, rule: str, choices: Sequence[str]) -> Answer | None:
+    """Return the option that a part names: by its letter, with its own text or none, else by its text."""
+    whole = strip_wrapping(part)
+    named = {i for i, choice in enumerate(choices) if len(whole) > 1 and strip_article(choice) == strip_article(whole)}
+    problem = _TWO
+    if not named and len(listed := _find_listed(part, choices)) > 1:
+        named = listed
+    elif not named:
+        text = _LATEX.sub(r"\1", cut_openers(part.rstrip(MARKS) if rule in _CLAUSES else whole))
+        places = [] if rule == "sentence" else _find_letters(text, len(choices) or len(LETTERS))
+        read = _read_letters(text, rule, choices, places) if places else None
+        if read is None and (places or rule == "line"):
+            return None
+        named, problem = read or _read_texts(text, rule, choices)
+        if not (named or problem):
+            named = _find_same(part, choices) if whole else set()
+    if len(named) == 1:
+        return Answer(rule, part.strip(), min(named))
+    is_stated = rule in ("box", "hashes", "json") or (
+        rule == "statement" and 0 < len(whole.split()) <= _MAX_LINE_WORDS and not WORDS["points"].match(whole)
+    )
+    problem = problem or (_TWO if named else "no option" if is_stated else "")
+    return Answer(rule, part.strip(), excluded=problem) if problem else None
+
+
+def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Place]) -> tuple[set[int], str] | None:
+    """Return the options that the letters of a clause name, and the problem if it is not one; None if they name none.
+
+    A box, a tag and a line have to begin with the letter, and on a line no word of a sentence may follow it.
     """
-    alike = [index for index, choice in enumerate(choices) if strip_article(choice) == strip_article(part)]
-    if alike and len(strip_wrapping(part)) > 1:
-        return tuple(alike) if len(alike) == 1 else ()
-    if rule == "confirmation":
-        last = part.rpartition(",")[2]
-        found = _find_named_options(last, choices) or _find_named_options(part, choices)
-    elif rule == "sentence":
-        part = _LATEX.sub(r"\1", part)
-        found = [one for one in _find_named_options(part, choices, letters=False) if _is_clause_end(part[one[1] :])]
-    else:
-        part = _LATEX.sub(r"\1", _cut_openers(part if rule == "statement" else strip_wrapping(part)))
-        found = _find_named_options(part, choices)
-        if found and rule != "statement":
-            start, end, index = found[0]
-            if part[:start].strip(MARKS + "([{"):
-                return None
-            is_alone = _CLAUSE_END.match(part, end) or _starts_with_choice(part[end:], choices[index : index + 1])
-            if rule == "line" and not is_alone:
-                return None
-        head = len(_cut_reason(part))
-        found = [one for one in found if one[0] < head] or found
-        if found and _has_other_choice(part[found[0][1] :], choices, found[0][2]):
-            return ()
-    named = {index for _, _, index in found}
-    return tuple(named) if len(named) == 1 else () if named else None
+    start, end, index = places[0]
+    head = len(cut_reason(text))
+    is_head = not text[:start].strip(MARKS + "([{")
+    if is_head:
+        own = _find_own_text(text[end:], choices, index) if choices else set()
+        behind = text[end:].replace(choices[index], "") if own else text[end:head]
+        listed = {LETTERS.index(letter) for letter in _LISTED.findall(behind)} | {index}
+        if own or len(listed) > 1:
+            return listed | own, _TWO if len(listed) > 1 else "a letter with another option's text"
+    is_line = is_head and _CLAUSE_END.match(text, end)
+    if not (is_line if rule == "line" else is_head or rule in _CLAUSES):
+        return None
+    places = [place for place in places if place.start < head] or places
+    last = text.rfind(",") + 1 if rule == "confirmation" else 0
+    if len(strip_wrapping(cut_openers(text[last:]))) > 3:  # "A is red, so option B"
+        places = [place for place in places if place.start >= last] or places
+    named = {place.option for place in places if not _is_denied(text, place)}
+    is_refused = WORDS["refuses"].search(text[places[-1].end : head])
+    return (set(), _DENIED) if is_refused or not named else (named, _TWO)
 
 
-def _find_named_options(text: str, choices: Sequence[str], *, letters: bool = True) -> list[tuple[int, int, int]]:
-    """Return (start, end, index) of options that a clause names, by letter or else by text, and does not deny."""
-    found, number = [], len(choices) or len(LETTERS)
-    for match in _LETTER.finditer(text) if letters else ():
+def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int], str]:
+    """Return the options that a clause names by their words, and the problem if it is not one."""
+    places = _find_texts(text, choices)
+    between = {text[one.end : other.start].strip(" *、,;/|-\n") for one, other in pairwise(places)}
+    if rule in ("sentence", "tag") and not (between and between <= _SEPARATES):
+        places = [p for p in places if _is_clause_end(text[p.end :]) or WORDS["joins"].search(text[: p.start][-6:])]
+        brackets = [place for place in _find_letters(text, len(choices)) if text[place.start] in "(["]
+        said = WORDS["verbs"].split(text)[-1]
+        if rule == "sentence" and _LETTER.fullmatch(said.strip(MARKS + STOPS)) and not why_no_value(text):
+            return {place.option for place in _find_letters(said, len(choices))}, _TWO
+        places += [p for p in brackets if places or p.option in _find_own_text(text[p.end :], choices, p.option)]
+    if not places:
+        return set(), ""
+    before, behind = text[: places[0].start], text[places[-1].end :]
+    around = " ".join([*before.split()[-2:], "|", *behind.split()[:1]])
+    if len({place.option for place in places}) == 1 and OR.search(around):
+        return set(), _TWO
+    named = {place.option for place in places if not _is_denied(text, place)}
+    return (set(), _DENIED) if not named or WORDS["refuses"].search(cut_reason(before + behind)) else (named, _TWO)
+
+
+def _find_letters(text: str, number: int) -> list[_Place]:
+    """Return the places of the letters of options."""
+    found = []
+    for match in _LETTER.finditer(text):
         before = text[max(0, match.start() - 40) : match.start()]
         letter = match["bracketed"] or match["plain"]
         is_word = match["plain"] and letter in "AI" and _FOLLOWED_BY_WORD.match(text, match.end())
-        index, is_place = LETTERS.index(letter.upper()), match["bracketed"] and _REFERS.search(before)
-        if index < number and not is_place and not (is_word and not _OPTION_WORD.search(before)):
-            found.append((match.start(), match.end(), index))
-    small = _SMALL_LETTER.match(text) if letters and not found else None
+        index, is_place = LETTERS.index(letter.upper()), match["bracketed"] and WORDS["refers"].search(before)
+        if index < number and not is_place and not (is_word and not WORDS["option"].search(before)):
+            found.append(_Place(match.start(), match.end(), index))
+    small = None if found else _SMALL_LETTER.match(text)
     if small is not None and (index := LETTERS.index(small[1].upper())) < number:
-        found = [(0, small.end(), index)]
-    if not found:
-        matches = [(index, _compile_choice(choice).finditer(text)) for index, choice in enumerate(choices)]
-        places = [(match.start(), match.end(), index) for index, found_matches in matches for match in found_matches]
-        found = sorted(one for one in places if not any(_is_within(one, other) for other in places))
-    return [one for one in found if not _is_denied(text, *one[:2])]
+        return [_Place(0, small.end(), index)]
+    return found
+
+
+def _find_own_text(behind: str, choices: Sequence[str], index: int) -> set[int]:
+    """Return the option whose text follows a letter: `index` for its own, others, or none."""
+    behind = _DASH.sub("", behind.lstrip(MARKS + STOPS + ")]"))
+    segments = [behind, *(behind[: end.start()] for end in islice(_SEGMENT_END.finditer(behind), 3))]
+    found = (_find_same(segment.strip(MARKS + "()"), choices) for segment in segments if segment)
+    if same := next(filter(None, found), None):
+        return {index} if index in same else same
+    own = _compile_choice(choices[index]).match(behind)
+    return {index} if own and _CLAUSE_END.match(behind, own.end()) else set()
+
+
+def _find_listed(text: str, choices: Sequence[str]) -> set[int]:
+    """Return the options that the parts of a list are, by letter or text; none if a letter has a list as its text."""
+    found, text = set[int](), cut_openers(cut_reason(text)[:_MAX_REACH])
+    for piece in _SEPARATOR.split(text) if choices else ():
+        item = _ITEM.match(piece)
+        rest = piece[item.end() :] if item else piece
+        if item and (index := LETTERS.index(item[1].upper())) < len(choices):
+            found.add(index)
+            if not found - {index} and strip_article(text[item.end() :]) == strip_article(choices[index]):
+                return {index}
+        else:
+            found |= {index for index, choice in enumerate(choices) if rest and is_same_value(choice, rest)}
+    return found
+
+
+def _find_same(text: str, choices: Sequence[str]) -> set[int]:
+    """Return the options that are the same answer as `text`: the same text, else the same value."""
+    same = {index for index, choice in enumerate(choices) if strip_article(choice) == strip_article(text)}
+    return same or {index for index, choice in enumerate(choices) if is_same_open_answer(choice, text)}
+
+
+def _find_texts(text: str, choices: Sequence[str]) -> list[_Place]:
+    """Return the places of the options' words; numbers and formulas have none."""
+    places = [
+        _Place(*match.span(), index)
+        for index, choice in enumerate(choices)
+        if re.search(r"[^\W\d_]{2}|[\u4e00-\u9fff]", choice) and read_quantity(choice) is None and "\\" not in choice
+        for match in _compile_choice(choice).finditer(text)
+    ]
+    longest = [max(p.end - p.start for p in places if p.start <= one.start and one.end <= p.end) for one in places]
+    return sorted(one for one, length in zip(places, longest, strict=True) if one.end - one.start == length)
 
 
 def _is_clause_end(behind: str) -> bool:
     """Whether a clause ends before `behind`, or continues in ideographs, which have no spaces."""
-    return bool(_CLAUSE_END.match(behind) or _PLACES.match(behind) or re.match(r"[\u4e00-\u9fff]", behind))
+    ends = (_CLAUSE_END, WORDS["places"], _JOINED, re.compile(r"[\u4e00-\u9fff]"))
+    return any(pattern.match(behind) for pattern in ends)
 
 
-def _is_within(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
-    return other[0] <= one[0] and one[1] <= other[1] and one[1] - one[0] < other[1] - other[0]
-
-
-def _is_denied(text: str, start: int, end: int) -> bool:
-    before = re.split(r"[,;:。]", text[max(0, start - 40) : start])[-1]
-    return bool(_DENIES.search(before) or _DENIES.match(text, _IS.match(text, end).end()))  # type: ignore[union-attr]
+def _is_denied(text: str, place: _Place) -> bool:
+    """Whether the clause of an option denies it, or compares something with it."""
+    before = re.split(r"[,;:。]", text[max(0, place.start - 40) : place.start])[-1]
+    behind = text[_IS.match(text, place.end).end() :]  # type: ignore[union-attr]
+    is_denied = (
+        WORDS["denies"].search(before)
+        or WORDS["refuses"].search(before)
+        or WORDS["bounds"].search(WORDS["verbs"].split(before)[-1])
+    )
+    return bool(is_denied or WORDS["denies"].match(behind) or WORDS["bounds"].match(behind))
 
 
 @lru_cache(maxsize=4096)
 def _compile_choice(choice: str) -> re.Pattern[str]:
     words = r"\s+".join(map(re.escape, _LATEX.sub(r"\1", to_half_width(strip_wrapping(choice))).split()))
-    return re.compile(rf"(?<![A-Za-z0-9]){words or '(?!)'}(?![A-Za-z0-9]|[.,]\d)", re.IGNORECASE)
+    return re.compile(rf"(?<![A-Za-z0-9])(?<!\w-){words or '(?!)'}(?![A-Za-z0-9]|[.,]\d)", re.IGNORECASE)
 
 
-def _starts_with_choice(text: str, choices: Sequence[str]) -> bool:
-    text = text.lstrip(MARKS + STOPS + ")](-–—")
-    article = ARTICLES.match(text)
-    rest = text[article.end() :].lstrip() if article else text
-    return any(_compile_choice(choice).match(each) for choice in choices for each in (text, rest))
-
-
-def _has_other_choice(behind: str, choices: Sequence[str], index: int) -> bool:
-    """Whether an option is followed by exactly the text of another option (`B. red`)."""
-    segment = re.split(r"[.。;\n]|\s[-–—]\s", behind.lstrip(MARKS + STOPS + ")]("))[0]
-    if _starts_with_choice(segment, choices[index : index + 1]):
-        return False
-    pieces = {strip_article(piece) for piece in (segment, segment.partition(",")[0], segment.strip("() "))}
-    return any(strip_article(choice) in pieces for choice in choices)
-
-
-def _read_open(part: str, rule: str) -> tuple[str, ...] | None:
-    """Return possible open answers that a part states, or None.
-
-    A short line counts as a whole, a sentence by its end or its emphasised words.
-    """
-    if not strip_wrapping(part):
+def _read_open(part: str, rule: str) -> Answer | None:
+    """Return the open answer that a part states, or None. A line counts if it is short, or says Yes or No."""
+    whole = (cut_openers(part.rpartition(",")[2]) if rule == "confirmation" else part).strip()
+    is_long = len(whole.split()) > _MAX_LINE_WORDS or len(whole) > _MAX_LINE_LENGTH
+    if not strip_wrapping(whole) or (rule == "line" and is_long and not find_polarity(whole)):
         return None
-    if rule in ("box", "hashes") or (rule == "tag" and not _VERBS.search(part)):
-        return (strip_wrapping(part),)
-    if rule == "confirmation":
-        return (strip_wrapping(_cut_openers(part.rpartition(",")[2])),)
-    opened, stripped = _cut_openers(part), strip_wrapping(part)
-    short = len(stripped.split()) <= _MAX_LINE_WORDS and len(stripped) <= _MAX_LINE_LENGTH
-    if rule == "statement":
-        clauses = [] if _DENIES.match(opened) else [part, opened]
-        if clauses and not re.search(r"[,;、/]", part):
-            clauses += _find_endings(part)
-    elif rule in ("line", "tag"):
-        clauses = [part, opened, *_find_endings(_split_sentences(part)[0])] if short else []
-    else:
-        clauses = _find_endings(part)
-    pieces = re.split(r"[,.;:。]|\s[-–—]\s", part) if rule != "statement" else ()
-    words = [POLARITY.get(strip_article(each)) or POLARITY.get(strip_article(_cut_openers(each))) for each in pieces]
-    if {"yes", "no"}.issubset(words):
-        return ()
-    clauses += filter(None, words)
-    clauses += [_cut_reason(clause) for clause in clauses]
-    clauses += [clause[: place.start()] for clause in clauses if (place := _PLACES.search(clause))]
-    return tuple(dict.fromkeys(filter(None, map(strip_wrapping, clauses)))) or None
-
-
-_EMPHASISED = re.compile(r"\*\*(.+?)\*\*|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]")
-_TOKEN = re.compile(r"(?:(?<=\s)|^|(?<=[\u4e00-\u9fff]))\S")
-
-
-def _find_endings(sentence: str) -> list[str]:
-    """Return possible answers at the end of a sentence: emphasised words, last words, text after `=`."""
-    if _DENIES.search(sentence):
-        return []
-    emphasised = [next(filter(None, match.groups())) for match in _EMPHASISED.finditer(sentence)]
-    found = emphasised[:1] if len(set(emphasised)) == 1 else []
-    opened = _cut_openers(sentence)
-    if opened != sentence.lstrip(MARKS):  # "There are two dogs in the picture, one of them brown."
-        found += re.split(r"[,;](?:\s|$)", opened)[:1]
-    clause = strip_wrapping(_cut_reason(opened))
-    found += [clause[verb.end() :] for verb in list(_VERBS.finditer(clause))[-1:]]
-    found += clause.partition(":")[2:]
-    *others, clause = re.split(r"[,;](?:\s|(?=[\u4e00-\u9fff]))|:", clause)
-    if others:
-        are_numbers = re.match(r"\W*\d", clause) and re.search(r"\d", others[-1])
-        if are_numbers or all(re.fullmatch(r"[!-~]+", strip_wrapping(each)) for each in (others[-1], clause)):
-            return found  # the last part of a list
-    for token in list(_TOKEN.finditer(clause))[: -_MAX_LINE_WORDS - 1 : -1]:
-        before = clause[: token.start()].rstrip()
-        if _JOINS.search(before, max(0, len(before) - 9)):
-            break
-        if not (token[0].isdigit() and re.search(r"\d", before)):
-            found.append(clause[token.start() :])
-    return found + [text.rpartition("=")[2] for text in (emphasised[-1:] or [clause]) if "=" in text]
+    return Answer(rule, part.strip(), value=whole, excluded=why_no_value(whole))
 
 
 _MAX_EXACT_NUMBER = 1e18  # floats far below it are exact integers
@@ -497,7 +560,7 @@ def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:
 def _resolve_open(text: str) -> Solution:
     found = stated_answer(text, is_open=True)
     if found is not None and found.rule in ("box", "hashes", "statement") and strip_wrapping(found.part):
-        text = strip_wrapping(_cut_reason(found.part))
+        text = strip_wrapping(cut_reason(found.part))
     elif len(text.split()) > _MAX_GOLD_WORDS:
         raise RewardError(f"solution is {excerpt(text)}, which states no answer: give it alone, or in \\boxed{{}}")
     letter = _GOLD_LETTER.fullmatch(strip_wrapping(to_half_width(text)))
@@ -535,12 +598,12 @@ def _parse_choices(choices: Any) -> tuple[str, ...]:
 
 def _find_choice(solution: str, options: tuple[str, ...]) -> int:
     """Return the option that a solution names, by letter, text or a statement; -1 if it names none."""
-    by_letter = _read_option(to_half_width(solution), "tag", options) or ()
+    read = _read_option(to_half_width(solution), "tag", options)
     exact = [i for i, option in enumerate(options) if to_half_width(option).strip() == to_half_width(solution).strip()]
-    meant = sorted({*by_letter, *exact})
+    meant = sorted({*exact, *([read.value] if read and isinstance(read.value, int) else [])})
     meant = meant or [i for i, option in enumerate(options) if normalise(option) == normalise(solution)]
     if not meant and (stated := stated_answer(solution, options)) is not None:
-        meant = list(stated.readings)
+        meant = [stated.value] if isinstance(stated.value, int) else []
     if len(meant) > 1:
         names = " or ".join(f"{LETTERS[index]} ({excerpt(options[index])})" for index in meant)
         raise RewardError(f"solution is {excerpt(solution)}, which could mean {names}: give the index of the option")
@@ -550,14 +613,19 @@ def _find_choice(solution: str, options: tuple[str, ...]) -> int:
 def states_answer(text: str, solution: Solution) -> bool:
     """Return whether a completion states any answer, right or wrong, of the kind of `solution`."""
     stated = stated_answer(text, solution.choices, is_open=solution.index is None)
-    return stated is not None and bool(stated.readings)
+    return stated is not None and not stated.excluded
 
 
 def is_right(text: str, solution: Solution) -> bool:
     """Return whether a completion states `solution` or another accepted answer."""
-    for gold in (solution, *solution.others):
-        stated = stated_answer(text, gold.choices, is_open=gold.index is None)
-        for reading in stated.readings if stated else ():
-            if reading == gold.index or (gold.index is None and is_same_open_answer(gold.text, reading)):
-                return True
-    return False
+    golds = (solution, *solution.others)
+    stated = {
+        is_open: stated_answer(text, solution.choices, is_open=is_open) for is_open in {g.index is None for g in golds}
+    }
+    return any(_is_same_answer(gold, answer) for gold in golds if (answer := stated[gold.index is None]))
+
+
+def _is_same_answer(gold: Solution, answer: Answer) -> bool:
+    if isinstance(answer.value, str):
+        return gold.index is None and is_same_open_answer(gold.text, answer.value)
+    return answer.value is not None and answer.value == gold.index

@@ -1,236 +1,20 @@
-"""Decide whether two open answers are the same: texts, numbers with units, lists, and formulas by math-verify.
-
-`statements.toml` holds the words of each language, here those of numbers, yes and no, and articles.
-"""
+"""Decide whether two open answers are the same: texts, numbers, dates, lists, and formulas by math-verify."""
 
 import logging
 import math
 import re
-import tomllib
-import unicodedata
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from pathlib import Path
 
+from vgr_trl.rewards.language import POLARITY, normalise, strip_article, strip_wrapping, to_half_width
+from vgr_trl.rewards.phrases import bracket_depths, cut_openers, find_phrases, split_list
+from vgr_trl.rewards.quantities import read_quantity, read_unit, simplify_units
 from vgr_trl.utils import limit_seconds
-
-TABLES = tomllib.loads(Path(__file__).with_name("statements.toml").read_text(encoding="utf-8"))
-POLARITY = {word: name for table in TABLES.values() for name in ("yes", "no") for word in table[name]}
-
-
-def compile_words(name: str) -> re.Pattern[str]:
-    """Compile the entries of all languages under `name` into one pattern."""
-    entries = [table[name] for table in TABLES.values()]
-    patterns = [part for entry in entries for part in ([entry] if isinstance(entry, str) else entry)]
-    return re.compile("|".join(f"(?:{part})" for part in patterns), re.IGNORECASE | re.MULTILINE)
-
-
-ARTICLES = compile_words("articles")
-_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20}
-_ZERO_WIDTH = dict.fromkeys((0x200B, 0x2060, 0xFEFF))  # invisible spaces and joiners
-_EXCLAMATION_AFTER_WORD = re.compile(r"(?<=[^\W\d_]{2})[!?]+$")
-MARKS, STOPS = " \t\r\n*`_\"'“”‘’「」", ".。,;:"
-_WRAPPED = re.compile(
-    r"\\(?:boxed|text|textbf|textit|mathrm|mathbf|fbox)\s?\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
-    r"|\\\((.*)\\\)|\\\[(.*)\\\]|\$\$?([^$]*)\$\$?|【(.*)】",
-    re.DOTALL,
-)
-
-
-def to_half_width(text: str) -> str:
-    """Return `text` with full-width letters, digits, punctuation and spaces as ASCII, of the same length."""
-    return text.translate(_FULL_WIDTH)
-
-
-def fold(text: str) -> str:
-    """Return `text` with normalised case, width, white space and accents, and without zero-width spaces."""
-    return " ".join(to_half_width(unicodedata.normalize("NFC", text.translate(_ZERO_WIDTH))).casefold().split())
-
-
-def normalise(text: str) -> str:
-    """Return `text` folded (`fold`) and without final punctuation.
-
-    Exclamation and question marks are removed only after a word, so that 5! stays. Punctuation alone stays.
-    """
-    collapsed = fold(text)
-    stripped = collapsed.rstrip(STOPS).rstrip()
-    while match := _EXCLAMATION_AFTER_WORD.search(stripped):
-        stripped = stripped[: match.start()].rstrip(STOPS).rstrip()
-    return stripped or collapsed
-
-
-def strip_wrapping(text: str) -> str:
-    r"""Return `text` without quotes, emphasis, `\boxed{}`, `\text{}`, dollars and final punctuation around it."""
-    before = None
-    while text != before:
-        before, text = text, text.strip(MARKS)
-        text = text.rstrip(STOPS).strip(MARKS) or text
-        if text.endswith("}") and text.count("}") > text.count("{"):  # of JSON
-            text = text[:-1]
-        if match := _WRAPPED.fullmatch(text):
-            text = next(part for part in match.groups() if part is not None)
-    return text
-
-
-@lru_cache(4096)  # the options of a question are compared again for each part of each completion
-def strip_article(text: str) -> str:
-    """Return `text` normalised, without a leading article or a trailing 的."""
-    text = normalise(strip_wrapping(text)).removesuffix("的")
-    match = ARTICLES.match(text)
-    return (text[match.end() :].strip() or text) if match else text
-
-
-# One unit per line: its name, then other spellings, separated by commas. Some match in any case, see below.
-_LINES = Path(__file__).with_name("units.txt").read_text(encoding="utf-8").splitlines()
-_UNITS = [line.split(", ") for line in _LINES if not line.startswith("#")]
-_UNIT_NAMES = {spelling: unit[0] for unit in _UNITS for spelling in unit}
-_FOLDED_UNIT_NAMES = {
-    spelling.casefold(): name
-    for spelling, name in _UNIT_NAMES.items()
-    if len(spelling) > 1 and not (spelling[0] in "mM" and spelling[1:] in _UNIT_NAMES)  # milli or mega
-}
-
-_POWERS = {"square": "2", "sq": "2", "sq.": "2", "平方": "2", "cubic": "3", "立方": "3"}
-_POWER_BEFORE = re.compile(r"(square|sq\.?|cubic)\s+|(平方|立方)", re.IGNORECASE)
-_POWER_AFTER = re.compile(r"(?<=\S)\s?(?:\^\s?\{?([23])\}?|(?<=m)([23]))$")
-_PER = re.compile(r"\s?/\s?|\s+per\s+", re.IGNORECASE)
-_DEGREE = re.compile(r"\^?\s?\{?\s?\\(?:circ|degree)(?![A-Za-z])\s?\}?|[º˚]")
-_LATEX_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mathbf|textbf|operatorname|rm)\s?\{([^{}]*)\}")
-_LATEX_SPACE = re.compile(r"\\[,;:! ]|\\(?:quad|qquad)(?![A-Za-z])|(?<=\S)~")
-
-
-def simplify_units(text: str) -> str:
-    r"""Return `text` with degrees, spaces and texts of LaTeX as plain characters, such as 5 cm for `5\,\text{cm}`."""
-    return _LATEX_TEXT.sub(r"\1", _LATEX_SPACE.sub(" ", _DEGREE.sub("°", text))).replace("²", "^2").replace("³", "^3")
-
-
-def read_unit(text: str, *, attached: bool = False) -> str | None:
-    """Return the canonical name of the unit that `text` spells; None if it is not listed.
-
-    Args:
-        text: a unit, also squared or cubed, also per another: `cm`, `square metres`, `km/h`, `m/s^2`.
-        attached: whether the unit follows the number without a space; a single letter is then a variable, as in 5m.
-    """
-    text = " ".join(unicodedata.normalize("NFKC", text).split())
-    text = text[:-1] if text.endswith(".") else text
-    if attached and re.fullmatch(r"[A-Za-z](?:\^\{?\d\}?)?", text) and not re.match(r"m\^", text):
-        return None
-    parts = [_read_unit_term(part) for part in _PER.split(text, maxsplit=1)]
-    return None if None in parts else "/".join(filter(None, parts))
-
-
-def _read_unit_term(text: str) -> str | None:
-    before, behind = _POWER_BEFORE.match(text), _POWER_AFTER.search(text)
-    if before and behind:
-        return None
-    base = text[before.end() :] if before else text[: behind.start()] if behind else text
-    unit = _UNIT_NAMES.get(base) or (_FOLDED_UNIT_NAMES.get(base.casefold()) if len(base) > 1 else None)
-    if unit is None or not (before or behind):
-        return unit
-    power = _POWERS[before[0].strip().lower()] if before else behind[1] or behind[2]  # type: ignore[index]
-    return f"{unit}^{power}"
-
-
-_NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
-_POWER_OF_TEN = r"[eE](?P<exponent>[+-]?\d{1,2})|\s?(?:×|\\times|\*)\s?10\s?\^\s?(?P<power>-?\d|\{\s?[+-]?\d{1,2}\s?\})"
-_QUANTITY = re.compile(
-    r"(?:(?P<before>[+-])?(?P<currency>[€£¥￥₹]|(?:US)?\\?\$)\s?)?"
-    rf"(?P<sign>[+-])?(?P<number>{_NUMBER})(?:{_POWER_OF_TEN})?(?P<gap>\s*)(?P<unit>\S.*)?",
-    re.DOTALL,
-)
-_FRACTION = re.compile(r"([+-]?)(?:(\d+)\s)?(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{(\d+)\}\s?\{(\d+)\})")
-_VULGAR = re.compile("[¼-¾⅐-⅞]")
-_NUMBERS = [pair for table in TABLES.values() for pair in enumerate(table["numbers"])]
-_NUMBER_WORDS = {word: number for number, words in _NUMBERS for word in words.split("|")}
-_NUMBER_WORD_PATTERN = re.compile(
-    rf"^(?:{'|'.join(sorted(_NUMBER_WORDS, key=len, reverse=True))})(?![A-Za-z0-9一二三四五六七八九十百千万点分])",
-    re.IGNORECASE,
-)
-_COUNTED_NOUN = re.compile(  # nouns after a number, but no scale word and no second number
-    r"(?!(?:or|and|to|plus|minus|times|by|out|over|hundred|thousand|[mbtr]+illion|dozen|half|halves|percent)s?\b)"
-    r"[a-z]{2,}(?: [a-z]{2,}){0,2}"
-    r"|[个只条辆人名位张把件种次块棵头匹双本朵支根颗粒座栋层台架艘](?P<noun>[\u4e00-\u9fff]{0,6})",
-    re.IGNORECASE,
-)
-_PERCENT = frozenset(["%", r"\%", "percent", "per cent", "pct"])
-_MINUS = re.compile("[−–‐‑﹣]")
-_MAX_QUANTITY_LENGTH = 100
-_MIN_DECIMALS, _MIN_DIGITS = 6, 10**4
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """A number, its unit ("" for none) and its number of decimals (None for a fraction)."""
-
-    value: Fraction
-    unit: str = ""
-    decimals: int | None = 0
-
-    def equals(self, other: "Quantity") -> bool:
-        """Return whether both are the same number; a unit that only one of them has is ignored.
-
-        A fraction also equals its value rounded or cut to six or more decimals, five of their digits at least.
-        """
-        if "" in (self.unit, other.unit) and "%" in (self.unit, other.unit):  # 50% is 0.5, and 50 of a hundred
-            share, plain = (self, other) if self.unit else (other, self)
-            hundredfold = Quantity(share.value * 100, decimals=(share.decimals or 0) - 2)
-            return replace(share, unit="").equals(plain) or hundredfold.equals(plain)
-        if self.unit and other.unit and self.unit != other.unit:
-            return False
-        if (self.decimals is None) == (other.decimals is None):
-            return self.value == other.value
-        written, exact = (self, other) if other.decimals is None else (other, self)
-        places = written.decimals or 0
-        digits, scaled = (each.value * Fraction(10) ** places for each in (written, exact))
-        if places < _MIN_DECIMALS or abs(digits) < _MIN_DIGITS:
-            return digits == scaled
-        return digits in (scaled, int(scaled), round(scaled))
-
-
-def read_quantity(text: str) -> Quantity | None:
-    """Parse `text` as a number with an optional unit; None if it is anything else.
-
-    Args:
-        text: decimal, number with thousands commas, scientific notation, fraction or percentage (5% is 0.05), with a
-            currency sign or a unit of `units.txt`.
-    """
-    text = unicodedata.normalize("NFKC", _MINUS.sub("-", _VULGAR.sub(r" \g<0>", simplify_units(text))))
-    text = _NUMBER_WORD_PATTERN.sub(
-        lambda word: str(_NUMBER_WORDS[word[0].casefold()]), text.replace("⁄", "/").strip().rstrip(" .,;:。")
-    )
-    if len(text) > _MAX_QUANTITY_LENGTH or not text.isprintable():
-        return None
-    if match := _FRACTION.fullmatch(text):
-        above, below = int(match[3] or match[5]), int(match[4] or match[6])
-        value = int(match[2] or 0) + Fraction(above, below or 1)
-        return Quantity(-value if match[1] == "-" else value, decimals=None) if below else None
-    match = _QUANTITY.fullmatch(text)
-    if match is None or (match["before"] and match["sign"]):
-        return None
-    exponent = int((match["exponent"] or match["power"] or "0").strip("{} "))
-    number = match["number"].replace(",", "")
-    decimals = len(number.partition(".")[2]) - exponent
-    value = Fraction(number) * Fraction(10) ** exponent
-    if "-" in (match["before"], match["sign"]):
-        value = -value
-    unit, currency = match["unit"] or "", match["currency"]
-    if unit.casefold() in _PERCENT and not currency:
-        return Quantity(value / 100, "%", decimals + 2)
-    names = {read_unit(unit, attached=not match["gap"])} if unit else set()
-    if names == {None} and (counted := _COUNTED_NOUN.fullmatch(unit)):  # 3 dogs
-        names = {counted["noun"] if counted["noun"] is not None else counted[0].casefold().removesuffix("s")}
-    if currency:
-        names.add(read_unit(currency.replace("\\", "")))
-    return None if None in names or len(names) > 1 else Quantity(value, "".join(map(str, names)), decimals)
-
 
 _LATEX_SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "≤": r"\leq ", "≥": r"\geq ",
     "≠": r"\neq ", "±": r"\pm ", "∞": r"\infty ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "°": r"^\circ ",
-    "²": "^{2}", "³": "^{3}", "**": "^", r"\left": "", r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac",
+    "!=": r"\neq ", "²": "^{2}", "³": "^{3}",
+    "**": "^", r"\left": "", r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac",
 }  # fmt: skip
 _COMMANDS = (
     "frac|sqrt|pi|cdot|times|div|pm|infty|theta|alpha|beta|gamma|delta|lambda|mu|phi|omega|sin|cos|tan|cot|log|ln|exp|"
@@ -247,12 +31,38 @@ _VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _EXPONENT = re.compile(r"\^\s*(?:\{([^{}^]*)\}|([A-Za-z0-9])|(-\d)|\\circ)")
 _LAST_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]$")
 _PRODUCT = re.compile(r"(?<![A-Za-z\\])([A-Za-z])(?=[a-z](?![A-Za-z]))")
-_ASSIGNMENT = re.compile(r"\s*[A-Za-z]'?(?:_\w)?\s*=\s*([^=]+)")
+_NAME = re.compile(  # x, AB, \angle ABC, S_1, f(x), Area: no product such as 2x or ab
+    r"(?=\s*[^\d\s])\s*(?:(?:\\(?:angle|triangle|overline|vec)\s?|[∠△]|[A-Za-z]{4,}\s)\{?)?"
+    r"(?:[A-Z]{1,4}|[a-z]|[A-Za-z]{4,})?\}?\d?'?(?:_\{?\w{1,3}\}?)?(?:\([A-Za-z]\))?\s*"
+)
 _MAX_FORMULA_LENGTH, _MAX_DEPTH = 200, 6
 
 
+@lru_cache(4096)
+def _read_gold(text: str) -> str:
+    """Return an open reference without the words before its answer; yes or no if it begins with that."""
+    text = to_half_width(text)
+    return POLARITY.get(normalise(re.split(r"[,.;]", text)[0])) or cut_openers(text)
+
+
 def is_same_open_answer(gold: str, answer: str) -> bool:
-    """Return whether `answer` states the open answer `gold`.
+    """Return whether `answer` states the open answer `gold`: as a whole, or as what its phrase says."""
+    return any(is_same_value(_read_gold(gold), phrase) for phrase in find_phrases(to_half_width(answer)))
+
+
+def is_literal(gold: str) -> bool:
+    """Return whether only the same text equals an open reference: a formula that cannot be read, or a sentence."""
+    if POLARITY.get(_read_gold(gold)):
+        return False
+    parts = [_split_unit(strip_wrapping(to_half_width(part)))[0] for part in split_list(_read_gold(gold))]
+    is_read = all(read_quantity(part) or _is_formula(_to_latex(part)) for part in parts)
+    is_date = _read_date(strip_article(gold)) is not None
+    return not (is_read or is_date) and (len(gold.split()) > 8 or bool(re.search(r"\d|[\\√π^=]", gold)))
+
+
+@lru_cache(4096)
+def is_same_value(gold: str, answer: str) -> bool:
+    """Return whether two texts are the same open answer.
 
     Numbers are compared as exact values, lists part by part, in their order. math-verify decides only where both sides
     are formulas: it would take the last number out of any text and words for products of letters ("on" and "no").
@@ -264,53 +74,91 @@ def is_same_open_answer(gold: str, answer: str) -> bool:
     first, second = read_quantity(gold), read_quantity(answer)
     if first is not None and second is not None:
         return first.equals(second)
-    if len({POLARITY.get(text, text) for text in (strip_article(gold), strip_article(answer))}) == 1:
+    plain = {_TIME.sub(r"\1:\2", _TIGHT.sub("", strip_article(text))) for text in (gold, answer)}
+    if len({POLARITY.get(text, text) for text in plain}) == 1 or len({_read_date(text) or text for text in plain}) == 1:
         return True
-    if gold.startswith("[") != answer.startswith("["):  # a list with its brackets, and one without
-        gold, answer = gold.strip("[]"), answer.strip("[]")
-    golds = _split_list(gold)
-    answers = _split_list(_AND.sub(",", answer) if len(golds) > 1 else answer)
+    if gold.startswith("[") != answer.startswith("["):  # a list with its brackets, and one without or with others
+        is_long = min(gold.count(","), answer.count(",")) > 1
+        gold, answer = (text.strip("[](){}\\ " if is_long else "[]") for text in (gold, answer))
+    golds = split_list(gold) if first is None else [gold]
+    answers = split_list(_AND.sub(",", answer) if len(golds) > 1 else answer)
     if len(golds) > 1 and len(golds) == len(answers):
-        return all(is_same_open_answer(*pair) for pair in zip(golds, answers, strict=True))
-    return len(golds) == len(answers) and _is_same_formula(_to_latex(gold), _to_latex(answer))
+        return all(is_same_value(*pair) for pair in zip(golds, answers, strict=True))
+    if len(golds) != len(answers):
+        return False
+    if "=" not in gold and "=" in answer and not re.search(r"[<>!]", answer):  # 24*24 = 576
+        *others, last = answer.split("=")
+        return all(_is_side(side, last) for side in others) and is_same_value(gold, last)
+    (gold, unit), (answer, other) = _split_unit(gold), _split_unit(answer)
+    return not (unit and other and unit != other) and _is_same_formula(_to_latex(gold), _to_latex(answer))
+
+
+_FORMULA_UNIT = re.compile(
+    r"(.*[\d)}πa-z])(\s*)((?<![A-Za-z\\])[A-Za-zμΩ]+(?:\s?\^\s?\{?[23]\}?)?|(?<=[\d)}π])[\u4e00-\u9fff]+)"
+)
+
+
+def _split_unit(text: str) -> tuple[str, str | None]:
+    """Return a formula and the unit behind it, None if it has none."""
+    text = simplify_units(text)
+    if (match := _FORMULA_UNIT.fullmatch(text)) and re.search(r"[√π\\]", match[1]):
+        unit = read_unit(match[3], attached=len(match[3]) == 1)
+        return (match[1], unit) if unit else (text, None)
+    return text, None
+
+
+_TIGHT = re.compile(r"(?<=\d) (?=[a-z°])|(?<=\d) ?(?=:)|(?<=:) ?(?=\d)")  # spaces in 5 m and 1 : 2
+_TIME = re.compile(r"(\d{1,2})[点时](\d{1,2})分")
+_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
+_DATE = re.compile(
+    rf"(?:(?P<day>\d{{1,2}})(?:st|nd|rd|th)?(?: of)? ?)?(?P<month>{'|'.join(_MONTHS)})[a-z]*\.?"
+    r"(?: (?P<day2>\d{1,2})(?:st|nd|rd|th)?)?(?:,? (?P<year>\d{4}))?"
+    r"|(?P<year2>\d{4})(?:[-/.]|年)(?P<number>\d{1,2})(?:[-/.]|月)(?P<day3>\d{1,2})日?"
+)
+
+
+def _read_date(text: str) -> tuple[int, int, int] | None:
+    """Return (year, month, day) of a date that names its month or begins with its year; a year that is missing is 0."""
+    match = _DATE.fullmatch(text)
+    day = match and (match["day"] or match["day2"] or match["day3"])
+    if match is None or day is None:
+        return None
+    month = int(match["number"]) if match["number"] else _MONTHS.index(match["month"]) + 1
+    return int(match["year"] or match["year2"] or 0), month, int(day)
 
 
 def _to_latex(text: str) -> str:
     for sign, latex in _LATEX_SIGNS.items():
         text = text.replace(sign, latex)
-    text = re.sub(r"√\s?(?:\(([^()]*)\)|(\w))", r"\\sqrt{\1\2}", text)
+    text = re.sub(r"√\s?(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|\w))", r"\\sqrt{\1\2\3}", text)
     text = _PRODUCT.sub(r"\1 ", text) if re.search(r"[=^\\]", text) else text
     text = re.sub(r"(?<![A-Za-z\\])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
     return re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi ", text).strip()
 
 
+def _is_side(side: str, value: str) -> bool:
+    """Whether `side = value` states a value: `side` is a name, or is computed and no other number."""
+    if _NAME.fullmatch(side):
+        return True
+    read, number = read_quantity(side), read_quantity(value)
+    return not re.search(r"(?<![A-Za-z\\])[A-Za-z]", side) and (read is None or number is None or read.equals(number))
+
+
 def _is_same_formula(gold: str, answer: str) -> bool:
     if max(len(gold), len(answer)) > _MAX_FORMULA_LENGTH or not _MATH_SIGN.search(gold):
         return False
-    if "=" not in gold and (assigned := _ASSIGNMENT.fullmatch(answer)):
-        return is_same_open_answer(gold, assigned[1])
-    if "=" not in answer and (assigned := _ASSIGNMENT.fullmatch(gold)):
-        return is_same_open_answer(assigned[1], answer)
+    if "=" not in answer and gold.count("=") == 1 and _NAME.fullmatch(gold.partition("=")[0]):
+        return is_same_value(gold.partition("=")[2], answer)
     if set(_VARIABLE.findall(gold)) != set(_VARIABLE.findall(answer)):  # math-verify takes letters for units: 3m for 3
         return False
-    if gold.count("=") != answer.count("=") or not (_is_formula(gold) and _is_formula(answer)):
+    if any(gold.count(sign) != answer.count(sign) for sign in ("=", "\\pm")) or not (
+        _is_formula(gold) and _is_formula(answer)
+    ):
         return False
     return is_same_formula(gold, answer)
 
 
 _AND = re.compile(r",?\s+and\s+|\s*(?:→|->)\s*|(?<=[\u4e00-\u9fff])和", re.IGNORECASE)
-
-
-def _split_list(text: str) -> list[str]:
-    """Split at the commas outside brackets; a list is compared in its order."""
-    depths = enumerate(zip(text, _bracket_depths(text), strict=True))
-    commas = [place for place, (character, depth) in depths if character in ",、" and depth == 0]
-    return [text[start + 1 : end] for start, end in pairwise([-1, *commas, len(text)])]
-
-
-def _bracket_depths(text: str) -> Iterator[int]:
-    """Yield the number of open brackets after each character."""
-    return accumulate((character in "([{") - (character in ")]}") for character in text)
 
 
 def _is_formula(text: str) -> bool:
@@ -325,7 +173,7 @@ def _is_formula(text: str) -> bool:
     powers = [digits for match in exponents for digits in re.findall(r"\d+", match[0])]
     most = 16 if re.search(r"[)\]}]\s*\^", text) else 10_000  # of brackets, and of a number
     return (
-        max(_bracket_depths(text), default=0) <= _MAX_DEPTH
+        max(bracket_depths(text), default=0) <= _MAX_DEPTH
         and max(map(len, re.findall(r"\d+", text)), default=0) <= 30
         and max(map(len, powers), default=0) <= 4
         and math.prod(max(int(digits), 1) for digits in powers) <= most
