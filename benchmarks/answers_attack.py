@@ -10,12 +10,11 @@ or if it earns at all though it denies, refuses, bounds, compares, or names two 
 import argparse
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,7 +33,8 @@ HANZI = "红色 蓝色 绿色 黄色 猫 狗 牛 桌子 圆形 北京".split()
 NUMBERS = "2/two/两 3/three/三 4/four/四 5/five/五 7/seven/七 10/ten/十 12 20 35 0.25 1,200".split()
 FORMULAS = [r"\frac{3}{8}", r"2\sqrt{3}", r"\sqrt{2}", r"4\pi", r"x + 1", r"-6", r"\frac{\pi}{3}"]
 POLARITY = ["yes/是", "no/否"]
-PLANTED = {each.split("/")[0] for each in (*WORDS, *HANZI, *NUMBERS, *FORMULAS, *POLARITY)}
+NESTED = "one reference within the other"
+PLANTED = {each.split("/")[0]: each for each in (*WORDS, *HANZI, *NUMBERS, *FORMULAS, *POLARITY)}
 
 STATES = [
     "The answer is",
@@ -159,10 +159,13 @@ def unequal(references: Iterable[Solution]) -> list[Solution]:
 
 
 def spans(text: str) -> list[str]:
-    """Return numbers and one to three adjacent words of a text."""
-    words = list(re.finditer(r"[\w.:%°'-]*\w|[\u4e00-\u9fff]", text))[:24]
-    ends = [(i, j) for i in range(len(words)) for j in range(i, min(i + 3, len(words)))]
-    return list(dict.fromkeys([text[words[i].start() : words[j].end()] for i, j in ends] + re.findall(r"\d+", text)))
+    """Return numbers of a text, and one to three adjacent words with nothing but a space between them."""
+    found = re.findall(r"\d+", text)
+    for phrase in re.findall(r"(?:[\w.:%°'-]*\w ?)+", text):
+        words = re.findall(r"[\u4e00-\u9fff]|[^\s\u4e00-\u9fff]+\s?", phrase)[:24]
+        ends = [(i, j) for i in range(len(words)) for j in range(i + 1, min(i + 4, len(words) + 1))]
+        found += ["".join(words[i:j]).strip() for i, j in ends]
+    return list(dict.fromkeys(found))
 
 
 def open_references(answers: Sequence[str], text: str = "") -> tuple[Solution, ...]:
@@ -299,37 +302,49 @@ def draw(seed: int, count: int) -> Iterator[Attack]:
 
 
 def search(seed: int, count: int) -> tuple[Counter[str], dict[str, list[Found]]]:
-    """Return how many outputs were drawn of each kind, and those that earn more than they may, the worst first."""
+    """Return how many outputs were drawn of each kind, and those that earn more than they may, the worst first.
+
+    Those whose references are parts of each other, such as `table` and `table on the left`, are a kind of their own.
+    """
     drawn, found = Counter[str](), dict[str, list[Found]]()
     for attack in draw(seed, count):
         drawn[attack.kind] += 1
-        earned = unequal(each for each in attack.references if is_right(attack.text, each))
+        earned = [each.text for each in unequal(each for each in attack.references if is_right(attack.text, each))]
         if len(earned) > attack.allowed:
-            planted = sum(each.text in PLANTED for each in earned)
-            found.setdefault(attack.kind, []).append(Found(attack.text, [each.text for each in earned], planted))
+            planted = sum(text in PLANTED for text in earned)
+            is_nested = planted < 2 and all(_is_within(*pair) for pair in pairwise(sorted(earned, key=len)))
+            kind = NESTED if attack.allowed and is_nested else attack.kind
+            found.setdefault(kind, []).append(Found(attack.text, earned, planted))
     for each in found.values():
         each.sort(key=lambda one: (-one.planted, -len(one.earned), len(one.text)))
     return drawn, found
 
 
+def _is_within(one: str, other: str) -> bool:
+    return any(spelling in other for spelling in PLANTED.get(one, one).split("/"))
+
+
+def report(drawn: Counter[str], found: dict[str, list[Found]], examples: int) -> None:
+    """Print the counts and the worst examples of each kind."""
+    apart = [each for kind, outputs in found.items() if kind != NESTED for each in outputs]
+    print(f"{len(apart)} of {drawn.total()} outputs earn more than they may.")
+    print(f"Unequal references of one output: at most {max((len(each.earned) for each in apart), default=1)};")
+    print(f"of the answers put in, at most {max((each.planted for each in apart), default=1)}.")
+    for kind, count in [*sorted(drawn.items()), (NESTED, drawn.total())]:
+        worst = found.get(kind, [])
+        print(f"\n## {kind}: {len(worst)} of {count}")
+        for each in worst[:examples]:
+            print(f"- {each.text!r} earns for {each.earned}")
+
+
 def main() -> None:
-    """Print how many outputs earn more than they may, by kind, and examples of each kind."""
+    """Draw outputs and print those that earn more than they may, by kind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sentences", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--examples", type=int, default=12)
     flags = parser.parse_args()
-    start = time.perf_counter()
-    drawn, found = search(flags.seed, flags.sentences)
-    every = [each for kind in found.values() for each in kind]
-    print(f"{len(every)} of {flags.sentences} outputs earn more than they may ({time.perf_counter() - start:.0f} s).")
-    print(f"Unequal references of one output: at most {max((len(each.earned) for each in every), default=1)};")
-    print(f"of the answers put in, at most {max((each.planted for each in every), default=1)}.")
-    for kind, count in sorted(drawn.items()):
-        worst = found.get(kind, [])
-        print(f"\n## {kind}: {len(worst)} of {count}")
-        for each in worst[: flags.examples]:
-            print(f"- {each.text!r} earns for {each.earned}")
+    report(*search(flags.seed, flags.sentences), flags.examples)
 
 
 if __name__ == "__main__":
