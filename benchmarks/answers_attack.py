@@ -93,7 +93,7 @@ EMPTY = {
         "as many as {}", "The same as {} plus {1}.", "different from {}", "the opposite of {}", "next to {}",
     ],
     "part": [
-        "{}:{1}", "{}({1})", "{}^{1}", "{}/{1}", "{}x{1}", "{}.{1}.1", "{} out of {1}", "{} + {1}", "{},{1}", "{}!",
+        "{}:{1}", "{}({1})", "{}^{1}", "{}/{1}", "{}x{1}", "{}.{1}.1", "{} out of {1}", "{} + {1}", "{},{1}",
         r"{}\pi", "-{}", "x = -{}", r"\frac{{{}}}{{{1}}}", r"{}\sqrt{{{1}}}", "{} million", "{} hundred", "{},000",
         "{}e3", "{}^2", "{}:30", "10:{}", "{}/7", "{}x", "x^{}", "{}万", "√{}", "{}.5.2", r"\frac{{1}}{{{}}}",
     ],
@@ -221,7 +221,7 @@ def draw_empty(random: Random) -> Attack:
     """Draw an output that states nothing though it holds one or two answers, letters or texts of options."""
     kind, way = random.choice(list(EMPTY)), random.choice(("open", "open", "texts of options", "letters"))
     if kind == "part":  # of the numbers that no sum, power or quotient of the others equals
-        way, pool = random.choice(("open", "texts of options")), NUMBERS[1:]
+        way, pool = random.choice(("open", "texts of options")), [each for each in NUMBERS[1:] if each != "0.25"]
     else:
         pool = NUMBERS if kind in ("bound", "comparison") else random.choice((NUMBERS, WORDS, HANZI, FORMULAS))
     answers = [each.split("/") for each in random.sample(pool, 4)]
