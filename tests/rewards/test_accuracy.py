@@ -1,6 +1,8 @@
 """Which answer a completion states, by hand from `Stated answer` in definitions.md."""
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from vgr_trl.rewards import accuracy_reward
 from vgr_trl.utils import RewardError
@@ -193,6 +195,44 @@ def test_a_text_has_one_value():
 def test_a_list_of_numbers_is_one_answer():
     texts = ["<answer>14</answer>", "<answer>[14, 14, 42, 42]</answer>", "<answer>[42, 14, 14, 42]</answer>"]
     assert accuracy_reward(texts, [[14, 14, 42, 42]] * 3) == [0, 1, 0]
+
+
+UNEQUAL = "red|blue|a cat|3|20|0.25|3:1|yes|no|x + 1|2\\sqrt{3}|\\frac{\\pi}{3}|红色|猫".split("|")
+WORDS = (
+    "The answer is|Answer:|I choose|####|there are|it|on|in|at|of|with|and|or|not|because|so|than|more|has|twice|maybe|"
+    "A|B|(C)|D.|two|十二|是|否|答案是|有|在|或|和|,|。|.|:|;|-|/|=|\n|\n- |\n1. |**|$|<answer>|</answer>|<think>|"
+    "</think>|\\boxed{|}|(|)"
+).split("|")
+TEXTS = st.builds(
+    lambda pairs, joint: joint.join(word for words, answer in pairs for word in (*words, answer)),
+    st.lists(st.tuples(st.lists(st.sampled_from(WORDS), max_size=2), st.sampled_from(UNEQUAL)), min_size=2, max_size=4),
+    st.sampled_from((" ", "")),
+)
+JOINTS = (" or ", " and ", ", ", " / ", "; ", "\n", " | ", "或", "、")
+FRAMES = ("{}", "The answer is {}.", "<answer>{}</answer>", r"\boxed{{{}}}", "答案是{}。", "**{}**")
+ITEMS = ("{0}", "({0})", "{1}", "({0}) {1}", "{0}. {1}", "- {0}: {1}")
+
+
+@settings(derandomize=True, max_examples=400)
+@given(text=TEXTS)
+def test_a_text_is_right_for_at_most_one_of_unequal_references(text):
+    assert sum(accuracy_reward([text] * len(UNEQUAL), UNEQUAL)) <= 1
+    choices = UNEQUAL[:4]
+    assert sum(accuracy_reward([text] * 4, [0, 1, 2, 3], [choices] * 4)) <= 1
+
+
+@settings(derandomize=True, max_examples=200)
+@given(
+    order=st.lists(st.integers(0, 3), min_size=2, max_size=4, unique=True),
+    choices=st.lists(st.sampled_from(UNEQUAL), min_size=4, max_size=4, unique=True),
+    item=st.sampled_from(ITEMS),
+    joint=st.sampled_from(JOINTS),
+    frame=st.sampled_from(FRAMES),
+)
+def test_two_options_are_none(order, choices, item, joint, frame):
+    assume(joint != "\n" or not frame.endswith((".", "。")))  # a statement ends with its line
+    text = frame.format(joint.join(item.format("ABCD"[index], choices[index]) for index in order))
+    assert accuracy_reward([text] * 4, [0, 1, 2, 3], [choices] * 4) == [0] * 4
 
 
 def test_called_as_trl_calls_it():
