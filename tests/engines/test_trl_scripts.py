@@ -15,7 +15,7 @@ from support.trainers import train_file
 WORKER = Path(__file__).with_name("trl_script_worker.py")
 ENGINE = engines.VARIABLES["zero3"] | {"ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}  # as TRL's deepspeed_zero3.yaml
 OURS = "--dtype float32 --max_completion_length 8 --optim sgd --max_grad_norm 0"
-EVERY = f"--learning_rate 0.1 {OURS} --use_peft --lora_dropout 0 --lora_target_modules q_proj v_proj --log_completions"
+EVERY = f"--learning_rate 0.1 {OURS} --use_peft --lora_dropout 0 --lora_target_modules q_proj, v_proj --log_completions"
 FLAGS = {
     "qwen": EVERY,
     "smolvlm": f"{EVERY} --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --num_generations 2",
@@ -29,6 +29,7 @@ RUNS = {  # name: trainer, flags of, more flags
     "DAPO qwen": ("DAPO", "qwen", ""),
     "DAPO gspo": ("DAPO", "gspo", ""),
     "DAPO rloo": ("DAPO", "qwen", RLOO),
+    "DAPO smolvlm": ("DAPO", "smolvlm", ""),
     "GRPO qwen": ("GRPO", "qwen", ""),
     "GRPO gspo": ("GRPO", "gspo", ""),
     "GRPO smolvlm": ("GRPO", "smolvlm", ""),
@@ -40,11 +41,12 @@ SHARED = {  # prompts computed per row, by kind of pass
     "DAPO qwen": WHOLE,
     "DAPO gspo": WHOLE | {"scoring": 1 / 8, "training": 0.7},  # micro-batches are shuffled
     "DAPO rloo": WHOLE | {"scoring": 1 / 8},
+    "DAPO smolvlm": {"generation": 1 / 2, "training": 1 / 2},  # micro-batches of one are joined
     "GRPO qwen": WHOLE,
     "GRPO gspo": WHOLE | {"scoring": 1 / 8, "training": 0.7},
     "GRPO smolvlm": {"generation": 1 / 2, "training": 1},
     "GRPO whole": {"generation": 1 / 2, "training": 1 / 2},
-    "RLOO qwen": WHOLE | {"scoring": 1 / 8},
+    "RLOO qwen": {"generation": 1 / 2, "scoring": 1 / 2, "training": 1 / 2},  # two completions by default
 }
 
 
@@ -68,6 +70,8 @@ def test_scripts_of_trl(name, folder):
     for kind, most in SHARED[name].items():
         assert found["counted"][kind] <= most, kind
         assert plain["counted"].get(kind, 1) == 1
+    if name.startswith("DAPO"):
+        assert {each.split(".")[-4] for each in found["moved"]} == {"q_proj", "v_proj"}
     largest = max(float(value.abs().max()) for value in plain["moved"].values())
     assert largest > 1e-6
     assert (

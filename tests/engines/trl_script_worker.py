@@ -14,6 +14,7 @@ from unittest.mock import patch
 import engines
 import torch
 import trl
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from support.trainers import prompts
 from transformers import AutoProcessor
@@ -84,6 +85,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     model, questions, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     for name, (trainer, shares, flags) in json.loads(sys.argv[4]).items():
+        AcceleratorState._reset_state()  # DeepSpeed's configuration is of one run
         found = run((model, questions), output / f"run {name}", trainer, shares, flags)
         if os.environ["RANK"] == "0":
             torch.save(found, output / f"{name}.pt")
