@@ -78,3 +78,11 @@ def test_scripts_of_trl(name, folder):
         max(float((plain["moved"][each] - value).abs().max()) for each, value in found["moved"].items())
         < 1e-4 * largest
     )
+
+
+@pytest.mark.minutes
+def test_whole_groups_in_place_of_micro_batches_of_one(folder):
+    """What docs/sharing.md advises users of TRL's trainers leaves the update as it was."""
+    ones, whole = (torch.load(folder / f"GRPO {each} plain.pt")["moved"] for each in ("smolvlm", "whole"))
+    largest = max(float(value.abs().max()) for value in ones.values())
+    assert max(float((whole[name] - value).abs().max()) for name, value in ones.items()) < 1e-5 * largest
