@@ -123,29 +123,31 @@ def growth_that_fits(room: int, total: int, needed: int) -> float:
 
 def join_micro_batches(trainer: ConstructedTrainer) -> RowsPerPass:
     """Join as many micro-batches of a constructed trainer as its features allow; its options become a copy."""
-    args, feature, device = trainer.args, trainer.features["join_micro_batches"], trainer.accelerator.device
-    given, most = args.per_device_train_batch_size, args.most_rows_per_pass
-    steps = math.gcd(args.gradient_accumulation_steps, args.steps_per_generation or 1)
-    limit = math.ceil((most or trainer.num_generations) / given) if feature.enabled else 1
-    joined = max(number for number in range(1, limit + 1) if steps % number == 0)
+    args, group, device = trainer.args, trainer.num_generations, trainer.accelerator.device
+    given, most, reason = args.per_device_train_batch_size, args.most_rows_per_pass, None
+    accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
+    if (feature := trainer.features["join_micro_batches"]).reason is not None:
+        reason = feature.reason
+    elif most is None and device.type not in ("cpu", "cuda"):
+        reason = f"the memory of {device.type} is not measured: give a number as rows_per_pass"
+    limit = math.ceil((most or group) / given) if reason is None else 1
+    joined = max(each for each in range(1, limit + 1) if accumulated % each == generated % each == 0)
+    if joined < limit:
+        reason = f"no more divide gradient_accumulation_steps {accumulated} and steps_per_generation {generated}"
     if joined > 1:
         trainer.args = args = copy(args)  # those of the user stay as they are, for another trainer
-        args.per_device_train_batch_size *= joined
-        args.gradient_accumulation_steps //= joined
-        args.steps_per_generation = (args.steps_per_generation or 1) // joined
+        args.per_device_train_batch_size = given * joined
+        args.gradient_accumulation_steps, args.steps_per_generation = accumulated // joined, generated // joined
         trainer._train_batch_size = args.train_batch_size
-    if trainer.is_deepspeed_enabled:
-        config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
-        numbers = {
-            "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        }
-        config |= {name: number for name, number in numbers.items() if isinstance(config.get(name), int)}
+        if trainer.is_deepspeed_enabled:  # whose configuration has the old numbers
+            config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+            if config.get("train_micro_batch_size_per_gpu") == given:
+                config["train_micro_batch_size_per_gpu"] = given * joined
+            if config.get("gradient_accumulation_steps") == accumulated:
+                config["gradient_accumulation_steps"] = accumulated // joined
     measures = joined > 1 and most is None and device.type == "cuda"
     memory = UpdateMemory(device, trainer.accelerator.gather) if measures else None
-    divides = f"no more divide {steps}, what gradient_accumulation_steps and steps_per_generation have in common"
-    reason = feature.reason or (divides if joined < limit else None)
-    return RowsPerPass(given, joined, most, memory, reason if joined * given < trainer.num_generations else None)
+    return RowsPerPass(given, joined, most, memory, reason if joined * given < group else None)
 
 
 def describe_spread_groups(args: DAPOConfig, num_generations: int, processes: int) -> str:
@@ -157,9 +159,8 @@ def describe_spread_groups(args: DAPOConfig, num_generations: int, processes: in
     option = "steps_per_generation"
     if args.gradient_accumulation_steps == args.steps_per_generation:
         option = "gradient_accumulation_steps"
-    more = [
-        f"{name} {getattr(args, name) * num_generations // common}" for name in (option, "per_device_train_batch_size")
-    ]
-    fewer = [f"num_generations {common}"] if common > 1 else []
+    names = option, "per_device_train_batch_size"
+    cures = [f"{name} {getattr(args, name) * num_generations // common}" for name in names]
+    cures += [f"num_generations {common}"] if common > 1 else []
     problem = f"A process has {rows} completions of a rollout, so a group of {num_generations} is spread over processes"
-    return f" {problem}, and each computes its prompt; whole with {' or '.join([*more, *fewer])}."
+    return f" {problem}, and each computes its prompt; whole with {' or '.join(cures)}."

@@ -196,7 +196,7 @@ def plan_features(trainer: ConstructedTrainer) -> dict[str, Feature]:
         "share_scoring": _why_no_pass_shares(trainer) or compiled or why_not_share(trainer.model, gradients=False),
         "share_training": training,
         "share_over_micro_batches": unshared or sharded or why_not_lend(base),
-        "join_micro_batches": off("rows_per_pass") or unshared or rows or _why_not_measured(trainer),
+        "join_micro_batches": off("rows_per_pass") or unshared or rows,
         "regroup": unshared or (None if trainer.args.share_prompts == "on" else rows or spread),
         "skip_zero_advantage": off("skip_zero_advantage") or noise or read,
         "skip_zero_advantage_tokens": off("skip_zero_advantage_tokens") or read or headless or _why_whole(trainer),
@@ -269,12 +269,6 @@ def why_not_reuse_first_pass(trainer: ConstructedTrainer) -> str | None:
             return f"{needed[need]} needs the pass anyway"
     random = args.neftune_noise_alpha or has_active_dropout(trainer.model, when_training=True)
     return "dropout, or the noise of NEFTune" if random else None
-
-
-def _why_not_measured(trainer: ConstructedTrainer) -> str | None:
-    """Return why it is not known how many rows fit in a pass."""
-    known = trainer.accelerator.device.type in ("cpu", "cuda") or trainer.args.most_rows_per_pass is not None
-    return None if known else f"the memory of {trainer.accelerator.device.type} is not measured: give rows_per_pass"
 
 
 # Reasons that several features have
