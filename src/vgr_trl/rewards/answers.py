@@ -15,7 +15,7 @@ from itertools import islice, pairwise
 from numbers import Real
 from typing import Any, NamedTuple
 
-from vgr_trl.rewards.equality import is_same_open_answer, is_same_value
+from vgr_trl.rewards.equality import is_same_open_answer, is_same_value, is_value
 from vgr_trl.rewards.language import (
     MARKS,
     OR,
@@ -87,7 +87,7 @@ _JSON_KEY = re.compile(r"(?:\w+_)?(?:answer|option|choice|result|prediction|solu
 _SENTENCE_END = re.compile(r"[.!?](?=[*\"')]{0,3}(?:\s|$))|[。\n]")
 _BEFORE_CLAUSE = re.compile(r"(?:[\s:*_`\"'“]|-(?=\s))*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
 _ITEM = re.compile(r"[\s*>-]*(?:option\s)?\(?([A-J])(?:\*{0,2}[).:、]|\*\*|[\s*]*$)", re.IGNORECASE)
-_BARE = re.compile(r"[\s*>$-]*(?:\d{1,2}[.)]\s)?(?:[^\s:=]|:(?=\S))+(?: [^\s:=]+)?\s*")
+_BARE = re.compile(r"[\s*>$-]*(?:\d{1,2}[.)]\s)?(?:[^\s:=]|:(?=\S))+(?: [+*/-])?(?: [^\s:=]+)?\s*")
 _LISTED = re.compile(r"(?:^|[\s;,(*])\(?([A-J])(?:[).:、]|\*\*)")
 _HASHES = re.compile(r"####\s*([^\n#]+)\s*$")
 _MAX_REACH, _MAX_STATEMENTS = 300, 20  # characters read on each side of a statement; statements read, the last ones
@@ -259,7 +259,7 @@ def _first_clause(text: str) -> str:
         is_next = _LETTER.match(behind) or WORDS["reasons"].match(behind) or cut_openers(behind) != behind
         is_own_text = is_item and not is_next
         if not (is_own_text or WORDS["joins"].match(behind) or behind[:1].isdigit()):  # "A. Or B."
-            return line[: end.start()]
+            return line[: end.end()]
     following = further.lstrip().partition("\n")[0].rstrip(MARKS + STOPS + ")")
     is_list = "\n" in start[0] and _BARE.fullmatch(line) and _BARE.fullmatch(further.partition("\n")[0])
     return f"{line}; {following}" if is_list or _ITEM.fullmatch(following) or WORDS["joins"].match(following) else line
@@ -284,12 +284,12 @@ _TWO, _DENIED = "two answers", "a denial, bound or comparison"
 
 _LETTER = re.compile(
     r"[(\[]\s?(?P<bracketed>[A-Ja-j])\s?[)\]]"
-    r"|(?<![A-Za-z0-9_'’^\\=(])(?P<plain>[A-J])(?![A-Za-z0-9_'’^+]|\s?="
+    r"|(?<![A-Za-z0-9_'’^\\=(])(?<!N/)(?P<plain>[A-J])(?![A-Za-z0-9_'’^+]|\s?="
     r"|[\u3040-\u30ff\u4e00-\u9fff](?<![选選項项是为正因和或对不错ですがはまか都]))"
 )
 _SMALL_LETTER = re.compile(r"\(?\s?([a-j])\s?(?:[).:]|$)")
 _FOLLOWED_BY_WORD = re.compile(
-    r"\s+(?!(?:or|and|nor|o|ou|oder|et|und|is|are|was|because|since|as|with|which)\b)[a-z]{2}|\s+(?!o\b)[a-z]\b"
+    r"\s+(?!(?:or|and|nor|o|ou|oder|et|und|is|are|was|because|since|as|with|which|because|since)\b)[A-Za-z]{2}|\s+(?!o\b)[a-z]\b"
 )
 _IS = re.compile(
     r"[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s|是)?(?:(?:also|clearly|definitely)\s)?"
@@ -300,9 +300,9 @@ _JOINED = re.compile(r"[*\"'”]{0,3}(?:\s*/|\s+(?:or|and)\b|,)")
 _CLAUSES = ("statement", "confirmation", "sentence")
 _SEPARATES = {"", "or", "and", "vs", "或", "或者", "和"}
 _SEPARATOR = re.compile(
-    r"[;,、|\n→]|\s/\s|\s(?:and|or|vs\.?|&|as well as|oder|und|ou|et|o|y)\s|或者?|和", re.IGNORECASE
+    r"[;,、|\n→]|\s/\s|[-=]>|\s(?:and|or|vs\.?|&|as well as|oder|und|ou|et|o|y)\s|或者?|和", re.IGNORECASE
 )
-_DASH = re.compile(r"^[-–—:]+\s+")  # not the sign of -5
+_DASH = re.compile(r"^(?:[-–—:]+\s+|\\[ ,;]|~)")  # not the sign of -5
 _SEGMENT_END = re.compile(r"[。;\n]|[.](?!\d)|\s[-–—]\s|(?=,)|(?<=\S)\s*(?=\()")
 
 
@@ -361,7 +361,7 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
     if len(strip_wrapping(cut_openers(text[last:]))) > 3:  # "A is red, so option B"
         places = [place for place in places if place.start >= last] or places
     named = {place.option for place in places if not _is_denied(text, place)}
-    is_refused = WORDS["refuses"].search(text[places[-1].end : head])
+    is_refused = WORDS["refuses"].search(text[places[-1].start : head])
     return (set(), _DENIED) if is_refused or not named else (named, _TWO)
 
 
@@ -403,14 +403,17 @@ def _find_letters(text: str, number: int) -> list[_Place]:
 
 
 def _find_own_text(behind: str, choices: Sequence[str], index: int) -> set[int]:
-    """Return the option whose text follows a letter: `index` for its own, others, or none."""
+    """Return the option whose text follows a letter: `index` for its own, others, -1 for another value, or none."""
     behind = _DASH.sub("", behind.lstrip(MARKS + STOPS + ")]"))
     segments = [behind, *(behind[: end.start()] for end in islice(_SEGMENT_END.finditer(behind), 3))]
-    found = (_find_same(segment.strip(MARKS + "()"), choices) for segment in segments if segment)
+    found = (_find_same(segment.strip(MARKS + "()" * segment.startswith("(")), choices) for segment in segments if segment)
     if same := next(filter(None, found), None):
         return {index} if index in same else same
     own = _compile_choice(choices[index]).match(behind)
-    return {index} if own and _CLAUSE_END.match(behind, own.end()) else set()
+    if own and _CLAUSE_END.match(behind, own.end()):
+        return {index}
+    is_other = "=" not in segments[-1] and is_value(segments[1 % len(segments)]) and is_value(choices[index])
+    return {-1} if is_other else set()
 
 
 def _find_listed(text: str, choices: Sequence[str]) -> set[int]:

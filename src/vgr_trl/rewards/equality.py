@@ -5,7 +5,7 @@ import math
 import re
 from functools import lru_cache
 
-from vgr_trl.rewards.language import POLARITY, normalise, strip_article, strip_wrapping, to_half_width
+from vgr_trl.rewards.language import POLARITY, WORDS, normalise, strip_article, strip_wrapping, to_half_width
 from vgr_trl.rewards.phrases import bracket_depths, cut_openers, find_phrases, split_list
 from vgr_trl.rewards.quantities import read_quantity, read_unit, simplify_units
 from vgr_trl.utils import limit_seconds
@@ -14,7 +14,7 @@ _LATEX_SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "≤": r"\leq ", "≥": r"\geq ",
     "≠": r"\neq ", "±": r"\pm ", "∞": r"\infty ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "°": r"^\circ ",
     "!=": r"\neq ", "²": "^{2}", "³": "^{3}",
-    "**": "^", r"\left": "", r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac",
+    "**": "^", r"\left": "", r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\displaystyle": "",
 }  # fmt: skip
 _COMMANDS = (
     "frac|sqrt|pi|cdot|times|div|pm|infty|theta|alpha|beta|gamma|delta|lambda|mu|phi|omega|sin|cos|tan|cot|log|ln|exp|"
@@ -54,10 +54,16 @@ def is_literal(gold: str) -> bool:
     """Return whether only the same text equals an open reference: a formula that cannot be read, or a sentence."""
     if POLARITY.get(_read_gold(gold)):
         return False
-    parts = [_split_unit(strip_wrapping(to_half_width(part)))[0] for part in split_list(_read_gold(gold))]
-    is_read = all(read_quantity(part) or _is_formula(_to_latex(part)) for part in parts)
-    is_date = _read_date(strip_article(gold)) is not None
-    return not (is_read or is_date) and (len(gold.split()) > 8 or bool(re.search(r"\d|[\\√π^=]", gold)))
+    is_read = all(map(is_value, split_list(_read_gold(gold)))) or _read_date(strip_article(gold))
+    return not is_read and (len(gold.split()) > 8 or bool(re.search(r"\d|[\\√π^=]", gold)))
+
+
+def is_value(text: str) -> bool:
+    """Return whether a text is a number or a formula."""
+    text = strip_wrapping(to_half_width(text))
+    return read_quantity(text) is not None or (
+        _MATH_SIGN.search(text) is not None and _is_formula(_to_latex(_split_unit(text)[0]))
+    )
 
 
 @lru_cache(4096)
@@ -139,7 +145,7 @@ def _to_latex(text: str) -> str:
 def _is_side(side: str, value: str) -> bool:
     """Whether `side = value` states a value: `side` is a name, or is computed and no other number."""
     if _NAME.fullmatch(side):
-        return True
+        return not WORDS["refuses"].search(side)  # Suppose x = 5
     read, number = read_quantity(side), read_quantity(value)
     return not re.search(r"(?<![A-Za-z\\])[A-Za-z]", side) and (read is None or number is None or read.equals(number))
 
