@@ -102,7 +102,8 @@ OF_MIXED = {
     "": [
         "E. 3.5", "(E) 3", "\\boxed{\\frac{3}{4}}", "\\boxed{2\\sqrt{3}}", "-3", "3:1", "10:3",
         "\\boxed{2(3)}", "x = -3",
-        "B. 5", "\\boxed{(B) 3.4}", "(E) 0.3%", "The answer is (D) $\\frac{1}{17}$", "3 as well as 3.5", "\\boxed{A->B->C}",
+        "B. 5", "\\boxed{(B) 3.4}", "(E) 0.3%", "The answer is (D) $\\frac{1}{17}$", "3 as well as 3.5",
+        "\\boxed{A->B->C}",
         "A Circular Sign", "The correct option letter is N/A.", "The answer is (A)? Is it?", "If A, 3; else 3.5",
         "If I had to describe option B, it is 3.5.", "The answer would be B if the lamp were on.",
         "(A) 3\n(B) 3.5\n(C) Reduce A and B", "A) 3; B) 3.5; C) Reduce A and B", "3\n3.5\n0.33%",

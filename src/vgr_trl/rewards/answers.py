@@ -167,14 +167,16 @@ def _find_parts(text: str, in_tag: bool, choices: Sequence[str]) -> Iterator[tup
     if in_tag:
         yield "tag", text
     sentences = _split_sentences(lines[-1]) if lines else []
-    if not in_tag and (_are_items(lines[-2:], choices) or _are_items(sentences, choices) or _are_bare(lines)):
+    if _are_items(lines[-2:], choices) or _are_items(sentences, choices) or _are_bare(lines):
         return
-    if lines and not in_tag:
+    if lines:
         yield "line", lines[-1]
-        if len(lines) > 1 and not _are_items(lines[:2], choices) and not lines[0].rstrip(MARKS).endswith(":"):
+        if not lines[0].rstrip(MARKS).endswith(":"):
             yield "line", lines[0]
     for sentence in sentences:
-        if sentence is sentences[-1] or not _is_explanation(sentence):
+        start = sentence.lstrip(MARKS)
+        is_explanation = WORDS["pronouns"].match(start) and cut_openers(start) == start  # "It has three valves."
+        if sentence is sentences[-1] or not is_explanation:
             yield "sentence", sentence
 
 
@@ -187,10 +189,9 @@ def _are_items(lines: Sequence[str], choices: Sequence[str]) -> bool:
 
 
 def _are_bare(lines: Sequence[str]) -> bool:
-    """Whether a text is nothing but several lines of a few words, or its last two are joined by a line of `or`."""
-    is_joined = len(lines) > 2 and bool(WORDS["joins"].fullmatch(strip_wrapping(lines[-2])))
+    """Whether a text is nothing but several lines of a few words."""
     are_bare = all(_BARE.fullmatch(line) and not WORDS["verbs"].search(line) for line in lines)
-    return is_joined or (are_bare and len(lines) > 1 and lines[-1] not in lines[:-1])
+    return are_bare and len(lines) > 1 and lines[-1] not in lines[:-1]
 
 
 def _last_box(text: str) -> str | None:
@@ -261,7 +262,7 @@ def _first_clause(text: str) -> str:
         if not (is_own_text or WORDS["joins"].match(behind) or behind[:1].isdigit()):  # "A. Or B."
             return line[: end.end()]
     following = further.lstrip().partition("\n")[0].rstrip(MARKS + STOPS + ")")
-    is_list = "\n" in start[0] and _BARE.fullmatch(line) and _BARE.fullmatch(further.partition("\n")[0])
+    is_list = "\n" in start[0] and _BARE.fullmatch(further.partition("\n")[0])
     return f"{line}; {following}" if is_list or _ITEM.fullmatch(following) or WORDS["joins"].match(following) else line
 
 
@@ -271,12 +272,6 @@ def _split_sentences(line: str) -> list[str]:
     ends = [0, *ends, len(line)]
     found = [line[start:end] for start, end in pairwise(ends)]
     return [sentence for sentence in found if strip_wrapping(sentence)][: -_MAX_STATEMENTS - 1 : -1]
-
-
-def _is_explanation(sentence: str) -> bool:
-    """Whether a sentence explains the preceding answer without stating one, such as `It has three valves.`"""
-    start = sentence.lstrip(MARKS)
-    return bool(WORDS["pronouns"].match(start)) and cut_openers(start) == start
 
 
 LETTERS = "ABCDEFGHIJ"
@@ -296,11 +291,15 @@ _IS = re.compile(
 )
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
 _CLAUSE_END = re.compile(r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!]|\s+[-–—]\s|\s*$|\s*(?:因为|because\b|since\b|选项))")
-_JOINED = re.compile(r"[*\"'”]{0,3}(?:\s*/|\s+(?:or|and)\b|,)")
+_TEXT_END = re.compile(  # of an option's text in a sentence; ideographs have no spaces
+    rf"{_CLAUSE_END.pattern}|{WORDS['places'].pattern}|[*\"'”]{{0,3}}(?:\s*/|\s+(?:or|and)\b|,)|[\u4e00-\u9fff]",
+    re.IGNORECASE,
+)
 _CLAUSES = ("statement", "confirmation", "sentence")
 _SEPARATES = {"", "or", "and", "vs", "或", "或者", "和"}
 _SEPARATOR = re.compile(
-    r"[;,、|\n→]|\s/\s|[-=]>|\s(?:and|or|vs\.?|&|as well as|oder|und|ou|et|o|y)\s|或者?|和", re.IGNORECASE
+    r"[;,、|\n→]|\s/\s|[-=]>|\s(?:and|or|vs\.?|&|as well as|oder|und|ou|et|o|y)\s|或者?|和",
+    re.IGNORECASE,
 )
 _DASH = re.compile(r"^(?:[-–—:]+\s+|\\[ ,;]|~)")  # not the sign of -5
 _SEGMENT_END = re.compile(r"[。;\n]|[.](?!\d)|\s[-–—]\s|(?=,)|(?<=\S)\s*(?=\()")
@@ -357,9 +356,6 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
     if not (is_line if rule == "line" else is_head or rule in _CLAUSES):
         return None
     places = [place for place in places if place.start < head] or places
-    last = text.rfind(",") + 1 if rule == "confirmation" else 0
-    if len(strip_wrapping(cut_openers(text[last:]))) > 3:  # "A is red, so option B"
-        places = [place for place in places if place.start >= last] or places
     named = {place.option for place in places if not _is_denied(text, place)}
     is_refused = WORDS["refuses"].search(text[places[-1].start : head])
     return (set(), _DENIED) if is_refused or not named else (named, _TWO)
@@ -370,7 +366,7 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int],
     places = _find_texts(text, choices)
     between = {text[one.end : other.start].strip(" *、,;/|-\n") for one, other in pairwise(places)}
     if rule in ("sentence", "tag") and not (between and between <= _SEPARATES):
-        places = [p for p in places if _is_clause_end(text[p.end :]) or WORDS["joins"].search(text[: p.start][-6:])]
+        places = [p for p in places if _TEXT_END.match(text, p.end) or WORDS["joins"].search(text[: p.start][-6:])]
         brackets = [place for place in _find_letters(text, len(choices)) if text[place.start] in "(["]
         said = WORDS["verbs"].split(text)[-1]
         if rule == "sentence" and _LETTER.fullmatch(said.strip(MARKS + STOPS)) and not why_no_value(text):
@@ -406,14 +402,14 @@ def _find_own_text(behind: str, choices: Sequence[str], index: int) -> set[int]:
     """Return the option whose text follows a letter: `index` for its own, others, -1 for another value, or none."""
     behind = _DASH.sub("", behind.lstrip(MARKS + STOPS + ")]"))
     segments = [behind, *(behind[: end.start()] for end in islice(_SEGMENT_END.finditer(behind), 3))]
-    found = (_find_same(segment.strip(MARKS + "()" * segment.startswith("(")), choices) for segment in segments if segment)
+    found = (
+        _find_same(segment.strip(MARKS + "()" * segment.startswith("(")), choices) for segment in segments if segment
+    )
     if same := next(filter(None, found), None):
         return {index} if index in same else same
-    own = _compile_choice(choices[index]).match(behind)
-    if own and _CLAUSE_END.match(behind, own.end()):
+    if _compile_choice(choices[index]).match(behind):
         return {index}
-    is_other = "=" not in segments[-1] and is_value(segments[1 % len(segments)]) and is_value(choices[index])
-    return {-1} if is_other else set()
+    return {-1} if is_value(segments[1 % len(segments)]) and is_value(choices[index]) else set()
 
 
 def _find_listed(text: str, choices: Sequence[str]) -> set[int]:
@@ -447,12 +443,6 @@ def _find_texts(text: str, choices: Sequence[str]) -> list[_Place]:
     ]
     longest = [max(p.end - p.start for p in places if p.start <= one.start and one.end <= p.end) for one in places]
     return sorted(one for one, length in zip(places, longest, strict=True) if one.end - one.start == length)
-
-
-def _is_clause_end(behind: str) -> bool:
-    """Whether a clause ends before `behind`, or continues in ideographs, which have no spaces."""
-    ends = (_CLAUSE_END, WORDS["places"], _JOINED, re.compile(r"[\u4e00-\u9fff]"))
-    return any(pattern.match(behind) for pattern in ends)
 
 
 def _is_denied(text: str, place: _Place) -> bool:
@@ -621,14 +611,13 @@ def states_answer(text: str, solution: Solution) -> bool:
 
 def is_right(text: str, solution: Solution) -> bool:
     """Return whether a completion states `solution` or another accepted answer."""
-    golds = (solution, *solution.others)
-    stated = {
-        is_open: stated_answer(text, solution.choices, is_open=is_open) for is_open in {g.index is None for g in golds}
-    }
-    return any(_is_same_answer(gold, answer) for gold in golds if (answer := stated[gold.index is None]))
-
-
-def _is_same_answer(gold: Solution, answer: Answer) -> bool:
-    if isinstance(answer.value, str):
-        return gold.index is None and is_same_open_answer(gold.text, answer.value)
-    return answer.value is not None and answer.value == gold.index
+    for gold in (solution, *solution.others):
+        answer = stated_answer(text, solution.choices, is_open=gold.index is None)
+        value = None if answer is None else answer.value
+        if (
+            is_same_open_answer(gold.text, value)
+            if isinstance(value, str)
+            else value is not None and value == gold.index
+        ):
+            return True
+    return False

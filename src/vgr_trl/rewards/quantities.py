@@ -160,7 +160,9 @@ def read_quantity(text: str) -> Quantity | None:
     if unit.casefold() in _PERCENT and not currency:
         return Quantity(value / 100, "%", decimals + 2)
     names = {read_unit(unit, attached=not match["gap"] and not scale)} if unit else set()
-    if names == {None} and (match["gap"] or not unit.isascii()) and (counted := _COUNTED_NOUN.fullmatch(unit)):  # 3 dogs
+    if (
+        names == {None} and (match["gap"] or not unit.isascii()) and (counted := _COUNTED_NOUN.fullmatch(unit))
+    ):  # 3 dogs
         names = {counted["noun"] if counted["noun"] is not None else counted[0].casefold().removesuffix("s")}
     if currency:
         names.add(read_unit(currency.replace("\\", "")))
