@@ -64,7 +64,8 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_ANCHORS = [anchor for table in TABLES.values() for anchor in table["anchors"]]
+_ALL_ANCHORS = {anchor for table in TABLES.values() for anchor in table["anchors"]}
+_ANCHORS = [each for each in _ALL_ANCHORS if not any(other in each for other in _ALL_ANCHORS - {each})]
 _THINK = r"(?:[<◁\[]{0}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)[>▷\]]|<\|{1}_of_thought\|>)"
 _THOUGHT_END = re.compile(_THINK.format("/", "end"), re.IGNORECASE | re.ASCII)
 _THOUGHT = re.compile(
@@ -236,7 +237,7 @@ def _find_statements(text: str) -> Iterator[tuple[str, str]]:
     for line in reversed(list(re.finditer(r".+", text))):
         start, end = line.span()
         lowered = line[0].lower()
-        if not any(anchor in lowered for anchor in _ANCHORS):
+        if not [anchor for anchor in _ANCHORS if anchor in lowered]:
             continue
         found = [(match.end(), "statement", match) for match in WORDS["states"].finditer(text, start, end)]
         found += [(match.start(), "confirmation", match) for match in WORDS["confirms"].finditer(text, start, end)]

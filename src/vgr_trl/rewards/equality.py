@@ -23,7 +23,7 @@ _COMMANDS = (
 _MATH_EXPRESSION = re.compile(
     rf"(?:\\(?:{_COMMANDS})(?![A-Za-z])|\\[{{}}]|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|[0-9.+\-*/^=<>(){{}}\[\],|_ ])+"
 )
-_MATH_SIGN = re.compile(r"[0-9\\+*^=<>/]")
+_MATH_SIGN = re.compile(r"[0-9\\+*^=<>/√π∞θαβ°×·÷±≤≥≠²³]|pi|sqrt")
 _NOT_ONE_EXPRESSION = re.compile(r"\d\s+\d|\d\.\d*\.|\d\s*_|[*/+^_=-]\s*$")
 _DATE_OR_RANGE = re.compile(r"\s*\d+(?:\s*-\s*\d+|(?:\s*[-/]\s*\d+){2,})\s*")
 _INFINITE_BOUND = re.compile(r"(?:^|(?<=[(\[,<>]))\s*[+-]?\s*\\infty\s*(?=[,)\]<>]|$)")
@@ -95,6 +95,8 @@ def is_same_value(gold: str, answer: str) -> bool:
     if "=" not in gold and "=" in answer and not re.search(r"[<>!]", answer):  # 24*24 = 576
         *others, last = answer.split("=")
         return all(_is_side(side, last) for side in others) and is_same_value(gold, last)
+    if max(len(gold), len(answer)) > _MAX_FORMULA_LENGTH or not (_MATH_SIGN.search(gold) and _MATH_SIGN.search(answer)):
+        return False
     (gold, unit), (answer, other) = _split_unit(gold), _split_unit(answer)
     return not (unit and other and unit != other) and _is_same_formula(_to_latex(gold), _to_latex(answer))
 
@@ -151,8 +153,6 @@ def _is_side(side: str, value: str) -> bool:
 
 
 def _is_same_formula(gold: str, answer: str) -> bool:
-    if max(len(gold), len(answer)) > _MAX_FORMULA_LENGTH or not _MATH_SIGN.search(gold):
-        return False
     if "=" not in answer and gold.count("=") == 1 and _NAME.fullmatch(gold.partition("=")[0]):
         return is_same_value(gold.partition("=")[2], answer)
     if set(_VARIABLE.findall(gold)) != set(_VARIABLE.findall(answer)):  # math-verify takes letters for units: 3m for 3
