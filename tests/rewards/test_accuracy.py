@@ -102,6 +102,10 @@ OF_MIXED = {
     "": [
         "E. 3.5", "(E) 3", "\\boxed{\\frac{3}{4}}", "\\boxed{2\\sqrt{3}}", "-3", "3:1", "10:3",
         "\\boxed{2(3)}", "x = -3",
+        "B. 5", "\\boxed{(B) 3.4}", "(E) 0.3%", "The answer is (D) $\\frac{1}{17}$", "3 as well as 3.5",
+        "\\boxed{A->B->C}",
+        "A Circular Sign", "The correct option letter is N/A.", "The answer is (A)? Is it?", "If A, 3; else 3.5",
+        "If I had to describe option B, it is 3.5.", "The answer would be B if the lamp were on.",
         "(A) 3\n(B) 3.5\n(C) Reduce A and B", "A) 3; B) 3.5; C) Reduce A and B", "3\n3.5\n0.33%",
         "more than 3", "twice 3",
         "It cannot be 3.", "It is unclear if the answer is 3.", "I'd say so",
@@ -184,6 +188,22 @@ MANY = [
     ('{"min": 3, "max": 5}', ["3", "5"]),
     ("Please provide the ages of the two people", ["2"]), ("R1 is larger than the region R2", ["R2"]),
 ]  # fmt: skip
+
+NO_CLAIM = [
+    "I doubt that it is 7.", "It is false that the answer is 7.", "I refuse to say it is 7.", "It used to be 7.",
+    "In case it is 7", "Suppose x = 7.", "Assume the answer is 7.", "If the car were red, the answer would be 7.",
+    "我怀疑答案是7", "a third of 7", "red on 5 by 7?", "from two to 七", "三和7", "<answer>red\n7</answer>",
+    "The answer is 3 or the answer is 7.", "The answer is red and also 7.", "7 alias four",
+]  # fmt: skip
+
+
+def test_what_is_withdrawn_supposed_or_joined_states_nothing():
+    found = zip(NO_CLAIM, accuracy_reward(NO_CLAIM, ["7"] * len(NO_CLAIM)), strict=True)
+    assert [text for text, reward in found if reward] == []
+    phrases = ["red on blue", "red in blue", "the dog on the blue", "wood on stone on blue"]
+    assert accuracy_reward(phrases, ["blue"] * 4) == [0] * 4
+    factors = ["16 $\\pi$", "The answer is 16 $\\pi$."]
+    assert [accuracy_reward(factors, [gold] * 2) for gold in ("\\pi", "16\\pi")] == [[0, 0], [1, 1]]
 
 
 def test_a_text_has_one_value():

@@ -15,7 +15,7 @@ from itertools import islice, pairwise
 from numbers import Real
 from typing import Any, NamedTuple
 
-from vgr_trl.rewards.equality import is_same_open_answer, is_same_value
+from vgr_trl.rewards.equality import is_same_open_answer, is_same_value, is_value
 from vgr_trl.rewards.language import (
     MARKS,
     OR,
@@ -64,7 +64,8 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_ANCHORS = [anchor for table in TABLES.values() for anchor in table["anchors"]]
+_ALL_ANCHORS = {anchor for table in TABLES.values() for anchor in table["anchors"]}
+_ANCHORS = [each for each in _ALL_ANCHORS if not any(other in each for other in _ALL_ANCHORS - {each})]
 _THINK = r"(?:[<◁\[]{0}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)[>▷\]]|<\|{1}_of_thought\|>)"
 _THOUGHT_END = re.compile(_THINK.format("/", "end"), re.IGNORECASE | re.ASCII)
 _THOUGHT = re.compile(
@@ -87,7 +88,7 @@ _JSON_KEY = re.compile(r"(?:\w+_)?(?:answer|option|choice|result|prediction|solu
 _SENTENCE_END = re.compile(r"[.!?](?=[*\"')]{0,3}(?:\s|$))|[。\n]")
 _BEFORE_CLAUSE = re.compile(r"(?:[\s:*_`\"'“]|-(?=\s))*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
 _ITEM = re.compile(r"[\s*>-]*(?:option\s)?\(?([A-J])(?:\*{0,2}[).:、]|\*\*|[\s*]*$)", re.IGNORECASE)
-_BARE = re.compile(r"[\s*>$-]*(?:\d{1,2}[.)]\s)?(?:[^\s:=]|:(?=\S))+(?: [^\s:=]+)?\s*")
+_BARE = re.compile(r"[\s*>$-]*(?:\d{1,2}[.)]\s)?(?:[^\s:=]|:(?=\S))+(?: [+*/-])?(?: [^\s:=]+)?\s*")
 _LISTED = re.compile(r"(?:^|[\s;,(*])\(?([A-J])(?:[).:、]|\*\*)")
 _HASHES = re.compile(r"####\s*([^\n#]+)\s*$")
 _MAX_REACH, _MAX_STATEMENTS = 300, 20  # characters read on each side of a statement; statements read, the last ones
@@ -167,14 +168,16 @@ def _find_parts(text: str, in_tag: bool, choices: Sequence[str]) -> Iterator[tup
     if in_tag:
         yield "tag", text
     sentences = _split_sentences(lines[-1]) if lines else []
-    if not in_tag and (_are_items(lines[-2:], choices) or _are_items(sentences, choices) or _are_bare(lines)):
+    if _are_items(lines[-2:], choices) or _are_items(sentences, choices) or _are_bare(lines):
         return
-    if lines and not in_tag:
+    if lines:
         yield "line", lines[-1]
-        if len(lines) > 1 and not _are_items(lines[:2], choices) and not lines[0].rstrip(MARKS).endswith(":"):
+        if not lines[0].rstrip(MARKS).endswith(":"):
             yield "line", lines[0]
     for sentence in sentences:
-        if sentence is sentences[-1] or not _is_explanation(sentence):
+        start = sentence.lstrip(MARKS)
+        is_explanation = WORDS["pronouns"].match(start) and cut_openers(start) == start  # "It has three valves."
+        if sentence is sentences[-1] or not is_explanation:
             yield "sentence", sentence
 
 
@@ -187,10 +190,9 @@ def _are_items(lines: Sequence[str], choices: Sequence[str]) -> bool:
 
 
 def _are_bare(lines: Sequence[str]) -> bool:
-    """Whether a text is nothing but several lines of a few words, or its last two are joined by a line of `or`."""
-    is_joined = len(lines) > 2 and bool(WORDS["joins"].fullmatch(strip_wrapping(lines[-2])))
+    """Whether a text is nothing but several lines of a few words."""
     are_bare = all(_BARE.fullmatch(line) and not WORDS["verbs"].search(line) for line in lines)
-    return is_joined or (are_bare and len(lines) > 1 and lines[-1] not in lines[:-1])
+    return are_bare and len(lines) > 1 and lines[-1] not in lines[:-1]
 
 
 def _last_box(text: str) -> str | None:
@@ -235,7 +237,7 @@ def _find_statements(text: str) -> Iterator[tuple[str, str]]:
     for line in reversed(list(re.finditer(r".+", text))):
         start, end = line.span()
         lowered = line[0].lower()
-        if not any(anchor in lowered for anchor in _ANCHORS):
+        if not [anchor for anchor in _ANCHORS if anchor in lowered]:
             continue
         found = [(match.end(), "statement", match) for match in WORDS["states"].finditer(text, start, end)]
         found += [(match.start(), "confirmation", match) for match in WORDS["confirms"].finditer(text, start, end)]
@@ -259,9 +261,9 @@ def _first_clause(text: str) -> str:
         is_next = _LETTER.match(behind) or WORDS["reasons"].match(behind) or cut_openers(behind) != behind
         is_own_text = is_item and not is_next
         if not (is_own_text or WORDS["joins"].match(behind) or behind[:1].isdigit()):  # "A. Or B."
-            return line[: end.start()]
+            return line[: end.end()]
     following = further.lstrip().partition("\n")[0].rstrip(MARKS + STOPS + ")")
-    is_list = "\n" in start[0] and _BARE.fullmatch(line) and _BARE.fullmatch(further.partition("\n")[0])
+    is_list = "\n" in start[0] and _BARE.fullmatch(further.partition("\n")[0])
     return f"{line}; {following}" if is_list or _ITEM.fullmatch(following) or WORDS["joins"].match(following) else line
 
 
@@ -273,36 +275,34 @@ def _split_sentences(line: str) -> list[str]:
     return [sentence for sentence in found if strip_wrapping(sentence)][: -_MAX_STATEMENTS - 1 : -1]
 
 
-def _is_explanation(sentence: str) -> bool:
-    """Whether a sentence explains the preceding answer without stating one, such as `It has three valves.`"""
-    start = sentence.lstrip(MARKS)
-    return bool(WORDS["pronouns"].match(start)) and cut_openers(start) == start
-
-
 LETTERS = "ABCDEFGHIJ"
 _TWO, _DENIED = "two answers", "a denial, bound or comparison"
 
 _LETTER = re.compile(
     r"[(\[]\s?(?P<bracketed>[A-Ja-j])\s?[)\]]"
-    r"|(?<![A-Za-z0-9_'’^\\=(])(?P<plain>[A-J])(?![A-Za-z0-9_'’^+]|\s?="
+    r"|(?<![A-Za-z0-9_'’^\\=(])(?<!N/)(?P<plain>[A-J])(?![A-Za-z0-9_'’^+]|\s?="
     r"|[\u3040-\u30ff\u4e00-\u9fff](?<![选選項项是为正因和或对不错ですがはまか都]))"
 )
 _SMALL_LETTER = re.compile(r"\(?\s?([a-j])\s?(?:[).:]|$)")
 _FOLLOWED_BY_WORD = re.compile(
-    r"\s+(?!(?:or|and|nor|o|ou|oder|et|und|is|are|was|because|since|as|with|which)\b)[a-z]{2}|\s+(?!o\b)[a-z]\b"
+    r"\s+(?!(?:or|and|nor|o|ou|oder|et|und|is|are|was|because|since|as|with|which|because|since)\b)[A-Za-z]{2}|\s+(?!o\b)[a-z]\b"
 )
 _IS = re.compile(
     r"[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s|是)?(?:(?:also|clearly|definitely)\s)?"
 )
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
 _CLAUSE_END = re.compile(r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!]|\s+[-–—]\s|\s*$|\s*(?:因为|because\b|since\b|选项))")
-_JOINED = re.compile(r"[*\"'”]{0,3}(?:\s*/|\s+(?:or|and)\b|,)")
+_TEXT_END = re.compile(  # of an option's text in a sentence; ideographs have no spaces
+    rf"{_CLAUSE_END.pattern}|{WORDS['places'].pattern}|[*\"'”]{{0,3}}(?:\s*/|\s+(?:or|and)\b|,)|[\u4e00-\u9fff]",
+    re.IGNORECASE,
+)
 _CLAUSES = ("statement", "confirmation", "sentence")
 _SEPARATES = {"", "or", "and", "vs", "或", "或者", "和"}
 _SEPARATOR = re.compile(
-    r"[;,、|\n→]|\s/\s|\s(?:and|or|vs\.?|&|as well as|oder|und|ou|et|o|y)\s|或者?|和", re.IGNORECASE
+    r"[;,、|\n→]|\s/\s|[-=]>|\s(?:and|or|vs\.?|&|as well as|oder|und|ou|et|o|y)\s|或者?|和",
+    re.IGNORECASE,
 )
-_DASH = re.compile(r"^[-–—:]+\s+")  # not the sign of -5
+_DASH = re.compile(r"^(?:[-–—:]+\s+|\\[ ,;]|~)")  # not the sign of -5
 _SEGMENT_END = re.compile(r"[。;\n]|[.](?!\d)|\s[-–—]\s|(?=,)|(?<=\S)\s*(?=\()")
 
 
@@ -357,11 +357,8 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
     if not (is_line if rule == "line" else is_head or rule in _CLAUSES):
         return None
     places = [place for place in places if place.start < head] or places
-    last = text.rfind(",") + 1 if rule == "confirmation" else 0
-    if len(strip_wrapping(cut_openers(text[last:]))) > 3:  # "A is red, so option B"
-        places = [place for place in places if place.start >= last] or places
     named = {place.option for place in places if not _is_denied(text, place)}
-    is_refused = WORDS["refuses"].search(text[places[-1].end : head])
+    is_refused = WORDS["refuses"].search(text[places[-1].start : head])
     return (set(), _DENIED) if is_refused or not named else (named, _TWO)
 
 
@@ -370,7 +367,7 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int],
     places = _find_texts(text, choices)
     between = {text[one.end : other.start].strip(" *、,;/|-\n") for one, other in pairwise(places)}
     if rule in ("sentence", "tag") and not (between and between <= _SEPARATES):
-        places = [p for p in places if _is_clause_end(text[p.end :]) or WORDS["joins"].search(text[: p.start][-6:])]
+        places = [p for p in places if _TEXT_END.match(text, p.end) or WORDS["joins"].search(text[: p.start][-6:])]
         brackets = [place for place in _find_letters(text, len(choices)) if text[place.start] in "(["]
         said = WORDS["verbs"].split(text)[-1]
         if rule == "sentence" and _LETTER.fullmatch(said.strip(MARKS + STOPS)) and not why_no_value(text):
@@ -403,14 +400,17 @@ def _find_letters(text: str, number: int) -> list[_Place]:
 
 
 def _find_own_text(behind: str, choices: Sequence[str], index: int) -> set[int]:
-    """Return the option whose text follows a letter: `index` for its own, others, or none."""
+    """Return the option whose text follows a letter: `index` for its own, others, -1 for another value, or none."""
     behind = _DASH.sub("", behind.lstrip(MARKS + STOPS + ")]"))
     segments = [behind, *(behind[: end.start()] for end in islice(_SEGMENT_END.finditer(behind), 3))]
-    found = (_find_same(segment.strip(MARKS + "()"), choices) for segment in segments if segment)
+    found = (
+        _find_same(segment.strip(MARKS + "()" * segment.startswith("(")), choices) for segment in segments if segment
+    )
     if same := next(filter(None, found), None):
         return {index} if index in same else same
-    own = _compile_choice(choices[index]).match(behind)
-    return {index} if own and _CLAUSE_END.match(behind, own.end()) else set()
+    if _compile_choice(choices[index]).match(behind):
+        return {index}
+    return {-1} if is_value(segments[1 % len(segments)]) and is_value(choices[index]) else set()
 
 
 def _find_listed(text: str, choices: Sequence[str]) -> set[int]:
@@ -444,12 +444,6 @@ def _find_texts(text: str, choices: Sequence[str]) -> list[_Place]:
     ]
     longest = [max(p.end - p.start for p in places if p.start <= one.start and one.end <= p.end) for one in places]
     return sorted(one for one, length in zip(places, longest, strict=True) if one.end - one.start == length)
-
-
-def _is_clause_end(behind: str) -> bool:
-    """Whether a clause ends before `behind`, or continues in ideographs, which have no spaces."""
-    ends = (_CLAUSE_END, WORDS["places"], _JOINED, re.compile(r"[\u4e00-\u9fff]"))
-    return any(pattern.match(behind) for pattern in ends)
 
 
 def _is_denied(text: str, place: _Place) -> bool:
@@ -618,14 +612,13 @@ def states_answer(text: str, solution: Solution) -> bool:
 
 def is_right(text: str, solution: Solution) -> bool:
     """Return whether a completion states `solution` or another accepted answer."""
-    golds = (solution, *solution.others)
-    stated = {
-        is_open: stated_answer(text, solution.choices, is_open=is_open) for is_open in {g.index is None for g in golds}
-    }
-    return any(_is_same_answer(gold, answer) for gold in golds if (answer := stated[gold.index is None]))
-
-
-def _is_same_answer(gold: Solution, answer: Answer) -> bool:
-    if isinstance(answer.value, str):
-        return gold.index is None and is_same_open_answer(gold.text, answer.value)
-    return answer.value is not None and answer.value == gold.index
+    for gold in (solution, *solution.others):
+        answer = stated_answer(text, solution.choices, is_open=gold.index is None)
+        value = None if answer is None else answer.value
+        if (
+            is_same_open_answer(gold.text, value)
+            if isinstance(value, str)
+            else value is not None and value == gold.index
+        ):
+            return True
+    return False

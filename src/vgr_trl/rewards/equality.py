@@ -5,7 +5,7 @@ import math
 import re
 from functools import lru_cache
 
-from vgr_trl.rewards.language import POLARITY, normalise, strip_article, strip_wrapping, to_half_width
+from vgr_trl.rewards.language import POLARITY, WORDS, normalise, strip_article, strip_wrapping, to_half_width
 from vgr_trl.rewards.phrases import bracket_depths, cut_openers, find_phrases, split_list
 from vgr_trl.rewards.quantities import read_quantity, read_unit, simplify_units
 from vgr_trl.utils import limit_seconds
@@ -14,7 +14,7 @@ _LATEX_SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "≤": r"\leq ", "≥": r"\geq ",
     "≠": r"\neq ", "±": r"\pm ", "∞": r"\infty ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "°": r"^\circ ",
     "!=": r"\neq ", "²": "^{2}", "³": "^{3}",
-    "**": "^", r"\left": "", r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac",
+    "**": "^", r"\left": "", r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\displaystyle": "",
 }  # fmt: skip
 _COMMANDS = (
     "frac|sqrt|pi|cdot|times|div|pm|infty|theta|alpha|beta|gamma|delta|lambda|mu|phi|omega|sin|cos|tan|cot|log|ln|exp|"
@@ -23,7 +23,7 @@ _COMMANDS = (
 _MATH_EXPRESSION = re.compile(
     rf"(?:\\(?:{_COMMANDS})(?![A-Za-z])|\\[{{}}]|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|[0-9.+\-*/^=<>(){{}}\[\],|_ ])+"
 )
-_MATH_SIGN = re.compile(r"[0-9\\+*^=<>/]")
+_MATH_SIGN = re.compile(r"[0-9\\+*^=<>/√π∞θαβ°×·÷±≤≥≠²³]|pi|sqrt")
 _NOT_ONE_EXPRESSION = re.compile(r"\d\s+\d|\d\.\d*\.|\d\s*_|[*/+^_=-]\s*$")
 _DATE_OR_RANGE = re.compile(r"\s*\d+(?:\s*-\s*\d+|(?:\s*[-/]\s*\d+){2,})\s*")
 _INFINITE_BOUND = re.compile(r"(?:^|(?<=[(\[,<>]))\s*[+-]?\s*\\infty\s*(?=[,)\]<>]|$)")
@@ -54,10 +54,16 @@ def is_literal(gold: str) -> bool:
     """Return whether only the same text equals an open reference: a formula that cannot be read, or a sentence."""
     if POLARITY.get(_read_gold(gold)):
         return False
-    parts = [_split_unit(strip_wrapping(to_half_width(part)))[0] for part in split_list(_read_gold(gold))]
-    is_read = all(read_quantity(part) or _is_formula(_to_latex(part)) for part in parts)
-    is_date = _read_date(strip_article(gold)) is not None
-    return not (is_read or is_date) and (len(gold.split()) > 8 or bool(re.search(r"\d|[\\√π^=]", gold)))
+    is_read = all(map(is_value, split_list(_read_gold(gold)))) or _read_date(strip_article(gold))
+    return not is_read and (len(gold.split()) > 8 or bool(re.search(r"\d|[\\√π^=]", gold)))
+
+
+def is_value(text: str) -> bool:
+    """Return whether a text is a number or a formula."""
+    text = strip_wrapping(to_half_width(text))
+    return read_quantity(text) is not None or (
+        _MATH_SIGN.search(text) is not None and _is_formula(_to_latex(_split_unit(text)[0]))
+    )
 
 
 @lru_cache(4096)
@@ -89,6 +95,8 @@ def is_same_value(gold: str, answer: str) -> bool:
     if "=" not in gold and "=" in answer and not re.search(r"[<>!]", answer):  # 24*24 = 576
         *others, last = answer.split("=")
         return all(_is_side(side, last) for side in others) and is_same_value(gold, last)
+    if max(len(gold), len(answer)) > _MAX_FORMULA_LENGTH or not (_MATH_SIGN.search(gold) and _MATH_SIGN.search(answer)):
+        return False
     (gold, unit), (answer, other) = _split_unit(gold), _split_unit(answer)
     return not (unit and other and unit != other) and _is_same_formula(_to_latex(gold), _to_latex(answer))
 
@@ -139,14 +147,12 @@ def _to_latex(text: str) -> str:
 def _is_side(side: str, value: str) -> bool:
     """Whether `side = value` states a value: `side` is a name, or is computed and no other number."""
     if _NAME.fullmatch(side):
-        return True
+        return not WORDS["refuses"].search(side)  # Suppose x = 5
     read, number = read_quantity(side), read_quantity(value)
     return not re.search(r"(?<![A-Za-z\\])[A-Za-z]", side) and (read is None or number is None or read.equals(number))
 
 
 def _is_same_formula(gold: str, answer: str) -> bool:
-    if max(len(gold), len(answer)) > _MAX_FORMULA_LENGTH or not _MATH_SIGN.search(gold):
-        return False
     if "=" not in answer and gold.count("=") == 1 and _NAME.fullmatch(gold.partition("=")[0]):
         return is_same_value(gold.partition("=")[2], answer)
     if set(_VARIABLE.findall(gold)) != set(_VARIABLE.findall(answer)):  # math-verify takes letters for units: 3m for 3

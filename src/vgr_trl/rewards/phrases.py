@@ -9,11 +9,13 @@ from vgr_trl.rewards.language import MARKS, OR, POLARITY, STOPS, WORDS, strip_ar
 from vgr_trl.rewards.quantities import read_quantity
 
 _EMPHASISED = re.compile(r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]")
-_NUMBER_START = re.compile(r"(?:(?<=[a-z]\s)|(?<=[\u4e00-\u9fff]{2}))[-+$€£¥]{0,2}\d")
+_NUMBER_START = re.compile(r"(?:(?<=[a-z] )|(?<=[\u4e00-\u9fff]{2})|(?<=[\u4e00-\u9fff]{2} ))[-+$€£¥]{0,2}\d")
 # 4 queries with a value above 3
-_COUNTED = re.compile(r"([\w$€£.,]+ (?!(?:in|at|of|to|per) )[a-z-]+) (?=[a-z])", re.IGNORECASE)
+_COUNTED = re.compile(r"([\w$€£.,]+ (?!(?:in|at|of|to|per) )[a-z-]+) (?=(?!than\b)[a-z])", re.IGNORECASE)
 _DATE_COMMA = re.compile(r"\b([A-Z][a-z]{2,8} \d{1,2}|of [A-Z][a-z]{2,8}), (?=\d{4}\b)")
 _REMARK = re.compile(r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)[^()]*[a-z]{3}[^()]* [^()]*\)[\s.*]*$")
+_FACTOR = re.compile(r"(\d) ?\$(\\[^$]*|[a-z])\$")  # 16 $\pi$
+_JOIN_BEHIND = re.compile(rf"(?:{WORDS['joins'].pattern})\s*$", re.IGNORECASE)
 _QUOTED = re.compile(r"[“「\"].+?[”」\"]")
 _BULLETS = re.compile(r"^(?:-[\s*_`\"']+)+")  # not the sign of -5
 
@@ -60,6 +62,7 @@ def find_phrases(clause: str) -> tuple[str, ...]:
 
     They depend on the clause alone. One that denies or refuses says nothing but itself.
     """
+    clause = _FACTOR.sub(r"\1 \2", clause)
     cut = _REMARK.sub(r"\1", WORDS["so"].split(cut_reason(_DATE_COMMA.sub(r"\1 ", clause)))[-1])
     if WORDS["reasons"].match(cut.lstrip(MARKS)):
         cut = cut.partition(", ")[2] or cut
@@ -76,8 +79,8 @@ def _shorten(clause: str) -> Iterator[str]:
     phrase, is_said = opened, bool(WORDS["verbs"].search(clause[: len(clause) - len(opened)]))
     if not is_said and (verbs := list(WORDS["verbs"].finditer(opened))):
         phrase, is_said = cut_openers(re.split(r"(?<![\d\s]): ", opened[verbs[-1].end() :])[-1]), True
-        if read_quantity(opened.split(" ")[0]) and not re.search(r"\d", phrase):  # 50% of them are red
-            phrase = opened[: verbs[-1].start()]
+        if read_quantity(opened.split(" ")[0]):  # 50% of them are red
+            phrase = "" if re.search(r"\d", phrase) else opened[: verbs[-1].start()]
     elif not is_said and ": " in opened:
         phrase, is_said = opened.rpartition(": ")[2], True
     place = WORDS["places"].search(phrase)
@@ -92,7 +95,8 @@ def _shorten(clause: str) -> Iterator[str]:
         return
     if not (is_said or WORDS["bounds"].search(phrase)):
         starts = list(_NUMBER_START.finditer(phrase))
-        if starts and any(map(read_quantity, phrase[: starts[0].start()].split())):
+        before = phrase[: starts[0].start()] if starts else ""
+        if any(read and not read.unit for read in map(read_quantity, before.split())) or _JOIN_BEHIND.search(before):
             starts = []
         if len(re.findall(r"\d[\d.,:/]*|[=<>\\^]", phrase)) != 1:
             starts = list(WORDS["starts"].finditer(phrase))

@@ -24,11 +24,11 @@ _POWERS = {"square": "2", "sq": "2", "sq.": "2", "平方": "2", "cubic": "3", "�
 _POWER_BEFORE = re.compile(r"(square|sq\.?|cubic)\s+|(平方|立方)", re.IGNORECASE)
 _POWER_AFTER = re.compile(r"(?<=\S)\s?(?:\^\s?\{?([23])\}?|(?<=m)([23]))$")
 _PER = re.compile(r"\s?/\s?|\s+per\s+", re.IGNORECASE)
-_DEGREE = re.compile(r"\^?\s?\{?\s?\\(?:circ|degree)(?![A-Za-z])\s?\}?|[º˚]")
+_DEGREE = re.compile(r"\*?\^?\s?\{?\s?\\(?:circ|degree)(?![A-Za-z])\s?\}?|[º˚]")
 _LATEX_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mathbf|textbf|operatorname|rm)\s?\{([^{}]*)\}")
 _SUPERSCRIPTS, _PLAIN_DIGITS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+"), str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _THOUSANDS = re.compile(r"(?<=\d)(?:[\u202f\u2009]|\\,|\{,\})(?=\d{3}(?!\d))")
-_LATEX_SPACE = re.compile(r"\\[,;:! ]|\\(?:quad|qquad)(?![A-Za-z])|(?<=\S)~")
+_LATEX_SPACE = re.compile(r"\\[,;:! ]|\\(?:quad|qquad)(?![A-Za-z])|(?<=\S)~|~(?=[A-Za-z])")
 
 
 def simplify_units(text: str) -> str:
@@ -83,7 +83,7 @@ _NUMBER_WORD_PATTERN = re.compile(
 _ENGLISH_NUMBERS = "|".join(filter(str.isascii, _NUMBER_WORDS))
 _COUNTED_NOUN = re.compile(  # nouns after a number, but no scale word and no second number
     rf"(?!(?:{_ENGLISH_NUMBERS}|in|on|at|of|for|vs|per|less|tops|oder|ou|und|et|unless|would|does|do|can|could|may|is|are|was|were|has|have|it|so|as|if|or|and|to|plus|minus|times|by|out|over"
-    r"|hundred|thousand|[mbtr]+illion|dozen|half|halves|squared|cubed|percent)s?\b)"
+    r"|hundred|thousand|[mbtr]+illion|dozen|half|halves|squared|cubed|percent|alias|more than)s?\b)"
     r"[a-z]{2,}(?: [a-z]{2,}){0,2}"
     r"|[个只条辆人名位张把件种次块棵头匹双本朵支根颗粒座栋层台架艘](?P<noun>(?!以)[\u4e00-\u9fff]{0,6})",
     re.IGNORECASE,
@@ -160,7 +160,9 @@ def read_quantity(text: str) -> Quantity | None:
     if unit.casefold() in _PERCENT and not currency:
         return Quantity(value / 100, "%", decimals + 2)
     names = {read_unit(unit, attached=not match["gap"] and not scale)} if unit else set()
-    if names == {None} and (counted := _COUNTED_NOUN.fullmatch(unit)):  # 3 dogs
+    if (
+        names == {None} and (match["gap"] or not unit.isascii()) and (counted := _COUNTED_NOUN.fullmatch(unit))
+    ):  # 3 dogs
         names = {counted["noun"] if counted["noun"] is not None else counted[0].casefold().removesuffix("s")}
     if currency:
         names.add(read_unit(currency.replace("\\", "")))
