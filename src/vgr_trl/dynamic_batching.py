@@ -115,5 +115,7 @@ def _loss_of_rows(
         weight = tokens / of_all
     loss = compute(model, part, weight)
     if (old := part.get(OLD_LOGPS)) is not None:  # a first pass may have completed them
-        inputs[OLD_LOGPS][rows] = old
+        whole = inputs[OLD_LOGPS].to(old.dtype)
+        whole[rows] = old
+        inputs[OLD_LOGPS] = whole
     return loss
