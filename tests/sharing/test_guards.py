@@ -8,7 +8,9 @@ from threading import Barrier, BrokenBarrierError
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from support.models.compare import (
+    assert_shared_by,
     checkpointed,
     generated,
     gradients,
@@ -20,6 +22,7 @@ from support.models.compare import (
 from support.models.families import FAMILIES, OPEN, OTHERS, PAD, PIXEL_INPUTS, VIDEO, build, make_batch
 
 from vgr_trl.sharing import ignore_empty_images, model_support, prefix_cache, prefix_forward, share_prompts
+from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.utils import DataError
 
 SAME = 1e-6  # a plain pass, whose head scores fewer columns
@@ -78,15 +81,39 @@ def assert_plain(model, batch, plain, reason):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-def test_reentrant_checkpointing(monkeypatch):
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "qwen3_5"])
+def test_reentrant_checkpointing(name, adapter, monkeypatch):
+    """Passes that share prompts recompute with a graph; without it the prompt would lose its gradients."""
+    model, batch = case(name)
+    if adapter:
+        model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "up_proj"]))
+    model = model.double().train()
+    batch.inputs["pixel_values"] = batch.inputs["pixel_values"].double()
+    exact = gradients(model, batch)
+    checkpointed(causal_model(model), {"use_reentrant": True})
+    model.enable_input_require_grads()
+    for length in (12, None):
+        with share_prompts(model, length) as report:
+            assert largest_relative(exact, gradients(model, batch)) < (1e-4 if name == "qwen3_5" else 1e-6)
+        assert_shared_by(report, 2, 6, causal_model(model), True)
+    plain = gradients(model, batch)
+    monkeypatch.setattr(prefix_forward, "checkpoints_with_graph", lambda layers: [])
+    assert_plain(model, batch, plain, "the model kept the prompt without its gradients")
+
+
+@pytest.mark.parametrize("repaired", [True, False])
+def test_frozen_weights_that_are_released_during_a_recompute(repaired, monkeypatch):
+    """DeepSpeed before 0.19.3 needs reentrant checkpoints, for adapters under ZeRO-3."""
     model, batch = case("qwen2_5_vl")
-    model.train()
+    model.train().model.visual.requires_grad_(False)
     checkpointed(model, {"use_reentrant": True})
     model.enable_input_require_grads()
-    plain = gradients(model, batch)
-    assert_plain(model, batch, plain, "gradient checkpointing with use_reentrant=True")
-    monkeypatch.setattr(model_support, "recomputes_without_graph", lambda base: False)
-    assert_plain(model, batch, plain, "the model kept the prompt without its gradients")
+    monkeypatch.setattr(model_support, "is_partitioned", lambda model: True)
+    monkeypatch.setattr(model_support, "releases_during_recompute", lambda: not repaired)
+    with share_prompts(model, 12) as report:
+        gradients(model, batch)
+    assert dict(report.plain) == ({} if repaired else {model_support.NEEDS_REENTRANT: 1})
 
 
 def test_layers_that_drop_the_cache(monkeypatch):

@@ -12,6 +12,8 @@ from support.steps import DAPO, build_trainer, options
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.sharing import model_support
+from vgr_trl.sharing.model_support import NEEDS_REENTRANT
 from vgr_trl.sharing.sharing import why_not_static
 from vgr_trl.validate.features import is_sharded, plan_features, warn_of_slow_generation
 
@@ -40,7 +42,8 @@ def test_a_loss_that_divides_by_the_micro_batch_keeps_its_order_by_default(mode,
         ({"zero": 3}, ("on", "on", "on")),
         ({"fsdp": 2}, ("off (FSDP)", "on", "on")),
         ({"fsdp": 1}, ("off (FSDP)", "on", "off (the first version of FSDP)")),
-        ({"reentrant": True}, ("on", "on", "off (gradient checkpointing with use_reentrant=True)")),
+        ({"reentrant": True}, ("on", "on", "on")),
+        ({"reentrant": True, "zero": 3, "releases": True}, ("on", "on", f"off ({NEEDS_REENTRANT})")),
         ({"compile": "INDUCTOR"}, ("on", "off (torch.compile)", "off (torch.compile)")),
         ({"vllm": True}, ("off (vLLM shares prompts itself)", "on", "on")),
         ({"mode": "off"}, ("off (share_prompts=off)",) * 3),
@@ -59,8 +62,10 @@ def test_launches(launch, expected, make, monkeypatch):
     monkeypatch.setattr(trainer, "is_deepspeed_enabled", zero is not None)
     monkeypatch.setattr(trainer.args, "deepspeed_plugin", SimpleNamespace(zero_stage=zero))
     monkeypatch.setattr(trainer, "use_vllm", launch.get("vllm", False))
+    monkeypatch.setattr(model_support, "releases_during_recompute", lambda: launch.get("releases", False))
     if launch.get("reentrant"):
         checkpointed(trainer.model.train(), {"use_reentrant": True})
+        trainer.model.model.embed_tokens.requires_grad_(False)
     features = plan_features(trainer)
     assert tuple(str(features[f"share_{stage}"]) for stage in ("generation", "scoring", "training")) == expected
     assert features["regroup"].enabled == (expected[2] == "on")

@@ -1,7 +1,8 @@
 """Models that can share prompts, the reasons why others cannot, and the parts of a model that sharing wraps."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
@@ -104,8 +106,36 @@ def recomputes_without_graph(model: nn.Module, *, when_training: bool = False) -
 
     `when_training` asks for the model in training mode, whatever its mode is now.
     """
-    checkpoints = [getattr(each, "_gradient_checkpointing_func", None) for each in _checkpointed(model, when_training)]
-    return any(each is not None and getattr(each, "keywords", {}).get("use_reentrant", True) for each in checkpoints)
+    return any(_is_reentrant(module) for module in _checkpointed(model, when_training))
+
+
+def _is_reentrant(module: Any) -> bool:
+    function: Any = getattr(module, "_gradient_checkpointing_func", None)
+    return getattr(function, "func", None) is checkpoint and bool(function.keywords.get("use_reentrant", True))
+
+
+def checkpoints_with_graph(layers: Iterable[Any]) -> list[tuple[Any, str, Any]]:
+    """Return the changes for `replaced` with which checkpoints keep the graph of prompts, where they were reentrant."""
+    name = "_gradient_checkpointing_func"
+    return [(each, name, partial(getattr(each, name), use_reentrant=False)) for each in layers if _is_reentrant(each)]
+
+
+NEEDS_REENTRANT = (
+    "frozen weights under ZeRO-3, which this DeepSpeed releases during a recompute: install deepspeed>=0.19.3"
+)
+
+
+def releases_during_recompute() -> bool:
+    """Whether the installed DeepSpeed needs `use_reentrant` for frozen weights under ZeRO-3 (DeepSpeed#8148)."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator  # which only its users have
+
+    return not hasattr(partitioned_param_coordinator, "update_recompute_parameters")
+
+
+def why_reentrant(base: nn.Module, sharded_by_deepspeed: bool) -> str | None:
+    """Return why reentrant checkpoints of a base model have to stay so, and no pass with gradients shares prompts."""
+    frozen = any(not parameter.requires_grad for parameter in base.parameters())
+    return NEEDS_REENTRANT if sharded_by_deepspeed and frozen and releases_during_recompute() else None
 
 
 DROPS_CACHES = "gradient checkpointing by a transformers whose layers then drop caches (5.23 keeps them)"
@@ -146,8 +176,12 @@ def flattens_layers(model: nn.Module) -> bool:
 
 def has_sharded_parameters(model: nn.Module) -> bool:
     """Whether this process has parts of parameters only: FSDP, or ZeRO-3."""
-    partitioned = (hasattr(value, "ds_numel") and value.numel() != value.ds_numel for value in model.parameters())
-    return shards_layers(model) or flattens_layers(model) or any(partitioned)
+    return shards_layers(model) or flattens_layers(model) or is_partitioned(model)
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """Whether this process has parts of parameters only, under ZeRO-3."""
+    return any(hasattr(value, "ds_numel") and value.numel() != value.ds_numel for value in model.parameters())
 
 
 def wrap_attention(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[None]:
@@ -293,7 +327,8 @@ def cache_name(base: Any) -> str | None:
 def check_model(base: Any, gradients: bool) -> None:
     """Raise `UnsupportedModel` if a base model, in its present state, cannot go on from a prompt computed before."""
     if gradients:
-        require(not recomputes_without_graph(base), "gradient checkpointing with use_reentrant=True")
+        why = why_reentrant(base, is_partitioned(base)) if recomputes_without_graph(base) else None
+        require(why is None, str(why))
         require(not (checkpoints_drop_caches() and is_checkpointed(base)), DROPS_CACHES)
         require(not flattens_layers(base), "the first version of FSDP")
     config = base.config

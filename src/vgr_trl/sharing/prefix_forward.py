@@ -25,7 +25,14 @@ from vgr_trl.pixels import (
     parts_by_tokens,
 )
 from vgr_trl.rows import TOKEN_TYPES
-from vgr_trl.sharing.model_support import cache_name, check_token_types, prefers_cudnn, replaced, wrap_attention
+from vgr_trl.sharing.model_support import (
+    cache_name,
+    check_token_types,
+    checkpoints_with_graph,
+    prefers_cudnn,
+    replaced,
+    wrap_attention,
+)
 from vgr_trl.sharing.prefix_cache import (
     PackedKeys,
     PromptsStored,
@@ -562,13 +569,14 @@ def _end_early(base: Any, written: WrittenPrefix) -> list[GradientCheckpointingL
 
 
 def _cache_through_checkpoints(
-    layers: Iterable[GradientCheckpointingLayer], left: Iterable[GradientCheckpointingLayer] = ()
+    layers: Sequence[GradientCheckpointingLayer], left: Iterable[GradientCheckpointingLayer] = ()
 ) -> AbstractContextManager[None]:
     """Let checkpointed layers use a cache, which is not changed by a recomputation; do not checkpoint those `left`.
 
-    A checkpoint that an exception has left cannot compute its layer again.
+    A checkpoint that an exception has left cannot compute its layer again. Reentrant ones would cut prompts off.
     """
     return replaced(
+        *checkpoints_with_graph(layers),
         *((layer, "_can_checkpoint_with_cache", True) for layer in layers),
         *((layer, "gradient_checkpointing", False) for layer in left),
     )

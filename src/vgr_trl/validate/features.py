@@ -24,6 +24,7 @@ from vgr_trl.sharing.model_support import (
     is_compiled,
     recomputes_without_graph,
     why_adapter_reads_whole_rows,
+    why_reentrant,
 )
 from vgr_trl.sharing.prefix_forward import why_not_pack
 from vgr_trl.sharing.probe import why_not_share, why_padding_counts
@@ -225,13 +226,10 @@ def why_not_share_training(trainer: ConstructedTrainer) -> str | None:
     """Return why training passes do not share prompts; wrapping and checkpointing come only in `train()`."""
     if why := _why_no_pass_shares(trainer) or _why_compiled(trainer):
         return why
-    checkpointing, options = trainer.args.gradient_checkpointing, trainer.args.gradient_checkpointing_kwargs
-    if checkpointing:
-        reentrant = isinstance(options, dict) and options.get("use_reentrant", False)
-    else:
-        reentrant = recomputes_without_graph(trainer.model, when_training=True)
-    if reentrant:
-        return "gradient checkpointing with use_reentrant=True"
+    checkpointing = trainer.args.gradient_checkpointing
+    under_zero3 = trainer.is_deepspeed_enabled and is_sharded(trainer)
+    if _is_reentrant(trainer) and (why := why_reentrant(base_of(causal_model(trainer.model)), under_zero3)):
+        return why
     if checkpointing and checkpoints_drop_caches():
         return DROPS_CACHES
     if trainer.aux_loss_enabled:
@@ -239,6 +237,13 @@ def why_not_share_training(trainer: ConstructedTrainer) -> str | None:
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
         return "the first version of FSDP"
     return why_not_share(trainer.model, gradients=True)
+
+
+def _is_reentrant(trainer: ConstructedTrainer) -> bool:
+    if not trainer.args.gradient_checkpointing:
+        return recomputes_without_graph(trainer.model, when_training=True)
+    options = trainer.args.gradient_checkpointing_kwargs
+    return isinstance(options, dict) and bool(options.get("use_reentrant", False))
 
 
 def why_not_skip_images(trainer: ConstructedTrainer) -> str | None:
@@ -422,6 +427,8 @@ def announce(trainer: ConstructedTrainer) -> None:
     features, rows = trainer.features, trainer.args.per_device_train_batch_size
     logger.warning(describe_sharing(features, trainer.num_generations, rows))
     logger.info(describe_features(features))
+    if features["share_training"].enabled and _is_reentrant(trainer):
+        logger.warning("Passes that share prompts recompute layers with use_reentrant=False, plain ones with True.")
     if warning := warn_of_slow_generation(trainer.args, trainer.accelerator.device.type):
         logger.warning(warning)
     shared = features["share_generation"].enabled or features["share_training"].enabled
