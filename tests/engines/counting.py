@@ -31,9 +31,9 @@ def bytes_of(given: object) -> int:
 class CollectiveCounter:
     """Counts calls and bytes by kind, in phases: `phase` prefixes their names, such as "update gathered bytes".
 
-    Two kinds are left out. Objects (`all_gather_object`) call the collectives inside of torch's own module, which is not
-    wrapped. Metrics and the agreements of processes are gathered by accelerate, whose module is then the caller. The
-    norm of FSDP2's gradients is reduced by DTensor's own operators, which are not wrapped either.
+    Two kinds are left out. Objects (`all_gather_object`) call the collectives inside torch's own module, which is not
+    wrapped. Accelerate gathers metrics and the agreements of processes, so its module is the caller then. DTensor's own
+    operators reduce the norm of FSDP2's gradients; they are not wrapped either.
     """
 
     def __init__(self) -> None:
