@@ -541,7 +541,7 @@ def _continue_generation(trainer: ConstructedTrainer, folder: Path, micro_batch:
         return
     share = load_shares(folder, GENERATION, only=trainer.accelerator.process_index)[0] if saved == processes else {}
     place = share.get("micro_batch", micro_batch), share.get("of", every)
-    if not share or place != (micro_batch, every):
+    if not share or place[0] * every != micro_batch * place[1]:
         window = trainer.args.gradient_accumulation_steps
         raise ConfigError(
             f"{folder} was saved after {place[0]} of {place[1]} micro-batches of a generation batch and has the "
@@ -550,4 +550,9 @@ def _continue_generation(trainer: ConstructedTrainer, folder: Path, micro_batch:
             "gradient_accumulation_steps that it was saved with, or from a checkpoint whose step is a multiple of "
             f"{every // window if every % window == 0 else every}."
         )
-    trainer._buffered_inputs = send_to_device(share["inputs"], trainer.accelerator.device)
+    inputs = share["inputs"]
+    if place[1] != every:
+        from vgr_trl.patches.trl import split_anew
+
+        inputs = split_anew(inputs, trainer.args.steps_per_generation or 1)
+    trainer._buffered_inputs = send_to_device(inputs, trainer.accelerator.device)

@@ -5,6 +5,7 @@ An option is declared once: default, help, range or choices, and what it needs t
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -466,6 +467,8 @@ class EfficiencyOptions:
     reuse_first_pass: AutoOrOff = option("auto", "Take old log-probabilities from the first training pass.")
     cudnn_attention: bool = option(False, "Let sdpa prefer cuDNN's kernel, as torch does from 2.11 on with Hopper and "
         "Blackwell; combine with pad_to_multiple_of 128.")
+    rows_per_pass: str = option("auto", "Rows of a training pass. auto: micro-batches are joined until groups are "
+        "whole, as far as memory allows; the update is the same. A number: at most so many. off: as given.")
     max_tokens_per_micro_batch: int | None = option(None, "Split micro-batches so that no pass has more tokens than "
         "this, unless one row has; the update is the same. None: off.", ge=1)
     # fmt: on
@@ -533,6 +536,8 @@ PERTURBATION_CONFLICTS: Conflicts = (
 )
 CONFLICTS: Conflicts = (
     *PERTURBATION_CONFLICTS,
+    (lambda o: o.rows_per_pass not in ("auto", "off") and not re.fullmatch("[1-9][0-9]*", o.rows_per_pass),
+     "rows_per_pass is {o.rows_per_pass!r}: give auto, off, or a number of rows."),
     (lambda o: o.output_dir is not None and not str(o.output_dir).strip(), "output_dir is empty: give a folder."),
     (lambda o: o.max_steps == 0 or (o.max_steps < 0 and o.num_train_epochs <= 0),
      "max_steps is {o.max_steps} and num_train_epochs {o.num_train_epochs}, so nothing would be trained."),

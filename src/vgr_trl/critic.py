@@ -148,7 +148,7 @@ class Critic:
         values = nn.functional.pad(values, (0, mask.size(1) - values.size(1)))  # columns that the pass left out
         per_token = value_loss(values, inputs["values"], inputs["returns"], mask, args.cliprange_value)  # (N, T)
         steps, processes = trainer.current_gradient_accumulation_steps, trainer.accelerator.num_processes
-        average_as_loss(per_token, mask, inputs, args, steps, processes).backward()
+        (average_as_loss(per_token, mask, inputs, args, steps, processes) * passed.weight).backward()
         self.totals.add_mean("critic/value_loss", per_token.detach(), mask)
         moved = (values.detach() - inputs["values"]).abs() > args.cliprange_value
         self.totals.add_mean("critic/clipped", moved.float(), mask)

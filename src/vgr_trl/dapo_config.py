@@ -93,6 +93,7 @@ class DAPOConfig(
         for name in ("share_prompts", *SWITCHES):  # YAML reads on and off as True and False
             if isinstance(value := getattr(self, name), bool):
                 setattr(self, name, "on" if value else "off")
+        self.rows_per_pass = str(self.rows_per_pass)  # which YAML reads as a number
         check_options(self, _LIMITS)
         self.check_plugins()
         check_conflicts(self)
@@ -104,6 +105,11 @@ class DAPOConfig(
     def prompts_per_rollout(self) -> int:
         """Distinct prompts, over all processes, that one rollout generates completions for."""
         return int(self.generation_batch_size or 0) // int(self.num_generations or 1)
+
+    @property
+    def most_rows_per_pass(self) -> int | None:
+        """The number of rows that a training pass may have; None if no number is given."""
+        return int(self.rows_per_pass) if self.rows_per_pass.isdigit() else None
 
     @property
     def uses_critic(self) -> bool:

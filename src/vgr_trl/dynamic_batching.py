@@ -1,4 +1,4 @@
-"""Dynamic batching: split micro-batches by a token budget; the gradient is the same."""
+"""Dynamic batching: cut micro-batches into passes, by a token budget and by memory; the gradient is the same."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ from vgr_trl.sharing.lending import (
 from vgr_trl.sharing.prefix_forward import find_groups
 from vgr_trl.training_pass import _extents
 
-Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]  # TRL's `_compute_loss`
+Loss = Callable[[nn.Module, dict[str, Any], float], torch.Tensor]  # TRL's `_compute_loss`, times a weight
 
 
 def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[str, Any], compute: Loss) -> torch.Tensor:
@@ -56,7 +56,12 @@ def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[st
 
 def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[list[int]]:
     """Rows of each part, the same on every process: TRL gathers metrics of rows after each."""
-    count, accelerator = len(inputs["prompt_ids"]), trainer.accelerator
+    count, accelerator, limits = len(inputs["prompt_ids"]), trainer.accelerator, trainer.rows_per_pass
+    memory, budget = limits.memory, trainer.args.max_tokens_per_micro_batch
+    if budget is None and memory is None and (limits.most or count) >= count:
+        return [[*range(count)]]
+    if memory is not None:
+        memory.begin_pass()
     shares = trainer.features["share_training"].enabled
     groups = find_groups(inputs["prompt_ids"], inputs["prompt_mask"]) if shares else range(count)
     mine = [
@@ -65,8 +70,20 @@ def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[lis
     ]
     of_all = accelerator.gather(torch.tensor(mine, device=accelerator.device)).view(-1, count, 4).tolist()
     processes = [([Extent(*row[:3]) for row in rows], [row[3] for row in rows]) for rows in of_all]
-    most = int(trainer.args.max_tokens_per_micro_batch or 0)
-    return pack_rows(count, lambda rows: max(tokens_of(rows, *each) for each in processes), most)
+
+    def positions(rows: Sequence[int], process: int) -> tuple[int, int]:
+        extents, prompts = processes[process]
+        return tokens_of(rows, extents, prompts), tokens_of(rows, extents, None)
+
+    def load(rows: Sequence[int]) -> float:
+        computed, attended = map(max, zip(*(positions(rows, each) for each in range(len(processes))), strict=True))
+        share = 0.0 if budget is None else computed / budget
+        return max(share, float(limits.load(len(rows), computed, attended)))
+
+    parts = pack_rows(count, load, 1)
+    if memory is not None and len(parts) > 1:
+        memory.measure([positions(rows, accelerator.process_index) for rows in parts])
+    return parts
 
 
 def _loss_of_rows(
@@ -83,19 +100,20 @@ def _loss_of_rows(
         later: rows of the parts behind it.
     """
     if len(rows) == len(inputs["prompt_ids"]):
-        return compute(model, inputs)
+        return compute(model, inputs, 1.0)
     part = take_rows(inputs, rows)
     if READ_AGAIN in part:
         groups = {inputs[PROMPT_GROUP][row] for row in later}
         part[READ_AGAIN] = [
             again or group in groups for again, group in zip(part[READ_AGAIN], part[PROMPT_GROUP], strict=True)
         ]
-    loss = compute(model, part)
+    weight = len(rows) / len(inputs["prompt_ids"])
+    if trainer.args.loss_type in PER_WINDOW:
+        weight = 1.0
+    elif trainer.args.loss_type == "bnpo":
+        tokens, of_all = (float(valid_tokens(batch).sum().clamp(min=1)) for batch in (part, inputs))
+        weight = tokens / of_all
+    loss = compute(model, part, weight)
     if (old := part.get(OLD_LOGPS)) is not None:  # a first pass may have completed them
         inputs[OLD_LOGPS][rows] = old
-    if trainer.args.loss_type in PER_WINDOW:
-        return loss
-    if trainer.args.loss_type == "bnpo":
-        tokens, of_all = (float(valid_tokens(batch).sum().clamp(min=1)) for batch in (part, inputs))
-        return loss * (tokens / of_all)
-    return loss * (len(rows) / len(inputs["prompt_ids"]))
+    return loss

@@ -268,7 +268,7 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     if not measurement.views:
         return
     rollout.signals = signals = rollout.signals or build_unmeasured_signals(valid_tokens(batch).bool())
-    size = whole_groups(args.per_device_train_batch_size, trainer.completions_per_prompt)
+    size = whole_groups(trainer.rows_per_pass.given, trainer.completions_per_prompt)
     parts = [
         trainer.score(
             stacked_inputs([_inputs_under(name, trainer, rollout, rows) for name in measurement.views]),

@@ -96,6 +96,7 @@ if TYPE_CHECKING:
         features: dict[str, Feature]
         reward_schedule: Any
         passes: Any
+        rows_per_pass: Any
         vision_cache: VisionCache
         shared_passes: SharedPasses
         dummy_image: Any
@@ -272,6 +273,7 @@ class TrainingPass:
         hidden: (N, T', D) with gradients, of its positions that emit; T' is T but for columns without loss.
         loss_mask: (N, T) bool, the tokens whose log-probabilities the loss reads; None before the first pass.
         rows_run: rows that the first pass ran.
+        weight: of its mean in the mean over the micro-batch that it is a part of.
     """
 
     inputs: dict[str, Any]
@@ -281,6 +283,7 @@ class TrainingPass:
     hidden: torch.Tensor | None = None
     loss_mask: torch.Tensor | None = None
     rows_run: int = 0
+    weight: float = 1.0
 
 
 def normalise_image_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

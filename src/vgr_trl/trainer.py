@@ -24,6 +24,7 @@ from vgr_trl.dynamic_batching import loss_in_parts
 from vgr_trl.efficiency.vision import images_processed_once, join_windows
 from vgr_trl.forward_passes import ForwardPasses, refuse_nan, rows_per_pass
 from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded, record_noise
+from vgr_trl.joining import join_micro_batches
 from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
 from vgr_trl.measure import (
     check_pixel_use,
@@ -108,7 +109,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     - `_calculate_rewards`: run the scoring pass, pass signals to rewards as columns, check what rewards return.
     - `_generate_and_score_completions`: score perturbed views, select groups, apply token credit, record.
     - `_get_per_token_logps_and_entropies`: share prompts; read signals; train only tokens with loss.
-    - `_compute_loss`: add loss terms; measure the step; split micro-batches by a token budget.
+    - `_compute_loss`: add loss terms; measure the step; cut micro-batches into passes.
     - `log`, `create_model_card`: log metrics, tables and records; write the model card.
     - by `ResumableTrainer`, `train`, `_get_train_sampler`, `_save_checkpoint`, `_save_rng_state`,
       `_load_optimizer_and_scheduler`, `_load_from_checkpoint`, `_load_best_model`: complete checkpoints, from which a
@@ -165,6 +166,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         refuse_unfit_options(self, sharded, has_images)
         self.dummy_image = plan_dummy_image(self, has_images)
         self.features = plan_features(self)
+        self.rows_per_pass = join_micro_batches(self)
         self.vision_cache = plan_vision(self, has_images)
         for model in () if self.args.torch_compile else filter(None, (self.model, self.ref_model)):
             join_windows(model)
@@ -253,9 +255,12 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self.shared_passes.reset()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Time the step, without the stages within it."""
+        """Time the step, without the stages within it; measure the memory of an update."""
         with self.clock.stage("update"):
-            return super().training_step(*args, **kwargs)
+            loss = super().training_step(*args, **kwargs)
+        if self.rows_per_pass.memory is not None and self.accelerator.sync_gradients:
+            self.rows_per_pass.memory.end_update()
+        return loss
 
     @keep_pixel_rows_whole()
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -440,20 +445,20 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         return scores.logps, scores.entropies, None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Add the loss terms beside TRL's, split micro-batches by a token budget, and measure the step."""
-        if self.args.max_tokens_per_micro_batch is None or not self.model.training:
+        """Add the loss terms beside TRL's, cut micro-batches into passes, and measure the step."""
+        if not self.model.training:
             return self._loss_of_part(model, inputs)
         return loss_in_parts(self, model, inputs, self._loss_of_part)
 
-    def _loss_of_part(self, model: Any, inputs: dict[str, Any]) -> Any:
-        passed = TrainingPass(inputs, model)
+    def _loss_of_part(self, model: Any, inputs: dict[str, Any], weight: float = 1.0) -> Any:
+        passed = TrainingPass(inputs, model, weight=weight)
         with patched_attribute(self, "_pass", passed):
             loss = super()._compute_loss(model, inputs)
             if not hasattr(passed, "logps") or not self.model.training:
-                return loss
+                return loss * weight
             self._log_metrics(self.step_metrics.measure(passed, self._metrics["train"]))
             terms, metrics = auxiliary_loss(self, passed)
-            loss = loss + terms
+            loss = (loss + terms) * weight
             if self.critic is not None:
                 metrics |= self.critic.learn(passed)
                 loss = loss * (self.state.global_step >= self.args.critic_warmup)  # before it the policy stands still
@@ -523,7 +528,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         inputs = Trainer._prepare_inputs(self, {name: value for name, value in inputs.items() if value is not None})
         length = inputs["logits_to_keep"]
         rows = rows_per_pass(
-            args.per_device_train_batch_size if trains else args.per_device_eval_batch_size,
+            self.rows_per_pass.given if trains else args.per_device_eval_batch_size,
             self.completions_per_prompt if self.features["share_scoring"].enabled else None,
             most_tokens=args.max_tokens_per_micro_batch,
             columns=(inputs["input_ids"].size(1), length),

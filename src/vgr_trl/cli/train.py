@@ -449,7 +449,8 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], h
         steps = int(whole.num_train_epochs * (rows // whole.prompts_per_rollout) * steps_per_rollout(whole))
     where, peak = "CPU", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if torch.cuda.is_available():
-        where, peak = "GPU", torch.cuda.max_memory_allocated()
+        memory = trainer.rows_per_pass.memory  # has reset the peak
+        where, peak = "GPU", max(torch.cuda.max_memory_allocated(), 0 if memory is None else memory.peak)
     # An upper bound: the first step also selects kernels and allocates memory.
     print(f"measured: {small} completions of at most {config.max_completion_length} tokens in {seconds:.1f} s, "
           f"memory {peak / 2**30:.2f} GiB per process ({where})\n"

@@ -148,16 +148,16 @@ def group_by_length(order: Sequence[int], groups: Sequence[int], lengths: Sequen
     return arranged
 
 
-def pack_rows(count: int, tokens: Callable[[Sequence[int]], int], most: int) -> list[list[int]]:
-    """Return rows in order, cut into parts of at most so many tokens, and of one row at least.
+def pack_rows(count: int, load: Callable[[Sequence[int]], float], most: float) -> list[list[int]]:
+    """Return rows in order, cut into parts of at most so much load, and of one row at least.
 
     Args:
-        tokens: that a pass over some rows computes.
+        load: of a pass over some rows, such as the tokens that it computes.
     """
     parts: list[list[int]] = [[0]]
     for row in range(1, count):
         wider = [*parts[-1], row]
-        if tokens(wider) > max(most, tokens(parts[-1])):
+        if load(wider) > max(most, load(parts[-1])):
             parts.append([row])
         else:
             parts[-1] = wider

@@ -322,6 +322,20 @@ def shuffle_by(shuffle: Callable[[dict[str, Any]], dict[str, Any]], joins_pixels
         yield
 
 
+@keep_pixel_rows_whole()
+def split_anew(batches: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Return the rows of some micro-batches as so many others; the run that saved them has joined more or fewer."""
+    by_row: list[Any] = [grpo_trainer.split_pixel_values_by_grid(batch) for batch in batches]
+    whole: dict[str, Any] = dict(by_row[0])
+    for name, value in whole.items():
+        if isinstance(value, list):
+            whole[name] = [row for batch in by_row for row in batch[name]]
+        elif isinstance(value, torch.Tensor) and value.ndim > 0:
+            whole[name] = torch.cat([batch[name] for batch in by_row])
+    parts: Any = grpo_trainer.split_tensor_dict(whole, count)
+    return [grpo_trainer.unsplit_pixel_values_by_grid(part) for part in parts]
+
+
 # Calls of tools that the policy writes. In TRL 1.16, nested brackets overrun the parser, and names are echoed.
 
 _MOST_NESTED = 50  # lists and dicts in the arguments of a call; copies and reports of a rollout recurse into them

@@ -13,6 +13,7 @@ from vgr_trl.credit import builtin_rules
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.read_row import image_columns
 from vgr_trl.efficiency.vision import DummyImage, VisionCache, parts_of_tower, tower_trains, why_not_once
+from vgr_trl.joining import RowsPerPass, describe_spread_groups
 from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
 from vgr_trl.rollout import ConstructedTrainer, Measurement, find_completion_maker
 from vgr_trl.sharing.model_support import (
@@ -196,6 +197,7 @@ def plan_features(trainer: ConstructedTrainer) -> dict[str, Feature]:
         "share_scoring": _why_no_pass_shares(trainer) or compiled or why_not_share(trainer.model, gradients=False),
         "share_training": training,
         "share_over_micro_batches": unshared or sharded or why_not_lend(base),
+        "join_micro_batches": off("rows_per_pass") or unshared or rows,
         "regroup": unshared or (None if trainer.args.share_prompts == "on" else rows or spread),
         "skip_zero_advantage": off("skip_zero_advantage") or noise or read,
         "skip_zero_advantage_tokens": off("skip_zero_advantage_tokens") or read or headless or _why_whole(trainer),
@@ -389,12 +391,8 @@ def is_sharded(trainer: ConstructedTrainer) -> bool:
     return bool(trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3))
 
 
-def describe_sharing(features: Mapping[str, Feature], num_generations: int, rows: int) -> str:
-    """Return where prompts are computed once, and why not elsewhere, in one or two sentences.
-
-    Args:
-        rows: completions in a micro-batch.
-    """
+def describe_sharing(features: Mapping[str, Feature], num_generations: int, passes: RowsPerPass) -> str:
+    """Return where prompts are computed once, why not elsewhere, and which micro-batches are joined."""
     stages: dict[str | None, list[str]] = {}
     for stage in ("generation", "scoring", "training"):
         stages.setdefault(features[f"share_{stage}"].reason, []).append(stage)
@@ -403,7 +401,10 @@ def describe_sharing(features: Mapping[str, Feature], num_generations: int, rows
         for reason, names in stages.items()
     ]
     sharing = f"Each prompt is computed once for its {num_generations} completions: {'; '.join(where)}."
-    if rows >= num_generations or not features["share_training"].enabled:
+    if not features["share_training"].enabled:
+        return sharing
+    sharing, rows = f"{sharing}{passes}", passes.given * passes.joined
+    if rows >= num_generations:
         return sharing
     parts, over = f"{-(-num_generations // rows)} micro-batches of {rows}", features["share_over_micro_batches"]
     if over.enabled:
@@ -424,8 +425,9 @@ def announce(trainer: ConstructedTrainer) -> None:
     """Log in the main process where prompts are shared, and which options have no effect."""
     if not trainer.accelerator.is_main_process:
         return
-    features, rows = trainer.features, trainer.args.per_device_train_batch_size
-    logger.warning(describe_sharing(features, trainer.num_generations, rows))
+    features, group = trainer.features, trainer.num_generations
+    spread = describe_spread_groups(trainer.args, group, trainer.accelerator.num_processes)
+    logger.warning(describe_sharing(features, group, trainer.rows_per_pass) + spread)
     logger.info(describe_features(features))
     if features["share_training"].enabled and _is_reentrant(trainer):
         logger.warning("Passes that share prompts recompute layers with use_reentrant=False, plain ones with True.")

@@ -129,12 +129,13 @@ def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images:
     shown = [tool.__name__ for tool in trainer.tools if getattr(tool, "__func__", None) in RETURN_IMAGES]
     if trainer.use_vllm and shown:
         raise ConfigError(f"The tool {shown[0]} returns images, {AFTER_IMAGES}")
-    if args.max_tokens_per_micro_batch is not None:
+    cuts = (args.most_rows_per_pass or args.per_device_train_batch_size) < args.per_device_train_batch_size
+    if args.max_tokens_per_micro_batch is not None or cuts:
         # The losses of parts of a micro-batch add up to its loss; those of bnpo, if they are weighed by their tokens.
-        parts = why_rows_matter(trainer, "dapo" if trainer.loss_type == "bnpo" else trainer.loss_type)
-        parts = "a critic learns from whole micro-batches" if args.uses_critic else parts
-        if parts:
-            raise ConfigError(f"max_tokens_per_micro_batch cannot be used here ({parts}): drop one.")
+        weighs = trainer.loss_type == "bnpo" and not args.uses_critic  # whose loss does not count all of them
+        if parts := why_rows_matter(trainer, "dapo" if weighs else trainer.loss_type):
+            name = "rows_per_pass" if cuts else "max_tokens_per_micro_batch"
+            raise ConfigError(f"{name} cannot be used here ({parts}): drop one.")
     refuse_unfit_noise(trainer, has_images)
     if args.online_filtering:
         filter_index(args.filter_key, trainer.reward_func_names)  # raises without such a reward
