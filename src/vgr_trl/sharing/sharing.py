@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.state import AcceleratorState, DistributedType, is_initialized
+from accelerate.utils import gather
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
@@ -94,8 +95,9 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
         raise ConfigError(f"completion_length is {completion_length}: give an integer of at least 1, or None.")
     causal, report = causal_model(model), SharingReport()
     base = base_of(causal)
-    forward = SharedForward(base, base.forward, report, completion_length, **modes)
-    checks, is_alone = forward.checks or ModelChecks(model), completion_length is None and forward.agree is None
+    is_alone = completion_length is None and modes.get("agree") is None
+    forward = SharedForward(base, base.forward, report, completion_length, **{**_modes_of_engine(), **modes})
+    checks = forward.checks or ModelChecks(model)
     tells = is_alone and forward.checks is None and os.environ.get("RANK", "0") == "0"
     if checks.reason is not None:
         report.plain[checks.reason] += 1
@@ -105,13 +107,35 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
             yield report
         return
     keep_keys_unrepeated()
-    own = Lending(base) if is_alone and why_not_lend(base) is None else None
+    why = why_not_lend(base)
+    own = Lending(base) if is_alone and why is None else None
     forward.lending, forward.first_step = own or forward.lending, {} if tells else None
+    if tells and forward.agree is not None:
+        print(f"share_prompts shares prompts within each micro-batch, not over several ({why}). {_ADVICE}", flush=True)
     changes: list[tuple[Any, str, Any]] = [(base, "forward", forward)]
     if base is not causal and hasattr(causal, "generate"):
         changes.append((causal, "generate", SharedGeneration(causal, causal.generate, forward)))
-    with replaced(*changes), nullcontext() if own is None else _lending_to_labelled(causal, forward, own):
+    reads = _reading_labels(causal, forward) if is_alone else nullcontext()
+    with replaced(*changes), reads, nullcontext() if own is None else _lending(own):
         yield report
+
+
+_ADVICE = "Make per_device_train_batch_size num_generations, and divide gradient_accumulation_steps by as much."
+
+
+def _modes_of_engine() -> dict[str, Any]:
+    """Return the modes of `SharedForward` under DeepSpeed and FSDP, where all processes share a batch or none."""
+    kind = AcceleratorState().distributed_type if is_initialized() else None
+    if kind not in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        return {}
+    state = AcceleratorState()
+    sharded = kind == DistributedType.FSDP or state.deepspeed_plugin.zero_stage == 3
+
+    def all_agree(answer: bool) -> bool:
+        votes = sharded or torch.is_grad_enabled()
+        return bool(gather(torch.tensor([answer], device=state.device)).all()) if votes else answer
+
+    return {"agree": all_agree, "sharded": sharded}
 
 
 class ModelChecks:
@@ -140,9 +164,10 @@ class ModelChecks:
 
 def why_not_lend(base: Any) -> str | None:
     """Return why prompts of a base model are not lent to several micro-batches; None: they can be."""
-    if is_initialized() and AcceleratorState().distributed_type == DistributedType.DEEPSPEED:
+    kind = AcceleratorState().distributed_type if is_initialized() else None
+    if kind == DistributedType.DEEPSPEED:
         return "DeepSpeed"
-    if has_sharded_parameters(base):
+    if kind == DistributedType.FSDP or has_sharded_parameters(base):
         return "sharded parameters"
     if not all(type(layer) is StoredKeys for layer in WrittenPrefix(base.config, []).layers):
         return "layers that keep other state than keys and values"
@@ -150,23 +175,30 @@ def why_not_lend(base: Any) -> str | None:
 
 
 @contextmanager
-def _lending_to_labelled(causal: Any, forward: "SharedForward", lending: Lending) -> Iterator[None]:
-    """Read where completions begin off the labels of TRL's scoring; forget open prompts at the end of the block."""
+def _reading_labels(causal: Any, forward: "SharedForward") -> Iterator[None]:
+    """Read where completions begin off the labels of TRL's scoring."""
 
     def read(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         labels, forward.labelled = kwargs.get("labels"), None
-        if kwargs.get("fused_lm_head") and labels is not None and torch.is_grad_enabled():
+        wanted = torch.is_grad_enabled() or forward.agree is not None  # or one process decides for all
+        if wanted and kwargs.get("fused_lm_head") and labels is not None:
             labelled = (labels != -100).any(0).nonzero()
             forward.labelled = labels.size(1) - int(labelled[0]) if len(labelled) else None
 
     with causal.register_forward_pre_hook(read, with_kwargs=True):
-        try:
-            yield
-            if lending.open:  # of a training that has stopped within an optimizer step, or of a block that ends in one
-                lost = f"{len(lending.open)} prompts have run forward and not backward, and lost their gradients"
-                warnings.warn(f"{lost}: end the block of share_prompts behind an optimizer step.", stacklevel=2)
-        finally:
-            lending.clear()
+        yield
+
+
+@contextmanager
+def _lending(lending: Lending) -> Iterator[None]:
+    """Forget open prompts at the end of the block."""
+    try:
+        yield
+        if lending.open:  # of a training that has stopped within an optimizer step, or of a block that ends in one
+            lost = f"{len(lending.open)} prompts have run forward and not backward, and lost their gradients"
+            warnings.warn(f"{lost}: end the block of share_prompts behind an optimizer step.", stacklevel=2)
+    finally:
+        lending.clear()
 
 
 @contextmanager
