@@ -18,6 +18,7 @@ from support.trainers import BIG_STEPS, OURS, STOCK, config, letters_reward
 from transformers import AutoProcessor, TrainerCallback
 
 P, T, G = 768, 128, 8
+CUT = P + 3 * T  # tokens of a pass, by which a group is cut into passes of 3, 3 and 2 rows
 DAPO = {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.0}
 
 
@@ -72,12 +73,16 @@ class UpdatePhase(TrainerCallback):
         self.counter.phase = "between"
 
 
-def measure(kind: str, classes, batch: int, lora: bool, folder: Path, output: Path, counter: CollectiveCounter):
-    """Two updates; the changes of all weights, and what the counter has found."""
+def measure(kind: str, classes, batch: int, lora: bool, folder: Path, output: Path, counter, **more):
+    """Two updates; the changes of all weights, and what the counter has found.
+
+    Args:
+        more: further options of the trainer.
+    """
     processor = AutoProcessor.from_pretrained(folder)
     options = {
         "max_steps": 2, "num_generations": G, "per_device_train_batch_size": batch, "max_completion_length": T,
-        "gradient_accumulation_steps": G // batch, "gradient_checkpointing": True,
+        "gradient_accumulation_steps": G // batch, "gradient_checkpointing": True, **more,
     }  # fmt: skip
     trainer_class, config_class = classes
     options = config(output, config_class, **BIG_STEPS | DAPO | options | engines.options_of(kind))
@@ -116,10 +121,13 @@ if __name__ == "__main__":
     engines.prepare(kind)
     measured = []
     for lora in (False, True):
-        for batch in (1, 2):
+        for batch in (2, 1):
             of_trl, theirs = measure(kind, STOCK, batch, lora, folder, output / f"{kind} trl", counter)
-            of_ours, ours = measure(kind, OURS, batch, lora, folder, output / f"{kind} ours", counter)
-            difference = largest(of_trl[name] - of_ours[name] for name in of_trl) / largest(of_trl.values())
-            measured.append({"lora": lora, "batch": batch, "difference": difference, "trl": theirs, "ours": ours})
+            for budget in (None, CUT) if batch == 1 else (None,):
+                options = {"max_tokens_per_micro_batch": budget}
+                of_ours, ours = measure(kind, OURS, batch, lora, folder, output / f"{kind} ours", counter, **options)
+                difference = largest(of_trl[name] - of_ours[name] for name in of_trl) / largest(of_trl.values())
+                case = {"lora": lora, "batch": batch, "budget": budget, "difference": difference}
+                measured.append(case | {"trl": theirs, "ours": ours})
     if os.environ.get("RANK", "0") == "0":
         (output / f"{kind} measured.json").write_text(json.dumps(measured, indent=1))
