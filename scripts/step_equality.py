@@ -48,6 +48,7 @@ OURS: dict[str, list[dict[str, Any]]] = {  # on in ours alone; none of it may ch
     "signals": [{}, {"signals": ["dependency"]}, {"signals": ["similarity", "entropies"]}, {"signals": ["jsd"]}],
     "tokens": [{}, {}, {"max_tokens_per_micro_batch": 150}],
     "share": [{}, {}, {"share_prompts": "off"}],
+    "rows": [{}, {}, {"rows_per_pass": 3}, {"rows_per_pass": 16}, {"rows_per_pass": "off"}],
     "cache": [{}, {"vision_cache_megabytes": 0}],
 }
 
@@ -59,7 +60,8 @@ def draw_mix(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
         ours.pop("compute_attention_metrics", None)
         ours.pop("signals", None)
     if both.get("loss_type") == "luspo" or both.get("top_entropy_quantile"):
-        ours.pop("max_tokens_per_micro_batch", None)  # parts change what these average over, and are refused
+        for name in ("max_tokens_per_micro_batch", "rows_per_pass"):  # parts change what these average over: refused
+            ours.pop(name, None)
     return both, ours
 
 

@@ -22,7 +22,7 @@ from vgr_trl.sharing.lending import (
 from vgr_trl.sharing.prefix_forward import find_groups
 from vgr_trl.training_pass import _extents
 
-Loss = Callable[[nn.Module, dict[str, Any], float], torch.Tensor]  # TRL's `_compute_loss`, times a weight
+Loss = Callable[..., torch.Tensor]  # TRL's `_compute_loss` of a model and inputs, times a weight
 
 
 def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[str, Any], compute: Loss) -> torch.Tensor:
@@ -100,7 +100,7 @@ def _loss_of_rows(
         later: rows of the parts behind it.
     """
     if len(rows) == len(inputs["prompt_ids"]):
-        return compute(model, inputs, 1.0)
+        return compute(model, inputs)
     part = take_rows(inputs, rows)
     if READ_AGAIN in part:
         groups = {inputs[PROMPT_GROUP][row] for row in later}

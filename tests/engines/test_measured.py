@@ -35,6 +35,7 @@ def figures_in_page(name: str) -> list[float]:
 def test_an_update_takes_less_than_trls_whatever_the_micro_batch(kind, model_folder, tmp_path):
     launch(WORKER, kind, model_folder, tmp_path, processes=2, engine=engines.as_if_large(kind, tmp_path))
     cases = json.loads((tmp_path / f"{kind} measured.json").read_text())
+    cases.sort(key=lambda case: (case["lora"], case["batch"]))  # as in the page
     found = []
     for case in cases:
         positions, moved = ratio(case, "positions"), ratio(case, "gathered bytes", "reduced bytes")

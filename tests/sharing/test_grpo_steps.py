@@ -48,7 +48,7 @@ def test_steps_of_every_loss(loss, vision, image_rows, tmp_path):
 def test_steps_of_an_adapter_with_a_reference_in_small_checkpointed_micro_batches(loss, vision, image_rows, tmp_path):
     """The reference is the model without its adapter; each prompt runs once for its micro-batches."""
     settings = options(tmp_path, **LOSSES[loss], **STRADDLING, beta=0.1, gradient_checkpointing=True, learning_rate=0.5)
-    stock, ours = stock_and_ours(vision, image_rows, settings, lora={})
+    stock, ours = stock_and_ours(vision, image_rows, settings, lora={}, rows_per_pass="off")
     assert_equal_steps(vision, stock, ours)
     assert ours.places["scoring"].prompts_per_row == 1 / 4
     if not KEEPS_LESS:
@@ -99,7 +99,7 @@ def test_micro_batches_of_one_completion_with_what_stock_trl_lacks(case, vision,
     size["gradient_accumulation_steps"] //= size["per_device_train_batch_size"]
     settings = options(tmp_path, **size, epsilon_high=0.28, gradient_checkpointing=True)
     plain = trained(DAPO, model, processor, image_rows, {**settings, "share_prompts": "off"})
-    shared = trained(DAPO, model, processor, image_rows, settings)
+    shared = trained(DAPO, model, processor, image_rows, {**settings, "rows_per_pass": "off"})
     assert_same_steps(model, shared, plain, 5e-2 if case == "bf16" else ROUNDING)
     assert shared.places["training"].prompts_per_row == 1 / 4
     assert set(shared.places["training"].plain) <= {"no prompt occurs twice"}
@@ -126,7 +126,7 @@ def test_nothing_is_left_of_an_interrupted_training(vision, image_rows, tmp_path
             raise KeyboardInterrupt
 
     found = []
-    trainer = build_trainer(DAPO, *vision, image_rows, options(tmp_path, **STRADDLING))
+    trainer = build_trainer(DAPO, *vision, image_rows, options(tmp_path, **STRADDLING, rows_per_pass="off"))
     lending = trainer.shared_passes.lending
     trainer.add_callback(Interrupt)
     with pytest.raises(KeyboardInterrupt):

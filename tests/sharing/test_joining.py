@@ -1,0 +1,194 @@
+"""Micro-batches joined into passes of whole groups: the same update, cut to what the memory of a device takes."""
+
+import random
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.steps import DAPO, LOSSES, STOCK, assert_same_steps, build_trainer, options, trained, uneven_reward
+from support.trainers import logged
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.joining import RowsPerPass, UpdateMemory, describe_spread_groups, growth_that_fits
+from vgr_trl.utils import ConfigError
+
+SMALL = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+
+
+def passes_of(trainer):
+    """Rows of every training pass of the trainer from here on."""
+    rows, plain = [], trainer._loss_of_part
+
+    def count(model, inputs, weight=1.0):
+        rows.append(len(inputs["prompt_ids"]))
+        return plain(model, inputs, weight)
+
+    trainer._loss_of_part = count
+    return rows
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_steps_are_those_of_trl_in_passes_of_whole_groups(loss, vision, image_rows, tmp_path):
+    settings = options(tmp_path, **SMALL) | {"epsilon_high": 0.28, "num_iterations": 2} | LOSSES[loss]
+    stock = trained(STOCK, *vision, image_rows, settings)
+    ours = trained(DAPO, *vision, image_rows, settings)
+    assert_same_steps(vision[0], ours, stock)
+    assert ours.rows_per_pass.joined == (1 if loss == "bnpo" else 4)
+    assert stock.args.gradient_accumulation_steps == ours.args.gradient_accumulation_steps * ours.rows_per_pass.joined
+    for name in ("epoch", "num_tokens", "completions/mean_length", "kl") if loss == "grpo" else ("epoch", "num_tokens"):
+        assert logged(ours, name) == pytest.approx(logged(stock, name))
+    assert ours.state.global_step == stock.state.global_step == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "joined", "rows"),
+    [
+        ({"rows_per_pass": 3}, 2, [2] * 4),
+        ({"rows_per_pass": 8}, 8, [8]),
+        ({"rows_per_pass": "off"}, 1, [1] * 8),
+        ({"rows_per_pass": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, 1, [3, 1] * 2),
+        ({"max_tokens_per_micro_batch": 1}, 4, [1] * 8),
+        ({"gradient_accumulation_steps": 6, "steps_per_generation": 12}, 3, [3] * 2),
+        ({"gradient_accumulation_steps": 4, "generation_batch_size": 8}, 4, [4]),
+        ({"advantage_estimator": "gae", "loss_type": "grpo", "max_tokens_per_micro_batch": 1}, 4, [1] * 8),
+    ],
+)
+def test_what_is_joined_and_cut_moves_the_weights_alike(changed, joined, rows, vision, image_rows, tmp_path):
+    settings = options(tmp_path, **SMALL | changed, epsilon_high=0.28, attention_rows="all", skip_zero_advantage="off")
+    whole = {"rows_per_pass": "off", "max_tokens_per_micro_batch": None}
+    expected = trained(DAPO, *vision, image_rows, settings | whole)
+    trainer = build_trainer(DAPO, *vision, image_rows, settings)
+    found = passes_of(trainer)
+    trainer.train()
+    assert trainer.rows_per_pass.joined == joined
+    assert found == rows * 3
+    assert_same_steps(vision[0], trainer, expected)
+    if expected.critic is not None:
+        for name, value in expected.critic.named.items():
+            torch.testing.assert_close(trainer.critic.named[name], value, rtol=1e-4, atol=1e-7)
+
+
+def test_the_options_of_the_user_stay_for_another_trainer(vision, image_rows, tmp_path):
+    args, (model, processor) = DAPOConfig(**options(tmp_path, **SMALL)), vision
+    for _ in range(2):
+        trainer = DAPOTrainer(model, uneven_reward, args, image_rows, processing_class=processor)
+        assert (trainer.rows_per_pass.joined, trainer.args.gradient_accumulation_steps) == (4, 2)
+        assert {name: getattr(args, name) for name in SMALL} == SMALL
+
+
+@pytest.mark.parametrize("value", [0, -1, "on", "four", 1.5])
+def test_other_values_are_refused(value, tmp_path):
+    with pytest.raises(ConfigError, match="rows_per_pass is .*give auto, off, or a number of rows"):
+        DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, rows_per_pass=value)
+
+
+def test_rows_that_matter_to_the_loss_are_not_cut(vision, image_rows, tmp_path):
+    settings = options(tmp_path, rows_per_pass=2, top_entropy_quantile=0.5)
+    with pytest.raises(ConfigError, match="rows_per_pass cannot be used here"):
+        build_trainer(DAPO, *vision, image_rows, settings)
+
+
+# The same run, continued with other micro-batches
+
+
+@pytest.mark.parametrize(("before", "after"), [("off", "auto"), ("auto", "off")])
+def test_a_run_is_continued_within_a_rollout(before, after, vision, image_rows, tmp_path):
+    """Four optimizer steps use a rollout: two before the checkpoint, two after it."""
+    sizes = {"gradient_accumulation_steps": 4, "steps_per_generation": 8, "num_iterations": 2, "max_steps": 5}
+    settings = options(tmp_path, **SMALL | sizes, save_strategy="steps", save_steps=2, rows_per_pass=before)
+    whole = trained(DAPO, *vision, image_rows, settings)
+    rest = build_trainer(DAPO, *vision, image_rows, settings | {"rows_per_pass": after})
+    rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert {whole.rows_per_pass.joined, rest.rows_per_pass.joined} == {1, 4}
+    assert logged(rest, "num_tokens") == logged(whole, "num_tokens")
+    assert_same_steps(vision[0], rest, whole)
+
+
+# Memory
+
+
+@contextmanager
+def simulated_device(monkeypatch, total, fixed, update, per_position):
+    """A GPU on which an update takes a fixed part and a part per position that its largest pass computes."""
+    device = SimpleNamespace(peak=0, allocated=fixed)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total - device.allocated, total))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: device.allocated)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: device.allocated)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: device.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: setattr(device, "peak", device.allocated))
+    device.compute = lambda positions: setattr(
+        device, "peak", max(device.peak, device.allocated + update + positions * per_position)
+    )
+    yield device
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_pass_needs_more_than_the_device_has(seed, monkeypatch):
+    """Whatever the lengths are, and whatever the optimizer adds after the first update."""
+    draw = random.Random(seed)
+    group, update, per_position = 16, draw.choice([0, 20_000]), draw.choice([1, 3, 9])
+    prompt, longest = draw.choice([100, 1000]), draw.choice([50, 500])
+    user = update + per_position * (prompt + longest)
+    total = int((10_000 + 2 * update + user) * draw.choice([1.2, 2, 10]))
+    with simulated_device(monkeypatch, total, 10_000, update, per_position) as device:
+        limits = RowsPerPass(1, group, None, UpdateMemory(torch.device("cpu"), lambda each: each), None)
+        largest = []
+        for step in range(12):
+            completion = draw.randint(longest // 2, longest)
+            limits.memory.begin_pass()
+            passes, row = [], 0
+            while row < group:
+                rows = 1
+                while row + rows < group and limits.load(
+                    rows + 1, prompt + (rows + 1) * completion, (rows + 1) * (prompt + completion)
+                ) <= 1:  # fmt: skip
+                    rows += 1
+                passes.append((prompt + rows * completion, rows * (prompt + completion)))
+                largest.append(rows)
+                row += rows
+            if len(passes) > 1:
+                limits.memory.measure(passes)
+            for computed, _ in passes:
+                device.compute(computed)
+            assert device.peak <= total, step
+            limits.memory.end_update()
+            device.allocated = 10_000 + update  # the averages of the optimizer
+        assert largest[0] == 1
+        if total > 2 * (10_000 + 2 * update + per_position * (prompt + group * longest)):
+            assert largest[-1] == group
+
+
+def test_growth():
+    assert growth_that_fits(room=100, total=100, needed=0) == 0, "nothing is known yet"
+    assert growth_that_fits(room=90, total=100, needed=10) == 2, "at most twice as large"
+    assert growth_that_fits(room=50, total=100, needed=32) == 1.25, "a tenth is left"
+    assert growth_that_fits(room=5, total=100, needed=10) == 0, "only the user's rows"
+
+
+def test_passes_of_a_trainer_grow_to_whole_groups(vision, image_rows, tmp_path, monkeypatch):
+    settings = options(tmp_path, **SMALL, max_steps=6, skip_zero_advantage="off")
+    expected = trained(DAPO, *vision, image_rows, settings | {"rows_per_pass": "off"})
+    trainer = build_trainer(DAPO, *vision, image_rows, settings)
+    trainer.rows_per_pass.memory = UpdateMemory(trainer.accelerator.device, trainer.accelerator.gather)
+    found, plain = passes_of(trainer), trainer._loss_of_part
+    with simulated_device(monkeypatch, 10**9, 1000, 0, 1) as device:
+        trainer._loss_of_part = lambda model, inputs, weight=1.0: (
+            device.compute(inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()),
+            plain(model, inputs, weight),
+        )[1]
+        trainer.train()
+    assert found[:8] == [1] * 8
+    assert found[-2:] == [4, 4]
+    assert_same_steps(vision[0], trainer, expected)
+
+
+# What is said
+
+
+def test_groups_over_several_processes_are_named():
+    args = SimpleNamespace(per_device_train_batch_size=1, gradient_accumulation_steps=4, steps_per_generation=4)
+    said = describe_spread_groups(args, 8, 8)
+    assert "4 completions" in said
+    assert "gradient_accumulation_steps 8 or per_device_train_batch_size 2 or num_generations 4" in said
+    assert describe_spread_groups(args, 4, 8) == describe_spread_groups(args, 8, 1) == ""
