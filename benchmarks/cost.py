@@ -323,6 +323,26 @@ def _ratio(ours: Load, stock: Load, machine: Machine, stages: list[str] | None) 
     return f"{above / below:.2f}"
 
 
+def row_table() -> str:
+    """Return the table of docs/sharing.md: what passes keep of a plain row, and of 8 rows that share a prompt."""
+    prompts = (512, 1536, 4096, 8192)
+    lines = [
+        f"| GB, LoRA | T | {' | '.join(f'P {prompt:,}' for prompt in prompts)} |",
+        "|---|---:|" + "---|" * len(prompts),
+    ]
+    for name in ("qwen2.5-vl-3b", "qwen2.5-vl-7b"):
+        for completion in (256, 1024):
+            cells = []
+            for prompt in prompts:
+                one = Load(
+                    MODEL_SHAPES[name], Size(prompt, prompt - 256, completion, 8), 1, Update(True), 8, 3, False, 1
+                )
+                kept = [memory(load) for load in (one, replace(one, shared=True, rows=None))]
+                cells.append("{:.1f} → {:.1f}".format(*((each["activations"] + each["head"]) / 1e9 for each in kept)))
+            lines.append(f"| {name} | {completion:,} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
 def main() -> None:
     """Print the tables."""
     machine = Machine()
@@ -337,6 +357,7 @@ def main() -> None:
     print(_table("seconds of a step", {name: seconds(load, machine) for name, load in cases.items()}, 1, "{:.2f}"))
     print(_table("GB on one GPU", {name: memory(load) for name, load in cases.items()}, 1e9, "{:.1f}"))
     print(group_tables())
+    print(row_table())
     columns = ("an engine", "TRL's passes", "transformers", "TRL's passes", "100 test questions")
     print(f"| script | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}")
     engine = replace(machine, launch=0.0)

@@ -1,6 +1,6 @@
 """Run by the test of TRL's vision scripts: what they do with the flags of their commands, for two steps each.
 
-trl_script_worker.py MODEL QUESTIONS OUTPUT RUNS     RUNS: JSON of name -> [trainer, whether in share_prompts, flags]
+trl_script_worker.py KIND MODEL QUESTIONS OUTPUT RUNS     RUNS: JSON of name -> [trainer, whether it shares, flags]
 """
 
 import json
@@ -14,6 +14,7 @@ from unittest.mock import patch
 import engines
 import torch
 import trl
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from support.trainers import prompts
 from transformers import AutoProcessor
@@ -43,7 +44,7 @@ def spread_reward(completion_ids, **kwargs):
     return [float(sum(ids) % 13) for ids in completion_ids]
 
 
-def run(data: tuple[str, str], output: Path, trainer: str, shares: bool, flags: list[str]) -> dict:
+def run(engine: str, data: tuple[str, str], output: Path, trainer: str, shares: bool, flags: list[str]) -> dict:
     """What the script does; which prompts were computed for how many rows, by kind of pass, and the update."""
     kind, config = TRAINERS[trainer]
     parser = TrlParser((ScriptArguments, config, ModelConfig))
@@ -74,16 +75,17 @@ def run(data: tuple[str, str], output: Path, trainer: str, shares: bool, flags: 
     around = share_prompts(made.model) if shares and kind is not DAPOTrainer else nullcontext()
     with patch.object(SharedForward, "_count", counting), around:
         made.train()
-    assert engines.found_engine(made) == "zero3"
+    assert engines.found_engine(made) == engine
     end = engines.whole_parameters(made)
-    moved = {name: end[name] - start[name] for name in start if "lora_" in name}
+    moved = {name: end[name] - start[name] for name in start}
     return {"counted": {name: prompts / rows for name, (prompts, rows) in counted.items()}, "moved": moved}
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    model, questions, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    for name, (trainer, shares, flags) in json.loads(sys.argv[4]).items():
-        found = run((model, questions), output / f"run {name}", trainer, shares, flags)
+    engine, data, output = sys.argv[1], (sys.argv[2], sys.argv[3]), Path(sys.argv[4])
+    engines.prepare(engine)
+    for name, (trainer, shares, flags) in json.loads(sys.argv[5]).items():
+        AcceleratorState._reset_state()  # DeepSpeed's configuration is of one run
+        found = run(engine, data, output / f"run {name}", trainer, shares, flags)
         if os.environ["RANK"] == "0":
             torch.save(found, output / f"{name}.pt")

@@ -111,7 +111,7 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
     own = Lending(base) if is_alone and why is None else None
     forward.lending, forward.first_step = own or forward.lending, {} if tells else None
     if tells and forward.agree is not None:
-        print(f"share_prompts shares prompts within each micro-batch, not over several ({why}). {_ADVICE}", flush=True)
+        print(f"share_prompts shares prompts within a micro-batch, not over several ({why}). {_ADVICE}", flush=True)
     changes: list[tuple[Any, str, Any]] = [(base, "forward", forward)]
     if base is not causal and hasattr(causal, "generate"):
         changes.append((causal, "generate", SharedGeneration(causal, causal.generate, forward)))
@@ -120,7 +120,7 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
         yield report
 
 
-_ADVICE = "Make per_device_train_batch_size num_generations, and divide gradient_accumulation_steps by as much."
+_ADVICE = "Best: per_device_train_batch_size num_generations, and gradient_accumulation_steps divided by as much."
 
 
 def _modes_of_engine() -> dict[str, Any]:

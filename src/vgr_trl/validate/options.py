@@ -42,6 +42,9 @@ def validate_config(args: DAPOConfig | None, model: str | PreTrainedModel, optio
     if isinstance(model, str) and options.get("processing_class") is None and not is_torchvision_available():
         with naming_torchvision(model), suppress(OSError, ValueError):
             AutoProcessor.from_pretrained(model, trust_remote_code=getattr(args, "trust_remote_code", False))
+    targets = getattr(options.get("peft_config"), "target_modules", None)
+    if isinstance(targets, set):  # TRL's own commands say --lora_target_modules "q_proj", "v_proj", comma included
+        options["peft_config"].target_modules = {name.rstrip(",") for name in targets}
     if args is None:
         name = model if isinstance(model, str) else model.config._name_or_path
         return DAPOConfig(f"{name.rstrip('/').split('/')[-1]}-DAPO")
