@@ -230,7 +230,7 @@ $(GPU_SITE): $(wildcard $(GPU_WHEELS)/*.whl)
 	$(if $^,$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target $@ $^)
 	@touch $@
 
-# Every engine in two processes on a CPU, several minutes; the shortest part is in `make test`, too.
+# Every engine in two processes on a CPU, a quarter of an hour; the shortest part is in `make test`, too.
 .PHONY: engines
 engines: $(DEV)
 	$(BIN)/python -m pytest -m "minutes or not minutes" tests/engines

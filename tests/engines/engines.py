@@ -1,5 +1,6 @@
 """The engines of the tests of this folder, on a CPU: what starts them, and what gets at whole parameters."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -23,6 +24,20 @@ VARIABLES = {
     "fsdp2": FSDP2,
 }
 SHARDED = ("zero3", "offload", "fsdp2")
+
+
+def as_if_large(kind: str, folder: Path) -> dict[str, str]:
+    """The variables of an engine under which ZeRO-3 keeps no parameter whole, as with a model that does not fit."""
+    if kind not in ("zero3", "offload"):
+        return VARIABLES[kind]
+    given = json.loads(Path(VARIABLES["offload"]["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
+    kept = ("max_live_parameters", "max_reuse_distance", "param_persistence_threshold")
+    given["zero_optimization"] |= {f"stage3_{name}": 0 for name in kept}
+    if kind == "zero3":
+        del given["zero_optimization"]["offload_optimizer"]
+    file = folder / f"{kind}.json"
+    file.write_text(json.dumps(given))
+    return {**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
 
 
 def options_of(kind: str) -> dict:
