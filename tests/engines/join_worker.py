@@ -1,4 +1,4 @@
-"""Run by test_joining.py in the processes of an engine: three steps with micro-batches of one, or of a whole group.
+"""Run by test_joined_groups.py in the processes of an engine: three steps with micro-batches of one, or of a whole group.
 
 join_worker.py KIND MODEL QUESTIONS OUTPUT NAME OPTIONS      OPTIONS: JSON; "lora" adapts the model
 """
