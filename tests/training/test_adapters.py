@@ -33,6 +33,13 @@ def test_a_target_without_a_module_is_refused(text_trainer):
         text_trainer(peft_config=LoraConfig(r=2, target_modules=["q_porj", "v_proj"]))
 
 
+def test_a_comma_behind_a_target_is_dropped(text_trainer):
+    """The shell leaves one in the commands of TRL's scripts: --lora_target_modules "q_proj", "v_proj"."""
+    trainer = text_trainer(peft_config=LoraConfig(r=2, target_modules=["q_proj,", "v_proj"]))
+    adapted = {name.split(".")[-1] for name in trainer.model.base_model.targeted_module_names}
+    assert adapted == {"q_proj", "v_proj"}
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_a_model_of_which_nothing_is_trained_is_refused(vision_trainer, model_folder, tmp_path, beta):
     """TRL makes a copy of a loaded adapter as the reference, which is trainable."""
