@@ -1,4 +1,4 @@
-"""Run by test_joined_groups.py in the processes of an engine: three steps with micro-batches of one, or of a whole group.
+"""Run by test_joined_groups.py in the processes of an engine: three steps with micro-batches of one or of a group.
 
 join_worker.py KIND MODEL QUESTIONS OUTPUT NAME OPTIONS      OPTIONS: JSON; "lora" adapts the model
 """
@@ -6,10 +6,12 @@ join_worker.py KIND MODEL QUESTIONS OUTPUT NAME OPTIONS      OPTIONS: JSON; "lor
 import json
 import os
 import sys
+from functools import partialmethod
 from pathlib import Path
 
 import engines
 import torch
+from accelerate import PartialState
 from engine_worker import Case, trainer_of
 
 
@@ -23,6 +25,8 @@ def main() -> None:
     options = {"attention_reward_scale": "none", "gradient_checkpointing": True, "check_pixels": False} | json.loads(
         options
     )
+    if "deepspeed" in options:  # where transformers does not hand on ddp_backend
+        PartialState.__init__ = partialmethod(PartialState.__init__, backend="gloo")
     case = Case({}, (reward,), lora=options.pop("lora"))
     trainer = trainer_of(kind, case, tuple(data), Path(folder) / name, **options)
     start = engines.whole_parameters(trainer)
