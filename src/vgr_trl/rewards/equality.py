@@ -77,11 +77,15 @@ def is_same_value(gold: str, answer: str) -> bool:
     gold, answer = strip_wrapping(to_half_width(gold)), strip_wrapping(to_half_width(answer))
     if not normalise(answer):
         return False
-    first, second = read_quantity(gold), read_quantity(answer)
-    if first is not None and second is not None:
+    if (first := read_quantity(gold)) is not None and (second := read_quantity(answer)) is not None:
         return first.equals(second)
-    plain = {_TIME.sub(r"\1:\2", _TIGHT.sub("", strip_article(text))) for text in (gold, answer)}
-    if len({POLARITY.get(text, text) for text in plain}) == 1 or len({_read_date(text) or text for text in plain}) == 1:
+    words = strip_article(gold), strip_article(answer)
+    if len({POLARITY.get(text, text) for text in words}) == 1:
+        return True
+    if not (first or _MATH_SIGN.search(gold) or _LISTS.search(gold) or "=" in answer):  # words that differ
+        return False
+    plain = {_TIME.sub(r"\1:\2", _TIGHT.sub("", text)) for text in words}
+    if len(plain) == 1 or len({_read_date(text) or text for text in plain}) == 1:
         return True
     if gold.startswith("[") != answer.startswith("["):  # a list with its brackets, and one without or with others
         is_long = min(gold.count(","), answer.count(",")) > 1
@@ -101,6 +105,7 @@ def is_same_value(gold: str, answer: str) -> bool:
     return not (unit and other and unit != other) and _is_same_formula(_to_latex(gold), _to_latex(answer))
 
 
+_LISTS = re.compile("[,、]")
 _FORMULA_UNIT = re.compile(
     r"(.*[\d)}πa-z])(\s*)((?<![A-Za-z\\])[A-Za-zμΩ]+(?:\s?\^\s?\{?[23]\}?)?|(?<=[\d)}π])[\u4e00-\u9fff]+)"
 )

@@ -126,6 +126,8 @@ def _first_part(phrase: str) -> str:
 
 def split_list(text: str) -> list[str]:
     """Split at the commas outside brackets; a list is compared in its order."""
+    if "," not in text and "、" not in text:
+        return [text]
     depths = enumerate(zip(text, bracket_depths(text), strict=True))
     commas = [place for place, (character, depth) in depths if character in ",、" and depth == 0]
     return [text[start + 1 : end] for start, end in pairwise([-1, *commas, len(text)])]
