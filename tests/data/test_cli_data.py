@@ -101,9 +101,9 @@ def test_what_the_accuracy_reward_reads_of_completions_is_shown(tmp_path, capsys
     jsonl(tmp_path / "completions.jsonl", rows)
     assert run("score", tmp_path / "completions.jsonl") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "0: 1 statement 'B', reference 'B (blue)'"
+    assert lines[0] == "0: 1 statement 'B.', reference 'B (blue)'"
     assert lines[1] == "1: 0 line 'It has 3 dogs.', reference '4'"
     assert lines[2] == "2: 0 no answer, reference '4'"
     assert lines[3].startswith("3: no reward: solution is None")
-    assert lines[4] == "4: 0 statement excluded, two answers: 'B or A', reference 'B (blue)'"
+    assert lines[4] == "4: 0 statement excluded, two answers: 'B or A.', reference 'B (blue)'"
     assert lines[5] == "1 of 5 are right; statement 2, line 1, no answer 1, no reward 1."

@@ -25,12 +25,6 @@ ONE_BY_ONE = [[row] for row in range(6)]
 LENDS = ("qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "llava_next", "idefics3", "llama", "mistral")
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    yield
-    GradientState()._set_sync_gradients(True)
-
-
 def case(name, **more):
     images = (1, 2) if FAMILIES[name].picture else (0, 0)
     model, batch = with_head(build(name)).double().train(), make_batch(name, **{"images": images, **more})
