@@ -57,7 +57,7 @@ class RowsPerPass:
 
 
 class UpdateMemory:
-    """Measures updates, and limits the passes of the next one to what fits on the device of every process.
+    """Measures the memory of updates, and limits the next passes so that they fit on the device of every process.
 
     Attributes:
         computed, attended: positions that a pass may have, as `RowsPerPass.load` counts them; only the user's rows
@@ -99,7 +99,7 @@ class UpdateMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def end_update(self) -> None:
-        """Take in what the update has needed beyond what was there before it."""
+        """Record the peak memory of the update above the memory allocated before it."""
         if self._is_measured:
             peak = torch.cuda.max_memory_allocated(self._device)
             self._needed = max(self._needed, peak - self._before)

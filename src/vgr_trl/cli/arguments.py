@@ -521,7 +521,7 @@ def load_rows(
 
 
 def row_rules(arguments: DataArguments, root: Path, processor: Any) -> dict[str, Any]:
-    """Return those of `RowOptions` that flags, the folder of the data and the model's processor (or None) say."""
+    """Return the `RowOptions` set by flags, the data folder and the model's processor (or None)."""
     return {
         "root": root,
         "system_prompt": load_system_prompt(arguments),

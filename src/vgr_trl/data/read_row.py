@@ -195,7 +195,7 @@ def _read_prompt(row: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
 
 
 def _is_content(value: Any) -> bool:
-    """Whether a value is a text, or a list of parts, of which those of type text have one."""
+    """Whether a value is a text, or a list of parts in which every part of type text has a text."""
     parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
     are_parts = all(isinstance(part, Mapping) for part in parts)
     return are_parts and all(part.get("type") != "text" or isinstance(part.get("text"), str) for part in parts)

@@ -46,7 +46,7 @@ def _read_gold(text: str) -> str:
 
 
 def is_same_open_answer(gold: str, answer: str) -> bool:
-    """Return whether `answer` states the open answer `gold`: as a whole, or as what its phrase says."""
+    """Return whether `answer` states the open answer `gold`, as a whole or in one of its phrases."""
     return any(is_same_value(_read_gold(gold), phrase) for phrase in find_phrases(to_half_width(answer)))
 
 

@@ -412,7 +412,7 @@ def wrap_reward(
 
 @contextmanager
 def _naming_reward(name: str) -> Iterator[None]:
-    """Turn what a reward raises, `SystemExit` too, into a `RewardError` with its name."""
+    """Turn every exception of a reward, `SystemExit` too, into a `RewardError` with its name."""
     try:
         yield
     except VGRError:

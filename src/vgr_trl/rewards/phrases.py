@@ -71,7 +71,7 @@ def find_phrases(clause: str) -> tuple[str, ...]:
 
 
 def _shorten(clause: str) -> Iterator[str]:
-    """Yield what follows the last verb, else ends the clause; then what it names, without what is said of it.
+    """Yield the phrase behind the last verb, else the end of the clause; then shorter phrases within it.
 
     The only emphasised words end the search. Bounds and comparisons (`more than 20`) stay whole.
     """

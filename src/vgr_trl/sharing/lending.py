@@ -99,7 +99,7 @@ class LentPrompt:
         return [next(read) if each.requires_grad else each for each in self.copies]
 
     def run_backward(self, grads: Sequence[Tensor], is_live: bool) -> Sequence[Tensor | None]:
-        """Run backward for one reader and what the copies have collected until now; return gradients of live tensors.
+        """Run the prompt backward with the gradients of a reader and of the copies; return gradients of live tensors.
 
         Args:
             grads: of the reader's keys and values.
@@ -180,7 +180,7 @@ class Lending:
         self._version = weight.grad._version
 
     def begin_pass(self) -> None:
-        """Let the pass close all open prompts; forget those of a step that `zero_grad` has given up."""
+        """Let the pass close all open prompts; forget prompts of a step abandoned by `zero_grad`."""
         for prompt in self.open:
             prompt.is_closed = False
         if self._watched is not None:
