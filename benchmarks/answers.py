@@ -23,8 +23,8 @@ from typing import Any
 
 from machine import processor_name
 
+from vgr_trl.errors import RewardError
 from vgr_trl.rewards import accuracy_reward, resolve_solution
-from vgr_trl.utils import RewardError
 
 ROOT = Path(__file__).parents[1]
 LINES = [json.loads(line) for line in (ROOT / "tests/rewards/answers.jsonl").read_text("utf-8").splitlines()]

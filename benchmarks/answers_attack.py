@@ -19,10 +19,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from vgr_trl.errors import RewardError
 from vgr_trl.rewards import Solution, resolve_solution
 from vgr_trl.rewards.answers import is_right
 from vgr_trl.rewards.equality import is_same_open_answer
-from vgr_trl.utils import RewardError
 
 LINES = Path(__file__).parents[1] / "tests/rewards/answers.jsonl"
 LETTERS = "ABCDEFGHIJ"

@@ -21,10 +21,10 @@ from support.models.eager_reference import assert_agrees, reference, run  # noqa
 from support.models.families import FAMILIES, OTHERS, Batch, Family, build, make_batch  # noqa: E402
 from support.models.processors import PROCESSORS  # noqa: E402
 
+from vgr_trl.errors import ConfigError  # noqa: E402
 from vgr_trl.patches.vllm import plan_vllm_images  # noqa: E402
 from vgr_trl.sharing import share_prompts  # noqa: E402
 from vgr_trl.signals import RolloutScorer, visual_dependency  # noqa: E402
-from vgr_trl.utils import ConfigError  # noqa: E402
 
 PAGE = ROOT / "docs" / "sharing.md"
 TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end of table -->)", re.DOTALL)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from vgr_trl.pixels import UnknownParts, number_images, parts_by_counts, parts_by_tokens
-from vgr_trl.rows import Prompts, Rows, build_scoring_inputs, join_rows
+from vgr_trl.rows import Rows, join_rows
+from vgr_trl.scoring_inputs import Prompts, build_scoring_inputs
 
 IMAGE, PAD = 2, 9
 GRIDS = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 2, 2]])  # 8, 16 and 4 patches, four to a token

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vgr_trl.utils import DiskFullError, append_atomic, write_atomic
+from vgr_trl.atomic_files import append_atomic, write_atomic
+from vgr_trl.errors import DiskFullError
 
 
 class SmallDisk(FileIO):

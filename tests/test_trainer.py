@@ -15,9 +15,9 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.config import SWITCHES
+from vgr_trl.errors import ConfigError
 from vgr_trl.forward_passes import rows_per_pass
-from vgr_trl.rows import scoring_inputs
-from vgr_trl.utils import ConfigError
+from vgr_trl.scoring_inputs import scoring_inputs
 
 LONGER = {"max_steps": 2, "learning_rate": 0.1}
 

@@ -83,7 +83,7 @@ def refusal(environment: Environment, python: Path) -> tuple[str, bool]:
     paths = searching(over, TREE / "src")
     run = subprocess.run(command, cwd=TREE, env=paths, capture_output=True, text=True, check=False)
     said = (run.stderr.strip().splitlines() or ["nothing"])[-1]
-    refused = said.startswith("vgr_trl.utils.UnsupportedTRLError: ")
+    refused = said.startswith("vgr_trl.errors.UnsupportedTRLError: ")
     found = {**versions(python), "trl": release}
     return row(environment.name, found, COMPARED, ["refused" if refused else "not refused", "", ""]), refused
 

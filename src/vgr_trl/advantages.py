@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from vgr_trl.config import GROUP_ESTIMATORS
-from vgr_trl.metrics import Gather
+from vgr_trl.errors import ConfigError
+from vgr_trl.metrics.totals import Gather
 from vgr_trl.options import check_value
-from vgr_trl.utils import ConfigError
 
 
 def estimate_advantages(

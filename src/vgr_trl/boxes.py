@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy
 
-from vgr_trl.utils import DataError
+from vgr_trl.errors import DataError
 
 BOX_COLUMNS = {
     "bbox": "left, top, right and bottom as shares of the image, with left < right and top < bottom",

@@ -28,17 +28,10 @@ from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils import logging
 
+from vgr_trl.atomic_files import naming_full_disk, publish, unfinished, write_atomic
+from vgr_trl.errors import ConfigError, VGRError, error_text
 from vgr_trl.patches.transformers import load_weights, rotate_at_end, whole_model
-from vgr_trl.utils import (
-    ConfigError,
-    VGRError,
-    error_text,
-    naming_full_disk,
-    naming_silent_process,
-    publish,
-    unfinished,
-    write_atomic,
-)
+from vgr_trl.processes import naming_silent_process
 
 if TYPE_CHECKING:
     from vgr_trl.rollout import ConstructedTrainer

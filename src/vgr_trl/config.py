@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from vgr_trl import registries
+from vgr_trl.errors import ConfigError
 from vgr_trl.options import RATIO_LOSSES, option, read_mapping
 from vgr_trl.registries import LOGPS_PREFIX, build_options, needed_signals, short_name
-from vgr_trl.utils import ConfigError
 
 # What is added from outside: plug-ins by name, and their own options.
 

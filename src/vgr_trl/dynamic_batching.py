@@ -14,7 +14,8 @@ from vgr_trl.efficiency.loss_mask import (
 )
 from vgr_trl.loss import PER_WINDOW
 from vgr_trl.rollout import ConstructedTrainer
-from vgr_trl.rows import OLD_LOGPS, take_rows, valid_tokens
+from vgr_trl.rows import OLD_LOGPS
+from vgr_trl.scoring_inputs import take_rows, valid_tokens
 from vgr_trl.sharing.lending import (
     PROMPT_GROUP,
     READ_AGAIN,

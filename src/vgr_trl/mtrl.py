@@ -14,7 +14,7 @@ import torch
 
 from vgr_trl.cli.__main__ import main as run_command
 from vgr_trl.config_converters import Conversion, convert, read_configuration
-from vgr_trl.utils import ConfigError
+from vgr_trl.errors import ConfigError
 
 _LAUNCHED_VARIABLE = "VGR_TRL_LAUNCHED"  # set in the processes that this module starts
 _FSDP_FLAGS = (

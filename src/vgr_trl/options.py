@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from vgr_trl.utils import ConfigError
+from vgr_trl.errors import ConfigError
 
 Needs = str | Mapping[str, Any] | Callable[[Any], str | None]  # see `option`
 FACTS = {  # what an option may need of a run besides other options -> why it is unused without it

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch.nn.functional import pad
 
-from vgr_trl.utils import DataError
+from vgr_trl.errors import DataError
 
 IMAGE_INPUTS = (
     *("pixel_values", "image_grid_thw", "pixel_attention_mask"),

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from vgr_trl.utils import ConfigError, RewardError, VGRError
+from vgr_trl.errors import ConfigError, RewardError, VGRError
 
 Plugin = TypeVar("Plugin")
 # Signals that are measured, not computed from others; also `logps:NAME` for any perturbation NAME.

@@ -14,7 +14,11 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 
-from vgr_trl.callbacks import FiniteUpdates, SaveOnTermination, guard_trackers, print_lines
+from vgr_trl.blind_answers import blind_answers
+from vgr_trl.callbacks.finite_updates import FiniteUpdates
+from vgr_trl.callbacks.step_lines import print_lines
+from vgr_trl.callbacks.termination import SaveOnTermination
+from vgr_trl.callbacks.trackers import guard_trackers
 from vgr_trl.checkpoints import ResumableTrainer
 from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
@@ -22,22 +26,14 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.dynamic_batching import loss_in_parts
 from vgr_trl.efficiency.vision import images_processed_once, join_windows
+from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.forward_passes import ForwardPasses, refuse_nan, rows_per_pass
-from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded, record_noise
+from vgr_trl.generation import generate
 from vgr_trl.joining import join_micro_batches
 from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
-from vgr_trl.measure import (
-    check_pixel_use,
-    completion_inputs,
-    keep_random_state,
-    make_signals,
-    measure_sample,
-    pad_signals,
-    score_perturbed,
-    signals_as_columns,
-    wanted_scores,
-)
-from vgr_trl.metrics import CollapseWatch, OptimizerClock, StageClock, StepMetrics
+from vgr_trl.metrics.collapse import CollapseWatch
+from vgr_trl.metrics.micro_batches import StepMetrics
+from vgr_trl.metrics.stage_clock import OptimizerClock, StageClock
 from vgr_trl.patches.trl import (
     enable_reference_model,
     enlarge_tables,
@@ -57,6 +53,10 @@ from vgr_trl.patches.trl import (
     warn_of_lost_table,
 )
 from vgr_trl.patches.vllm import AFTER_IMAGES, forget_with_new_weights, plan_vllm_images
+from vgr_trl.patching import keep_random_state, patched_attribute
+from vgr_trl.pixel_check import check_pixel_use
+from vgr_trl.processes import initialise_loader
+from vgr_trl.releases import check_release
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
@@ -70,17 +70,19 @@ from vgr_trl.rollout import (
     normalise_image_columns,
     refuse_files_in_prompts,
 )
-from vgr_trl.rows import Prompts, pad_rows, split_perturbed_pixels, valid_tokens
+from vgr_trl.sample import measure_sample
 from vgr_trl.sampling.dynamic_sampling import FurtherPrompts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import ZeroVarianceStreak, select_groups
+from vgr_trl.scoring_inputs import Prompts, pad_rows, split_perturbed_pixels, valid_tokens
 from vgr_trl.sharing.lending import Lending
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.sharing import SharedPasses
-from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
+from vgr_trl.signals.columns import SINGLE_COLUMNS
+from vgr_trl.signals.rollout_signals import build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
+from vgr_trl.tool_turns import TURN_COLUMNS, collect_turns, count_turns, guarded
 from vgr_trl.training_pass import shuffle_rows, training_pass
-from vgr_trl.utils import ConfigError, RewardError, check_release, initialise_loader, patched_attribute
 from vgr_trl.validate.data import check_data, prepare_trainer
 from vgr_trl.validate.features import (
     announce,
@@ -92,6 +94,9 @@ from vgr_trl.validate.features import (
     plan_vision,
 )
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
+from vgr_trl.views.noise import record_noise
+from vgr_trl.views.perturbed_pass import score_perturbed
+from vgr_trl.wants import completion_inputs, make_signals, pad_signals, signals_as_columns, wanted_scores
 
 logger = logging.get_logger(__name__)
 

@@ -22,8 +22,10 @@ from vgr_trl.efficiency.loss_mask import (
     score_only_tokens,
     trim_inputs,
 )
+from vgr_trl.errors import DataError
 from vgr_trl.rollout import ConstructedTrainer, TrainingPass
-from vgr_trl.rows import OLD_LOGPS, valid_tokens
+from vgr_trl.rows import OLD_LOGPS
+from vgr_trl.scoring_inputs import valid_tokens
 from vgr_trl.sharing.lending import (
     PROMPT_GROUP,
     READ_AGAIN,
@@ -35,7 +37,6 @@ from vgr_trl.sharing.lending import (
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.prefix_forward import has_images, is_image_token
 from vgr_trl.signals.scoring import read_hidden_states
-from vgr_trl.utils import DataError
 
 Scored = tuple[torch.Tensor, torch.Tensor | None, Any]  # log-probabilities, entropies (N, T), loss of the router
 Score = Callable[..., Scored]  # TRL's `_get_per_token_logps_and_entropies`

@@ -10,7 +10,7 @@ from trl import ModelConfig
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, load_processor, parse
-from vgr_trl.utils import ConfigError
+from vgr_trl.errors import ConfigError
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.train import check_output_dir
 from vgr_trl.data.merge import train_test_split
 from vgr_trl.data.rows import prepare_rows
-from vgr_trl.utils import ConfigError
+from vgr_trl.errors import ConfigError
 
 HUB = Path("lujunxi57") / "DDM"
 RUN = {"model": "m", "data": "d", "reward_funcs": ["accuracy"]}

@@ -7,8 +7,8 @@ from PIL import Image
 from support.models.processors import PROCESSORS
 
 from vgr_trl.demo.tiny_model import build_processor
+from vgr_trl.errors import ConfigError
 from vgr_trl.patches.vllm import VLLMImages, collapse_images, plan_vllm_images, repeats_one_token
-from vgr_trl.utils import ConfigError
 
 PAD = 9  # the placeholder token of images
 

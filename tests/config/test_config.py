@@ -10,8 +10,8 @@ from trl import TrlParser
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.train import describe_run
+from vgr_trl.errors import ConfigError
 from vgr_trl.options import changed_options, check_value, unused_options
-from vgr_trl.utils import ConfigError
 
 
 def config(tmp_path: Path, **options: object) -> DAPOConfig:

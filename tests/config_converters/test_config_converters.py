@@ -20,8 +20,9 @@ from vgr_trl.config_converters import (
     read_configuration,
 )
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.credit import OPTION_ALIASES
-from vgr_trl.utils import ConfigError, parse_yaml
+from vgr_trl.strict_yaml import parse_yaml
 
 EASYR1 = Path(__file__).with_name("easyr1_keys.txt").read_text().splitlines()[1:]
 ENOUGH = {

@@ -11,7 +11,7 @@ from PIL import Image
 from pyarrow import parquet
 from support.made_sets import corners, jsonl, loaded
 
-from vgr_trl.utils import DataError
+from vgr_trl.errors import DataError
 
 OWN, SECRET = (250, 10, 10), (10, 10, 250)
 

@@ -17,7 +17,7 @@ from support.made_sets import encoded
 from vgr_trl.data.convert import encode_image
 from vgr_trl.data.images import ImageLimits, image_size, open_image, read_image, to_rgb
 from vgr_trl.data.rows import is_repeatable, prepare_rows
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.errors import ConfigError, DataError
 
 HERE, LIMITS = Path(), ImageLimits()
 ORIENTATION = 0x0112

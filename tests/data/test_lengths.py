@@ -15,7 +15,7 @@ from vgr_trl.data.lengths import PromptLengths
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, build_prompt
 from vgr_trl.data.rows import prompt_lengths
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.utils import ConfigError
+from vgr_trl.errors import ConfigError
 
 SIZES = [(640, 480), (37, 90), (1024, 768), (500, 333), (112, 112), (1600, 200)]
 TEMPLATE = (

@@ -8,8 +8,9 @@ from datasets import Dataset, DatasetDict, config
 from datasets.exceptions import DatasetGenerationError
 from support.made_sets import jsonl, parquet, picture, written
 
+from vgr_trl.atomic_files import naming_full_disk
 from vgr_trl.data.load import load_path, load_split, parse_data_files, readable
-from vgr_trl.utils import ConfigError, DataError, naming_full_disk
+from vgr_trl.errors import ConfigError, DataError
 
 PROBLEMS = ["1 + 1?", "1 + 2?"]
 ROWS = Dataset.from_dict({"problem": PROBLEMS, "solution": ["2", "3"]})

@@ -8,7 +8,7 @@ from support.made_sets import encoded, jsonl, picture, rows_in, skipped_in, writ
 from vgr_trl.cli.__main__ import main
 from vgr_trl.data.convert import DIGESTS
 from vgr_trl.data.merge import merge, split_by_image
-from vgr_trl.utils import DataError
+from vgr_trl.errors import DataError
 
 CHOICES = ["red", "blue", "green"]
 

@@ -5,7 +5,7 @@ import pytest
 from vgr_trl.cli.arguments import DataArguments, load_system_prompt
 from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, PromptTemplate, build_prompt, placed
 from vgr_trl.data.rows import RowOptions, ready_row
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.errors import ConfigError, DataError
 
 
 def test_a_question_is_a_conversation_with_its_options_behind_letters():

@@ -12,7 +12,7 @@ from support.made_sets import converted, parquet, picture
 from vgr_trl.data.load import load_split
 from vgr_trl.data.public_sets import join_arxivqa, read_ids, shuffle_choices, stays_in_order
 from vgr_trl.data.read_row import VISION_ONLY_PROBLEM, renumber_placeholders
-from vgr_trl.utils import DataError
+from vgr_trl.errors import DataError
 
 COLOURS = ["red", "green", "blue", "white", "black", "gray", "pink"]
 PICTURES = [picture(ImageColor.getrgb(colour)) for colour in COLOURS]

@@ -7,7 +7,7 @@ from vgr_trl.data.prompts import PromptTemplate
 from vgr_trl.data.public_sets import CONVERTERS
 from vgr_trl.data.read_row import read_row
 from vgr_trl.data.rows import REASON, RowOptions, examine_row
-from vgr_trl.utils import DataError
+from vgr_trl.errors import DataError
 
 RIGHT = {"problem": "Which?", "choices": ["red", "blue"], "solution": "B"}
 TURN, REPLY = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "blue"}

@@ -23,7 +23,7 @@ from vgr_trl.data.lengths import SIZES
 from vgr_trl.data.prompts import special_tokens
 from vgr_trl.data.rows import RowOptions, prepare_rows, ready_row
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.utils import DataError
+from vgr_trl.errors import DataError
 
 RED, BLUE = (200, 30, 40), (10, 20, 250)
 BOTH = pytest.mark.parametrize("streaming", [False, True])

@@ -8,7 +8,7 @@ from vgr_trl.data.images import frames_of
 from vgr_trl.data.lengths import refuse_single_image_models
 from vgr_trl.data.rows import RowOptions, prepare_rows, ready_row
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.errors import ConfigError, DataError
 
 av = pytest.importorskip("av")
 LEVELS = range(0, 240, 12)  # grey of frame 0, 1, …: 20 frames

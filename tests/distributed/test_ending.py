@@ -8,8 +8,8 @@ import pytest
 from support.launching import launch, results_of
 from support.trainers import config
 
+from vgr_trl.errors import ConfigError
 from vgr_trl.patches.transformers import close_group_at_exit
-from vgr_trl.utils import ConfigError
 from vgr_trl.validate.options import refuse_differing_options
 
 

@@ -9,7 +9,7 @@ from datasets import load_dataset
 from support.launching import results_of
 from support.trainers import config, letters_reward, prompts, train_file, vision_trainer
 
-from vgr_trl.utils import DataError
+from vgr_trl.errors import DataError
 
 # Options, rows of the data set, steps after which the run is continued.
 CASES = {

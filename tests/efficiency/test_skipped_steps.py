@@ -10,7 +10,7 @@ from support.steps import LOSSES, ROUNDING, relative_difference, uneven_reward
 from support.trainers import logged
 from text_runs import START, build, computed_tokens, equal_rewards, train, weights_of
 
-from vgr_trl.utils import describe_features
+from vgr_trl.feature import describe_features
 
 TWICE = {"num_iterations": 2}  # the second time the policy is not the one that wrote the completions
 WHOLE_COMPLETIONS = ("luspo", "vespo")

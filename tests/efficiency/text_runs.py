@@ -13,8 +13,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.patching import patched_attribute
 from vgr_trl.sharing import probe
-from vgr_trl.utils import patched_attribute
 
 PAD, EOS, VOCABULARY = 0, 1, 40
 

@@ -13,7 +13,7 @@ from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.evaluate import load_for_inference
 from vgr_trl.cli.train import suggest_options
 from vgr_trl.demo.demo import Questions, draw, draw_questions
-from vgr_trl.utils import ConfigError
+from vgr_trl.errors import ConfigError
 
 EVALUATION_PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 
@@ -191,7 +191,7 @@ def test_ctrl_c_names_a_saved_checkpoint(model_folder, question_files, tmp_path,
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vgr_trl.callbacks.StepLines.on_train_end", interrupt, raising=False)
+    monkeypatch.setattr("vgr_trl.callbacks.step_lines.StepLines.on_train_end", interrupt, raising=False)
     more = f"--reward_funcs format --save_steps {1 if saves else 9} --compute_attention_metrics false".split()
     more += [] if saves else ["--save_strategy", "no"]
     assert main(["train", *flags(model_folder, question_files, tmp_path, *more)]) == 130

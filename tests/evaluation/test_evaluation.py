@@ -11,9 +11,9 @@ from transformers import AutoProcessor, GenerationConfig, PreTrainedTokenizerFas
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.demo.demo import draw_questions
+from vgr_trl.errors import VGRError
 from vgr_trl.evaluation import CompletionGenerator, blank_image, build_conversation, evaluate
 from vgr_trl.rewards import mdi_reward
-from vgr_trl.utils import VGRError
 
 
 class Scripted(torch.nn.Module):

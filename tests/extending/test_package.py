@@ -17,11 +17,12 @@ from vgr_trl import DAPOConfig, registries
 from vgr_trl.cli.__main__ import main
 from vgr_trl.credit import CreditOptions, shape_advantages
 from vgr_trl.data.load import load_split
+from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.rewards import load_reward
-from vgr_trl.signals.named import RolloutSignals, add_named, named_signals
+from vgr_trl.signals.named import add_named, named_signals
 from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.ratios import AttentionMass
-from vgr_trl.utils import ConfigError, DataError, RewardError
+from vgr_trl.signals.rollout_signals import RolloutSignals
 
 DOCS = Path(__file__).parents[2] / "docs" / "extending.md"
 

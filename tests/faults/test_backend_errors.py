@@ -3,7 +3,8 @@
 import pytest
 from torch import distributed
 
-from vgr_trl.utils import ProcessError, naming_silent_process
+from vgr_trl.errors import ProcessError
+from vgr_trl.processes import naming_silent_process
 
 
 @pytest.mark.parametrize(

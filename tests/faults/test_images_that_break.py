@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from vgr_trl.data.load import load_split
 from vgr_trl.data.rows import prepare_rows
-from vgr_trl.utils import DataError
+from vgr_trl.errors import DataError
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from support.trainers import weights
 from transformers import TrainerCallback
 
-from vgr_trl.utils import NotFiniteError, RewardError
+from vgr_trl.errors import NotFiniteError, RewardError
 
 EVERYTHING = {
     "token_weights": True, "enable_perception_filtering": True, "enable_trajectory_reweighting": True,

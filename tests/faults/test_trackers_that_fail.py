@@ -7,7 +7,7 @@ from pandas import DataFrame
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, integration_utils
 
-from vgr_trl.utils import ConfigError
+from vgr_trl.errors import ConfigError
 
 pytest.importorskip("tensorboard")
 

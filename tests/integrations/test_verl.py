@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vgr_trl.credit import stack_weights
+from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.integrations.verl.credit import (
     SignalContext,
     SignalOptions,
@@ -21,7 +22,6 @@ from vgr_trl.integrations.verl.inside_easyr1.main import split_arguments
 from vgr_trl.integrations.verl.rewards import REWARD_TYPE, compute_score, compute_scores
 from vgr_trl.options import changed_options
 from vgr_trl.signals import visual_dependency
-from vgr_trl.utils import ConfigError, DataError, RewardError
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "vppo.json"
 CASES = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else []

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from vgr_trl.utils import SUPPORTED
+from vgr_trl.releases import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "https://github.com/${{ github.repository }}"

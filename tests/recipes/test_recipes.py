@@ -19,9 +19,9 @@ from trl import ModelConfig
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments, parse
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.errors import ConfigError
 from vgr_trl.recipes import TEMPLATES, load_recipe, read_recipe, recipe_names
 from vgr_trl.registries import rewards as reward_registry
-from vgr_trl.utils import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vgr_trl.metrics import CollapseWatch, MetricHistory, find_collapse, first_signs
+from vgr_trl.metrics.collapse import CollapseWatch, MetricHistory, find_collapse, first_signs
 
 WEIGHTS = {"accuracy_reward": 2.5, "vgr_reward": 1.0, "think_format_reward": 0.5}
 HEALTHY = {

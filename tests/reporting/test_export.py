@@ -7,9 +7,9 @@ import pytest
 from made_run import completion, make_run
 
 from vgr_trl.cli.__main__ import main
+from vgr_trl.errors import DataError, DiskFullError
 from vgr_trl.reporting.notebook import export_run, to_pandas
 from vgr_trl.reporting.records import read_run
-from vgr_trl.utils import DataError, DiskFullError
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
@@ -46,7 +46,7 @@ def test_a_table_for_spreadsheets_has_no_formula_and_nothing_that_moves_a_termin
 def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     run, file = make_run(tmp_path / "run", steps=1), tmp_path / "tokens.csv"
     file.write_text("before")
-    monkeypatch.setattr("vgr_trl.utils.publish", fail_with_full_disk)
+    monkeypatch.setattr("vgr_trl.atomic_files.publish", fail_with_full_disk)
     with pytest.raises(DiskFullError, match="tokens.csv"):
         export_run(run, file)
     (run / "rollouts" / "records-000001.jsonl").write_text("damaged")

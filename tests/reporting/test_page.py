@@ -14,9 +14,9 @@ import pytest
 from made_run import completion, make_run, thumbnail
 
 from vgr_trl.cli.__main__ import main
+from vgr_trl.errors import DataError
 from vgr_trl.reporting.page import DATA_PLACEHOLDER, load_template, write_report
 from vgr_trl.reporting.records import LogEntry, encode_entry, read_thumbnail
-from vgr_trl.utils import DataError
 
 SOURCES = Path(__file__).parents[2] / "report_page"
 DATA = re.compile(r'(<script type="text/plain" id="data">)([A-Za-z0-9+/=]*)(</script>)')

@@ -8,6 +8,7 @@ import pytest
 from made_run import make_run, with_tools
 from support.made_records import completion, record
 
+from vgr_trl.errors import ConfigError, DataError, VGRError
 from vgr_trl.reporting.notebook import show_completion, to_pandas
 from vgr_trl.reporting.page import write_report
 from vgr_trl.reporting.records import (
@@ -21,7 +22,6 @@ from vgr_trl.reporting.records import (
     read_run,
     refuse_unwritable,
 )
-from vgr_trl.utils import ConfigError, DataError, VGRError
 
 
 def test_a_record_comes_back_as_it_was():

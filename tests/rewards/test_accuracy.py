@@ -4,8 +4,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from vgr_trl.errors import RewardError
 from vgr_trl.rewards import accuracy_reward
-from vgr_trl.utils import RewardError
 
 CHOICES = ["red", "green", "blue dog", "a big dog"]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from math_verify import grader
 
+from vgr_trl.errors import RewardError
 from vgr_trl.rewards import Solution, accuracy_reward, equality, resolve_solution
-from vgr_trl.utils import RewardError
 
 FRUIT = ["apple", "pear", "fig"]
 

@@ -7,6 +7,7 @@ from threading import Barrier
 import pytest
 
 from vgr_trl import DAPOConfig
+from vgr_trl.errors import RewardError
 from vgr_trl.rewards import (
     accuracy_reward,
     gather_groups,
@@ -16,7 +17,6 @@ from vgr_trl.rewards import (
     vgr_reward,
 )
 from vgr_trl.rewards.functions import scale_by_accuracy
-from vgr_trl.utils import RewardError
 from vgr_trl.validate.options import plan_rewards
 
 NAN, INF = math.nan, math.inf

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from vgr_trl import DAPOConfig
+from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.registries import needed_signals
 from vgr_trl.rewards import (
     RewardSchedule,
@@ -30,8 +31,7 @@ from vgr_trl.rewards import (
 )
 from vgr_trl.rewards.functions import unwrap_reward
 from vgr_trl.rewards.loading import HANGING_ADVICE, check_callable, logger, wrap_reward
-from vgr_trl.signals.named import needed_signal_columns
-from vgr_trl.utils import ConfigError, RewardError
+from vgr_trl.signals.columns import needed_signal_columns
 from vgr_trl.validate.options import plan_rewards
 
 

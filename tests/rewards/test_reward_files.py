@@ -11,9 +11,9 @@ import psutil
 import pytest
 from support.launching import SECONDS
 
+from vgr_trl.errors import RewardError
 from vgr_trl.rewards import load_reward, load_rewards
 from vgr_trl.rewards.loading import FileOptions
-from vgr_trl.utils import RewardError
 
 BATCH = """
 REWARD_NAME = "math"

@@ -10,7 +10,7 @@ import torch
 from batches import FAMILIES, PAD, cut, draw_batch, draw_signals, write
 from trl.trainer.utils import split_pixel_values_by_grid
 
-from vgr_trl.utils import DataError
+from vgr_trl.errors import DataError
 
 TOKENS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
 IMAGES = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes")

@@ -21,9 +21,9 @@ from support.models.compare import (
 )
 from support.models.families import FAMILIES, OPEN, OTHERS, PAD, PIXEL_INPUTS, VIDEO, build, make_batch
 
+from vgr_trl.errors import DataError
 from vgr_trl.sharing import ignore_empty_images, model_support, prefix_cache, prefix_forward, share_prompts
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.utils import DataError
 
 SAME = 1e-6  # a plain pass, whose head scores fewer columns
 

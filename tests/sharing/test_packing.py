@@ -9,10 +9,10 @@ from support.models.families import FAMILIES, OTHERS, build, make_batch
 from support.models.flash_on_cpu import as_flash, with_kernels
 from support.steps import DAPO, LOSSES, ROUNDING, STOCK, assert_same_steps, options, trained
 
+from vgr_trl.feature import describe_features
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.prefix_forward import why_not_pack
-from vgr_trl.utils import describe_features
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ from support.models.families import CLOSE, EOS, IMAGE, OPEN, OTHERS, VIDEO, Fami
 from support.models.flash_on_cpu import as_flash, with_kernels
 from test_scoring import arguments, scorer_of
 
+from vgr_trl.errors import ConfigError
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, GenerationProbe
 from vgr_trl.signals.probe import count_attention_layers
-from vgr_trl.utils import ConfigError
 
 FAMILIES = ["qwen2_5_vl", "qwen3_5", "gemma3", "llava_next", "idefics3"]
 CASES = [*((name, (2, 1)) for name in FAMILIES), ("qwen2_5_vl", (0, 2))]

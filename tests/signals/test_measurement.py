@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vgr_trl.measure import _limit_kept_rows, pad_signals
 from vgr_trl.signals import AttentionMass, RolloutSignals
+from vgr_trl.wants import _limit_kept_rows, pad_signals
 
 
 @pytest.mark.parametrize("length", [3, 1])
@@ -30,6 +30,6 @@ def test_maps_are_kept_of_as_many_rows_as_fit(monkeypatch):
     rows = (0, 1, 2, 3)
     one = 4 * 2 * 12 * 16
     for most, kept in ((one - 1, [3]), (one, [0]), (2 * one - 1, [0, 3]), (2 * one, [0, 2]), (3 * one, [0, 1])):
-        monkeypatch.setattr("vgr_trl.measure.MOST_KEPT", most)
+        monkeypatch.setattr("vgr_trl.wants.MOST_KEPT", most)
         assert _limit_kept_rows(vision, 2 * 12, rows) == kept
     assert _limit_kept_rows(vision, 2 * 12, ()) == []

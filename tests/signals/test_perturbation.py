@@ -16,9 +16,9 @@ from vgr_trl.signals.perturbation import (
     image_left,
     mask_image,
     perturb_images,
-    perturbed_prompts,
     shuffle_patches,
 )
+from vgr_trl.views.conversations import perturbed_prompts
 
 KNOWN_PATTERN = [".##....#", "#.#..##."]
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")

@@ -8,6 +8,7 @@ import torch
 from support.models.families import IMAGE, VIDEO, build
 
 from vgr_trl.demo.tiny_model import SPECIAL_TOKENS, TAGS, build_processor
+from vgr_trl.errors import ConfigError
 from vgr_trl.signals import (
     AttentionMass,
     attention_efficiency_index,
@@ -18,7 +19,6 @@ from vgr_trl.signals import (
     vision_gain_ratio,
 )
 from vgr_trl.signals.ratios import special_token_ids, vision_token_ids, visual_dependency
-from vgr_trl.utils import ConfigError
 
 NAN, INF = math.nan, math.inf
 LN2 = math.log(2)

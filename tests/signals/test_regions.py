@@ -8,8 +8,8 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from vgr_trl.boxes import boxes_of
-from vgr_trl.signals.ratios import boxes_in_pixels, drawn, lit_share, select_region, token_shares
-from vgr_trl.utils import DataError
+from vgr_trl.errors import DataError
+from vgr_trl.views.regions import boxes_in_pixels, drawn, lit_share, select_region, token_shares
 
 WITH_PIXELS = ["qwen2_5_vl", "gemma3", "internvl", "idefics3"]
 

@@ -8,9 +8,9 @@ from support.models.decoders import DECODERS, case
 from support.models.eager_reference import SPECIAL_IDS, VISION_IDS, difference, masks_of, reference
 from support.models.families import FAMILIES, OTHERS, build, make_batch
 
+from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.signals import AttentionProbe, RolloutScorer
 from vgr_trl.signals.probe import SimilarityProbe
-from vgr_trl.utils import ConfigError, DataError
 
 # InternVL's random model is very sure of itself; the linear attention of Qwen3.5 computes in blocks.
 LOGPS = {"internvl": 2e-5, "qwen3_5": 2e-5}

@@ -7,9 +7,9 @@ import torch
 from support.models.eager_reference import masks_of
 from support.models.families import build, make_batch
 
+from vgr_trl.errors import ConfigError
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals.probe import SimilarityProbe, cosine_similarity
-from vgr_trl.utils import ConfigError
 
 
 @pytest.mark.parametrize(

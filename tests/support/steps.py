@@ -9,8 +9,8 @@ from support.models.tiny_questions import WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from vgr_trl.patching import patched_attribute
 from vgr_trl.sharing import SharingReport, share_prompts, sharing
-from vgr_trl.utils import patched_attribute
 
 # Of the largest update, in float32: additions in another order, by kernels that differ from CPU to CPU, change it by up
 # to 2e-5; a token or a row too many changes it by 1e-2.

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.data.rows import prepare_rows
-from vgr_trl.rows import scoring_inputs
+from vgr_trl.scoring_inputs import scoring_inputs
 
 OPTIONS = {
     "use_cpu": True,

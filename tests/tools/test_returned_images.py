@@ -12,10 +12,10 @@ from support.trainers import BIG_STEPS, begin, emitted, prompts, train_file, wei
 from support.vllm import in_place_of_vllm
 from test_turns import rollout_of
 
-from vgr_trl.generation import perturb_turns, rows_perturbed
-from vgr_trl.rows import Turns, pad_rows
+from vgr_trl.errors import ConfigError
+from vgr_trl.scoring_inputs import Turns, pad_rows
 from vgr_trl.tools import LookAgain, Zoom
-from vgr_trl.utils import ConfigError
+from vgr_trl.views.turns import perturb_turns, rows_perturbed
 
 
 def grey(images, *, index, first=0):

@@ -11,11 +11,11 @@ from support.trainers import tiny_model
 from test_turns import rollout_of
 from trl.chat_template_utils import qwen3_vl_chat_template
 
-from vgr_trl.generation import perturb_turns
+from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards.loading import load_reward
-from vgr_trl.rows import Turns
+from vgr_trl.scoring_inputs import Turns
 from vgr_trl.tools import LookAgain, Zoom, load_environment
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.views.turns import perturb_turns
 
 
 def zoomed(box, size=(200, 100)):

@@ -7,7 +7,7 @@ from trl import ModelConfig
 
 from vgr_trl.cli.arguments import parse
 from vgr_trl.cli.train import separate_lora_modules
-from vgr_trl.utils import ConfigError
+from vgr_trl.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.trainers import begin, emitted, logged, scored_passes, weights
 
+from vgr_trl.errors import ConfigError
 from vgr_trl.loss import PENALTY, FullKL
-from vgr_trl.rows import valid_tokens
-from vgr_trl.utils import ConfigError
+from vgr_trl.scoring_inputs import valid_tokens
 from vgr_trl.validate.options import refuse_unfit_options
 
 

@@ -8,10 +8,10 @@ import torch
 from peft import LoraConfig
 from support.trainers import tiny_model
 
-from vgr_trl.measure import choose_sample
+from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.records import read_run
 from vgr_trl.rewards import mdi_reward, vgr_reward
-from vgr_trl.utils import ConfigError
+from vgr_trl.sample import choose_sample
 
 
 @pytest.fixture

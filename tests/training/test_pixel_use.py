@@ -6,10 +6,10 @@ import pytest
 import torch
 from support.vllm import in_place_of_vllm
 
-from vgr_trl.measure import PixelUse, compare_logps
-from vgr_trl.metrics import first_signs
+from vgr_trl.errors import DataError
+from vgr_trl.metrics.collapse import first_signs
+from vgr_trl.pixel_check import PixelUse, compare_logps
 from vgr_trl.signals.perturbation import perturb_images
-from vgr_trl.utils import DataError
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def cut_pixels(trainer):
 
 def test_one_group_passes_again_once_and_the_change_is_logged(make, passes, caplog):
     trainer = make()
-    with patch("vgr_trl.measure.perturb_images", wraps=perturb_images) as blanked:
+    with patch("vgr_trl.pixel_check.perturb_images", wraps=perturb_images) as blanked:
         trainer.train()
     assert blanked.call_count == 1  # the image of the prompt, not of each completion
     assert [rows for trains, rows in passes if not trains] == [4, 4]  # the completions, and they behind a blank image
@@ -83,7 +83,7 @@ def test_an_engine_is_not_compared_where_it_saw_noise(make, monkeypatch):
         known.append(engine.isfinite().any(1).tolist())
         return compare_logps(logps, blank, engine, *others)
 
-    monkeypatch.setattr("vgr_trl.measure.compare_logps", compare)
+    monkeypatch.setattr("vgr_trl.pixel_check.compare_logps", compare)
     noise = {"noisy_generations": 1, "vllm_importance_sampling_correction": False}
     make(use_vllm=True, vllm_mode="colocate", max_steps=1, **noise).train()
     assert known == [[True, True, True, False]]

@@ -5,12 +5,12 @@ import torch
 from datasets import load_dataset
 from support.trainers import train_file
 
-from vgr_trl import measure as score
+from vgr_trl import wants
 from vgr_trl.data.images import ImageLimits
 from vgr_trl.data.rows import prepare_rows
+from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.recorder import read_row_images
 from vgr_trl.rewards import load_reward
-from vgr_trl.utils import ConfigError
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def make(vision_trainer):
 def test_half_of_an_image_is_half_of_its_tokens(make, monkeypatch):
     """Every other row names the upper half, the others nothing; all rows of a prompt have the same tokens."""
     run, found = make([[0.0, 0.0, 1.0, 0.5], None], signals=["region_focus"]), []
-    of_rollout = score.region_mask
+    of_rollout = wants.region_mask
 
     def noted(trainer, rollout, prompt_ids):
         vision = torch.isin(prompt_ids, torch.tensor(trainer.measurement.vision_token_ids))
@@ -35,7 +35,7 @@ def test_half_of_an_image_is_half_of_its_tokens(make, monkeypatch):
         found.extend((row["bbox"], own[seen]) for row, own, seen in zip(rollout.rows, region, vision, strict=True))
         return region
 
-    monkeypatch.setattr(score, "region_mask", noted)
+    monkeypatch.setattr(wants, "region_mask", noted)
     run.train()
     assert len(found) == 8
     for box, tokens in found:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.trainers import logged
 
-from vgr_trl.measure import score_perturbed
-from vgr_trl.signals.named import columns_to_signals, signals_to_columns
 from vgr_trl.signals.ratios import jensen_shannon
+from vgr_trl.signals.rollout_signals import columns_to_signals, signals_to_columns
+from vgr_trl.views.perturbed_pass import score_perturbed
 
 
 def rollout_of(run, monkeypatch):

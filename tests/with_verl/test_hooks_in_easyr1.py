@@ -7,7 +7,7 @@ import torch
 from actor_on_cpu import hooks, trainer
 from verl.protocol import DataProto
 
-from vgr_trl.utils import ConfigError
+from vgr_trl.errors import ConfigError
 
 
 def batch():

@@ -9,8 +9,8 @@ import torch
 from memory_store import Store, configuration, nested, trainer
 from tensordict import NonTensorStack
 
+from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.inside_verl import plugin as ours
-from vgr_trl.utils import ConfigError
 
 LENGTHS = (3, 2, 4, 1)
 

@@ -16,8 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from vgr_trl import __version__
+from vgr_trl.atomic_files import naming_full_disk
+from vgr_trl.errors import ConfigError, VGRError
 from vgr_trl.recipes import TEMPLATES, read_recipe, recipe_file, recipe_names
-from vgr_trl.utils import ConfigError, VGRError, naming_full_disk
 
 RECIPES_LEGEND = """
 passes: forward passes over the completions of a rollout, without + with gradients, not counting generation.
@@ -136,8 +137,8 @@ def choose_generation() -> tuple[str, str]:
 
 def report(argv: Sequence[str]) -> int:
     """Write an HTML report with curves and completions of one or several runs; print its path and omissions."""
+    from vgr_trl.errors import printable
     from vgr_trl.reporting.page import MEGABYTE, write_report
-    from vgr_trl.utils import printable
 
     parser = _make_parser("report")
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir, or output_file of `evaluate`")

@@ -13,6 +13,7 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets
 
+from vgr_trl.atomic_files import write_atomic
 from vgr_trl.cli.arguments import (
     DATA_SOURCES,
     DataArguments,
@@ -32,8 +33,8 @@ from vgr_trl.data.public_sets import CONVERTERS, load_converter, read_ids, shuff
 from vgr_trl.data.read_row import FLAGS, keys_of
 from vgr_trl.data.rows import REASON, RowOptions
 from vgr_trl.demo.tiny_model import build_processor
+from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.rewards.answers import LETTERS, completion_text, is_right, resolve_solution, stated_answer
-from vgr_trl.utils import ConfigError, DataError, RewardError, write_atomic
 
 SOURCE = ("dataset_name", "dataset_config", "dataset_path")
 COLUMNS = ("image_dir", *FLAGS)

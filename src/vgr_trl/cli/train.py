@@ -23,7 +23,8 @@ from rich.table import Column, Table
 from transformers import PrinterCallback
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
-from vgr_trl.callbacks import EXIT_STATUS
+from vgr_trl.atomic_files import write_atomic
+from vgr_trl.callbacks.termination import EXIT_STATUS
 from vgr_trl.checkpoints import (
     TRACES,
     how_to_go_on,
@@ -54,6 +55,8 @@ from vgr_trl.data.merge import train_test_split
 from vgr_trl.data.prompts import PromptTemplate
 from vgr_trl.data.read_row import FLAGS
 from vgr_trl.data.rows import SkippedRow, report_skipped
+from vgr_trl.errors import CollapseError, ConfigError, DataError, MissingSplitError
+from vgr_trl.feature import describe_features
 from vgr_trl.options import changed_options
 from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo
 from vgr_trl.reporting.markdown import format_duration, print_record, progress_lines
@@ -63,7 +66,6 @@ from vgr_trl.rewards.functions import ATTENTION_REWARDS
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
 from vgr_trl.tools import load_environment
 from vgr_trl.trainer import DAPOTrainer
-from vgr_trl.utils import CollapseError, ConfigError, DataError, MissingSplitError, describe_features, write_atomic
 from vgr_trl.validate.data import reads_boxes
 
 RUN_FILE = "run.json"

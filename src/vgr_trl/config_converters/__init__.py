@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from vgr_trl.utils import ConfigError, error_text, parse_yaml, patched_attribute
+from vgr_trl.errors import ConfigError, error_text
+from vgr_trl.patching import patched_attribute
+from vgr_trl.strict_yaml import parse_yaml
 
 
 class Key(NamedTuple):

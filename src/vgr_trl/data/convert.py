@@ -24,8 +24,8 @@ from vgr_trl.data.prompts import LETTERS
 from vgr_trl.data.public_sets import Converter
 from vgr_trl.data.read_row import KEYS, UNREADABLE, Keys, read_row, renamed_row, text_of, undecoded, value_of
 from vgr_trl.data.rows import REASON
+from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.rewards.answers import resolve_solution
-from vgr_trl.utils import ConfigError, DataError, RewardError
 
 KEPT = ("JPEG", "PNG", "WEBP")  # formats whose files are stored as they are
 ENCODING: dict[str, dict[str, Any]] = {"JPEG": {"quality": 95, "subsampling": 0}, "PNG": {"compress_level": 3}}

@@ -18,7 +18,7 @@ import numpy
 from huggingface_hub.constants import HF_HUB_CACHE
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from vgr_trl.utils import ConfigError, DataError, error_text
+from vgr_trl.errors import ConfigError, DataError, error_text
 
 IMAGE_COLUMNS, VIDEO_COLUMNS = ("image", "images"), ("video", "videos")
 NUMBERED_IMAGES = tuple(f"image_{number}" for number in range(1, 8))  # of MMMU-Pro

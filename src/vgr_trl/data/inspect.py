@@ -20,8 +20,8 @@ from vgr_trl.data.lengths import SIZES, PromptLengths
 from vgr_trl.data.prompts import LETTERS, to_parts
 from vgr_trl.data.read_row import KEYS, Keys, known_names, renamed_row, require_columns, undecoded
 from vgr_trl.data.rows import REASON, RowOptions, SkippedRow, examine_row, map_rows, ready_row
+from vgr_trl.errors import DataError, printable
 from vgr_trl.rewards.equality import is_literal
-from vgr_trl.utils import DataError, printable
 
 LIMITS = (1024, 2048, 4096)  # of `max_prompt_length`, where none is given
 STREAMED = 10_000  # rows of a stream that are summarised at a time

@@ -12,7 +12,7 @@ from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.data.images import Size, image_size, images_of
 from vgr_trl.data.prompts import limited
-from vgr_trl.utils import ConfigError, DataError, error_text
+from vgr_trl.errors import ConfigError, DataError, error_text
 
 SIZES = "__sizes__"  # column: (width, height) of a row's images and frames in the size that the model gets
 PROBES = ((640, 480), (300, 500), (1300, 900))  # sizes with which a processor's own count is compared

@@ -34,9 +34,10 @@ from huggingface_hub import DatasetCard
 from pyarrow.dataset import ParquetFragmentScanOptions
 from pyarrow.lib import ArrowException
 
+from vgr_trl.atomic_files import is_disk_full
 from vgr_trl.data.images import FOLDER, downloaded, path_within
 from vgr_trl.data.read_row import KEYS, UNREADABLE
-from vgr_trl.utils import ConfigError, DataError, MissingSplitError, VGRError, error_text, is_disk_full
+from vgr_trl.errors import ConfigError, DataError, MissingSplitError, VGRError, error_text
 
 MMMU_PRO = "MMMU/MMMU_Pro", "standard (10 options)"  # a hub name, and the configuration that is read by default
 SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `save_to_disk`

@@ -15,8 +15,8 @@ from vgr_trl.data.images import FOLDER, folder_of, image_bytes, images_of, video
 from vgr_trl.data.prompts import LETTERS, texts_of
 from vgr_trl.data.read_row import undecoded
 from vgr_trl.data.rows import MEDIA, REASON, map_rows
+from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards.answers import normalise
-from vgr_trl.utils import ConfigError, DataError
 
 TEST_SHARE = 0.1
 DUPLICATE = "it has the same image and question as an earlier row"

@@ -8,7 +8,8 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from vgr_trl.utils import ConfigError, DataError, error_text, limit_seconds
+from vgr_trl.errors import ConfigError, DataError, error_text
+from vgr_trl.processes import limit_seconds
 
 TEMPLATE_SECONDS = 10  # of computing, for one question
 LETTERS = "ABCDEFGHIJ"

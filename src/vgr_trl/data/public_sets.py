@@ -16,7 +16,7 @@ from vgr_trl import registries
 from vgr_trl.data.load import MMMU_PRO
 from vgr_trl.data.prompts import LETTERS
 from vgr_trl.data.read_row import KEYS, UNREADABLE, is_vision_only, list_of, text_of, value_of
-from vgr_trl.utils import DataError
+from vgr_trl.errors import DataError
 
 HUB_NAME = "HuggingFaceM4/A-OKVQA"
 Row = Mapping[str, Any]

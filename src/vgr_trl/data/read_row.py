@@ -35,8 +35,8 @@ from vgr_trl.data.prompts import (
     require_placeholders,
     to_parts,
 )
+from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.rewards.answers import Solution, resolve_solution
-from vgr_trl.utils import ConfigError, DataError, RewardError
 
 DIALOGUES = ("messages", "conversations")
 INDICES = ("label_idx", "correct_choice_idx")  # always an index

@@ -24,6 +24,7 @@ from pyarrow import compute
 from transformers.utils import logging
 from xxhash import xxh3_128_digest
 
+from vgr_trl.atomic_files import write_atomic
 from vgr_trl.boxes import boxes_of
 from vgr_trl.data.images import (
     FOLDER,
@@ -52,7 +53,8 @@ from vgr_trl.data.read_row import (
     require_columns,
     undecoded,
 )
-from vgr_trl.utils import DataError, belong_to_parent, error_text, write_atomic
+from vgr_trl.errors import DataError, error_text
+from vgr_trl.processes import belong_to_parent
 
 logger = logging.get_logger(__name__)
 

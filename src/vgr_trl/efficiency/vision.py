@@ -26,6 +26,7 @@ from transformers import BatchFeature
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
+from vgr_trl.errors import DataError
 from vgr_trl.pixels import (
     IMAGE_INPUTS,
     UnknownParts,
@@ -44,7 +45,6 @@ from vgr_trl.sharing.model_support import (
     sdpa_by_key_head,
 )
 from vgr_trl.sharing.prefix_forward import has_images
-from vgr_trl.utils import DataError
 
 # What processors of transformers return beside pixel inputs: one entry per image, or per row of images.
 _LISTED = {"num_patches", "num_crops", "num_soft_tokens_per_image", "rows", "cols"}

@@ -22,11 +22,13 @@ from trl.trainer import grpo_trainer
 
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import images_of
+from vgr_trl.errors import DataError, error_text, printable
+from vgr_trl.patching import patched_attribute
 from vgr_trl.pixels import image_inputs_of
-from vgr_trl.rows import TOKEN_TYPES, causal_type
+from vgr_trl.releases import release
 from vgr_trl.sharing.model_support import causal_model, replaced
 from vgr_trl.sharing.prefix_forward import is_image_token
-from vgr_trl.utils import DataError, error_text, patched_attribute, printable, release
+from vgr_trl.token_types import TOKEN_TYPES, causal_type
 
 logger = logging.get_logger(__name__)
 

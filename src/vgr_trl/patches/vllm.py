@@ -11,7 +11,8 @@ from PIL import Image
 from trl import GRPOTrainer
 from trl.generation import vllm_client
 
-from vgr_trl.utils import ConfigError, VLLMServerError, error_text, patched_attribute
+from vgr_trl.errors import ConfigError, VLLMServerError, error_text
+from vgr_trl.patching import patched_attribute
 
 # Features of images that vLLM keeps: forgotten when it gets new weights.
 #

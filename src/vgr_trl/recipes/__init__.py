@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from vgr_trl.utils import ConfigError, parse_yaml
+from vgr_trl.errors import ConfigError
+from vgr_trl.strict_yaml import parse_yaml
 
 __all__ = ["About", "Recipe", "load_recipe", "read_recipe", "recipe_names"]
 

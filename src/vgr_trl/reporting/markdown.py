@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from vgr_trl.atomic_files import append_atomic
+from vgr_trl.errors import printable
 from vgr_trl.reporting.records import Completion, Record, to_json_value
-from vgr_trl.utils import append_atomic, printable
 
 LOG_FOLDER = "training_logs"
 FILE_FULL_NOTE = b"\n\nThis file has reached rollout_log_max_megabytes; see `vgr-trl report` for later completions.\n"

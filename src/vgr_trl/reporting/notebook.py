@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import pandas as pd
 from jinja2 import Environment, Template
 
+from vgr_trl.atomic_files import write_atomic
+from vgr_trl.errors import ConfigError, DataError, printable
 from vgr_trl.reporting.markdown import format_number
 from vgr_trl.reporting.records import PER_TOKEN, Completion, Numbers, Run, read_run, read_thumbnail, records_folder
-from vgr_trl.utils import ConfigError, DataError, printable, write_atomic
 
 Colour = tuple[int, int, int]
 

@@ -11,7 +11,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vgr_trl.metrics import first_signs
+from vgr_trl.atomic_files import write_atomic
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.metrics.collapse import first_signs
 from vgr_trl.reporting.records import (
     DAMAGED_ERRORS,
     LOGS_FILE,
@@ -27,7 +29,6 @@ from vgr_trl.reporting.records import (
     read_thumbnail,
     to_json_value,
 )
-from vgr_trl.utils import ConfigError, DataError, write_atomic
 
 PAGE = "page.html"  # built from report_page/ by `make report-page`
 DATA_PLACEHOLDER = "VGR_TRL_DATA_GOES_HERE"

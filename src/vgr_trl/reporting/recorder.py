@@ -39,9 +39,10 @@ from vgr_trl.config import LOG_OPTIONS
 from vgr_trl.credit import OF_REWARD, attention_weights
 from vgr_trl.data.images import images_of, open_image
 from vgr_trl.data.prompts import to_parts
-from vgr_trl.measure import keep_random_state
+from vgr_trl.errors import DataError, error_text
 from vgr_trl.options import changed_options
 from vgr_trl.patches.trl import unlogged
+from vgr_trl.patching import keep_random_state, patched_attribute
 from vgr_trl.reporting.markdown import MarkdownLogs, Summary, print_record
 from vgr_trl.reporting.records import (
     FOLDER,
@@ -56,10 +57,11 @@ from vgr_trl.reporting.records import (
     refuse_unwritable,
 )
 from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.rows import Turns
-from vgr_trl.signals.named import QUANTITIES, RolloutSignals, reward_columns, take_signal_rows
-from vgr_trl.signals.ratios import boxes_in_pixels, late_layers, measure_segments, token_vision_gain_ratio
-from vgr_trl.utils import DataError, error_text, patched_attribute
+from vgr_trl.scoring_inputs import Turns
+from vgr_trl.signals.columns import QUANTITIES, reward_columns
+from vgr_trl.signals.ratios import late_layers, measure_segments, token_vision_gain_ratio
+from vgr_trl.signals.rollout_signals import RolloutSignals, take_signal_rows
+from vgr_trl.views.regions import boxes_in_pixels
 
 logger = logging.get_logger(__name__)
 

@@ -22,7 +22,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from transformers.utils import logging
 
-from vgr_trl.utils import ConfigError, DataError, append_atomic, is_writable, write_atomic
+from vgr_trl.atomic_files import append_atomic, is_writable, write_atomic
+from vgr_trl.errors import ConfigError, DataError
 
 logger = logging.get_logger(__name__)
 

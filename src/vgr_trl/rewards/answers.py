@@ -15,6 +15,7 @@ from itertools import islice, pairwise
 from numbers import Real
 from typing import Any, NamedTuple
 
+from vgr_trl.errors import RewardError
 from vgr_trl.rewards.equality import is_same_open_answer, is_same_value, is_value
 from vgr_trl.rewards.language import (
     MARKS,
@@ -31,7 +32,6 @@ from vgr_trl.rewards.language import (
 )
 from vgr_trl.rewards.phrases import cut_openers, cut_reason, find_polarity, why_no_value
 from vgr_trl.rewards.quantities import read_quantity
-from vgr_trl.utils import RewardError
 
 
 def completion_text(completion: Any) -> str:

@@ -9,10 +9,10 @@ from functools import partial, wraps
 from typing import Any, TypeVar
 
 from vgr_trl import registries
+from vgr_trl.errors import RewardError
 from vgr_trl.options import check_value
 from vgr_trl.registries import BLIND_ANSWERS, declares
 from vgr_trl.rewards.answers import completion_text, excerpt, is_right, resolve_solution
-from vgr_trl.utils import RewardError
 
 
 @registries.rewards.register("accuracy", "accuracy_reward", "mc_idx_reward")

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from vgr_trl import registries
+from vgr_trl.errors import ConfigError, RewardError, VGRError, error_text
+from vgr_trl.processes import kill_workers, pool
 from vgr_trl.rewards.answers import completion_text, excerpt
 from vgr_trl.rewards.functions import (
     WholeGroups,
@@ -29,7 +31,6 @@ from vgr_trl.rewards.functions import (
     vgr_hard_negative_reward,
     vgr_reward,
 )
-from vgr_trl.utils import ConfigError, RewardError, VGRError, error_text, kill_workers, pool
 
 logger = logging.getLogger(__name__)
 

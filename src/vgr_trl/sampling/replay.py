@@ -14,8 +14,9 @@ from vgr_trl.checkpoints import SavedState
 from vgr_trl.credit import active_rules
 from vgr_trl.registries import short_name
 from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.rows import OLD_LOGPS, Placement, Rows, join_rows, valid_tokens
-from vgr_trl.signals.named import columns_to_signals, signals_to_columns
+from vgr_trl.rows import OLD_LOGPS, Placement, Rows, join_rows
+from vgr_trl.scoring_inputs import valid_tokens
+from vgr_trl.signals.rollout_signals import columns_to_signals, signals_to_columns
 
 logger = logging.get_logger(__name__)
 

@@ -14,11 +14,12 @@ from transformers.utils import logging
 from vgr_trl.advantages import estimate_advantages, group_spread
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.credit import masked_mean
+from vgr_trl.errors import ConfigError
 from vgr_trl.patches.trl import merge_round_metrics, replace_newest
 from vgr_trl.rollout import ConstructedTrainer, GroupSelection, Rollout, weighted_sums
-from vgr_trl.rows import OLD_LOGPS, Placement, valid_tokens
+from vgr_trl.rows import OLD_LOGPS, Placement
 from vgr_trl.sampling.replay import Group, cut_groups, insert_groups
-from vgr_trl.utils import ConfigError
+from vgr_trl.scoring_inputs import valid_tokens
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.distributed import is_initialized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from vgr_trl.errors import VGRError
 from vgr_trl.pixels import IMAGE_INPUTS, clone_to, on_device
 from vgr_trl.sharing.prefix_cache import StoredKeys, WrittenPrefix, require
 from vgr_trl.sharing.prefix_forward import PER_TOKEN, Prefill, PrefixSplit, find_groups, first_rows
-from vgr_trl.utils import VGRError
 
 
 class _RunPrompt(torch.autograd.Function):

@@ -22,8 +22,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
+from vgr_trl.errors import ConfigError
+from vgr_trl.patching import patched_attribute, patched_method
 from vgr_trl.sharing.prefix_cache import is_stateless_layer, require
-from vgr_trl.utils import ConfigError, patched_attribute, patched_method
 
 # Attributes by which layers of transformers hold the rate of a dropout, or the width of the noise of a router.
 _RATES = (

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_flash_attention_utils import flash_attn_supports_top_left_mask, lazy_import_flash_attention
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from vgr_trl.errors import DataError
 from vgr_trl.pixels import (
     IMAGE_INPUTS,
     ImageInputs,
@@ -24,7 +25,6 @@ from vgr_trl.pixels import (
     on_device,
     parts_by_tokens,
 )
-from vgr_trl.rows import TOKEN_TYPES
 from vgr_trl.sharing.model_support import (
     cache_name,
     check_token_types,
@@ -42,7 +42,7 @@ from vgr_trl.sharing.prefix_cache import (
     WrittenPrefix,
     require,
 )
-from vgr_trl.utils import DataError
+from vgr_trl.token_types import TOKEN_TYPES
 
 PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
 _KNOWN = {*PER_TOKEN, *IMAGE_INPUTS, "position_ids"}

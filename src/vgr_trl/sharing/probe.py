@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from vgr_trl.errors import error_text
 from vgr_trl.sharing.model_support import (
     base_of,
     cache_name,
@@ -26,7 +27,6 @@ from vgr_trl.sharing.model_support import (
 )
 from vgr_trl.sharing.prefix_cache import PromptsStored, ReadPrefix, WrittenPrefix, why_unsupported
 from vgr_trl.sharing.prefix_forward import PrefixSplit, positions_behind
-from vgr_trl.utils import error_text
 
 _PADDING, _PROMPT, _COMPLETION = 8, 5, 3  # columns of the rows
 _LAYERS = 4  # that run, or more if the first of some kind stands behind them

@@ -19,6 +19,9 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 from transformers.generation import GenerationMixin, GenerationMode
 
+from vgr_trl.errors import ConfigError
+from vgr_trl.feature import Feature
+from vgr_trl.patching import patched_attribute
 from vgr_trl.pixels import IMAGE_INPUTS, on_device
 from vgr_trl.sharing.lending import Lending, MicroBatch, is_last_micro_batch
 from vgr_trl.sharing.model_support import (
@@ -52,7 +55,6 @@ from vgr_trl.sharing.prefix_forward import (
     prefix_forward,
 )
 from vgr_trl.sharing.probe import why_not_share, why_padding_counts
-from vgr_trl.utils import ConfigError, Feature, patched_attribute
 
 
 @contextmanager

@@ -5,7 +5,6 @@ measured while a model computes. `plan.py`: the rows and tokens of each of its p
 harder to see. `scoring.py`: a scoring pass over a batch. `named.py`: the signals that rewards, rules and metrics read.
 """
 
-from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.perturbation import add_gaussian_noise, blacken_patches, gaussian_blur, mask_image, perturb_images
 from vgr_trl.signals.probe import AttentionProbe, GenerationProbe
 from vgr_trl.signals.ratios import (
@@ -19,6 +18,7 @@ from vgr_trl.signals.ratios import (
     vision_gain_ratio,
     visual_dependency,
 )
+from vgr_trl.signals.rollout_signals import RolloutSignals
 from vgr_trl.signals.scoring import RolloutScorer
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Images made harder to see, to find out how much a token depends on what they show; and the prompts they stand in.
+"""Perturb images, to measure how much a token depends on what they show.
 
 Every perturbation takes a PIL image of 8 bits per channel and returns a new one of the same mode and size. NumPy draws
 the random numbers: its generators are seeded per image and give the same numbers on every machine.
@@ -7,7 +7,6 @@ the random numbers: its generators are seeded per image and give the same number
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,62 +15,8 @@ from PIL import Image, ImageFilter
 from vgr_trl import registries
 from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.data.images import DEEP_MODES
+from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.options import check_value
-from vgr_trl.utils import ConfigError, DataError
-
-Perturb = Callable[..., list[Image.Image]]  # images of a conversation, index=its number -> as many images
-
-
-def perturbed_prompts(prompts: Sequence[Any], indices: Sequence[int], perturb: Perturb) -> tuple[list[Any], list[int]]:
-    """Return the different prompts with perturbed images, and for every row which of them is its own.
-
-    Args:
-        prompts: per row, a conversation whose image parts hold the images, or a text.
-        indices: per row, a number that rows with the same perturbed images share, over all processes.
-        perturb: returns the perturbed images of a conversation.
-    """
-    firsts: dict[int, Any] = {}  # index -> the first prompt with it
-    for prompt, index in zip(prompts, indices, strict=True):
-        firsts.setdefault(index, prompt)
-    position = {index: number for number, index in enumerate(firsts)}
-    different = [_replace_images(prompt, partial(perturb, index=index)) for index, prompt in firsts.items()]
-    return different, [position[index] for index in indices]
-
-
-def _replace_images(prompt: Any, perturb: Perturb) -> Any:
-    if not (images := images_in(prompt)):
-        return prompt
-    perturbed = iter(perturb(images))
-
-    def replace(part: dict[str, Any]) -> list[dict[str, Any]]:
-        return [{**part, "image": next(perturbed)} if part["type"] == "image" else part]
-
-    return _replace_parts(prompt, replace)
-
-
-def drop_images(prompt: Any) -> Any:
-    """Return a conversation whose messages have no images; a text as it is."""
-    return _replace_parts(prompt, lambda part: [] if part["type"] == "image" else [part])
-
-
-def images_in(prompt: Any) -> list[Any]:
-    """Return the images of a conversation, in order."""
-    if isinstance(prompt, str):
-        return []
-    contents = [message["content"] for message in prompt if not isinstance(message["content"], str)]
-    return [part["image"] for content in contents for part in content if part["type"] == "image"]
-
-
-def _replace_parts(prompt: Any, replace: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> Any:
-    """Return a conversation with other content parts; texts as they are."""
-    if isinstance(prompt, str):
-        return prompt
-    return [
-        message
-        if isinstance(message["content"], str)
-        else {**message, "content": [new for part in message["content"] for new in replace(part)]}
-        for message in prompt
-    ]
 
 
 def _colours(image: Image.Image) -> tuple[np.ndarray, np.ndarray | None]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from vgr_trl.errors import ConfigError
 from vgr_trl.pixels import on_device
-from vgr_trl.utils import ConfigError
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.functional import normalize
 from transformers.generation import GenerationMode
 
+from vgr_trl.errors import ConfigError
 from vgr_trl.pixels import on_device
 from vgr_trl.sharing.model_support import (
     attention_modules,
@@ -28,7 +29,6 @@ from vgr_trl.sharing.model_support import (
 )
 from vgr_trl.signals.plan import Pass, PassPlan, Queries, cache_of, positions_seen
 from vgr_trl.signals.ratios import AttentionMass, ModalityMasks, build_modality_masks, entropies_of
-from vgr_trl.utils import ConfigError
 
 SUPPORTED = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 

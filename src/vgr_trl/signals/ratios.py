@@ -1,23 +1,20 @@
-"""Vision, instruction and region masks; attention ratios VGR, AEI and MDI balance; dependency on the image.
+"""Vision and instruction masks; attention ratios VGR, AEI and MDI balance; dependency on the image.
 
 Averages come first, ratios after: a segment's attention is the mean over its layers and over the valid tokens.
 Undefined values (no vision tokens, no instruction tokens, no completion tokens, no attention on either) are NaN.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
-from torch.nn.functional import adaptive_avg_pool2d
 
-from vgr_trl.boxes import Box
+from vgr_trl.errors import ConfigError
 from vgr_trl.pixels import on_device
-from vgr_trl.utils import ConfigError, DataError
 
 _ID_NAMES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 
@@ -310,77 +307,3 @@ def jensen_shannon(logits: Tensor, others: Tensor) -> Tensor:
     lowest = torch.finfo(mean.dtype).min  # of words that both forbid, which add nothing
     halves = [(each.exp() * (each.clamp(min=lowest) - mean.clamp(min=lowest))).sum(-1) for each in (one, other)]
     return ((halves[0] + halves[1]) / 2).clamp(0, math.log(2))
-
-
-# Vision tokens of the regions that a question is about, for models whose pixel inputs are known. The processor itself
-# finds out which part of an image is within a region: it gets an image of the same size that is white there and black
-# elsewhere, so that resizing, cropping, padding and tiles are its own. What is left is how patches become tokens.
-
-
-def boxes_in_pixels(boxes: Sequence[Box], size: tuple[int, int]) -> list[tuple[float, float, float, float]]:
-    """Return boxes as (left, top, width, height) in pixels of an image of this size, to a millionth."""
-    wide, high = size
-    corners = (
-        (left * wide, top * high, (right - left) * wide, (bottom - top) * high) for left, top, right, bottom in boxes
-    )
-    return [(round(x, 6), round(y, 6), round(w, 6), round(h, 6)) for x, y, w, h in corners]
-
-
-def drawn(boxes: Sequence[Box], size: tuple[int, int]) -> Image.Image:
-    """Return a black image of that size that is white within the boxes, each of at least one pixel."""
-    image = Image.new("RGB", size)
-    for left, top, right, bottom in boxes:
-        x, y = (min(round(start * side), side - 1) for start, side in ((left, size[0]), (top, size[1])))
-        far = max(round(right * size[0]), x + 1), max(round(bottom * size[1]), y + 1)
-        image.paste((255, 255, 255), (max(x, 0), max(y, 0), *far))
-    return image
-
-
-ENOUGH = 0.5  # share of a token that has to be within the region
-
-
-def lit_share(region: Tensor, black: Tensor, white: Tensor) -> Tensor:
-    """Return how white pixels are, in [0, 1]; 0 where the image has no part in them, which is padding.
-
-    Args:
-        region, black, white: `pixel_values` of the image that shows the region, and of a black and a white one.
-    """
-    span = (white - black).float()
-    share = (region - black).float() / span.masked_fill(span == 0, 1)
-    return share.masked_fill(span == 0, 0).clamp(0, 1)
-
-
-def select_region(shares: Tensor) -> Tensor:
-    """Return which tokens (V,) stand for the region: those at least half within it, else those that are most."""
-    most = shares.max() if len(shares) else shares.sum()
-    return (shares >= most.clamp(max=ENOUGH) - 1e-6) & (shares > 0)
-
-
-def token_shares(lit: Tensor, given: Mapping[str, Tensor], num_tokens: int) -> Tensor:
-    """Return how much of each vision token of one image is lit, (V,) in [0, 1].
-
-    Args:
-        lit: of the shape of its `pixel_values`, in [0, 1].
-        given: its pixel inputs.
-        num_tokens: V.
-
-    Raises:
-        DataError: the pixels cannot be assigned to the tokens.
-    """
-    if "image_grid_thw" in given:  # Qwen, GLM: the patches of a token stand together
-        patches = lit.flatten(1).mean(1)
-        found = patches.view(num_tokens, -1).mean(1) if num_tokens and not len(patches) % num_tokens else patches
-    elif "spatial_shapes" in given or "image_sizes" in given:  # tiles of unequal size, or rows of them without padding
-        found = lit.new_zeros(0)
-    else:  # squares: of one image, of its tiles, or of its tiles padded to those of another row
-        squares = lit.flatten(0, 1) if lit.ndim == 5 else lit
-        if (mask := given.get("pixel_attention_mask")) is not None:
-            squares = squares[mask.flatten(0, 1).flatten(1).any(1)]
-        side = math.isqrt(num_tokens // max(len(squares), 1))
-        pooled = adaptive_avg_pool2d(squares.mean(1, keepdim=True), side) if side else lit.new_zeros(0)
-        found = pooled.flatten()  # square by square, row by row
-    if len(found) != num_tokens:
-        shapes = {name: tuple(value.shape) for name, value in given.items()}
-        unknown = f"An image has {num_tokens} tokens and the pixel inputs {shapes}, which cannot be matched"
-        raise DataError(f"{unknown}: switch off what reads regions for this processor.")
-    return found

@@ -13,8 +13,9 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
+from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.pixels import counts_by_tokens, image_inputs_of, number_images
-from vgr_trl.rows import TOKEN_TYPES, extend_token_types, take_scoring_rows
+from vgr_trl.scoring_inputs import take_scoring_rows
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
@@ -26,7 +27,6 @@ from vgr_trl.sharing.model_support import (
 from vgr_trl.sharing.prefix_cache import SharingReport
 from vgr_trl.sharing.prefix_forward import is_image_token
 from vgr_trl.sharing.sharing import share_prompts, whole_groups
-from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.probe import AttentionProbe, SimilarityProbe, find_decoder
 from vgr_trl.signals.ratios import (
     AttentionMass,
@@ -36,7 +36,8 @@ from vgr_trl.signals.ratios import (
     join_masses,
     vision_token_ids,
 )
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.signals.rollout_signals import RolloutSignals
+from vgr_trl.token_types import TOKEN_TYPES, extend_token_types
 
 LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32; a GPU wants larger products
 

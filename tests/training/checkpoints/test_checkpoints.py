@@ -8,8 +8,9 @@ import torch
 import transformers.trainer
 from accelerate import Accelerator
 
+from vgr_trl.atomic_files import unfinished
 from vgr_trl.checkpoints import MANIFEST, complete_checkpoint, load_shares, save_share
-from vgr_trl.utils import ConfigError, DiskFullError, unfinished
+from vgr_trl.errors import ConfigError, DiskFullError
 
 
 def test_shares_of_a_run_that_was_killed_while_saving_do_not_stay(tmp_path):

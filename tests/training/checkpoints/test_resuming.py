@@ -26,7 +26,7 @@ from vgr_trl.checkpoints import (
     why_incomplete,
     write_manifest,
 )
-from vgr_trl.utils import ConfigError
+from vgr_trl.errors import ConfigError
 
 
 def checkpoint(folder: Path, step: int, processes: int = 1, shares: int = 0) -> Path:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.trainers import emitted, letters_reward, logged
 
-from vgr_trl import generation as noisy
 from vgr_trl.config import decay
+from vgr_trl.views import noise as noisy
 
 NOISE = {"noisy_generations": 3, "max_steps": 1}
 

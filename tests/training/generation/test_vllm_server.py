@@ -9,9 +9,9 @@ from support.vllm import NoVLLM
 from trl.generation import vllm_client
 from trl.trainer import grpo_trainer
 
+from vgr_trl.errors import VLLMServerError
 from vgr_trl.patches.vllm import answers_of_server
 from vgr_trl.rewards import accuracy_reward
-from vgr_trl.utils import VLLMServerError
 
 
 class Speaker(NoVLLM):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from trl.trainer import utils as trl_utils
 
-from vgr_trl.utils import UnsupportedTRLError
+from vgr_trl.errors import UnsupportedTRLError
 from vgr_trl.validate.options import check_head
 
 

@@ -27,13 +27,14 @@ from vgr_trl.config import (
 )
 from vgr_trl.config_converters import EASYR1_KEYS
 from vgr_trl.credit import active_rules, given_weights, shape_advantages, token_weights
+from vgr_trl.errors import ConfigError
 from vgr_trl.loss import entropy_penalty, perception_loss, surprisal
-from vgr_trl.metrics import Totals, add_weights
+from vgr_trl.metrics.totals import Totals, add_weights
 from vgr_trl.options import FACTS, check_options, option, unused_options
 from vgr_trl.rewards.functions import compute_hard_negative_rewards, mdi_reward, vgr_reward
-from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass, vision_gain_ratio
-from vgr_trl.utils import ConfigError, parse_yaml
+from vgr_trl.signals.rollout_signals import RolloutSignals
+from vgr_trl.strict_yaml import parse_yaml
 
 _WEIGHTS = {key: known.option for key, known in EASYR1_KEYS.items() if str(known.option).startswith("token_weights")}
 OPTION_ALIASES = {key.removeprefix("algorithm."): str(option) for key, option in _WEIGHTS.items()}  # of ports of EasyR1

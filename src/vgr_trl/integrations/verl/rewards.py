@@ -7,8 +7,8 @@ Computes accuracy, format and length. Attention rewards are added after the acto
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vgr_trl.errors import RewardError
 from vgr_trl.rewards.functions import accuracy_reward, get_soft_overlong_punishment, think_format_reward
-from vgr_trl.utils import RewardError
 
 REWARD_NAME, REWARD_TYPE = "vgr", "batch"  # read by EasyR1
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vgr_trl.credit import token_weights
+from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.integrations.verl.credit import SignalOptions
 from vgr_trl.options import changed_options
 from vgr_trl.sharing.model_support import causal_model
@@ -26,7 +27,6 @@ from vgr_trl.signals.ratios import (
     vision_gain_ratio,
     vision_token_ids,
 )
-from vgr_trl.utils import ConfigError, DataError
 
 LAST_LAYERS_OPTION = "token_weight_last_k_layers"  # for messages
 _SIDE = 14  # of a square, in pixels

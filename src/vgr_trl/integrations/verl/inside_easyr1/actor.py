@@ -22,6 +22,7 @@ from verl.workers import fsdp_workers
 from verl.workers.actor import dp_actor
 
 from vgr_trl.credit import active_rules, stack_weights
+from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.credit import (
     COLUMNS,
     ESTIMATORS,
@@ -39,8 +40,8 @@ from vgr_trl.integrations.verl.signals import (
     measure_pass,
     perturb_rows,
 )
+from vgr_trl.patching import patched_attribute
 from vgr_trl.signals.ratios import visual_dependency
-from vgr_trl.utils import ConfigError, patched_attribute
 
 CONTEXT_KEY = "vgr"  # in the `meta_info` of a batch
 PRESET_OPTION = "preset"  # option with the name of the estimator of this library

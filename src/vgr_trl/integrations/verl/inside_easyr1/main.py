@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from vgr_trl.utils import patched_attribute
+from vgr_trl.patching import patched_attribute
 
 OPTION_PREFIX = "vgr."
 

@@ -29,6 +29,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
 from vgr_trl.credit import stack_weights
+from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.credit import (
     COLUMNS,
     ESTIMATORS,
@@ -47,11 +48,11 @@ from vgr_trl.integrations.verl.signals import (
     measure_pass,
     perturb_rows,
 )
+from vgr_trl.patching import patched_attribute
 from vgr_trl.sharing.model_support import attention_modules
 from vgr_trl.signals.probe import find_decoder
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.scoring import policy_is_active
-from vgr_trl.utils import ConfigError, patched_attribute
 
 # With padding removed, verl's Qwen2-VL and GLM-4V layers call an attention function directly. While measuring, these
 # calls are routed through transformers' registry, where a probe finds them.

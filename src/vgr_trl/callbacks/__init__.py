@@ -1,0 +1,1 @@
+"""Callbacks of a run: the line of a step, SIGTERM, non-finite updates, trackers."""

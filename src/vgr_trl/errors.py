@@ -1,0 +1,84 @@
+"""Errors that this library raises on purpose, and their text made safe to print."""
+
+import re
+from collections.abc import Sequence
+
+# Control characters but line feed and tab, surrogates, characters of private use, line breaks that only some readers
+# see, marks of writing direction, and characters that show nothing, in which a text can be hidden; but for those that
+# join or select the shapes of their neighbours, as emoji and Persian have them.
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd"
+    "\u2028\u2029\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c"
+    "\xad\u180e\u200b\u2060-\u2065\u206a-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb"
+    "\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters, marks of writing direction and what does not show as `\\x1b`.
+
+    Line feeds stay, tabs too; a carriage return before a line feed is left out. What comes out can neither move the
+    cursor of a terminal nor end a line in a reader's eyes only.
+    """
+    return _HIDDEN.sub(lambda found: _number(found[0]), text.replace("\r\n", "\n"))
+
+
+def _number(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def error_text(error: BaseException, most: int = 200) -> str:
+    """Return what an error says, on one line of at most so many characters; its type where it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+class VGRError(Exception):
+    """Base of every error this library raises on purpose; its text, in which data may be named, can be printed."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class ConfigError(VGRError, ValueError):
+    """An option has a value that is not accepted, or contradicts another option."""
+
+
+class DataError(VGRError, ValueError):
+    """A data set, a row or an image cannot be used."""
+
+
+class MissingSplitError(DataError):
+    """A data set has not the split that is asked for, but `splits`."""
+
+    def __init__(self, source: str, splits: Sequence[str], wanted: str) -> None:
+        super().__init__(f"{source} has the splits {splits}, but not {wanted!r}: name one of them.")
+        self.splits = splits
+
+
+class RewardError(VGRError, ValueError):
+    """A reward cannot be found, loaded or computed from what it was given."""
+
+
+class UnsupportedTRLError(VGRError, RuntimeError):
+    """The installed TRL does not have the methods that this library extends."""
+
+
+class CollapseError(VGRError, RuntimeError):
+    """Training was ended because the run showed signs of collapse."""
+
+
+class NotFiniteError(VGRError, ArithmeticError):
+    """The model returned NaN or infinite values."""
+
+
+class VLLMServerError(VGRError, ConnectionError):
+    """A server of vLLM does not answer, or cannot do what is asked."""
+
+
+class ProcessError(VGRError, RuntimeError):
+    """Another process of the run does not answer, or has ended."""
+
+
+class DiskFullError(VGRError, OSError):
+    """A disk or a quota is full; what was being written is not whole."""

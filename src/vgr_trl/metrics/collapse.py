@@ -1,0 +1,172 @@
+"""Find signs of collapse in the history of a run's metrics, and warn of them."""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+if TYPE_CHECKING:
+    from vgr_trl.rollout import ConstructedTrainer
+
+logger = logging.get_logger(__name__)
+ENGINE_BOUND = 0.1  # nats per token; numerics alone put an engine in bfloat16 at about 0.02
+WINDOW = 8  # steps whose mean is compared with the means of earlier ones
+SMALLEST_RATE = 0.1  # of correct or well-formed answers; a fall from below it is noise
+WATCHED = (
+    "rewards/", "completions/mean_length", "completions/clipped_ratio", "entropy", "frac_reward_zero_std",
+    "perception_loss", "perturbed_entropy", "clip_ratio/high_mean", "cispo_clip_ratio",
+)  # fmt: skip
+
+
+class CollapseSign(NamedTuple):
+    """A sign of collapse, with remedies; `kind` is the same for the same sign at another step."""
+
+    kind: str
+    seen: str
+    remedies: tuple[str, ...]
+
+
+class MetricHistory:
+    """One metric: the mean of its newest `WINDOW` steps, and the first, lowest and highest such mean before them."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=2 * WINDOW)
+        self.first: float | None = None
+        self.lowest, self.highest, self.now = math.inf, -math.inf, 0.0
+
+    def add(self, value: float) -> None:
+        """Add the value of one more step."""
+        self._values.append(value)
+        if len(self._values) == 2 * WINDOW:
+            before = fmean(islice(self._values, WINDOW))
+            self.now = fmean(islice(self._values, WINDOW, None))
+            self.first = before if self.first is None else self.first
+            self.lowest, self.highest = min(self.lowest, before), max(self.highest, before)
+
+
+def find_collapse(histories: Mapping[str, MetricHistory], reward_weights: Mapping[str, float]) -> list[CollapseSign]:
+    """Return the signs of collapse in the histories of metrics, which have TRL's names.
+
+    Args:
+        histories: of metrics that begin with one of `WATCHED`; those of fewer than 2 · `WINDOW` steps do not count.
+        reward_weights: by the names of the reward functions.
+    """
+    known = {name: history for name, history in histories.items() if history.first is not None}
+    stds = {name: known[f"rewards/{name}/std"].now for name in reward_weights if f"rewards/{name}/std" in known}
+    deviations = {name: abs(reward_weights[name]) * std for name, std in stds.items()}
+    vgr_rewards = ", ".join(name for name, weight in reward_weights.items() if "vgr" in name and weight)
+    slower, signs = "a lower learning_rate", list[CollapseSign]()
+
+    def fell(name: str, history: MetricHistory, *remedies: str, note: str = "") -> None:
+        signs.append(CollapseSign(name, f"{name} fell from {history.highest:.3g} to {history.now:.3g}{note}", remedies))
+
+    for name, weight in reward_weights.items():
+        reward = known.get(f"rewards/{name}/mean")
+        if reward is None or weight == 0 or reward.now >= reward.highest / 2:
+            continue
+        share = deviations.get(name, 0.0) / (sum(deviations.values()) or 1.0)
+        if ("accuracy" in name or "format" in name) and reward.highest >= SMALLEST_RATE:
+            fell(name, reward, slower, *([f"less weight on {vgr_rewards}"] if vgr_rewards else []))
+        elif "vgr" in name and share > 0.5:
+            note = f" and makes up {share:.0%} of the rewards' deviation"
+            fell(name, reward, f"less weight on {name}", "scale_rewards none", note=note)
+    if (length := known.get("completions/mean_length")) and length.now < length.highest / 4:
+        fell("the length of completions", length, slower)
+    if (clipped := known.get("completions/clipped_ratio")) and clipped.now > 0.9 and clipped.lowest < 0.5:
+        seen = f"{clipped.now:.0%} of the completions are truncated (lowest so far {clipped.lowest:.0%})"
+        signs.append(CollapseSign("truncated", seen, (slower, "a length reward")))
+    if (entropy := known.get("entropy")) and entropy.first is not None:
+        if entropy.now < 0.005 and entropy.highest > 0.05:
+            fell("entropy", entropy, slower, "a higher epsilon_high or temperature")
+        elif entropy.now > max(4 * entropy.lowest, 2 * entropy.first, 0.05):
+            seen = f"entropy rose from {entropy.lowest:.3g} to {entropy.now:.3g}"
+            signs.append(CollapseSign("entropy rose", seen, (slower, "use_entropy_penalty")))
+    divergence, perturbed = known.get("perception_loss"), known.get("perturbed_entropy")
+    if entropy and divergence and perturbed and divergence.now < 2 * min(divergence.lowest, 0.0):
+        ratio = known.get("clip_ratio/high_mean") or known.get("cispo_clip_ratio")
+        rising = [entropy, perturbed, *([ratio] if ratio and ratio.highest + ratio.now > 0 else [])]
+        if all(each.now > each.highest for each in rising):  # as in PAPO (https://huggingface.co/papers/2507.06448)
+            seen = f"the perception loss fell from {divergence.lowest:.3g} to {divergence.now:.3g} while entropies rose"
+            remedies = ("a lower perception_loss_weight", "higher weights for both entropy terms")
+            signs.append(CollapseSign("perception", seen, remedies))
+    if (equal := known.get("frac_reward_zero_std")) and equal.now >= 0.95 and equal.lowest < 0.8:
+        seen = f"{equal.now:.0%} of the groups have equal rewards (lowest so far {equal.lowest:.0%})"
+        signs.append(CollapseSign("equal rewards", seen, ("other questions", "a reward that differs within a group")))
+    return signs
+
+
+def collapse_sentence(signs: Sequence[CollapseSign], step: int) -> str:
+    """Return the warning that names the signs, the step to go back to, and the remedies."""
+    remedies = ", or ".join(dict.fromkeys(remedy for sign in signs for remedy in sign.remedies))
+    return (
+        f"The run shows signs of collapse at step {step}: {', '.join(sign.seen for sign in signs)} (means of {WINDOW} "
+        f"steps); go back to a checkpoint before step {max(step - 2 * WINDOW, 0)} and try {remedies}."
+    )
+
+
+def first_signs(logs: Iterable[tuple[int, Mapping[str, float | None]]]) -> list[tuple[int, str]]:
+    """Return the signs of collapse in what a run has logged in training, each with its first step.
+
+    Besides those of `find_collapse`, with logged values in place of steps: a loss or gradient that is not finite.
+
+    Args:
+        logs: steps, in order, with the values that were logged; rewards weigh 1 unless their weight was logged.
+    """
+    histories: dict[str, MetricHistory] = defaultdict(MetricHistory)
+    weights: dict[str, float] = {}
+    found: dict[str, tuple[int, str]] = {}
+    for step, values in logs:
+        for name, value in values.items():
+            if value is None or not math.isfinite(value):
+                if name in ("loss", "grad_norm"):
+                    found.setdefault(name, (step, f"{name} is not finite"))
+            elif name == "pixels/engine_distance" and value > ENGINE_BOUND:
+                seen = f"log-probabilities of the engine are {value:.3g} nats from the trainer's"
+                found.setdefault(name, (step, seen))
+            elif name.startswith("reward_weights/"):
+                weights[name.removeprefix("reward_weights/")] = value
+            elif name.startswith(WATCHED):
+                histories[name].add(value)
+                if name.startswith("rewards/"):
+                    weights.setdefault(name.split("/")[1], 1.0)
+        for sign in find_collapse(histories, weights):
+            found.setdefault(sign.kind, (step, sign.seen))
+    return sorted(found.values())
+
+
+class CollapseWatch(TrainerCallback):
+    """Warns once of the signs of collapse, and ends the training if `stop_on_collapse` is on.
+
+    Attributes:
+        found: the sentence of the warning; None while there is none.
+    """
+
+    def __init__(self, trainer: "ConstructedTrainer") -> None:
+        self.found: str | None = None
+        self._trainer = trainer
+        self._histories: dict[str, MetricHistory] = {}
+        self._read: dict[str, int] = {}
+
+    def start_window(self) -> None:
+        """Read the metrics of the trainer from their beginning again, since they were logged and cleared."""
+        self._read.clear()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read the mean of every metric over the micro-batches of this step; all processes have the same values."""
+        if self.found is not None:
+            return
+        for name, values in self._trainer._metrics["train"].items():
+            new = [value for value in values[self._read.get(name, 0) :] if not math.isnan(value)]
+            self._read[name] = len(values)
+            if new:  # a micro-batch without a gradient has none
+                self._histories.setdefault(name, MetricHistory()).add(fmean(new))
+        if signs := find_collapse(self._histories, self._trainer.named_reward_weights()):
+            self.found = collapse_sentence(signs, state.global_step)
+            if state.is_world_process_zero:
+                logger.warning(self.found)
+            control.should_training_stop |= args.stop_on_collapse

@@ -1,0 +1,70 @@
+"""Replace attributes and methods of objects, and restore the random state, for the duration of a block."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import update_wrapper
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from vgr_trl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@contextmanager
+def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of a module or object for the duration; an object that had none of its own has none after."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextmanager
+def patched_method(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Call a function in place of a method of one object for the duration; copies of the object call their own method.
+
+    Raises:
+        ConfigError: another thread has replaced the method; whichever ends first would undo the other's.
+    """
+    plain = getattr(owner, name)
+    if isinstance(plain, _Replacement) and plain.thread != get_ident():
+        raise ConfigError(f"Another thread shares prompts in this {type(owner).__name__}: enter share_prompts once.")
+    with patched_attribute(owner, name, _Replacement(plain, function)):
+        yield
+
+
+class _Replacement:
+    """Looks like the plain method. Copied or pickled with its owner it is that method, of the copy."""
+
+    def __init__(self, plain: Callable[..., Any], function: Callable[..., Any]) -> None:
+        update_wrapper(self, plain)
+        self.plain, self.function, self.thread = plain, function, get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.plain,)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def keep_random_state(device: "torch.device") -> AbstractContextManager[None]:
+    """Restore the random state behind this block, in which dropout draws from it.
+
+    For passes that only metrics, records and checks read. A resumed run makes more of them than a run that went on, and
+    has to draw the same numbers for training.
+    """
+    import torch  # configurations are converted without it
+
+    return torch.random.fork_rng([device] * (device.type != "cpu"))

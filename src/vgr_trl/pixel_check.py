@@ -1,0 +1,135 @@
+"""Check once that the model uses the pixels of its images."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers.utils import logging
+
+from vgr_trl.errors import DataError
+from vgr_trl.metrics.collapse import ENGINE_BOUND
+from vgr_trl.patching import keep_random_state
+from vgr_trl.rollout import ConstructedTrainer, Rollout, find_completion_maker
+from vgr_trl.scoring_inputs import Prompts, rows_with_images, scoring_inputs, take_rows, valid_tokens
+from vgr_trl.signals.perturbation import perturb_images
+from vgr_trl.signals.scoring import Want
+from vgr_trl.views.perturbed_pass import inputs_with_other_images
+
+logger = logging.get_logger(__name__)
+UNCHANGED = 1e-5  # nats; smaller changes of every log-probability are rounding
+_REMEDY = "or set check_pixels to False to train anyway"
+
+
+@dataclass(frozen=True)
+class PixelUse:
+    """How log-probabilities of completions with an image differ, in nats.
+
+    Attributes:
+        tokens: number of tokens compared.
+        change: mean |change| behind a blank image.
+        largest: largest |change| behind a blank image.
+        engine: mean distance of the engine's from the trainer's; None without an engine that returns its own.
+        engine_blank: mean distance of the engine's from the trainer's behind a blank image; None likewise.
+    """
+
+    tokens: int
+    change: float
+    largest: float
+    engine: float | None = None
+    engine_blank: float | None = None
+
+    def describe(self) -> str:
+        """Return the line of a run; an engine closer to the trainer without the image does not get it."""
+        line = f"With a blank image, log-probabilities change by {self.change:.3g} nats per token"
+        if self.engine is None:
+            return line + "."
+        line += f"; those of vLLM are {self.engine:.3g} from the trainer's"
+        if self.engine > ENGINE_BOUND:
+            line += f", more than {ENGINE_BOUND}: compare its weights, chat template and image processor"
+            if (self.engine_blank or 0) < self.engine:
+                line += f". With a blank image they are {self.engine_blank:.3g} from the trainer's: vLLM gets no images"
+        return line + "."
+
+
+def compare_logps(
+    logps: torch.Tensor,
+    blank: torch.Tensor,
+    engine: torch.Tensor | None,
+    mask: torch.Tensor,
+    gather: Callable[[torch.Tensor], torch.Tensor],
+) -> PixelUse:
+    """Compare log-probabilities (N, T) of completions given their images, given blank ones, and of the engine.
+
+    Args:
+        engine: NaN where it has none; None on every process, or on none.
+        mask: (N, T) bool, tokens that are compared.
+        gather: over processes.
+    """
+    change = (blank - logps).abs()[mask]
+    given = logps if engine is None else engine.to(logps)
+    known = mask & given.isfinite()
+    distances = [(given - other).abs()[known].sum() for other in (logps, blank)]
+    sums = torch.stack([mask.sum().to(logps), change.sum(), known.sum().to(logps), *distances])
+    largest = float(gather(change.max().view(1) if len(change) else logps.new_zeros(1)).max())
+    tokens, changed, both, apart, apart_blank = gather(sums.unsqueeze(0)).double().sum(0).tolist()
+    of_engine = (None, None) if engine is None or not both else (apart / both, apart_blank / both)
+    return PixelUse(int(tokens), changed / max(tokens, 1), largest, *of_engine)
+
+
+def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, float] | None:
+    """Score the first group with an image again behind a blank image; log one line, and return metrics.
+
+    Every process makes the same passes.
+
+    Returns:
+        None: no token is to be compared, so that the next rollout has to be checked.
+
+    Raises:
+        DataError: no log-probability changes; in every process.
+    """
+    batch, accelerator, size = rollout.batch, trainer.accelerator, trainer.completions_per_prompt
+    if find_completion_maker(trainer) is not None:
+        return {}
+    valid = valid_tokens(batch).bool()
+    compared = valid & rows_with_images(batch).to(valid.device).unsqueeze(1)  # (N, T)
+    if not accelerator.gather(compared.sum().view(1)).any():
+        return None
+    start = min(int(compared.any(1).int().argmax()), max(len(valid) - size, 0))
+    rows = list(range(start, min(start + size, len(valid))))
+    part, inputs, why = take_rows(batch, rows), [], ""
+    try:
+        blank = partial(perturb_images, name="mask_image", seed=0, step=0)
+        prompts = [(accelerator.process_index * len(valid) + row) // size for row in rows]
+        other, _ = inputs_with_other_images(trainer, part, [rollout.messages[row] for row in rows], prompts, blank)
+        inputs = [scoring_inputs(part), other]
+    except DataError as error:
+        why = f": {error}"
+    if not accelerator.gather(torch.tensor([bool(inputs)], device=accelerator.device)).all():
+        logger.warning_once(f"Skipped the check that the model uses the pixels{why}")
+        return {}
+    with keep_random_state(accelerator.device):
+        logps, behind_blank = (trainer.score(each, Want()).logps.float() for each in inputs)  # pixels are not joined
+    engine = part.get("sampling_per_token_logps")
+    if engine is not None and rollout.noise is not None:  # the engine saw other images there
+        noisy = torch.tensor([rollout.noise.rows[row] for row in rows], device=engine.device)
+        engine = engine.masked_fill(noisy.unsqueeze(1), torch.nan)
+    use = compare_logps(logps, behind_blank, engine, compared[rows].to(logps.device), accelerator.gather)
+    if use.tokens and use.largest < UNCHANGED:
+        raise DataError(
+            f"The log-probabilities of {use.tokens} tokens do not change with a blank image, so the model does not "
+            f"use its images: check that it reads pixel_values and that the processor passes them on, {_REMEDY}."
+        )
+    if accelerator.is_main_process:
+        logger.warning(use.describe())
+    metrics = {"pixels/change": use.change, "pixels/engine_distance": use.engine}
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def refuse_dropped_images(prompts: Prompts, vision_token_ids: Sequence[int]) -> None:
+    """Raise `DataError` if a prompt with images has no placeholder token, because its chat template drops images."""
+    for ids, images in zip(prompts.ids, prompts.images or (), strict=False):
+        if images and vision_token_ids and not set(vision_token_ids).intersection(ids):
+            found = f"A prompt of {len(ids)} tokens has {len(images)} images, but no image token"
+            cure = "use a chat template that writes images, or set check_pixels to False to train anyway"
+            raise DataError(f"{found}: {cure}.")

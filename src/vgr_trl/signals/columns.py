@@ -1,0 +1,87 @@
+"""Signals as reward columns and as metrics."""
+
+import inspect
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from sys import intern
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vgr_trl.metrics.totals import Gather
+from vgr_trl.rewards.functions import WholeGroups
+from vgr_trl.signals.rollout_signals import RolloutSignals
+
+
+def named_columns(names: Sequence[str], signals: RolloutSignals) -> dict[str, list[float | None]]:
+    """Return what rewards get of signals: per completion the mean over its tokens, None where it is undefined."""
+    means = {name: signals.extra[name].nanmean(1).tolist() for name in names}
+    return {name: list(map(_none_for_nan, values)) for name, values in means.items()}
+
+
+def _none_for_nan(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def named_metrics(names: Sequence[str], signals: RolloutSignals, gather: Gather) -> dict[str, float]:
+    """Return `signals/<name>`, the mean over the finite values of the tokens of all processes; NaN without any."""
+    if not names:
+        return {}
+    values = torch.stack([signals.extra[name] for name in names])  # (names, N, T)
+    finite = values.isfinite()
+    sums = torch.stack([values.masked_fill(~finite, 0).sum((1, 2)), finite.sum((1, 2)).float()], dim=-1)  # (names, 2)
+    total = gather(sums.unsqueeze(0)).double().sum(0)
+    return {f"signals/{name}": (total[i, 0] / total[i, 1]).item() for i, name in enumerate(names)}
+
+
+SINGLE_COLUMNS = ("vgr", "aei_vision", "aei_instruction", "mdi_balance")
+PER_IMAGE = "attention_per_image"
+SIGNAL_COLUMNS = (*SINGLE_COLUMNS, "attention_metrics", PER_IMAGE)
+QUANTITIES = (*SINGLE_COLUMNS, "attention_vision", "attention_instruction")
+
+
+def needed_signal_columns(reward: Any) -> set[str]:
+    """Return the columns of `SIGNAL_COLUMNS` that a reward function takes by name."""
+    named = {*reward.required, *reward.optional} if isinstance(reward, WholeGroups) else set[str]()
+    with suppress(TypeError, ValueError):
+        named |= set(inspect.signature(reward).parameters)
+    return named & set(SIGNAL_COLUMNS)
+
+
+def reward_columns(segments: dict[str, Tensor]) -> dict[str, list[Any]]:
+    """Return per completion the columns of the late segment (else of all layers), and all segments as a dict."""
+    rows = dict(zip(segments, torch.stack(list(segments.values())).tolist(), strict=True))
+    tables = [
+        {name: dict(zip(QUANTITIES, map(_none_for_nan, values[row]), strict=True)) for name, values in rows.items()}
+        for row in range(len(rows["all"]))
+    ]
+    of_reward = [table.get("late", table["all"]) for table in tables]
+    return {name: [table[name] for table in of_reward] for name in SINGLE_COLUMNS} | {"attention_metrics": tables}
+
+
+def attention_metrics(
+    segments: dict[str, Tensor], gather: Gather, prompt: dict[str, Tensor] | None = None
+) -> dict[str, float]:
+    """Return the means over the completions of all processes, `attention/late/vgr` and so on.
+
+    Undefined and infinite values do not enter the means; their shares are `vgr/undefined_fraction` and
+    `vgr/infinite_fraction`, of the late segment (else of all layers).
+
+    Args:
+        segments: as `measure_segments` returns them.
+        prompt: likewise for the queries of the prompt's instruction tokens, for `attention/prompt/late/vgr` and so on;
+            None: not measured, on no process.
+    """
+    every = segments | {f"prompt/{name}": values for name, values in (prompt or {}).items()}
+    names = list(every)
+    values = gather(torch.stack([every[name] for name in names], dim=1))  # (N of all, segments, 6)
+    finite = values.isfinite()
+    means = torch.where(finite, values, 0.0).sum(0) / finite.sum(0)  # (segments, 6), NaN where nothing is finite
+    vgr = values[:, names.index("late" if "late" in names else "all"), 0]
+    shares = torch.stack([vgr.isnan().float().mean(), vgr.isinf().float().mean()])
+    # The history of logs keeps every name.
+    keys = [intern(f"attention/{segment}/{quantity}") for segment in names for quantity in QUANTITIES]
+    keys += ["vgr/undefined_fraction", "vgr/infinite_fraction"]
+    return dict(zip(keys, torch.cat([means.flatten(), shares]).tolist(), strict=True))

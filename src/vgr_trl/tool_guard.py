@@ -1,0 +1,75 @@
+"""Turn the results of tools into text and images that a model can read, and their failures into errors."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from vgr_trl.data.images import read_image
+from vgr_trl.errors import DataError, error_text
+
+
+@dataclass(frozen=True)
+class ToolGuard:
+    """Turns whatever a tool returns into text or images that the model can read, and every failure into an error.
+
+    TRL shows the policy the text of the error, and counts it in `tools/failure_frequency`.
+
+    Attributes:
+        special: finds the special tokens of the tokenizer; None if it has none.
+        process: the image processor of the model; None if the model reads text only.
+    """
+
+    special: re.Pattern[str] | None
+    process: Callable[..., Any] | None
+
+    def clean(self, text: str) -> str:
+        """Replace special tokens by a space and lone surrogates by `?`."""
+        text = text.encode("utf-8", "replace").decode()
+        return text if self.special is None else self.special.sub(" ", text)
+
+    def wrap(self, tool: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a tool, synchronous or not, that is guarded."""
+
+        async def call_async(**arguments: Any) -> Any:
+            with self._naming_failure(tool):
+                return self._readable(await tool(**arguments))
+
+        def call(**arguments: Any) -> Any:
+            with self._naming_failure(tool):
+                return self._readable(tool(**arguments))
+
+        return call_async if inspect.iscoroutinefunction(tool) else call
+
+    @contextmanager
+    def _naming_failure(self, tool: Callable[..., Any]) -> Iterator[None]:
+        try:
+            yield
+        except SystemExit as error:  # would end the training, or for ever the loop that asynchronous tools run in
+            raise DataError(f"The tool {tool.__name__} called sys.exit({error.code!r}).") from error
+        except Exception as error:
+            raise DataError(self.clean(error_text(error, 1000))) from error
+
+    def _readable(self, result: Any) -> list[dict[str, Any]] | str:
+        parts = [self._part(part) for part in result] if isinstance(result, list) else []
+        return [part for part in parts if part] if parts and all(parts) else self.clean(str(result))
+
+    def _part(self, part: Any) -> dict[str, Any] | None:
+        """Return a part of type `text` or `image`; None for anything else."""
+        kind = part.get("type", "image" if "image" in part else "text") if isinstance(part, dict) else None
+        if kind == "image":
+            return {"type": "image", "image": self._checked(part.get("image"))}
+        return {"type": "text", "text": self.clean(str(part["text"]))} if kind == "text" and "text" in part else None
+
+    def _checked(self, given: Any) -> Image.Image:
+        """Return an image that the model can read; a path or an address is never opened."""
+        if not isinstance(given, bytes | Image.Image):
+            raise DataError(f"The tool returned an image of type {type(given).__name__}: return Pillow's, or bytes.")
+        image = read_image(given)
+        if self.process is not None:
+            self.process(images=[image], return_tensors="pt")
+        return image

@@ -1,0 +1,140 @@
+"""Find the vision tokens of the regions that questions are about, for models whose pixel inputs are known.
+
+The processor itself tells which part of an image is within a region: it gets an image of the same size that is white
+there and black elsewhere, so that resizing, cropping, padding and tiles are its own. This file adds how patches become
+tokens.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+from vgr_trl.boxes import Box, boxes_of
+from vgr_trl.errors import DataError
+from vgr_trl.pixels import image_inputs_of, image_tensors, parts_by_counts, tiles_by_tokens
+from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
+from vgr_trl.views.conversations import images_in, perturbed_prompts
+
+_WHOLE: list[Box] = [(0.0, 0.0, 1.0, 1.0)]
+
+
+def region_mask(trainer: ConstructedTrainer, rollout: Rollout, prompt_ids: torch.Tensor) -> torch.Tensor | None:
+    """Return the vision tokens of each row's boxes, (N, P) bool; None if nothing reads them.
+
+    A row without a box, or with several images, has none.
+    """
+    if "regions" not in trainer.measurement.needed:
+        return None
+    vision_tokens = torch.tensor(trainer.measurement.vision_token_ids, device=prompt_ids.device)
+    vision = torch.isin(prompt_ids, vision_tokens)  # (N, P)
+    region = torch.zeros_like(vision)
+    rows, size = len(rollout.rows), 1 if rollout.greedy else trainer.completions_per_prompt
+    first = trainer.accelerator.process_index * rows
+    boxes: dict[int, list[Box]] = {}  # number of the prompt -> its boxes
+    members: dict[int, list[int]] = {}
+    for row in range(rows):
+        images = images_in(rollout.messages[row])
+        if len(images) == 1 and (
+            found := boxes_of(rollout.rows[row], images[0].size, f"The {describe_row(rollout.rows[row])}")
+        ):
+            number = (first + row) // size
+            boxes[number] = found
+            members.setdefault(number, []).append(row)
+    if not boxes:
+        return region
+    leaders = [members[number][0] for number in boxes]
+    conversations = [rollout.messages[row] for row in leaders]
+    shown, black, white = (
+        image_tensors(trainer.tokenize(perturbed_prompts(conversations, list(boxes), partial(_painted, lit))[0]).fields)
+        for lit in (boxes, {}, dict.fromkeys(boxes, _WHOLE))
+    )
+    lit = lit_share(*(given["pixel_values"] for given in (shown, black, white)))
+    ones = [1] * len(leaders)
+    parts = parts_by_counts(shown, ones, tiles_by_tokens(image_inputs_of(shown), ones, vision[leaders].cpu()))
+    for index, number in enumerate(boxes):
+        given = {name: value[parts[name][index]] for name, value in shown.items()}
+        places = vision[leaders[index]].nonzero().flatten()
+        shares = token_shares(lit[parts["pixel_values"][index]], given, len(places))
+        chosen = select_region(shares).to(region.device)
+        for row in members[number]:
+            region[row, vision[row]] = chosen
+    return region
+
+
+def _painted(boxes: dict[int, list[Box]], images: list[Image.Image], *, index: int) -> list[Any]:
+    return [drawn(boxes.get(index, []), images[0].size)]
+
+
+def boxes_in_pixels(boxes: Sequence[Box], size: tuple[int, int]) -> list[tuple[float, float, float, float]]:
+    """Return boxes as (left, top, width, height) in pixels of an image of this size, to a millionth."""
+    wide, high = size
+    corners = (
+        (left * wide, top * high, (right - left) * wide, (bottom - top) * high) for left, top, right, bottom in boxes
+    )
+    return [(round(x, 6), round(y, 6), round(w, 6), round(h, 6)) for x, y, w, h in corners]
+
+
+def drawn(boxes: Sequence[Box], size: tuple[int, int]) -> Image.Image:
+    """Return a black image of that size that is white within the boxes, each of at least one pixel."""
+    image = Image.new("RGB", size)
+    for left, top, right, bottom in boxes:
+        x, y = (min(round(start * side), side - 1) for start, side in ((left, size[0]), (top, size[1])))
+        far = max(round(right * size[0]), x + 1), max(round(bottom * size[1]), y + 1)
+        image.paste((255, 255, 255), (max(x, 0), max(y, 0), *far))
+    return image
+
+
+ENOUGH = 0.5  # share of a token that has to be within the region
+
+
+def lit_share(region: Tensor, black: Tensor, white: Tensor) -> Tensor:
+    """Return how white pixels are, in [0, 1]; 0 where the image has no part in them, which is padding.
+
+    Args:
+        region, black, white: `pixel_values` of the image that shows the region, and of a black and a white one.
+    """
+    span = (white - black).float()
+    share = (region - black).float() / span.masked_fill(span == 0, 1)
+    return share.masked_fill(span == 0, 0).clamp(0, 1)
+
+
+def select_region(shares: Tensor) -> Tensor:
+    """Return which tokens (V,) stand for the region: those at least half within it, else those that are most."""
+    most = shares.max() if len(shares) else shares.sum()
+    return (shares >= most.clamp(max=ENOUGH) - 1e-6) & (shares > 0)
+
+
+def token_shares(lit: Tensor, given: Mapping[str, Tensor], num_tokens: int) -> Tensor:
+    """Return how much of each vision token of one image is lit, (V,) in [0, 1].
+
+    Args:
+        lit: of the shape of its `pixel_values`, in [0, 1].
+        given: its pixel inputs.
+        num_tokens: V.
+
+    Raises:
+        DataError: the pixels cannot be assigned to the tokens.
+    """
+    if "image_grid_thw" in given:  # Qwen, GLM: the patches of a token stand together
+        patches = lit.flatten(1).mean(1)
+        found = patches.view(num_tokens, -1).mean(1) if num_tokens and not len(patches) % num_tokens else patches
+    elif "spatial_shapes" in given or "image_sizes" in given:  # tiles of unequal size, or rows of them without padding
+        found = lit.new_zeros(0)
+    else:  # squares: of one image, of its tiles, or of its tiles padded to those of another row
+        squares = lit.flatten(0, 1) if lit.ndim == 5 else lit
+        if (mask := given.get("pixel_attention_mask")) is not None:
+            squares = squares[mask.flatten(0, 1).flatten(1).any(1)]
+        side = math.isqrt(num_tokens // max(len(squares), 1))
+        pooled = adaptive_avg_pool2d(squares.mean(1, keepdim=True), side) if side else lit.new_zeros(0)
+        found = pooled.flatten()  # square by square, row by row
+    if len(found) != num_tokens:
+        shapes = {name: tuple(value.shape) for name, value in given.items()}
+        unknown = f"An image has {num_tokens} tokens and the pixel inputs {shapes}, which cannot be matched"
+        raise DataError(f"{unknown}: switch off what reads regions for this processor.")
+    return found

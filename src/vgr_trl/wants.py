@@ -1,0 +1,135 @@
+"""Build the inputs and the `Want` of a rollout's scoring pass, and the signals and reward columns that come of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch.nn import functional
+
+from vgr_trl.patches.trl import mark_images
+from vgr_trl.rollout import ConstructedTrainer, Rollout
+from vgr_trl.scoring_inputs import build_scoring_inputs
+from vgr_trl.signals.columns import PER_IMAGE, attention_metrics, named_columns, named_metrics, reward_columns
+from vgr_trl.signals.named import add_named
+from vgr_trl.signals.ratios import AttentionMass, late_layers, measure_segments
+from vgr_trl.signals.rollout_signals import RolloutSignals
+from vgr_trl.signals.scoring import AttentionPlan, Scores, Want, given_tokens
+from vgr_trl.views.regions import region_mask
+
+MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 10 rows of 1,024 tokens of a 7 B model
+
+
+def completion_inputs(trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, Any]:
+    """Return the inputs of the scoring pass over a rollout whose batch TRL has not built yet."""
+    end_tokens = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
+    prompts, turns = rollout.prompts, rollout.turns
+    if turns is not None and turns.fields:
+        prompts = replace(prompts, images=turns.images, fields=turns.fields)
+    inputs = build_scoring_inputs(
+        prompts,
+        completion_ids,
+        pad_token_id=trainer._tokenizer.pad_token_id,
+        vision_token_ids=trainer.measurement.vision_token_ids,
+        valid=[ids[-1] in end_tokens for ids in completion_ids] if trainer.args.mask_truncated_completions else None,
+        own=None if turns is None else turns.own,
+        pad_to_multiple_of=trainer.pad_to_multiple_of or None,
+    )
+    if turns is not None and turns.fields:
+        inputs = mark_images(trainer.model, inputs["input_ids"], inputs)
+    return inputs
+
+
+def wanted_scores(
+    trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping[str, Any], recorded: Sequence[int] | None = None
+) -> Want:
+    """Return what the scoring pass over a rollout has to give for everything that reads its signals.
+
+    Args:
+        recorded: rows of `inputs` that are recorded; None: those of the rollout.
+    """
+    args, measurement = trainer.args, trainer.measurement
+    ids, length = inputs["input_ids"], inputs["logits_to_keep"]
+    attention, similarity = None, None
+    if measurement.needs("similarity"):
+        similarity = args.hidden_similarity_layer, args.hidden_similarity_over
+    measures = measurement.needs("attention") and (rollout.generated is None or bool(rollout.recorded))
+    if measures or similarity is not None:
+        late = late_layers(measurement.layers, args.attention_segments) if measures else []
+        vision = torch.isin(ids, torch.tensor(measurement.vision_token_ids, device=ids.device))  # (N, P + T)
+        vision &= given_tokens(inputs, inputs.get("tool_mask"))
+        attention = AttentionPlan(
+            measurement.vision_token_ids,
+            measurement.special_token_ids,
+            mass=measures,
+            region=region_mask(trainer, rollout, ids[:, :-length]) if measures else None,
+            keep_rows=_limit_kept_rows(vision, length * len(late), recorded or rollout.recorded or ()),
+            keep_layers=late,
+            measure_prompt=rollout.generated is None,
+            similarity=similarity,
+            per_image=measurement.needs("per_image"),
+        )
+    return Want(
+        entropies=True,
+        hidden=(trainer.kl.full is not None and trainer.kl.penalises) or measurement.needs("shift"),
+        values=None if trainer.critic is None else trainer.critic.head,
+        attention=attention,
+    )
+
+
+def make_signals(scores: Scores, generated: RolloutSignals | None) -> RolloutSignals:
+    """Return the signals of a rollout, with the attention that was measured in generation where there is some."""
+    mass = scores.attention if generated is None else pad_signals(generated, scores.mask).attention
+    entropies: Any = scores.entropies
+    return RolloutSignals(scores.logps.float(), entropies.float(), scores.mask, mass, similarity=scores.similarity)
+
+
+def _limit_kept_rows(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> list[int]:
+    """Return the first of `rows` whose attention, token by token, fits into `MOST_KEPT` bytes together.
+
+    Args:
+        vision: (N, P + T) bool, vision tokens.
+        queries: of a row, those of every layer counted.
+    """
+    fitting, used = [], 0
+    for row in rows:
+        size = 4 * queries * int(vision[row].sum())
+        if used + size <= MOST_KEPT:
+            fitting.append(row)
+            used += size
+    return fitting
+
+
+def pad_signals(generated: RolloutSignals, mask: torch.Tensor) -> RolloutSignals:
+    """Return signals of T' tokens for the T tokens of `mask`, (N, T): padded with zeros, or cut."""
+    mass, mask = generated.measured("attention"), mask.to(generated.mask.device)
+    missing = mask.size(1) - generated.mask.size(1)  # the longest completion may have been cut or padded
+    values = generated.logps, generated.entropies, mass.vision, mass.instruction
+    logps, entropies, vision, instruction = (functional.pad(each, (0, missing)) * mask for each in values)
+    return RolloutSignals(logps, entropies, mask, replace(mass, vision=vision, instruction=instruction, mask=mask))
+
+
+def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[dict[str, list[Any]], dict[str, float]]:
+    """Return the columns that rewards get of the signals of a rollout, and its metrics; empty if there are none."""
+    args, gather, signals = trainer.args, trainer.accelerator.gather, cast("RolloutSignals", rollout.signals)
+    new = add_named(trainer.measurement.named, signals)
+    columns: dict[str, list[Any]] = {**named_columns(new, signals)}
+    metrics = named_metrics(new, signals, gather)
+    if signals.attention is None:
+        return columns, metrics
+    prompt_mass = None if rollout.scores is None else rollout.scores.prompt_attention
+    of_attention, more = attention_columns(trainer, signals.attention, prompt_mass)
+    columns |= of_attention | {"mdi_balance_ratio": [args.mdi_balance_ratio] * len(rollout.rows)}
+    if rollout.scores is not None and rollout.scores.per_image is not None:
+        columns |= {PER_IMAGE: rollout.scores.per_image}
+    return columns, more | metrics
+
+
+def attention_columns(
+    trainer: ConstructedTrainer, mass: Any, prompt_mass: AttentionMass | None
+) -> tuple[dict[str, list[Any]], dict[str, float]]:
+    """Return the `SIGNAL_COLUMNS` of completions, and the metrics of those of all processes."""
+    segmentation = trainer.args.attention_segments, trainer.args.mdi_balance_ratio
+    segments = measure_segments(mass, *segmentation)
+    of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, *segmentation)
+    return reward_columns(segments), attention_metrics(segments, trainer.accelerator.gather, of_prompt)
