@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from vgr_trl.efficiency.loss_mask import score_only_tokens
-from vgr_trl.efficiency.vision import DummyImage, VisionCache
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
-from vgr_trl.sharing.sharing import SharedPasses, whole_groups
+from vgr_trl.sharing.shared_forward import SharedPasses, whole_groups
 from vgr_trl.utils import Feature, NotFiniteError
+from vgr_trl.vision.feature_cache import DummyImage, VisionCache
 
 
 @dataclass

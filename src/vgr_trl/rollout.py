@@ -14,14 +14,14 @@ from trl import GRPOTrainer
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
-from vgr_trl.efficiency.vision import VisionCache
 from vgr_trl.metrics import StageClock
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rows import Placement, Prompts, Turns
-from vgr_trl.sharing.sharing import SharedPasses
+from vgr_trl.sharing.shared_forward import SharedPasses
 from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal, RolloutSignals
 from vgr_trl.signals.scoring import Scores, Want
 from vgr_trl.utils import DataError, Feature
+from vgr_trl.vision.feature_cache import VisionCache
 
 
 @dataclass(frozen=True)

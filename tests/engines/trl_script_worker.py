@@ -23,7 +23,7 @@ from trl.rewards import accuracy_reward, think_format_reward
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.sharing import share_prompts
-from vgr_trl.sharing.sharing import SharedForward
+from vgr_trl.sharing.shared_forward import SharedForward
 
 TRAINERS = {
     "DAPO": (DAPOTrainer, DAPOConfig),

@@ -5,9 +5,9 @@ first and then completions behind them, which read the layers of `prefix_cache.p
 say which models can share.
 """
 
+from vgr_trl.sharing.exactness import why_not_share
 from vgr_trl.sharing.model_support import has_active_dropout
 from vgr_trl.sharing.prefix_cache import SharingReport
-from vgr_trl.sharing.probe import why_not_share
-from vgr_trl.sharing.sharing import ignore_empty_images, share_prompts
+from vgr_trl.sharing.shared_forward import ignore_empty_images, share_prompts
 
 __all__ = ["SharingReport", "has_active_dropout", "ignore_empty_images", "share_prompts", "why_not_share"]

@@ -211,7 +211,7 @@ def sdpa_by_key_head(
     Where the mask hides no key before a query, as behind prompts without padding, flash attention takes its place: what
     comes out for padding behind completions differs then.
     Passes that share no prompts, of any model in the process, get what transformers does. A module's `attend_within`
-    takes the place of all of this: see vgr_trl.efficiency.vision.
+    takes the place of all of this: see vgr_trl.vision.feature_cache.
 
     Args:
         query: (B, H, Q, D).

@@ -25,7 +25,7 @@ from vgr_trl.sharing.model_support import (
 )
 from vgr_trl.sharing.prefix_cache import SharingReport
 from vgr_trl.sharing.prefix_forward import is_image_token
-from vgr_trl.sharing.sharing import share_prompts, whole_groups
+from vgr_trl.sharing.shared_forward import share_prompts, whole_groups
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.probe import AttentionProbe, SimilarityProbe, find_decoder
 from vgr_trl.signals.ratios import (

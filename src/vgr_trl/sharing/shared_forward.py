@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 from transformers.generation import GenerationMixin, GenerationMode
 
 from vgr_trl.pixels import IMAGE_INPUTS, on_device
+from vgr_trl.sharing.exactness import why_not_share, why_padding_counts
 from vgr_trl.sharing.lending import Lending, MicroBatch, is_last_micro_batch
 from vgr_trl.sharing.model_support import (
     base_of,
@@ -51,7 +52,6 @@ from vgr_trl.sharing.prefix_forward import (
     find_split,
     prefix_forward,
 )
-from vgr_trl.sharing.probe import why_not_share, why_padding_counts
 from vgr_trl.utils import ConfigError, Feature, patched_attribute
 
 
