@@ -30,7 +30,7 @@ from vgr_trl.rows import (
     valid_tokens,
 )
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.sharing.shared_forward import whole_groups
+from vgr_trl.sharing.shared_passes import whole_groups
 from vgr_trl.signals.named import (
     PER_IMAGE,
     SINGLE_COLUMNS,

@@ -17,7 +17,7 @@ from vgr_trl.data.prompts import texts_of
 from vgr_trl.metrics import StageClock
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rows import Placement, Prompts, Turns
-from vgr_trl.sharing.shared_forward import SharedPasses
+from vgr_trl.sharing.shared_passes import SharedPasses
 from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal, RolloutSignals
 from vgr_trl.signals.scoring import Scores, Want
 from vgr_trl.utils import DataError, Feature

@@ -75,7 +75,7 @@ from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import ZeroVarianceStreak, select_groups
 from vgr_trl.sharing.lending import Lending
 from vgr_trl.sharing.model_support import base_of, causal_model
-from vgr_trl.sharing.shared_forward import SharedPasses
+from vgr_trl.sharing.shared_passes import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
 from vgr_trl.training_pass import shuffle_rows, training_pass
@@ -91,7 +91,8 @@ from vgr_trl.validate.features import (
     plan_vision,
 )
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
-from vgr_trl.vision.feature_cache import images_processed_once, join_windows
+from vgr_trl.vision.preprocessing import images_processed_once
+from vgr_trl.vision.windows import join_windows
 
 logger = logging.get_logger(__name__)
 

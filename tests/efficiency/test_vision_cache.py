@@ -17,8 +17,10 @@ from support.models.families import FAMILIES, OTHERS, build, make_batch, with_fr
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of
 from vgr_trl.validate.features import plan_vision
+from vgr_trl.vision.dummy_image import add_zero_features
 from vgr_trl.vision.feature_cache import FAMILIES as TYPES
-from vgr_trl.vision.feature_cache import VisionCache, add_zero_features, images_processed_once, parts_of_tower
+from vgr_trl.vision.feature_cache import VisionCache, parts_of_tower
+from vgr_trl.vision.preprocessing import images_processed_once
 
 
 def noise(seed, *size, mode="RGB"):

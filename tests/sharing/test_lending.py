@@ -18,7 +18,7 @@ from vgr_trl.pixels import image_inputs_of, parts_by_tokens
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.lending import Lending, find_read_again
 from vgr_trl.sharing.model_support import base_of, causal_model
-from vgr_trl.sharing.prefix_forward import is_image_token
+from vgr_trl.sharing.prefix_split import is_image_token
 from vgr_trl.utils import VGRError
 
 ONE_BY_ONE = [[row] for row in range(6)]

@@ -9,7 +9,7 @@ from support.models.tiny_questions import WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from vgr_trl.sharing import SharingReport, share_prompts, shared_forward
+from vgr_trl.sharing import SharingReport, share_prompts, shared_passes
 from vgr_trl.utils import patched_attribute
 
 # Of the largest update, in float32: additions in another order, by kernels that differ from CPU to CPU, change it by up
@@ -93,7 +93,7 @@ def reports_by_place():
             yield report
         found[place].add(report.rows, report.prompts, report.plain)
 
-    with patched_attribute(shared_forward, "share_prompts", recording):
+    with patched_attribute(shared_passes, "share_prompts", recording):
         yield found
 
 

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import AutoConfig, PreTrainedModel, Trainer
 from transformers import trainer as trainer_module
 
-from vgr_trl.sharing.model_support import prefers_cudnn
+from vgr_trl.sharing.attention import prefers_cudnn
 from vgr_trl.utils import ConfigError, error_text, patched_attribute
 
 # Old checkpoints are deleted before the new one is complete: a kill in between would leave none to continue from.

@@ -25,7 +25,7 @@ from vgr_trl.data.images import images_of
 from vgr_trl.pixels import image_inputs_of
 from vgr_trl.rows import TOKEN_TYPES, causal_type
 from vgr_trl.sharing.model_support import causal_model, replaced
-from vgr_trl.sharing.prefix_forward import is_image_token
+from vgr_trl.sharing.prefix_split import is_image_token
 from vgr_trl.utils import DataError, error_text, patched_attribute, printable, release
 
 logger = logging.get_logger(__name__)
