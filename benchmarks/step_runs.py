@@ -27,8 +27,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.demo.tiny_model import SPECIAL_TOKENS
+from vgr_trl.trainer import DAPOTrainer
 
 
 @dataclass(frozen=True)

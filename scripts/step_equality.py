@@ -112,7 +112,8 @@ def train(kind: str, mixes: int, seed: int, folder: Path) -> None:
     from support.steps import WORDS
     from trl import GRPOConfig, GRPOTrainer
 
-    from vgr_trl import DAPOConfig, DAPOTrainer
+    from vgr_trl.dapo_config import DAPOConfig
+    from vgr_trl.trainer import DAPOTrainer
 
     compute_in_float64()
     pictures = {

@@ -13,11 +13,12 @@ from support.models.families import make_batch
 from support.trainers import STOCK, letters_reward, logged, weights
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.config import SWITCHES
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.forward_passes import rows_per_pass
 from vgr_trl.scoring_inputs import scoring_inputs
+from vgr_trl.trainer import DAPOTrainer
 
 LONGER = {"max_steps": 2, "learning_rate": 0.1}
 

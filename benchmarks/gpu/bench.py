@@ -29,9 +29,9 @@ from gpu.measure import Budget, Note, Run, cudnn, device_rates, error_of, releas
 from gpu.plan import COMPARED, CUDNN, PARTS, SHAPES, SIGNALS, STRATEGIES, TINY, Measurement, plan
 from gpu.results import FILE, Line, append, machine, read, runs_of
 from gpu.steps import steps
-from vgr_trl.efficiency.vision import join_windows
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, build_modality_masks
+from vgr_trl.vision.windows import join_windows
 
 Runs = dict[str, Run]
 

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu import flash
-from vgr_trl.sharing.model_support import sdpa_by_key_head
+from vgr_trl.sharing.attention import sdpa_by_key_head
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Strategy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -19,7 +19,8 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.demo import Options
 from vgr_trl.demo.demo import set_up_process
 from vgr_trl.demo.tiny_model import SPECIAL_TOKENS
-from vgr_trl.rewards.functions import accuracy_reward, completion_text, tool_cost
+from vgr_trl.rewards.answers import completion_text
+from vgr_trl.rewards.functions import accuracy_reward, tool_cost
 from vgr_trl.tools import Zoom
 from vgr_trl.trainer import DAPOTrainer
 

@@ -20,7 +20,7 @@ from vgr_trl.sharing.lending import (
     PROMPT_GROUP,
     READ_AGAIN,
 )
-from vgr_trl.sharing.prefix_forward import find_groups
+from vgr_trl.sharing.prefix_split import find_groups
 from vgr_trl.training_pass import _extents
 
 Loss = Callable[..., torch.Tensor]  # TRL's `_compute_loss` of a model and inputs, times a weight

@@ -21,8 +21,9 @@ from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt, placed
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.patching import patched_attribute
-from vgr_trl.rewards.answers import Solution, normalise, resolve_solution, states_answer
+from vgr_trl.rewards.answers import Solution, resolve_solution, states_answer
 from vgr_trl.rewards.functions import accuracy_reward, think_format_reward
+from vgr_trl.rewards.language import normalise
 from vgr_trl.rewards.loading import check_callable
 from vgr_trl.scoring_inputs import pad_rows
 

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from vgr_trl.efficiency.loss_mask import score_only_tokens
-from vgr_trl.efficiency.vision import DummyImage, VisionCache
 from vgr_trl.errors import NotFiniteError
 from vgr_trl.feature import Feature
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
-from vgr_trl.sharing.sharing import SharedPasses, whole_groups
+from vgr_trl.sharing.shared_passes import SharedPasses, whole_groups
+from vgr_trl.vision.dummy_image import DummyImage
+from vgr_trl.vision.feature_cache import VisionCache
 
 
 @dataclass

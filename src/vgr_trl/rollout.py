@@ -14,18 +14,18 @@ from trl import GRPOTrainer
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
-from vgr_trl.efficiency.vision import VisionCache
 from vgr_trl.errors import DataError
 from vgr_trl.feature import Feature
 from vgr_trl.metrics.stage_clock import StageClock
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rows import Placement
 from vgr_trl.scoring_inputs import Prompts, Turns
-from vgr_trl.sharing.sharing import SharedPasses
+from vgr_trl.sharing.shared_passes import SharedPasses
 from vgr_trl.signals.columns import SIGNAL_COLUMNS
 from vgr_trl.signals.named import NamedSignal
 from vgr_trl.signals.rollout_signals import RolloutSignals
 from vgr_trl.signals.scoring import Scores, Want
+from vgr_trl.vision.feature_cache import VisionCache
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.dynamic_batching import loss_in_parts
-from vgr_trl.efficiency.vision import images_processed_once, join_windows
 from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.forward_passes import ForwardPasses, refuse_nan, rows_per_pass
 from vgr_trl.generation import generate
@@ -77,7 +76,7 @@ from vgr_trl.sampling.zero_variance import ZeroVarianceStreak, select_groups
 from vgr_trl.scoring_inputs import Prompts, pad_rows, split_perturbed_pixels, valid_tokens
 from vgr_trl.sharing.lending import Lending
 from vgr_trl.sharing.model_support import base_of, causal_model
-from vgr_trl.sharing.sharing import SharedPasses
+from vgr_trl.sharing.shared_passes import SharedPasses
 from vgr_trl.signals.columns import SINGLE_COLUMNS
 from vgr_trl.signals.rollout_signals import build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
@@ -96,6 +95,8 @@ from vgr_trl.validate.features import (
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
 from vgr_trl.views.noise import record_noise
 from vgr_trl.views.perturbed_pass import score_perturbed
+from vgr_trl.vision.preprocessing import images_processed_once
+from vgr_trl.vision.windows import join_windows
 from vgr_trl.wants import completion_inputs, make_signals, pad_signals, signals_as_columns, wanted_scores
 
 logger = logging.get_logger(__name__)

@@ -26,6 +26,7 @@ from vgr_trl.errors import DataError
 from vgr_trl.rollout import ConstructedTrainer, TrainingPass
 from vgr_trl.rows import OLD_LOGPS
 from vgr_trl.scoring_inputs import valid_tokens
+from vgr_trl.sharing.empty_images import has_images
 from vgr_trl.sharing.lending import (
     PROMPT_GROUP,
     READ_AGAIN,
@@ -35,7 +36,7 @@ from vgr_trl.sharing.lending import (
     sort_by_group,
 )
 from vgr_trl.sharing.model_support import base_of, causal_model
-from vgr_trl.sharing.prefix_forward import has_images, is_image_token
+from vgr_trl.sharing.prefix_split import is_image_token
 from vgr_trl.signals.scoring import read_hidden_states
 
 Scored = tuple[torch.Tensor, torch.Tensor | None, Any]  # log-probabilities, entropies (N, T), loss of the router

@@ -16,7 +16,7 @@ import pytest
 from transformers import Trainer
 
 import vgr_trl
-from vgr_trl import DAPOTrainer
+from vgr_trl.trainer import DAPOTrainer
 
 OURS = Path(vgr_trl.__file__).parent
 FOLDER = Path(os.environ.get("TRL_SOURCE") or Path(find_spec("trl").origin).parent)

@@ -8,8 +8,8 @@ from typing import Literal
 import pytest
 from trl import TrlParser
 
-from vgr_trl import DAPOConfig
 from vgr_trl.cli.train import describe_run
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.options import changed_options, check_value, unused_options
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from vgr_trl.config import CreditOptions
 from vgr_trl.credit import (
     OF_REWARD,
     AnchorOptions,
-    CreditOptions,
     PGPOOptions,
     VEPOOptions,
     VGPOOptions,

@@ -9,7 +9,8 @@ from support.trainers import STOCK
 from support.trl_loss import loss_of
 
 from vgr_trl.advantages import estimate_advantages
-from vgr_trl.credit import CreditOptions, shape_advantages
+from vgr_trl.config import CreditOptions
+from vgr_trl.credit import shape_advantages
 from vgr_trl.loss import entropy_penalty
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.rollout_signals import RolloutSignals

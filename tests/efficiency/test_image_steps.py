@@ -11,8 +11,8 @@ from support.steps import DAPO, STOCK, assert_same_steps, build_trainer, options
 from support.trainers import logged
 from text_runs import equal_rewards
 
-from vgr_trl.efficiency.vision import parameters_of_tower, parts_of_tower
 from vgr_trl.sharing.model_support import base_of, causal_model
+from vgr_trl.vision.feature_cache import parameters_of_tower, parts_of_tower
 
 LORA = {"target_modules": ["q_proj", "v_proj"]}  # no module of the tower is called so
 SIZES = (56, 84, 112)

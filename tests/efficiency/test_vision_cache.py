@@ -14,11 +14,13 @@ from PIL import Image
 from support.models.compare import generated, gradients, largest_relative, scored, why_plain, with_head
 from support.models.families import FAMILIES, OTHERS, build, make_batch, with_frozen_tower
 
-from vgr_trl.efficiency.vision import FAMILIES as TYPES
-from vgr_trl.efficiency.vision import VisionCache, add_zero_features, images_processed_once, parts_of_tower
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of
 from vgr_trl.validate.features import plan_vision
+from vgr_trl.vision.dummy_image import add_zero_features
+from vgr_trl.vision.feature_cache import FAMILIES as TYPES
+from vgr_trl.vision.feature_cache import VisionCache, parts_of_tower
+from vgr_trl.vision.preprocessing import images_processed_once
 
 
 def noise(seed, *size, mode="RGB"):

@@ -9,7 +9,7 @@ from support.models.families import build, make_batch
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import AttentionInterface
 
-from vgr_trl.efficiency.vision import join_windows
+from vgr_trl.vision.windows import join_windows
 
 
 def counted_calls():

@@ -12,9 +12,10 @@ from support.steps import numbered_tokenizer, options
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 from trl import GRPOConfig, GRPOTrainer
 
-from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.patching import patched_attribute
-from vgr_trl.sharing import probe
+from vgr_trl.sharing import exactness
+from vgr_trl.trainer import DAPOTrainer
 
 PAD, EOS, VOCABULARY = 0, 1, 40
 
@@ -101,7 +102,7 @@ def computed_tokens(gradients):
         return forward(model, *args, **kwargs)
 
     with (
-        patched_attribute(probe, "_difference", lambda *args: None),
+        patched_attribute(exactness, "_difference", lambda *args: None),
         patched_attribute(Qwen3ForCausalLM, "__call__", called),
         patched_attribute(Qwen3Model, "forward", counted),
     ):

@@ -21,9 +21,10 @@ from transformers import AutoProcessor
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 from trl.rewards import accuracy_reward, think_format_reward
 
-from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.sharing import share_prompts
-from vgr_trl.sharing.sharing import SharedForward
+from vgr_trl.sharing.shared_forward import SharedForward
+from vgr_trl.trainer import DAPOTrainer
 
 TRAINERS = {
     "DAPO": (DAPOTrainer, DAPOConfig),

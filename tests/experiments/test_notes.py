@@ -14,12 +14,11 @@ import pytest
 from datasets import Dataset
 from PIL import Image
 
-from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.arguments import DataArguments, parse
-from vgr_trl.config import PerturbationOptions
+from vgr_trl.config import CreditOptions, PerturbationOptions
 from vgr_trl.config_converters import convert
-from vgr_trl.credit import CreditOptions
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.load import load_split
 from vgr_trl.data.rows import prepare_rows
 from vgr_trl.recipes import load_recipe

@@ -13,9 +13,11 @@ from PIL import Image
 from support.made_sets import jsonl
 from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 
-from vgr_trl import DAPOConfig, registries
+from vgr_trl import registries
 from vgr_trl.cli.__main__ import main
-from vgr_trl.credit import CreditOptions, shape_advantages
+from vgr_trl.config import CreditOptions
+from vgr_trl.credit import shape_advantages
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.load import load_split
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.rewards import load_reward

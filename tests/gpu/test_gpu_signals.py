@@ -15,11 +15,11 @@ from support.models.families import build, make_batch
 from support.trainers import config
 from test_gpu_sharing import VISION
 
-from vgr_trl import DAPOTrainer
 from vgr_trl.demo.tiny_model import SPECIAL_TOKENS
 from vgr_trl.rewards import vgr_reward
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe
+from vgr_trl.trainer import DAPOTrainer
 
 ATTENTION = ["flash", "efficient", "math", "flash_attention_2", "flash_attention_3"]
 

@@ -9,8 +9,9 @@ import torch
 from support.trainers import STOCK
 from support.trl_loss import loss_of
 
-from vgr_trl import DAPOConfig
-from vgr_trl.credit import CreditOptions, shape_advantages
+from vgr_trl.config import CreditOptions
+from vgr_trl.credit import shape_advantages
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.loss import entropy_penalty, kl_penalty, perception_loss
 from vgr_trl.recipes import load_recipe
 from vgr_trl.rewards import get_soft_overlong_punishment, load_reward

@@ -6,7 +6,7 @@ from threading import Barrier
 
 import pytest
 
-from vgr_trl import DAPOConfig
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards import (
     accuracy_reward,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from vgr_trl import DAPOConfig
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.registries import needed_signals
 from vgr_trl.rewards import (

@@ -6,7 +6,7 @@ from support.models import compare
 from support.models.families import EOS, build, make_batch
 from transformers import CompileConfig
 
-from vgr_trl.sharing import share_prompts, sharing
+from vgr_trl.sharing import share_prompts, shared_generate
 
 
 def generated(model, batch):
@@ -21,9 +21,9 @@ def generated(model, batch):
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "qwen3_5"])
 def test_tokens_and_logits_are_those_of_a_cache_that_is_copied_at_each_token(name, monkeypatch):
     model, batch = build(name), make_batch(name)
-    monkeypatch.setattr(sharing, "ROOM", 5)  # outgrown twice
+    monkeypatch.setattr(shared_generate, "ROOM", 5)  # outgrown twice
     tokens, logits = generated(model, batch)
-    monkeypatch.setattr(sharing, "grow_in_place", lambda cache, index: cache.reorder_cache(index))
+    monkeypatch.setattr(shared_generate, "grow_in_place", lambda cache, index: cache.reorder_cache(index))
     expected_tokens, expected = generated(model, batch)
     assert torch.equal(tokens, expected_tokens)
     assert torch.equal(logits, expected)

@@ -19,7 +19,7 @@ from vgr_trl.pixels import image_inputs_of, parts_by_tokens
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.lending import Lending, find_read_again
 from vgr_trl.sharing.model_support import base_of, causal_model
-from vgr_trl.sharing.prefix_forward import is_image_token
+from vgr_trl.sharing.prefix_split import is_image_token
 
 ONE_BY_ONE = [[row] for row in range(6)]
 LENDS = ("qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "llava_next", "idefics3", "llama", "mistral")

@@ -14,7 +14,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.sharing import model_support
 from vgr_trl.sharing.model_support import NEEDS_REENTRANT
-from vgr_trl.sharing.sharing import why_not_static
+from vgr_trl.sharing.shared_generate import why_not_static
 from vgr_trl.validate.features import is_sharded, plan_features, warn_of_slow_generation
 
 ROWS = Dataset.from_dict({"prompt": ["red blue green teal " * 6] * 8})

@@ -10,9 +10,8 @@ from support.models.compare import checkpointed, gradients, largest_relative, lo
 from support.models.families import Family, build, make_batch, text_model
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from vgr_trl.sharing import model_support, prefix_forward, share_prompts, why_not_share
-from vgr_trl.sharing.model_support import attend_to_all_before, hides_nothing_before, sdpa_by_key_head
-from vgr_trl.sharing.prefix_cache import marked
+from vgr_trl.sharing import prefix_forward, share_prompts, why_not_share
+from vgr_trl.sharing.attention import attend_to_all_before, hides_nothing_before, marked, sdpa_by_key_head
 from vgr_trl.sharing.prefix_forward import cut_by_length
 
 
@@ -81,8 +80,8 @@ def test_keys_of_grouped_queries_are_kept_once(groups):
 def test_a_kernel_reads_no_mask_behind_prompts_without_padding(attention, monkeypatch):
     """As on a GPU that has flash attention; each query sees all keys up to its own, those of padding in the end too."""
     made = Mock(wraps=attend_to_all_before)
-    monkeypatch.setattr(model_support, "can_use_flash_attention", lambda params: True)
-    monkeypatch.setattr(model_support, "attend_to_all_before", made)
+    monkeypatch.setattr("vgr_trl.sharing.attention.can_use_flash_attention", lambda params: True)
+    monkeypatch.setattr("vgr_trl.sharing.attention.attend_to_all_before", made)
     text = (21, 33) if attention == "padded" else (33, 33)
     name = "gemma3" if attention == "windows" else "qwen2_5_vl"
     model, batch = with_head(build(name).double()), make_batch(name, text=text)

@@ -6,8 +6,8 @@ from support.models.families import IMAGE, build
 from trl.trainer.utils import shuffle_sequence_dict, split_pixel_values_by_grid
 
 from vgr_trl.sharing.lending import shuffle_whole_groups
-from vgr_trl.sharing.prefix_cache import UnsupportedModel
-from vgr_trl.sharing.prefix_forward import check_inputs, find_groups, find_split
+from vgr_trl.sharing.prefix_split import check_inputs, find_groups, find_split
+from vgr_trl.sharing.report import UnsupportedModel
 
 CONFIG = build("qwen2_5_vl").config
 

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from vgr_trl.efficiency.vision import VisionCache
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of, causal_model
+from vgr_trl.vision.feature_cache import VisionCache
 
 
 def all_agree(mine: bool) -> bool:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from support.made_sets import jsonl, picture, written
 
-from vgr_trl.cli.__main__ import TEMPLATES
 from vgr_trl.demo.demo import draw_questions
-from vgr_trl.recipes import recipe_file
+from vgr_trl.recipes import TEMPLATES, recipe_file
 
 MODELS = ("MODEL", "runs/first", "runs/second", "tiny_vlm/model", "runs/tiny/embedded/model")
 SETS = ("HuggingFaceM4/A-OKVQA", "lujunxi57/DDM", "some/questions")

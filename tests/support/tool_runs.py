@@ -7,7 +7,7 @@ from transformers import AutoProcessor
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
 
-from vgr_trl import DAPOTrainer
+from vgr_trl.trainer import DAPOTrainer
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"

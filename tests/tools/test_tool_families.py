@@ -15,9 +15,9 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from trl.chat_template_utils import qwen3_template
 
-from vgr_trl import DAPOTrainer
 from vgr_trl.errors import DataError
 from vgr_trl.scoring_inputs import scoring_inputs
+from vgr_trl.trainer import DAPOTrainer
 
 SIZE = {"height": 16, "width": 16}
 SHORT = {"size": {"shortest_edge": 16}, "crop_size": SIZE}

@@ -14,7 +14,7 @@ from tiny_run import trainer_of
 from trl.generation import vllm_generation
 from vllm.model_executor.layers import utils as vllm_layers
 
-from vgr_trl import DAPOTrainer
+from vgr_trl.trainer import DAPOTrainer
 
 EMBEDDINGS = "embed_tokens.weight"
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tiny_run import trainer_of
 from trl.generation.vllm_client import VLLMClient
 
-from vgr_trl import DAPOTrainer
+from vgr_trl.trainer import DAPOTrainer
 
 EVERYTHING = {
     "vllm_mode": "server", "vllm_server_timeout": 5, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch",

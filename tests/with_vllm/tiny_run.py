@@ -11,10 +11,11 @@ from datasets import Dataset
 from PIL import Image
 from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
 
-from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.demo.demo import FAMILIES, draw_questions
 from vgr_trl.demo.tiny_model import build_tiny_vlm
 from vgr_trl.rewards import vgr_reward
+from vgr_trl.trainer import DAPOTrainer
 
 GROUP = 4  # completions of a prompt
 

@@ -11,7 +11,7 @@ import torch
 from vgr_trl.pixels import IMAGE_INPUTS, on_device
 from vgr_trl.scoring_inputs import take_images
 from vgr_trl.sharing.model_support import replace_hidden_states, replaced
-from vgr_trl.sharing.prefix_forward import PER_TOKEN
+from vgr_trl.sharing.prefix_split import PER_TOKEN
 
 
 @dataclass(frozen=True)

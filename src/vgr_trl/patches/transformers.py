@@ -18,7 +18,7 @@ from transformers import trainer as trainer_module
 
 from vgr_trl.errors import ConfigError, error_text
 from vgr_trl.patching import patched_attribute
-from vgr_trl.sharing.model_support import prefers_cudnn
+from vgr_trl.sharing.attention import prefers_cudnn
 
 # Old checkpoints are deleted before the new one is complete: a kill in between would leave none to continue from.
 

@@ -27,7 +27,7 @@ from vgr_trl.patching import patched_attribute
 from vgr_trl.pixels import image_inputs_of
 from vgr_trl.releases import release
 from vgr_trl.sharing.model_support import causal_model, replaced
-from vgr_trl.sharing.prefix_forward import is_image_token
+from vgr_trl.sharing.prefix_split import is_image_token
 from vgr_trl.token_types import TOKEN_TYPES, causal_type
 
 logger = logging.get_logger(__name__)

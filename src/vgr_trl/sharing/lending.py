@@ -18,15 +18,19 @@ from weakref import ref
 
 import torch
 from accelerate import state
-from accelerate.state import GradientState
+from accelerate.state import DistributedType, GradientState
 from torch import Tensor, nn
 from torch.distributed import is_initialized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vgr_trl.errors import VGRError
 from vgr_trl.pixels import IMAGE_INPUTS, clone_to, on_device
-from vgr_trl.sharing.prefix_cache import StoredKeys, WrittenPrefix, require
-from vgr_trl.sharing.prefix_forward import PER_TOKEN, Prefill, PrefixSplit, find_groups, first_rows
+from vgr_trl.sharing.exactness import why_padding_counts
+from vgr_trl.sharing.model_support import has_sharded_parameters
+from vgr_trl.sharing.prefix_cache import StoredKeys, WrittenPrefix
+from vgr_trl.sharing.prefix_forward import Prefill
+from vgr_trl.sharing.prefix_split import PER_TOKEN, PrefixSplit, find_groups, first_rows
+from vgr_trl.sharing.report import require
 
 
 class _RunPrompt(torch.autograd.Function):
@@ -383,3 +387,15 @@ def _pixels_of_prompts(batch: Mapping[str, Any], is_image: Callable[[Tensor], Te
 def _share_pixels(values: Sequence[Tensor], groups: Sequence[int]) -> list[Tensor]:
     kept = [clone_to(values[row], values[row].device) for row in first_rows(groups)]
     return [kept[group] for group in groups]
+
+
+def why_not_lend(base: Any) -> str | None:
+    """Return why prompts of a base model are not lent to several micro-batches; None: they can be."""
+    kind = state.AcceleratorState().distributed_type if state.is_initialized() else None
+    if kind == DistributedType.DEEPSPEED:
+        return "DeepSpeed"
+    if kind == DistributedType.FSDP or has_sharded_parameters(base):
+        return "sharded parameters"
+    if not all(type(layer) is StoredKeys for layer in WrittenPrefix(base.config, []).layers):
+        return "layers that keep other state than keys and values"
+    return why_padding_counts(base)

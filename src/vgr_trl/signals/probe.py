@@ -18,6 +18,7 @@ from transformers.generation import GenerationMode
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.pixels import on_device
+from vgr_trl.sharing.attention import wrap_attention
 from vgr_trl.sharing.model_support import (
     attention_modules,
     causal_model,
@@ -25,7 +26,6 @@ from vgr_trl.sharing.model_support import (
     is_compiled,
     replaced,
     why_adapter_reads_whole_rows,
-    wrap_attention,
 )
 from vgr_trl.signals.plan import Pass, PassPlan, Queries, cache_of, positions_seen
 from vgr_trl.signals.ratios import AttentionMass, ModalityMasks, build_modality_masks, entropies_of

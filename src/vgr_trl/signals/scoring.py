@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.pixels import counts_by_tokens, image_inputs_of, number_images
 from vgr_trl.scoring_inputs import take_scoring_rows
+from vgr_trl.sharing.context_manager import share_prompts
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
@@ -24,9 +25,9 @@ from vgr_trl.sharing.model_support import (
     replaced,
     why_adapter_reads_whole_rows,
 )
-from vgr_trl.sharing.prefix_cache import SharingReport
-from vgr_trl.sharing.prefix_forward import is_image_token
-from vgr_trl.sharing.sharing import share_prompts, whole_groups
+from vgr_trl.sharing.prefix_split import is_image_token
+from vgr_trl.sharing.report import SharingReport
+from vgr_trl.sharing.shared_passes import whole_groups
 from vgr_trl.signals.probe import AttentionProbe, SimilarityProbe, find_decoder
 from vgr_trl.signals.ratios import (
     AttentionMass,

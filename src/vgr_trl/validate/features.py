@@ -12,12 +12,13 @@ from vgr_trl.boxes import BOX_COLUMNS
 from vgr_trl.credit import builtin_rules
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.read_row import image_columns
-from vgr_trl.efficiency.vision import DummyImage, VisionCache, parts_of_tower, tower_trains, why_not_once
 from vgr_trl.errors import ConfigError
 from vgr_trl.feature import Feature, describe_features
 from vgr_trl.joining import RowsPerPass, describe_spread_groups
 from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
 from vgr_trl.rollout import ConstructedTrainer, Measurement, find_completion_maker
+from vgr_trl.sharing.exactness import why_not_share, why_padding_counts
+from vgr_trl.sharing.lending import why_not_lend
 from vgr_trl.sharing.model_support import (
     DROPS_CACHES,
     base_of,
@@ -30,8 +31,7 @@ from vgr_trl.sharing.model_support import (
     why_reentrant,
 )
 from vgr_trl.sharing.prefix_forward import why_not_pack
-from vgr_trl.sharing.probe import why_not_share, why_padding_counts
-from vgr_trl.sharing.sharing import why_not_lend, why_not_static
+from vgr_trl.sharing.shared_generate import why_not_static
 from vgr_trl.signals.columns import PER_IMAGE, needed_signal_columns
 from vgr_trl.signals.named import named_signals
 from vgr_trl.signals.probe import (
@@ -41,11 +41,9 @@ from vgr_trl.signals.probe import (
     hidden_state_number,
     why_not_measurable,
 )
-from vgr_trl.signals.ratios import (
-    last_layers,
-    special_token_ids,
-    vision_token_ids,
-)
+from vgr_trl.signals.ratios import last_layers, special_token_ids, vision_token_ids
+from vgr_trl.vision.dummy_image import DummyImage
+from vgr_trl.vision.feature_cache import VisionCache, parts_of_tower, tower_trains, why_not_once
 
 _LATE = ("dependency", "shift", "views", "perception")  # what the pass over perturbed images is made for
 _OF_IMAGES = ("attention", "per_image", "similarity", "regions", "blind", *_LATE)

@@ -19,7 +19,7 @@ from vgr_trl.scoring_inputs import (
     valid_tokens,
 )
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.sharing.sharing import whole_groups
+from vgr_trl.sharing.shared_passes import whole_groups
 from vgr_trl.signals.columns import named_metrics
 from vgr_trl.signals.named import add_named
 from vgr_trl.signals.perturbation import perturb_images

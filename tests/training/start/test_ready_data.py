@@ -12,10 +12,10 @@ from PIL import Image
 from support import trainers
 from transformers import AutoProcessor
 
-from vgr_trl import DAPOTrainer
 from vgr_trl.data.images import images_of
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards import accuracy_reward, think_format_reward
+from vgr_trl.trainer import DAPOTrainer
 
 config = partial(trainers.config, per_device_train_batch_size=4, max_completion_length=4, max_steps=1)
 

@@ -15,8 +15,9 @@ from tiny_rollout import CLIP, GROUP, LEARNING_RATE, LENGTH, SCORES, chats, pict
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.rewards import vgr_reward
+from vgr_trl.trainer import DAPOTrainer
 
 
 class Gradients(TrainerCallback):

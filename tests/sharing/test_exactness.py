@@ -10,8 +10,8 @@ from support.models.families import BODY, FAMILIES, OTHERS, PAD, Family, build, 
 from support.models.flash_on_cpu import as_flash
 
 from vgr_trl.sharing import why_not_share
+from vgr_trl.sharing.exactness import why_padding_counts
 from vgr_trl.sharing.model_support import base_of, causal_model
-from vgr_trl.sharing.probe import why_padding_counts
 
 SAME = 1e-6
 COUNTS = "padding around a prompt changes its hidden states"

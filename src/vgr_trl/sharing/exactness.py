@@ -25,8 +25,10 @@ from vgr_trl.sharing.model_support import (
     replaced,
     why_no_pass_shares,
 )
-from vgr_trl.sharing.prefix_cache import PromptsStored, ReadPrefix, WrittenPrefix, why_unsupported
-from vgr_trl.sharing.prefix_forward import PrefixSplit, positions_behind
+from vgr_trl.sharing.prefix_cache import PromptsStored, ReadPrefix, WrittenPrefix
+from vgr_trl.sharing.prefix_forward import positions_behind
+from vgr_trl.sharing.prefix_split import PrefixSplit
+from vgr_trl.sharing.report import why_unsupported
 
 _PADDING, _PROMPT, _COMPLETION = 8, 5, 3  # columns of the rows
 _LAYERS = 4  # that run, or more if the first of some kind stands behind them

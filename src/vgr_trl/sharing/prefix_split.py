@@ -1,0 +1,255 @@
+"""Split a batch into unique prompts and the columns behind them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vgr_trl.pixels import (
+    IMAGE_INPUTS,
+    ImageInputs,
+    Parts,
+    UnknownParts,
+    image_inputs_of,
+    on_device,
+    parts_by_tokens,
+)
+from vgr_trl.sharing.model_support import (
+    check_token_types,
+)
+from vgr_trl.sharing.report import UnsupportedModel, require
+from vgr_trl.token_types import TOKEN_TYPES
+
+PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
+_KNOWN = {*PER_TOKEN, *IMAGE_INPUTS, "position_ids"}
+_EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+# Families in which completions may hold images: their positions are those of the whole row by `get_rope_index`.
+IMAGES_BEHIND = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+
+
+def find_groups(ids: Tensor, mask: Tensor | None = None, pixels: Sequence[Sequence[Tensor]] | None = None) -> list[int]:
+    """Number of the group of each row: rows with equal tokens, mask and pixels; groups in order of first appearance.
+
+    Args:
+        ids: (N, P) tokens of the prompts.
+    """
+    texts = ids.tolist() if mask is None else torch.stack([ids, mask.to(ids.dtype)], dim=1).flatten(1).tolist()
+    alike: dict[tuple[int, ...], list[int]] = {}  # text -> its rows
+    for row, text in enumerate(texts):
+        alike.setdefault(tuple(text), []).append(row)
+    firsts, undecided = list(range(len(texts))), list(alike.values())  # the first row of each row's group
+    while undecided:
+        pairs = [(rows[0], row) for rows in undecided for row in rows[1:]]
+        equal = {row: first for (first, row), same in zip(pairs, _equal(pixels, pairs), strict=True) if same}
+        for row, first in equal.items():
+            firsts[row] = first
+        others = ([row for row in rows[1:] if row not in equal] for rows in undecided)
+        undecided = [rows for rows in others if rows]
+    numbers = {first: number for number, first in enumerate(dict.fromkeys(firsts))}
+    return [numbers[first] for first in firsts]
+
+
+def first_rows(groups: Sequence[int]) -> list[int]:
+    """The first row of each group, in the order of the groups."""
+    return [row for row, group in enumerate(groups) if group not in groups[:row]]
+
+
+def _equal(pixels: Sequence[Sequence[Tensor]] | None, pairs: Sequence[tuple[int, int]]) -> list[bool]:
+    """Whether both rows of each pair have the same pixels; all are compared before the host waits for the answers."""
+    if pixels is None or not pairs:
+        return [True] * len(pairs)
+    found = []
+    for row, other in pairs:
+        inputs = list(zip(pixels[row], pixels[other], strict=True))
+        if all(one.shape == two.shape for one, two in inputs):
+            found.append(torch.stack([(one == two).all() for one, two in inputs]).all())
+        else:
+            found.append(inputs[0][0].new_zeros((), dtype=torch.bool))
+    return torch.stack(found).tolist()
+
+
+def image_token_ids(config: Any) -> tuple[int, ...]:
+    """Ids of the placeholder tokens of images in a model's config; empty for a text model.
+
+    Batches with videos are not shared, and without a video its placeholder, which can be sampled, is a token like any.
+    """
+    ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+    return tuple({token for token in ids if isinstance(token, int)})
+
+
+def is_image_token(input_ids: Tensor, config: Any) -> Tensor:
+    """Bool, shape of `input_ids` (N, S): placeholder of an image."""
+    return torch.isin(input_ids, on_device(image_token_ids(config), input_ids.device).to(input_ids.dtype))
+
+
+@dataclass(frozen=True)
+class PrefixSplit:
+    """Columns [0, start) are computed once per prompt, columns [start, stop) once per row.
+
+    Attributes:
+        start: columns of the prompts that are computed once, at least 1.
+        stop: end of the columns that are computed at all.
+        groups: (N,) row -> number of its prompt.
+        pixels: per pixel input, the slice of it that belongs to the prompt of each row.
+        behind: likewise to its completion; empty where no completion has an image.
+        copies: completions that `generate` makes of each row.
+        lent: a `MicroBatch` where prompts are lent to several micro-batches; None: all run in this pass.
+    """
+
+    start: int
+    stop: int
+    groups: list[int]
+    pixels: dict[str, list[slice]]
+    copies: int = 1
+    lent: Any = None
+    behind: dict[str, list[slice]] = field(default_factory=dict)
+
+    @property
+    def computed(self) -> int:
+        """The number of prompts that run in this pass."""
+        return self.prompts if self.lent is None else int(self.lent.computed)
+
+    @property
+    def rows(self) -> int:
+        """Completions of all rows."""
+        return len(self.groups) * self.copies
+
+    @property
+    def prompts(self) -> int:
+        """U, the number of different prompts."""
+        return max(self.groups) + 1
+
+    def prompt_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs of the unique prompts, (U, start), with their images."""
+        rows = first_rows(self.groups)
+        index = on_device(rows, inputs["input_ids"].device)  # (U,)
+        chosen = {name: inputs[name][index, : self.start] for name in PER_TOKEN if inputs.get(name) is not None}
+        positions = inputs.get("position_ids")
+        if positions is not None:
+            at = index if positions.size(-2) == len(self.groups) else slice(None)  # one row may stand for all
+            chosen["position_ids"] = positions[..., at, : self.start]
+        return chosen | take_pixels(inputs, self.pixels, rows)
+
+
+def take_pixels(inputs: Mapping[str, Any], parts: Parts, rows: Sequence[int]) -> dict[str, Tensor]:
+    """Return the pixel inputs of some rows, given the slices of all; nothing if they have no image."""
+    found = {name: torch.cat([inputs[name][slices[row]] for row in rows]) for name, slices in parts.items()}
+    return found if any(map(len, found.values())) else {}
+
+
+def find_split(
+    inputs: Mapping[str, Any], config: Any, columns: tuple[int, int] | None = None, *, alone: bool = False
+) -> PrefixSplit:
+    """Return how a batch is split.
+
+    Args:
+        inputs: tokens (N, S), and what else a pass gets for each token and image.
+        columns: (start, stop) of a `PrefixSplit`; None: the split that saves most, up to the last column.
+        alone: whether a batch in which no prompt occurs twice is split as well, at given columns.
+
+    Raises:
+        UnsupportedModel: the batch has no equal prompts, or computing them once would not be exact.
+    """
+    ids, types = inputs["input_ids"], inputs.get("mm_token_type_ids")  # (N, S)
+    mask = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]  # (N, S)
+    is_image = is_image_token(ids, config)
+    given = image_inputs_of(inputs)
+    try:
+        parts, behind = _parts_of_prompts(given, is_image, columns[0] if columns else ids.size(1))
+    except UnknownParts as error:
+        raise UnsupportedModel(error.reason) from error
+    rows = range(len(ids))
+    pixels = [[given[name][slices[row]] for name, slices in parts.items()] for row in rows] if parts else None
+    start, stop = columns or (_best_start(ids, mask, is_image, pixels), ids.size(1))
+    require(1 <= start < stop, "no prompt before the completions")
+    groups = find_groups(ids[:, :start], mask[:, :start], pixels)
+    require(alone or max(groups) + 1 < len(groups), "no prompt occurs twice")
+    check_equal_prompts(inputs, groups, start)
+    unfit = is_image[:, start:] if types is None else is_image[:, start:] | types[:, start:].bool()
+    if behind and types is not None and config.model_type in IMAGES_BEHIND:
+        followed = torch.nn.functional.pad(mask[:, start + 1 :], (0, 1)).bool()  # the last token of a row does not run
+        unfit = (types[:, start:] != is_image[:, start:]) | (is_image[:, start:] & ~followed)
+    starts = mask[:, start - 1 : start + 1].all()
+    checks = torch.stack([unfit.any(), starts, (mask[:, start:].bool().long().diff() > 0).any()])
+    images_behind, padded_on_the_left, holes = checks.tolist()  # the host waits once
+    require(not images_behind, "images in completions")
+    require(padded_on_the_left, "prompts that are not padded on the left")
+    require(not holes, "holes in the mask of a completion")
+    return PrefixSplit(start, stop, groups, parts, behind=behind)
+
+
+def _parts_of_prompts(given: ImageInputs, is_image: Tensor, start: int) -> tuple[Parts, Parts]:
+    """Return which part of each pixel input belongs to the columns of each row before `start`, and to those behind.
+
+    Only where patches tell images apart; elsewhere all are those of prompts.
+    """
+    if "image_grid_thw" not in given:
+        return parts_by_tokens(given, is_image) if given else {}, {}
+    before = torch.arange(is_image.size(1), device=is_image.device) < start
+    halves = parts_by_tokens(given, torch.stack([is_image & before, is_image & ~before], dim=1).flatten(0, 1))
+    behind = {name: slices[1::2] for name, slices in halves.items()}
+    has_images = any(each.stop > each.start for slices in behind.values() for each in slices)
+    return {name: slices[::2] for name, slices in halves.items()}, behind if has_images else {}
+
+
+def _best_start(ids: Tensor, mask: Tensor, is_image: Tensor, pixels: Sequence[Sequence[Tensor]] | None) -> int:
+    """Return where to split a batch whose prompt lengths are not known, so that the fewest tokens are computed.
+
+    That is the number of columns p, behind padding and images, with the largest p * (N - number of different rows in
+    columns [0, p)). Rows with different pixels share nothing.
+    """
+    columns = torch.arange(ids.size(1), device=ids.device)
+    earliest = int(torch.where(is_image | (mask == 0).cumprod(1).bool(), columns, -1).max()) + 2
+    require(earliest <= ids.size(1), "a row without a token behind its padding and images")
+    seen = mask.bool().all(0).long()  # (S,): columns that are padding in no row
+    latest = earliest - 2 + int(seen[earliest - 1 :].cumprod(0).sum())
+    row, earlier = torch.tril_indices(len(ids), len(ids), -1, device=ids.device)  # (pairs,) each
+    differs = (ids[row] != ids[earlier]) | (mask[row] != mask[earlier])  # (pairs, S)
+    common = torch.where(differs.any(-1), differs.int().argmax(-1), ids.size(1)).tolist()
+    pairs = [(row, earlier) for row in range(len(ids)) for earlier in range(row)]
+    shared = [0] * len(ids)  # columns that a row has in common with some earlier row
+    for (number, _), same, equal in zip(pairs, common, _equal(pixels, pairs), strict=True):
+        shared[number] = max(shared[number], min(same, latest) if equal else 0)
+    splits = {split for split in shared if split >= earliest}
+    require(splits, "no prompt occurs twice")
+    return max(splits, key=lambda split: split * sum(other >= split for other in shared))
+
+
+def check_inputs(inputs: Mapping[str, Any], config: Any) -> None:
+    """Raise `UnsupportedModel` for inputs that a split would compute otherwise, and for outputs that it lacks."""
+    ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        raise UnsupportedModel("inputs without input_ids")
+    one_per_token = mask is None or (isinstance(mask, Tensor) and mask.shape == ids.shape)
+    require(one_per_token, "an attention mask that is not one number per token")
+    restarts = mask is None and positions is not None and (positions.diff() != 1).any()
+    require(not restarts, "position_ids that restart, without an attention mask")
+    parts = (config, config.get_text_config())
+    for name in _EXTRA_OUTPUTS:
+        wanted = inputs.get(name)
+        wanted = any(getattr(part, name, False) for part in parts) if wanted is None else wanted
+        require(not wanted, f"{name}=True")
+    require(inputs.get("return_dict") is not False, "return_dict=False")
+    check_token_types(inputs, config)
+    known = {*_KNOWN, "labels"} if config.model_type == "gemma3" else _KNOWN  # it leaves labels to the head
+    for name, value in inputs.items():
+        require(name in known or value is None or _is_constant(value), f"the input {name}")
+    require(inputs.get("pixel_values") is None or image_token_ids(config), "images without image tokens")
+
+
+def check_equal_prompts(inputs: Mapping[str, Any], groups: list[int], start: int) -> None:
+    """Raise `UnsupportedModel` if rows with the same tokens differ in what else is given per token of the prompt."""
+    firsts = first_rows(groups)
+    leaders = on_device([firsts[group] for group in groups], inputs["input_ids"].device)
+    for name in (*TOKEN_TYPES, "position_ids"):
+        value = inputs.get(name)
+        if value is not None and value.size(-2) == len(groups):
+            prompts = value[..., :start]
+            require(torch.equal(prompts, prompts[..., leaders, :]), f"equal prompts with different {name}")
+
+
+def _is_constant(value: object) -> bool:
+    """Whether an input is the same for prompts and completions: a number, a flag, a name."""
+    return isinstance(value, bool | int | float | str) or (isinstance(value, Tensor) and value.ndim == 0)

@@ -1,0 +1,191 @@
+"""A base model's forward pass that computes equal prompts once."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from inspect import signature
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vgr_trl.sharing.empty_images import drop_empty_images
+from vgr_trl.sharing.exactness import why_not_share
+from vgr_trl.sharing.lending import Lending, MicroBatch, is_last_micro_batch
+from vgr_trl.sharing.model_support import (
+    base_of,
+    causal_model,
+    check_model,
+    has_active_dropout,
+    has_sharded_parameters,
+    shards_layers,
+    why_no_pass_shares,
+)
+from vgr_trl.sharing.prefix_forward import prefix_forward
+from vgr_trl.sharing.prefix_split import PrefixSplit, check_inputs, find_split
+from vgr_trl.sharing.report import SharingReport, UnsupportedModel, require, why_unsupported
+
+
+class ModelChecks:
+    """Answers about all modules of a model, thousands of them, found once while it stays wrapped as it is.
+
+    Args:
+        model: as `share_prompts` takes it.
+
+    Attributes:
+        reason: why no pass shares prompts; None: it depends on the pass.
+        gathers: whether FSDP2 gathers a layer's weights for the backward pass when a gradient reaches its output.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # The passes of a sharded model may not begin below its wrapper, so it is not asked.
+        sharded = has_sharded_parameters(model)
+        self.reason = why_no_pass_shares(model) if sharded else why_not_share(model, gradients=False)
+        self._base = base_of(causal_model(model))
+        self.gathers = shards_layers(self._base)
+
+    @cached_property
+    def why_not_train(self) -> str | None:
+        """Why no pass with gradients shares prompts."""
+        return why_unsupported(check_model, self._base, True)
+
+
+@dataclass(eq=False)
+class SharedForward:
+    """A base model's forward pass that computes equal prompts once, and runs plainly where that is not exact.
+
+    Args:
+        base: base model (without head) of a transformers model.
+        plain: its forward pass.
+        report: where calls are counted.
+        completion_length: T, if every batch is P + T columns of prompt and completion; None finds the longest common
+            beginnings of the rows itself.
+        agree: given an answer of this process, returns whether it is that of all; needed where all processes have to
+            share a batch or none: with sharded parameters, whose forward passes have to be equally many, and under
+            DeepSpeed, which adds up gradients in the order in which they come.
+        sharded: whether parameters are; a pass in which some processes have images and others none is refused then.
+        packs: whether completions pass behind their prompts as one row without padding, where `completion_length` is
+            given. Only where `why_not_pack` of the model gives no reason.
+        lending: prompts that are lent to several micro-batches with gradients; None: none are.
+        again: (N,) whether a later micro-batch of the optimizer step reads the prompt of a row; None: any may.
+        checks: of the model, where it stays wrapped as it is; None: they are made in each pass.
+
+    Attributes:
+        first_step: counts by kind of call, until they are printed after the first step; None: nothing is printed.
+        labelled: T of the call that runs, where only completions have labels; otherwise None.
+    """
+
+    base: Any
+    plain: Callable[..., Any]
+    report: SharingReport
+    completion_length: int | None
+    agree: Callable[[bool], bool] | None = None
+    sharded: bool = True
+    packs: bool = False
+    lending: Lending | None = None
+    again: Sequence[bool] | None = None
+    checks: ModelChecks | None = None
+    first_step: dict[str, SharingReport] | None = None
+    labelled: int | None = None
+    paused: bool = False  # `generate` makes its own arrangements
+    refused: dict[str, str] = field(default_factory=dict)  # kind of call -> why the model turned out to be unsupported
+
+    def __post_init__(self) -> None:
+        self.alike = self.sharded and self.agree is not None
+        self.warns = self.checks is None  # of dropout, once; `DAPOTrainer` does it at the start of a run
+        self.names = list(signature(self.plain).parameters)
+        self.agree_on_images = self.agree if self.sharded and "pixel_values" in self.names else None
+        self.lock = RLock()  # the model keeps the offsets of one batch at a time
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.plain(*args, **kwargs)
+        with self.lock:
+            width, self.labelled = self.completion_length or self.labelled, None  # labels are those of one call
+            if self.paused:
+                return self.plain(*args, **kwargs)
+            inputs = drop_empty_images(dict(zip(self.names, args, strict=False)) | kwargs, self.agree_on_images)
+            if inputs.get("use_cache") or any(inputs.get(name) is not None for name in ("past_key_values", "cache")):
+                return self.plain(**inputs)
+            gradients = torch.is_grad_enabled()
+            if gradients and self.lending is not None:
+                self.lending.begin_pass()
+            # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches the layer's output.
+            gathers = gradients and (shards_layers(self.base) if self.checks is None else self.checks.gathers)
+            whole = width is None or gathers
+            run = partial(prefix_forward, self.base, self.plain, inputs)
+            shared = partial(run, whole=whole, alike=self.alike, packs=self.packs)
+            kind = "training" if gradients else "scoring"
+            rows = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
+            outputs = self.share(kind, rows, partial(self._split, inputs, width), shared, partial(self.plain, **inputs))
+            if gradients and self.lending is not None and self.lending.open and is_last_micro_batch():
+                outputs.last_hidden_state = self.lending.close_all(outputs.last_hidden_state)
+            if gradients and self.first_step is not None and is_last_micro_batch():
+                kinds = "; ".join(f"{kind} {counts}" for kind, counts in self.first_step.items())
+                print(f"share_prompts, until the end of the first step: {kinds}.", flush=True)
+                self.first_step = None
+            return outputs
+
+    def _split(self, inputs: dict[str, Any], width: int | None) -> PrefixSplit:
+        if self.checks is None or not torch.is_grad_enabled():
+            check_model(self.base, torch.is_grad_enabled())
+        else:
+            require(self.checks.why_not_train is None, str(self.checks.why_not_train))
+        check_inputs(inputs, self.base.config)
+        stop = inputs["input_ids"].size(1) - 1
+        columns = None if width is None else (stop - width, stop)  # the last column emits nothing
+        lends = self.lending is not None and torch.is_grad_enabled() and columns is not None and self.agree is None
+        lends = lends and inputs.get("attention_mask") is not None and inputs.get("position_ids") is None
+        split = find_split(inputs, self.base.config, columns, alone=lends or self.agree is not None)
+        require(not split.behind or self.agree is None, "images in completions, of sharded models or with DeepSpeed")
+        if not lends or self.lending is None:
+            return split
+        lent = MicroBatch(self.lending, inputs, split, self.again)
+        require(lent.lends or split.prompts < split.rows, "no prompt occurs twice")
+        return replace(split, lent=lent) if lent.lends else split
+
+    def share(
+        self,
+        kind: str,
+        rows: Any,
+        split: Callable[[], PrefixSplit],
+        shared: Callable[[PrefixSplit], Any],
+        plain: Callable[[], Any],
+    ) -> Any:
+        """Return what `shared` makes of a split, or `plain` where that is not supported or not by all processes.
+
+        Args:
+            kind: of call; what the model turns out not to support is not tried again for calls of this kind.
+            rows: tensor with one entry per row.
+        """
+        found, reason = None, self.refused.get(kind, "")
+        try:
+            found = None if reason else split()
+        except UnsupportedModel as error:
+            reason = str(error)
+        if self.agree is not None:
+            if not self.agree(found is not None):
+                found, reason = None, reason or "another process cannot share this batch"
+            elif found is not None and self.agree(found.prompts == found.rows):
+                found, reason = None, "no prompt occurs twice"
+        if found is not None:
+            try:
+                outputs = shared(found)
+            except UnsupportedModel as error:
+                self.refused[kind] = reason = str(error)
+            else:
+                self._count(kind, found.rows, found.computed)
+                if self.warns and has_active_dropout(self.base):
+                    warnings.warn("The completions of a prompt share its dropout, or noise of routers.", stacklevel=2)
+                    self.warns = False
+                return outputs
+        count = len(rows) if isinstance(rows, Tensor) else 0
+        self._count(kind, count, count, [reason])
+        return plain()
+
+    def _count(self, kind: str, *counts: Any) -> None:
+        self.report.add(*counts, trains=self.base.training)
+        if self.first_step is not None:
+            self.first_step.setdefault(kind, SharingReport()).add(*counts)

@@ -1,0 +1,209 @@
+"""A model's `generate` that computes equal prompts once, and the caches from which it goes on."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+from transformers.generation import GenerationMixin, GenerationMode
+
+from vgr_trl.patching import patched_attribute
+from vgr_trl.pixels import IMAGE_INPUTS, on_device
+from vgr_trl.sharing.empty_images import drop_empty_images
+from vgr_trl.sharing.model_support import (
+    check_model,
+    check_token_types,
+    is_checkpointed,
+    replaced,
+)
+from vgr_trl.sharing.prefix_split import PER_TOKEN, PrefixSplit, find_split
+from vgr_trl.sharing.report import UnsupportedModel, require
+from vgr_trl.sharing.shared_forward import SharedForward
+
+_OPTIONS = {*GenerationConfig().to_dict(), "generation_config"}  # of `generate`
+ROOM = 128  # tokens for which there is room before the next copy
+_CACHE_LENGTHS = 256  # tokens, of which the lengths of static caches are multiples
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of some rows of a filled layer, to which tokens are added; for `generate` without beams.
+
+    Args:
+        filled: the other layer.
+        index: (N,) row -> row of the other layer.
+    """
+
+    keys: Any
+    values: Any
+
+    def __init__(self, filled: Any, index: Tensor) -> None:
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = filled.dtype, filled.device, True
+        filled.reorder_cache(index)
+        self._longer = [_grow_buffer(filled.keys), _grow_buffer(filled.values)]
+        self._show(filled.get_seq_length())
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        start = self.get_seq_length()
+        stop = start + key_states.size(-2)
+        if stop > self._longer[0].size(-2):
+            self._longer = [_grow_buffer(each, key_states.size(-2)) for each in (self.keys, self.values)]
+        for longer, new in zip(self._longer, (key_states, value_states), strict=True):
+            longer[:, :, start:stop] = new
+        self._show(stop)
+        return self.keys, self.values
+
+    def _show(self, length: int) -> None:
+        self.keys, self.values = (longer[:, :, :length] for longer in self._longer)
+
+
+def _grow_buffer(filled: Tensor, at_least: int = 0) -> Tensor:
+    """Return a tensor that begins with (N, H, S, D), and has more tokens."""
+    rows, heads, length, width = filled.shape
+    longer = filled.new_empty(rows, heads, length + max(at_least, ROOM), width)
+    longer[:, :, :length] = filled
+    return longer
+
+
+def grow_in_place(cache: Cache, index: Tensor) -> None:
+    """Give a filled cache rows `index`, (N,), of its own, with room behind them in layers that keep all tokens."""
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            cache.layers[number] = GrowingLayer(layer, index)
+        else:
+            layer.reorder_cache(index)  # type: ignore[arg-type]  # a LongTensor, which no tensor is for mypy
+
+
+def why_not_static(config: Any) -> str | None:
+    """Return why a model with this config generates with a static cache without shared prompts; None: with them."""
+    if not all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers):
+        return "a static cache of layers that see a window, or keep a state"
+    return None if hasattr(StaticLayer(1), "cumulative_length") else "a static cache of a transformers before 5.17"
+
+
+class SharedGeneration:
+    """A model's `generate` that computes equal prompts once, and runs plainly where that is not exact.
+
+    Args:
+        model: transformers model with a head.
+        plain: its `generate`.
+        forward: the shared forward pass of its base model, which is paused meanwhile.
+    """
+
+    def __init__(self, model: Any, plain: Callable[..., Any], forward: SharedForward) -> None:
+        self.model, self.plain, self.forward = model, plain, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs = drop_empty_images(kwargs, self.forward.agree_on_images)
+        inputs = dict(kwargs)
+        ids = [*args, *(inputs.pop(name) for name in ("inputs", "input_ids") if name in inputs)]
+        inputs["input_ids"] = ids[0] if len(ids) == 1 else None
+        plain = partial(self.plain, *args, **kwargs)
+        with self.forward.lock, replaced((self.forward, "paused", True)):
+            split, generate = partial(self._split, inputs), partial(self._generate, inputs)
+            return self.forward.share("generation", inputs["input_ids"], split, generate, plain)
+
+    def _split(self, inputs: dict[str, Any]) -> PrefixSplit:
+        """Prompts without their last tokens, which begin the completions."""
+        plain_generate = getattr(self.plain, "__func__", None) is GenerationMixin.generate
+        require(plain_generate, "a generate method of its own")
+        check_model(self.forward.base, gradients=False)
+        require(not is_checkpointed(self.model), "generate with gradient checkpointing on")
+        starts_anew = inputs.get("past_key_values") is None and inputs.get("inputs_embeds") is None
+        require(starts_anew, "generate from a cache or from embeddings")
+        for name, value in inputs.items():
+            per_row = isinstance(value, Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS)
+            alone = name in ("assistant_model", "custom_generate") and value is not None
+            require(not (per_row or alone), f"the input {name}")
+        copies = self._check_config(self._config_of(inputs))
+        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+        require(isinstance(ids, Tensor) and ids.ndim == 2, "no prompt before the completions")
+        require(mask is not None and mask.shape == ids.shape, "generate without an attention mask")
+        check_token_types(inputs, self.model.config)
+        alone = copies > 1 or self.forward.agree is not None
+        split = find_split(inputs, self.model.config, (ids.size(1) - 1, ids.size(1)), alone=alone)
+        return replace(split, copies=copies)
+
+    def _config_of(self, inputs: dict[str, Any]) -> GenerationConfig:
+        given = {name: value for name, value in inputs.items() if name in _OPTIONS}
+        config: GenerationConfig
+        config, _ = self.model._prepare_generation_config(given.pop("generation_config", None), **given)
+        return config
+
+    def _check_config(self, config: GenerationConfig) -> int:
+        """Raise `UnsupportedModel` unless `generate` samples token by token; completions per input row."""
+        modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        require(config.get_generation_mode(None) in modes, "generate with beams or an assistant")
+        known = config.use_cache and config.cache_implementation in (None, "static")
+        require(known, "generate without a growing or a static cache")
+        if config.cache_implementation == "static" and (reason := why_not_static(self.model.config)):
+            raise UnsupportedModel(reason)
+        require(config.prefill_chunk_size is None, "prefill_chunk_size")
+        require(not config.output_hidden_states, "output_hidden_states=True")
+        return config.num_return_sequences or 1
+
+    def _generate(self, inputs: dict[str, Any], split: PrefixSplit) -> Any:
+        """Generate from the prompts in a cache: the images are in it, and must not be given again."""
+        cache: Cache = self._prefill(inputs, split)
+        inputs = {name: value for name, value in inputs.items() if name not in IMAGE_INPUTS}
+        if split.copies > 1:
+            tokens = {name: inputs[name] for name in PER_TOKEN if inputs.get(name) is not None}
+            inputs |= {name: value.repeat_interleave(split.copies, dim=0) for name, value in tokens.items()}
+            inputs["num_return_sequences"] = 1
+        config = self._config_of(inputs)
+        if config.cache_implementation is None:
+            return self._continue(cache, inputs)
+        inputs = {name: value for name, value in inputs.items() if name not in _OPTIONS}
+        cache, config.cache_implementation = self._fixed(cache, inputs["input_ids"], config), None
+        for longer, new in (("max_length", config.max_new_tokens), ("min_length", config.min_new_tokens)):
+            if new is not None:  # transformers has filled in its default, and would warn of two lengths
+                setattr(config, longer, None)
+        base, shared = self.forward.base, vars(self.forward.base)["forward"]
+        of_class = getattr(self.forward.plain, "__func__", None) is type(base).forward
+        # Whatever stands in the place of the class's method is another object in each block, and compiled again.
+        if of_class:
+            del base.forward
+        try:
+            return self._continue(cache, inputs | {"generation_config": config})
+        finally:
+            base.forward = shared
+
+    def _continue(self, cache: Cache, inputs: dict[str, Any]) -> Any:
+        # Beside a cache transformers takes no kind of cache, which it would fill in from the model's own defaults.
+        with patched_attribute(self.model.generation_config, "cache_implementation", None):
+            return self.plain(**inputs, past_key_values=cache)
+
+    def _fixed(self, filled: Any, ids: Tensor, config: GenerationConfig) -> Any:
+        """Return a static cache that begins with what a cache of as many rows holds, with room for all new tokens."""
+        longest = config.max_length if config.max_new_tokens is None else ids.size(1) + config.max_new_tokens
+        # A cache as long as the one before is not compiled for again, which takes half a minute for a 7B.
+        longest += -longest % _CACHE_LENGTHS
+        longest = max(longest, getattr(self.model, "_previous_max_cache_length", 0))
+        self.model._previous_max_cache_length = longest
+        cache: Any = StaticCache(config=self.model.config.get_text_config(decoder=True), max_cache_len=longest)
+        for layer, of_prompt in zip(cache.layers, filled.layers, strict=True):
+            layer.update(of_prompt.keys, of_prompt.values)
+        return cache
+
+    def _prefill(self, inputs: dict[str, Any], split: PrefixSplit) -> DynamicCache:
+        """The cache of all rows to be generated, after all tokens of their prompts but the last."""
+        others = {"synced_gpus": inputs["synced_gpus"]} if "synced_gpus" in inputs else {}
+        cache = DynamicCache(config=self.model.config)
+        # One greedy step draws no random numbers, and prepares positions and masks as the family's own generate does.
+        # Whatever it leaves out it would take from the model's own defaults, which are for completions.
+        greedy = {"do_sample": False, "num_beams": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+        step = GenerationConfig(max_new_tokens=1, num_return_sequences=1, return_dict_in_generate=True, **greedy)
+        with torch.no_grad():
+            self._continue(cache, {**split.prompt_inputs(inputs), **others, "generation_config": step})
+        whole = cache.get_seq_length() == split.start
+        require(whole, "the model did not keep the whole prompt in its cache")
+        index = on_device(split.groups, inputs["input_ids"].device).repeat_interleave(split.copies)  # (N * copies,)
+        grow_in_place(cache, index)
+        base = self.forward.base
+        if getattr(base, "rope_deltas", None) is not None:
+            base.rope_deltas = base.rope_deltas.index_select(0, index.to(base.rope_deltas.device))  # (N, 1)
+        return cache

@@ -1,0 +1,84 @@
+"""Share prompts in the passes of a run."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from vgr_trl.feature import Feature
+from vgr_trl.sharing.context_manager import share_prompts
+from vgr_trl.sharing.empty_images import ignore_empty_images
+from vgr_trl.sharing.lending import Lending
+from vgr_trl.sharing.report import SharingReport
+from vgr_trl.sharing.shared_forward import ModelChecks
+
+
+class SharedPasses:
+    """Shares prompts in the passes of a run.
+
+    Args:
+        agree: as `SharedForward` takes it.
+        sharded: whether parameters are.
+        in_order: whether gradients are added up in the order in which they come, which has to be that of all processes.
+        evens_images: whether the caller lets the vision tower run in every process if it does in one.
+    """
+
+    def __init__(self, agree: Callable[[bool], bool], *, sharded: bool, in_order: bool, evens_images: bool) -> None:
+        self._agree, self._sharded, self._in_order = agree, sharded, in_order
+        self._refuses_uneven = sharded and not evens_images
+        self._report = SharingReport()
+        self.lending: Lending | None = None  # of the model that is trained
+        self._checks: WeakKeyDictionary[nn.Module, ModelChecks] = WeakKeyDictionary()
+
+    def reset(self) -> None:
+        """Forget the prompts of a training that was interrupted, and how models are wrapped."""
+        if self.lending is not None:
+            self.lending.clear()
+        self._checks.clear()
+
+    @contextmanager
+    def around(
+        self,
+        feature: Feature,
+        model: nn.Module,
+        completion_length: int | None = None,
+        *,
+        packs: bool = False,
+        counts: bool = True,
+        again: Sequence[bool] | None = None,
+    ) -> Iterator[None]:
+        """Share prompts in passes of this block, if the feature is on.
+
+        Args:
+            model: as `share_prompts` takes it.
+            completion_length: T of a scored batch; None where the model generates.
+            packs: as `SharedForward` takes it.
+            counts: whether `metrics` counts these passes.
+            again: as `SharedForward` takes it; None: no prompt is lent to several micro-batches.
+        """
+        refuses = self._refuses_uneven
+        if not feature.enabled:
+            with ignore_empty_images(model, agree=self._agree if refuses and completion_length else None):
+                yield
+            return
+        agree = self._agree if self._sharded or (self._in_order and torch.is_grad_enabled()) else None
+        modes: dict[str, Any] = {"agree": agree, "sharded": refuses, "packs": packs}
+        lending = None if again is None else self.lending
+        checks = self._checks.get(model) or self._checks.setdefault(model, ModelChecks(model))
+        with share_prompts(model, completion_length, **modes, lending=lending, again=again, checks=checks) as report:
+            yield
+        if counts:
+            self._report.add(report.rows, report.prompts)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what was shared since the last call."""
+        report, self._report = self._report, SharingReport()
+        return {"sharing/prompts_per_row": report.prompts_per_row} if report.rows else {}
+
+
+def whole_groups(batch_size: int, num_generations: int) -> int:
+    """The smallest multiple of `num_generations` that is at least `batch_size`: rows of a pass without gradients."""
+    return -(-batch_size // num_generations) * num_generations

@@ -1,0 +1,182 @@
+"""Keep the image features of a frozen vision tower during a rollout."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from itertools import chain
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+from vgr_trl.pixels import (
+    UnknownParts,
+    find_layout,
+    fingerprint,
+    image_inputs_of,
+)
+from vgr_trl.sharing.model_support import (
+    base_of,
+    causal_model,
+    has_active_dropout,
+    replaced,
+)
+
+
+def parts_of_tower(base: Any) -> list[nn.Module]:
+    """The modules of a base model beside its decoder: vision tower and merger."""
+    decoder = getattr(base, "language_model", None)
+    return [] if decoder is None else [module for module in base.children() if module is not decoder]
+
+
+def parameters_of_tower(base: Any) -> Iterator[nn.Parameter]:
+    """Yield the parameters of the modules, and those of the base model itself (the newline of LLaVA-NeXT)."""
+    own = base.parameters(recurse=False)
+    return chain(own, chain.from_iterable(part.parameters() for part in parts_of_tower(base)))
+
+
+def tower_trains(base: Any) -> bool:
+    """Whether a parameter of tower or merger gets a gradient, adapters included."""
+    return any(parameter.requires_grad for parameter in parameters_of_tower(base))
+
+
+# Families whose image features have been seen to be all that their decoders read of images (transformers 5.23, tested).
+FAMILIES = frozenset({
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "gemma3", "llava", "llava_next",
+    "internvl", "mistral3", "paligemma",
+})  # fmt: skip
+
+PixelInputs = dict[str, torch.Tensor]  # pixel inputs of an image (a tile, where images are cut into tiles) by name
+Form = tuple[type, bool, bool]  # class of outputs, whether pooled ones are one tensor, whether deepstack ones are
+Features = list[torch.Tensor]  # of an image, (tokens, D) each: of its placeholder tokens, and of each deepstack layer
+
+
+class VisionCache:
+    """Keeps the image features of a policy during a rollout; printed as the line that says so.
+
+    A separate reference model computes its own: its weights need not be the policy's, and it scores a rollout once.
+
+    Args:
+        base: of the policy, below its head.
+        megabytes: of features; those that find no room are computed in every pass.
+        reason: why all are computed in every pass; None: they are not.
+    """
+
+    def __init__(self, base: Any, megabytes: int, reason: str | None = None) -> None:
+        self.base, self.megabytes, self.reason = base, megabytes, reason
+        self._kept: dict[Hashable, Features] = {}
+        self._bytes = self._wanted = self._computed = 0
+        self._form: Form
+
+    def __str__(self) -> str:
+        where = "once per rollout" if self.reason is None else f"in every pass ({self.reason})"
+        return f"vision_cache_megabytes={self.megabytes}: image features are computed {where}"
+
+    def clear(self) -> None:
+        """Drop all features, when a rollout begins."""
+        self._kept.clear()
+        self._bytes = 0
+
+    @contextmanager
+    def around(self, model: Any, *, counts: bool = True) -> Iterator[None]:
+        """Compute features of images once in passes of this block; `model` may be wrapped.
+
+        Args:
+            counts: whether `metrics` counts these passes.
+        """
+        if self.reason is not None or base_of(causal_model(model)) is not self.base or tower_trains(self.base):
+            yield
+            return
+        plain, before = self.base.get_image_features, (self._wanted, self._computed)
+        names = list(signature(plain).parameters)
+
+        def features(*args: Any, **kwargs: Any) -> Any:
+            return self._outputs(plain, dict(zip(names, args, strict=False)) | kwargs)
+
+        with replaced((self.base, "get_image_features", features)):
+            yield
+        if not counts:
+            self._wanted, self._computed = before
+
+    def metrics(self) -> dict[str, float]:
+        """Return what was computed since the last call."""
+        found = {"vision/computed_per_image": self._computed / self._wanted} if self._wanted else {}
+        self._wanted = self._computed = 0
+        return found
+
+    def _outputs(self, plain: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Return the part of the output of `get_image_features` that decoders read."""
+        images = _images_of(arguments)
+        if images is None:
+            return plain(**arguments)
+        keys = [tuple((name, fingerprint(value)) for name, value in image.items()) for image in images]
+        missing = {key: image for key, image in zip(keys, images, strict=True) if key not in self._kept}
+        self._wanted, self._computed = self._wanted + len(keys), self._computed + len(missing)
+        found = {key: self._kept[key] for key in keys if key in self._kept}
+        if missing:
+            inputs = {name: torch.cat([image[name] for image in missing.values()]) for name in images[0]}
+            with torch.no_grad():  # transformers may have marked the patches of a frozen tower
+                outputs = plain(**{**arguments, **inputs})
+            self._form, computed = _split(outputs)
+            for key, features in zip(missing, computed, strict=True):
+                found[key] = features
+                self._keep(key, features)
+        return _join([found[key] for key in keys], *self._form)
+
+    def _keep(self, key: Hashable, features: Features) -> None:
+        size = sum(part.nbytes for part in features)
+        if self._bytes + size <= self.megabytes * 2**20:
+            self._kept[key] = features
+            self._bytes += size
+
+
+def why_not_once(base: Any) -> str | None:
+    """Why the image features of a base model cannot be computed once per rollout; None if they can."""
+    if base.config.model_type not in FAMILIES or not hasattr(base, "get_image_features") or not parts_of_tower(base):
+        return f"not tested with models of the type {base.config.model_type}"
+    if tower_trains(base):
+        return "the vision tower trains"
+    modules = [module for part in parts_of_tower(base) for module in part.modules()]
+    if any(isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) for module in modules):
+        return "adapters in the vision tower, which the reference may leave out"
+    draws = any(has_active_dropout(part, when_training=True) for part in parts_of_tower(base))
+    return "dropout in the vision tower" if draws else None
+
+
+def _images_of(arguments: Mapping[str, Any]) -> list[PixelInputs] | None:
+    """The images that `get_image_features` is called with; None if they cannot be separated."""
+    given = image_inputs_of(arguments)
+    if any(isinstance(value, torch.Tensor) for name, value in arguments.items() if name not in given):
+        return None
+    try:
+        unit = find_layout(given).units["pixel_values"]
+    except UnknownParts:
+        return None
+    if unit == "row":  # of images, padded to the most of a row
+        return None
+    patches = given["image_grid_thw"].prod(-1).tolist() if unit == "patch" else 1
+    parts = {name: value.split(patches if name == "pixel_values" else 1) for name, value in given.items()}
+    return [dict(zip(parts, image, strict=True)) for image in zip(*parts.values(), strict=True)]
+
+
+def _split(outputs: Any) -> tuple[Form, list[Features]]:
+    """Copies of the features of each image: outputs may hold parts of one tensor, which would stay as a whole."""
+    pooled: Any = outputs.pooler_output
+    levels = list(getattr(outputs, "deepstack_features", None) or ())
+    behind = any(isinstance(level, torch.Tensor) for level in levels)  # before transformers 5.20
+    if behind:
+        levels = [level.split([len(one) for one in pooled]) for level in levels]
+    features = [[part.clone() for part in image] for image in zip(pooled, *levels, strict=True)]
+    return (type(outputs), isinstance(pooled, torch.Tensor), behind), features
+
+
+def _join(features: Sequence[Features], kind: type, stacks: bool, behind: bool) -> Any:
+    """Outputs that hold these features and nothing else."""
+    pooled, *levels = zip(*features, strict=True)
+    outputs = kind()
+    outputs.pooler_output = torch.stack(pooled) if stacks else pooled
+    if levels:
+        outputs.deepstack_features = [torch.cat(level) if behind else level for level in levels]
+    return outputs
