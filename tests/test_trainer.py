@@ -15,7 +15,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.config import SWITCHES
-from vgr_trl.forward_passes import rows_per_pass
+from vgr_trl.passes.run_pass import rows_per_pass
 from vgr_trl.rows import scoring_inputs
 from vgr_trl.utils import ConfigError
 

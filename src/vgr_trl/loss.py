@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.config import KLKind
 from vgr_trl.metrics import Totals
+from vgr_trl.passes.parts import PER_WINDOW
 from vgr_trl.pixels import joined
 from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sharing.model_support import causal_model
@@ -317,7 +318,6 @@ class KLControl(SavedState):
 
 
 _PER_COMPLETION = ("grpo", "sapo")
-PER_WINDOW = ("dapo", "cispo", "vespo")  # losses that are divided by the tokens of the optimizer step
 
 
 def average_as_loss(

@@ -13,9 +13,9 @@ from transformers.utils import logging
 
 from vgr_trl.boxes import Box, boxes_of
 from vgr_trl.config import REMOVE_IMAGE
-from vgr_trl.efficiency.loss_mask import find_window, trim_inputs
 from vgr_trl.generation import perturb_turns, process_images, rows_perturbed
 from vgr_trl.metrics import ENGINE_BOUND
+from vgr_trl.passes.loss_mask import find_window, trim_inputs
 from vgr_trl.patches.trl import mark_images
 from vgr_trl.pixels import image_inputs_of, image_tensors, joined, parts_by_counts, tiles_by_tokens
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row, find_completion_maker

@@ -20,11 +20,8 @@ from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_wei
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
-from vgr_trl.dynamic_batching import loss_in_parts
 from vgr_trl.efficiency.vision import images_processed_once, join_windows
-from vgr_trl.forward_passes import ForwardPasses, refuse_nan, rows_per_pass
 from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded, record_noise
-from vgr_trl.joining import join_micro_batches
 from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
 from vgr_trl.measure import (
     check_pixel_use,
@@ -38,6 +35,10 @@ from vgr_trl.measure import (
     wanted_scores,
 )
 from vgr_trl.metrics import CollapseWatch, OptimizerClock, StageClock, StepMetrics
+from vgr_trl.passes.joining import join_micro_batches
+from vgr_trl.passes.parts import loss_in_parts
+from vgr_trl.passes.run_pass import ForwardPasses, refuse_nan, rows_per_pass
+from vgr_trl.passes.training_pass import shuffle_rows, training_pass
 from vgr_trl.patches.trl import (
     enable_reference_model,
     enlarge_tables,
@@ -79,7 +80,6 @@ from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
-from vgr_trl.training_pass import shuffle_rows, training_pass
 from vgr_trl.utils import ConfigError, RewardError, check_release, initialise_loader, patched_attribute
 from vgr_trl.validate.data import check_data, prepare_trainer
 from vgr_trl.validate.features import (

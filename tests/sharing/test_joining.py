@@ -10,7 +10,7 @@ from support.steps import DAPO, LOSSES, STOCK, assert_same_steps, build_trainer,
 from support.trainers import logged
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.joining import RowsPerPass, UpdateMemory, describe_spread_groups, growth_that_fits
+from vgr_trl.passes.joining import RowsPerPass, UpdateMemory, describe_spread_groups, growth_that_fits
 from vgr_trl.utils import ConfigError
 
 SMALL = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}

@@ -13,7 +13,7 @@ from vgr_trl.credit import builtin_rules
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.read_row import image_columns
 from vgr_trl.efficiency.vision import DummyImage, VisionCache, parts_of_tower, tower_trains, why_not_once
-from vgr_trl.joining import RowsPerPass, describe_spread_groups
+from vgr_trl.passes.joining import RowsPerPass, describe_spread_groups
 from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
 from vgr_trl.rollout import ConstructedTrainer, Measurement, find_completion_maker
 from vgr_trl.sharing.model_support import (

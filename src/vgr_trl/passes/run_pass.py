@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from vgr_trl.efficiency.loss_mask import score_only_tokens
 from vgr_trl.efficiency.vision import DummyImage, VisionCache
+from vgr_trl.passes.loss_mask import score_only_tokens
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.sharing import SharedPasses, whole_groups
 from vgr_trl.utils import Feature, NotFiniteError

@@ -10,7 +10,7 @@ import torch
 from accelerate import DistributedType
 from torch import nn
 
-from vgr_trl.efficiency.loss_mask import (
+from vgr_trl.passes.loss_mask import (
     Extent,
     Window,
     extents_of,
