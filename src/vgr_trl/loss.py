@@ -20,8 +20,8 @@ from vgr_trl.passes.parts import PER_WINDOW
 from vgr_trl.pixels import joined
 from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sharing.model_support import causal_model
+from vgr_trl.signals.head import Head
 from vgr_trl.signals.ratios import visual_dependency
-from vgr_trl.signals.scoring import Head
 from vgr_trl.utils import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -31,6 +31,7 @@ from vgr_trl.rows import (
 )
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.sharing import whole_groups
+from vgr_trl.signals.head import Head
 from vgr_trl.signals.named import (
     PER_IMAGE,
     SINGLE_COLUMNS,
@@ -53,7 +54,7 @@ from vgr_trl.signals.ratios import (
     token_shares,
     visual_dependency,
 )
-from vgr_trl.signals.scoring import AttentionPlan, Head, Scores, Want, given_tokens
+from vgr_trl.signals.scoring import AttentionPlan, Scores, Want, given_tokens
 from vgr_trl.utils import DataError
 
 MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 10 rows of 1,024 tokens of a 7 B model

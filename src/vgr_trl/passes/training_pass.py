@@ -34,7 +34,7 @@ from vgr_trl.sharing.lending import (
 )
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.prefix_forward import has_images, is_image_token
-from vgr_trl.signals.scoring import read_hidden_states
+from vgr_trl.signals.head import read_hidden_states
 from vgr_trl.utils import DataError
 
 Scored = tuple[torch.Tensor, torch.Tensor | None, Any]  # log-probabilities, entropies (N, T), loss of the router
