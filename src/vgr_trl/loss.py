@@ -17,11 +17,12 @@ from vgr_trl.checkpoints import SavedState
 from vgr_trl.config import KLKind
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics.totals import Totals
+from vgr_trl.passes.parts import PER_WINDOW
 from vgr_trl.pixels import joined
 from vgr_trl.scoring_inputs import scoring_inputs, valid_tokens
 from vgr_trl.sharing.model_support import causal_model
+from vgr_trl.signals.head import Head
 from vgr_trl.signals.ratios import visual_dependency
-from vgr_trl.signals.scoring import Head
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
@@ -317,7 +318,6 @@ class KLControl(SavedState):
 
 
 _PER_COMPLETION = ("grpo", "sapo")
-PER_WINDOW = ("dapo", "cispo", "vespo")  # losses that are divided by the tokens of the optimizer step
 
 
 def average_as_loss(

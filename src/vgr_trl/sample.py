@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vgr_trl.efficiency.loss_mask import find_window, trim_inputs
+from vgr_trl.passes.loss_mask import find_window, trim_inputs
 from vgr_trl.patching import keep_random_state
 from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.signals.columns import (

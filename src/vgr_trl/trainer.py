@@ -24,15 +24,16 @@ from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_wei
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
-from vgr_trl.dynamic_batching import loss_in_parts
 from vgr_trl.errors import ConfigError, RewardError
-from vgr_trl.forward_passes import ForwardPasses, refuse_nan, rows_per_pass
 from vgr_trl.generation import generate
-from vgr_trl.joining import join_micro_batches
 from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
 from vgr_trl.metrics.collapse import CollapseWatch
 from vgr_trl.metrics.micro_batches import StepMetrics
 from vgr_trl.metrics.stage_clock import OptimizerClock, StageClock
+from vgr_trl.passes.joining import join_micro_batches
+from vgr_trl.passes.parts import loss_in_parts
+from vgr_trl.passes.run_pass import ForwardPasses, refuse_nan, rows_per_pass
+from vgr_trl.passes.training_pass import shuffle_rows, training_pass
 from vgr_trl.patches.trl import (
     enable_reference_model,
     enlarge_tables,
@@ -81,7 +82,6 @@ from vgr_trl.signals.columns import SINGLE_COLUMNS
 from vgr_trl.signals.rollout_signals import build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
 from vgr_trl.tool_turns import TURN_COLUMNS, collect_turns, count_turns, guarded
-from vgr_trl.training_pass import shuffle_rows, training_pass
 from vgr_trl.validate.data import check_data, prepare_trainer
 from vgr_trl.validate.features import (
     announce,

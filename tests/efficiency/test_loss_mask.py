@@ -2,7 +2,7 @@
 
 import torch
 
-from vgr_trl.efficiency.loss_mask import (
+from vgr_trl.passes.loss_mask import (
     Extent,
     Window,
     find_loss_mask,

@@ -11,7 +11,7 @@ from support.trainers import logged
 
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
-from vgr_trl.joining import RowsPerPass, UpdateMemory, describe_spread_groups, growth_that_fits
+from vgr_trl.passes.joining import RowsPerPass, UpdateMemory, describe_spread_groups, growth_that_fits
 from vgr_trl.trainer import DAPOTrainer
 
 SMALL = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}

@@ -2,7 +2,8 @@
 
 `ratios.py`: masks of image, instruction and region tokens, and the formulas. `probe.py`: attention and hidden states,
 measured while a model computes. `plan.py`: the rows and tokens of each of its passes. `perturbation.py`: images made
-harder to see. `scoring.py`: a scoring pass over a batch. `named.py`: the signals that rewards, rules and metrics read.
+harder to see. `head.py`: log-probabilities from hidden states. `scoring.py`: a scoring pass over a batch. `scorer.py`:
+`RolloutScorer`. `named.py`: the signals that rewards, rules and metrics read.
 """
 
 from vgr_trl.signals.perturbation import add_gaussian_noise, blacken_patches, gaussian_blur, mask_image, perturb_images
@@ -19,7 +20,7 @@ from vgr_trl.signals.ratios import (
     visual_dependency,
 )
 from vgr_trl.signals.rollout_signals import RolloutSignals
-from vgr_trl.signals.scoring import RolloutScorer
+from vgr_trl.signals.scorer import RolloutScorer
 
 __all__ = [
     "AttentionMass",

@@ -14,7 +14,7 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.read_row import image_columns
 from vgr_trl.errors import ConfigError
 from vgr_trl.feature import Feature, describe_features
-from vgr_trl.joining import RowsPerPass, describe_spread_groups
+from vgr_trl.passes.joining import RowsPerPass, describe_spread_groups
 from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
 from vgr_trl.rollout import ConstructedTrainer, Measurement, find_completion_maker
 from vgr_trl.sharing.exactness import why_not_share, why_padding_counts

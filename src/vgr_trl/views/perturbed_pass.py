@@ -21,11 +21,12 @@ from vgr_trl.scoring_inputs import (
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.shared_passes import whole_groups
 from vgr_trl.signals.columns import named_metrics
+from vgr_trl.signals.head import Head
 from vgr_trl.signals.named import add_named
 from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.rollout_signals import build_unmeasured_signals
-from vgr_trl.signals.scoring import Head, Want
+from vgr_trl.signals.scoring import Want
 from vgr_trl.views.conversations import Perturb, drop_images, images_in, perturbed_prompts
 from vgr_trl.views.turns import perturb_turns, process_images, rows_perturbed
 

@@ -7,22 +7,15 @@ import torch
 from accelerate import DistributedType
 from torch import nn
 
-from vgr_trl.efficiency.loss_mask import (
-    Extent,
-    pack_rows,
-    tokens_of,
-)
-from vgr_trl.loss import PER_WINDOW
+from vgr_trl.passes.loss_mask import Extent, pack_rows, tokens_of
+from vgr_trl.passes.training_pass import _extents
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import OLD_LOGPS
 from vgr_trl.scoring_inputs import take_rows, valid_tokens
-from vgr_trl.sharing.lending import (
-    PROMPT_GROUP,
-    READ_AGAIN,
-)
+from vgr_trl.sharing.lending import PROMPT_GROUP, READ_AGAIN
 from vgr_trl.sharing.prefix_split import find_groups
-from vgr_trl.training_pass import _extents
 
+PER_WINDOW = ("dapo", "cispo", "vespo")  # losses that are divided by the tokens of the optimizer step
 Loss = Callable[..., torch.Tensor]  # TRL's `_compute_loss` of a model and inputs, times a weight
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from vgr_trl.efficiency.loss_mask import score_only_tokens
 from vgr_trl.errors import NotFiniteError
 from vgr_trl.feature import Feature
+from vgr_trl.passes.loss_mask import score_only_tokens
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.shared_passes import SharedPasses, whole_groups
 from vgr_trl.vision.dummy_image import DummyImage

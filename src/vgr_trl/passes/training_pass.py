@@ -10,7 +10,8 @@ import torch
 from accelerate import DistributedType
 from torch import nn
 
-from vgr_trl.efficiency.loss_mask import (
+from vgr_trl.errors import DataError
+from vgr_trl.passes.loss_mask import (
     Extent,
     Window,
     extents_of,
@@ -22,7 +23,6 @@ from vgr_trl.efficiency.loss_mask import (
     score_only_tokens,
     trim_inputs,
 )
-from vgr_trl.errors import DataError
 from vgr_trl.rollout import ConstructedTrainer, TrainingPass
 from vgr_trl.rows import OLD_LOGPS
 from vgr_trl.scoring_inputs import valid_tokens
@@ -37,7 +37,7 @@ from vgr_trl.sharing.lending import (
 )
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.prefix_split import is_image_token
-from vgr_trl.signals.scoring import read_hidden_states
+from vgr_trl.signals.head import read_hidden_states
 
 Scored = tuple[torch.Tensor, torch.Tensor | None, Any]  # log-probabilities, entropies (N, T), loss of the router
 Score = Callable[..., Scored]  # TRL's `_get_per_token_logps_and_entropies`

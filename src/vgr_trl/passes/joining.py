@@ -2,7 +2,7 @@
 
 Joined micro-batches are one: `per_device_train_batch_size` is multiplied, `gradient_accumulation_steps` and
 `steps_per_generation` are divided by the same number, so rollouts, their order and optimizer steps stay the same.
-`dynamic_batching.loss_in_parts` cuts what memory does not allow.
+`parts.loss_in_parts` cuts what memory does not allow.
 """
 
 import math

@@ -1,0 +1,162 @@
+"""Score completions with any transformers model, without a trainer."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.pixels import counts_by_tokens, image_inputs_of
+from vgr_trl.sharing.context_manager import share_prompts
+from vgr_trl.sharing.model_support import causal_model, has_sharded_parameters, why_adapter_reads_whole_rows
+from vgr_trl.sharing.prefix_split import is_image_token
+from vgr_trl.sharing.report import SharingReport
+from vgr_trl.sharing.shared_passes import whole_groups
+from vgr_trl.signals.ratios import vision_token_ids
+from vgr_trl.signals.rollout_signals import RolloutSignals
+from vgr_trl.signals.scoring import AttentionPlan, Want, score
+from vgr_trl.token_types import TOKEN_TYPES, extend_token_types
+
+
+class RolloutScorer:
+    """Scores completions with a transformers model, and measures on the way what their tokens looked at.
+
+        scorer = RolloutScorer(model, special_token_ids=special_token_ids(processor))
+        signals = scorer.score(prompt_ids, prompt_mask, completion_ids, completion_mask, num_generations=8, **images)
+        vision_gain_ratio(signals.attention)
+
+    Args:
+        model: any transformers model with a head, also wrapped by DDP or PEFT, or patched by TRL; whole parameters.
+        vision_token_ids: placeholder tokens of images and videos. None: those of the model's configuration.
+        special_token_ids: tokens that belong to no modality, needed for attention; those of a processor are found by
+            `vgr_trl.signals.ratios.special_token_ids`.
+        share_prompts: `auto` computes each prompt once where that is exact, `on` raises where it is not, `off` never.
+        batch_size: rows that pass at a time, made whole groups where prompts are shared. None: all.
+        temperature: logits are divided by it; above 0.
+        similarity_layer: hidden states that are compared, as `SimilarityProbe` takes it.
+        similarity_over: how they are compared, likewise.
+
+    Raises:
+        ConfigError: an argument is not accepted.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        vision_token_ids: Sequence[int] | None = None,
+        special_token_ids: Sequence[int] | None = None,
+        share_prompts: str = "auto",
+        batch_size: int | None = None,
+        temperature: float = 1.0,
+        similarity_layer: int = -1,
+        similarity_over: str = "max",
+    ) -> None:
+        if share_prompts not in ("auto", "on", "off"):
+            raise ConfigError(f"share_prompts is {share_prompts!r}: give auto, on or off.")
+        self.model, self.causal = model, causal_model(model)
+        if has_sharded_parameters(model):
+            raise ConfigError("The parameters of the model are sharded: score in DAPOTrainer, or gather them before.")
+        if (adapter := why_adapter_reads_whole_rows(model)) is not None:
+            raise ConfigError(f"The model has an adapter of the type {adapter}: use another type.")
+        self.vision_token_ids, self.special_token_ids = vision_token_ids, special_token_ids
+        self.share_prompts, self.batch_size, self.temperature = share_prompts, batch_size, temperature
+        self.similarity_layer, self.similarity_over = similarity_layer, similarity_over
+
+    def score(
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+        *,
+        num_generations: int = 1,
+        attention: bool = True,
+        similarity: bool = False,
+        regions: Tensor | None = None,
+        num_images: Sequence[int] | None = None,
+        num_tiles: Sequence[int] | None = None,
+        **image_inputs: Tensor,
+    ) -> RolloutSignals:
+        """Return the signals of N completions of T tokens.
+
+        Args:
+            prompt_ids: (N, P), padded on the left; the G completions of a prompt stand together.
+            prompt_mask: (N, P), 0 for padding.
+            completion_ids: (N, T), padded on the right.
+            completion_mask: (N, T), 1 for the tokens of a completion, 0 for the padding behind them, or for all tokens
+                of a completion that is left out.
+            num_generations: G.
+            attention: measure attention mass.
+            similarity: measure the similarity of hidden states to the image.
+            regions: (N, P) bool, vision tokens whose attention is measured apart; None: none.
+            num_images: (N,) images of each row, where rows pass in chunks. None: as many as its tokens are worth.
+            num_tiles: (N,) entries of `pixel_values` of each row, where images are cut into tiles and `num_images` is
+                given.
+            image_inputs: what the processor returns beside the tokens for the N rows; token types are (N, P), or
+                (N, P + T), which are taken as they are: for PaliGemma they are 1 in completions (TRL pads with 0, under
+                which a completion sees its own future; `DAPOTrainer` corrects that).
+
+        Returns:
+            Log-probabilities and entropies (0 where the mask is), the attention mass and the similarity.
+
+        Raises:
+            DataError: the shapes do not fit together, or images cannot be assigned to the rows of a chunk.
+            ConfigError: attention is wanted and cannot be measured, or `share_prompts` is `on` and prompts cannot be
+                shared.
+        """
+        if not bool(prompt_mask[:, -1].all()):
+            raise DataError("A prompt ends with padding: pad prompts on the left, so that completions follow them.")
+        if bool((completion_mask[:, 1:] > completion_mask[:, :-1]).any()):
+            raise DataError("completion_mask has a 0 before a 1: give 1 for every token of a completion.")
+        count, length = completion_ids.shape
+        device = self.causal.get_input_embeddings().weight.device
+        given = {name: value.to(device) for name, value in image_inputs.items() if value is not None}
+        ids = torch.cat([prompt_ids, completion_ids], dim=1).to(device)  # (N, P + T)
+        batch: dict[str, Any] = {
+            **{name: value for name, value in given.items() if name not in TOKEN_TYPES},
+            **extend_token_types(given, self.causal.config, prompt_ids.size(1) + length),
+            "input_ids": ids,
+            "attention_mask": torch.cat([prompt_mask, completion_mask], dim=1).to(device),
+            "logits_to_keep": length,
+            "num_images": num_images,
+            "num_tiles": num_tiles,
+        }
+        step = count if self.batch_size is None else self.batch_size
+        if step < count and self.share_prompts != "off":
+            step = whole_groups(step, num_generations)
+        if step < count and num_images is None and "pixel_values" in given:
+            is_image = is_image_token(ids, self.causal.config) & batch["attention_mask"].bool()  # (N, P + T)
+            batch |= counts_by_tokens(image_inputs_of(given), is_image)
+        want = Want(entropies=True, attention=self._attention_plan(attention, similarity, regions))
+        shared = nullcontext(SharingReport()) if self.share_prompts == "off" else share_prompts(self.model, length)
+        with _evaluating(self.model), shared as report:
+            scores = score(self.causal, batch, want, rows_per_pass=step, temperature=self.temperature)
+        reasons = report.plain.keys() - {"no prompt occurs twice"}
+        if self.share_prompts == "on" and reasons:
+            raise ConfigError(f"share_prompts is on, but prompts could not be shared: {min(reasons)}; use auto or off.")
+        measured = ("logps", "entropies", "mask", "attention", "similarity")
+        return RolloutSignals(**{name: getattr(scores, name) for name in measured})
+
+    def _attention_plan(self, attention: bool, similarity: bool, regions: Tensor | None) -> AttentionPlan | None:
+        if not (attention or similarity):
+            return None
+        vision = self.vision_token_ids if self.vision_token_ids is not None else vision_token_ids(self.causal)
+        if not vision or (attention and self.special_token_ids is None):
+            raise ConfigError("Give vision_token_ids, for attention special_token_ids too, or attention=False.")
+        similar = (self.similarity_layer, self.similarity_over) if similarity else None
+        return AttentionPlan(vision, self.special_token_ids or (), mass=attention, region=regions, similarity=similar)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout and gradient checkpointing off for the duration."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
