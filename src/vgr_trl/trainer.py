@@ -57,6 +57,7 @@ from vgr_trl.patches.trl import (
     warn_of_lost_table,
 )
 from vgr_trl.patches.vllm import AFTER_IMAGES, forget_with_new_weights, plan_vllm_images
+from vgr_trl.prepare import check_data, prepare_trainer
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
@@ -81,7 +82,6 @@ from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
 from vgr_trl.training_pass import shuffle_rows, training_pass
 from vgr_trl.utils import ConfigError, RewardError, check_release, initialise_loader, patched_attribute
-from vgr_trl.validate.data import check_data, prepare_trainer
 from vgr_trl.validate.features import (
     announce,
     data_has_images,

@@ -56,6 +56,7 @@ from vgr_trl.data.read_row import FLAGS
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.options import changed_options
 from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo
+from vgr_trl.prepare import reads_boxes
 from vgr_trl.reporting.markdown import format_duration, print_record, progress_lines
 from vgr_trl.reporting.recorder import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import read_run, refuse_unwritable
@@ -64,7 +65,6 @@ from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
 from vgr_trl.tools import load_environment
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.utils import CollapseError, ConfigError, DataError, MissingSplitError, describe_features, write_atomic
-from vgr_trl.validate.data import reads_boxes
 
 RUN_FILE = "run.json"
 METRICS = "metrics.json"
