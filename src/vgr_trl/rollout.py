@@ -21,7 +21,7 @@ from vgr_trl.rows import Placement, Prompts, Turns
 from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal, RolloutSignals
 from vgr_trl.signals.scoring import Scores, Want
-from vgr_trl.utils import DataError, Feature
+from vgr_trl.utils import DataError
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Measurement:
 
 
 if TYPE_CHECKING:
+    from vgr_trl.run_facts import Features
 
     class ConstructedTrainer(GRPOTrainer):
         """For annotations: a constructed trainer of TRL with the attributes and methods that `DAPOTrainer` adds."""
@@ -93,7 +94,7 @@ if TYPE_CHECKING:
 
         # Planned before the first generation; types that depend on this class are Any.
         measurement: Measurement
-        features: dict[str, Feature]
+        features: Features
         reward_schedule: Any
         passes: Any
         rows_per_pass: Any

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -66,11 +66,6 @@ class Feature:
 
     def __str__(self) -> str:
         return "on" if self.reason is None else f"off ({self.reason})"
-
-
-def describe_features(features: Mapping[str, Feature]) -> str:
-    """Return which features are on, and why the others are off, on one line."""
-    return "; ".join(f"{name}: {feature}" for name, feature in features.items())
 
 
 class VGRError(Exception):

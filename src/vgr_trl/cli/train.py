@@ -64,7 +64,7 @@ from vgr_trl.rewards.functions import ATTENTION_REWARDS
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
 from vgr_trl.tools import load_environment
 from vgr_trl.trainer import DAPOTrainer
-from vgr_trl.utils import CollapseError, ConfigError, DataError, MissingSplitError, describe_features, write_atomic
+from vgr_trl.utils import CollapseError, ConfigError, DataError, MissingSplitError, write_atomic
 
 RUN_FILE = "run.json"
 METRICS = "metrics.json"
@@ -354,7 +354,7 @@ def describe_run(
     if switched_on:
         rows.append(("changed", _format_options(args, switched_on)))
     if verbose:
-        rows += [("passes", describe_features(trainer.features)), ("images", str(trainer.vision_cache))]
+        rows += [("passes", str(trainer.features)), ("images", str(trainer.vision_cache))]
         rows += [("without effect", f"{_format_options(args, [name])}: {why}") for name, why in idle.items()]
     if checkpoint is None and needs_record_before_training(trainer):
         before = args.eval_batch_size * trainer.accelerator.num_processes
