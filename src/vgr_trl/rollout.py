@@ -23,6 +23,9 @@ from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal, RolloutSignals
 from vgr_trl.signals.scoring import Scores, Want
 from vgr_trl.utils import DataError
 
+if TYPE_CHECKING:
+    from vgr_trl.run_facts import Features
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -77,41 +80,40 @@ class Measurement:
         return (*of_attention, *answers, *(signal.name for signal in self.named if not signal.is_late))
 
 
-if TYPE_CHECKING:
-    from vgr_trl.run_facts import Features
+class ConstructedTrainer(GRPOTrainer):
+    """TRL's trainer with the attributes and methods that `DAPOTrainer` adds, for functions that take a trainer."""
 
-    class ConstructedTrainer(GRPOTrainer):
-        """For annotations: a constructed trainer of TRL with the attributes and methods that `DAPOTrainer` adds."""
+    args: DAPOConfig
+    model: PreTrainedModel
+    train_dataset: Dataset | IterableDataset
+    num_generations: int
+    num_generations_eval: int
+    pad_to_multiple_of: int | None
+    _logs: dict[str, Any]
+    _buffered_inputs: Any
 
-        args: DAPOConfig
-        model: PreTrainedModel
-        train_dataset: Dataset | IterableDataset
-        num_generations: int
-        num_generations_eval: int
-        pad_to_multiple_of: int | None
-        _logs: dict[str, Any]
-        _buffered_inputs: Any
+    # Planned before the first generation; types that depend on this class are Any.
+    measurement: Measurement
+    features: "Features"
+    reward_schedule: Any
+    passes: Any
+    rows_per_pass: Any
+    vision_cache: VisionCache
+    shared_passes: SharedPasses
+    dummy_image: Any
+    vllm_images: Any
+    idle_options: dict[str, str]
+    # Kept from step to step.
+    clock: StageClock
+    step_metrics: Any
+    zero_variance_streak: Any
+    replay: Any
+    further_prompts: Any
+    kl: Any
+    critic: Any
+    pixels_unchecked: bool
 
-        # Planned before the first generation; types that depend on this class are Any.
-        measurement: Measurement
-        features: Features
-        reward_schedule: Any
-        passes: Any
-        rows_per_pass: Any
-        vision_cache: VisionCache
-        shared_passes: SharedPasses
-        dummy_image: Any
-        vllm_images: Any
-        idle_options: dict[str, str]
-        # Kept from step to step.
-        clock: StageClock
-        step_metrics: Any
-        zero_variance_streak: Any
-        replay: Any
-        further_prompts: Any
-        kl: Any
-        critic: Any
-        pixels_unchecked: bool
+    if TYPE_CHECKING:
 
         @property
         def mode(self) -> str: ...
@@ -127,9 +129,6 @@ if TYPE_CHECKING:
         def tokenize(self, prompts: list[Any]) -> Prompts: ...
         def greedy_rewards(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor: ...
         def answer(self, rows: list[dict[str, Any]], conversations: list[Any]) -> list[str]: ...
-
-else:
-    ConstructedTrainer = GRPOTrainer
 
 
 @dataclass
