@@ -1,6 +1,5 @@
 """A feature of a run that is on, or off with a reason; prompt sharing and the trainer both report them."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -20,8 +19,3 @@ class Feature:
 
     def __str__(self) -> str:
         return "on" if self.reason is None else f"off ({self.reason})"
-
-
-def describe_features(features: Mapping[str, Feature]) -> str:
-    """Return which features are on, and why the others are off, on one line."""
-    return "; ".join(f"{name}: {feature}" for name, feature in features.items())

@@ -15,7 +15,6 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
 from vgr_trl.errors import DataError
-from vgr_trl.feature import Feature
 from vgr_trl.metrics.stage_clock import StageClock
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rows import Placement
@@ -26,6 +25,9 @@ from vgr_trl.signals.named import NamedSignal
 from vgr_trl.signals.rollout_signals import RolloutSignals
 from vgr_trl.signals.scoring import Scores, Want
 from vgr_trl.vision.feature_cache import VisionCache
+
+if TYPE_CHECKING:
+    from vgr_trl.run_facts import Features
 
 
 @dataclass(frozen=True)
@@ -81,40 +83,40 @@ class Measurement:
         return (*of_attention, *answers, *(signal.name for signal in self.named if not signal.is_late))
 
 
-if TYPE_CHECKING:
+class ConstructedTrainer(GRPOTrainer):
+    """TRL's trainer with the attributes and methods that `DAPOTrainer` adds, for functions that take a trainer."""
 
-    class ConstructedTrainer(GRPOTrainer):
-        """For annotations: a constructed trainer of TRL with the attributes and methods that `DAPOTrainer` adds."""
+    args: DAPOConfig
+    model: PreTrainedModel
+    train_dataset: Dataset | IterableDataset
+    num_generations: int
+    num_generations_eval: int
+    pad_to_multiple_of: int | None
+    _logs: dict[str, Any]
+    _buffered_inputs: Any
 
-        args: DAPOConfig
-        model: PreTrainedModel
-        train_dataset: Dataset | IterableDataset
-        num_generations: int
-        num_generations_eval: int
-        pad_to_multiple_of: int | None
-        _logs: dict[str, Any]
-        _buffered_inputs: Any
+    # Planned before the first generation; types that depend on this class are Any.
+    measurement: Measurement
+    features: "Features"
+    reward_schedule: Any
+    passes: Any
+    rows_per_pass: Any
+    vision_cache: VisionCache
+    shared_passes: SharedPasses
+    dummy_image: Any
+    vllm_images: Any
+    idle_options: dict[str, str]
+    # Kept from step to step.
+    clock: StageClock
+    step_metrics: Any
+    zero_variance_streak: Any
+    replay: Any
+    further_prompts: Any
+    kl: Any
+    critic: Any
+    pixels_unchecked: bool
 
-        # Planned before the first generation; types that depend on this class are Any.
-        measurement: Measurement
-        features: dict[str, Feature]
-        reward_schedule: Any
-        passes: Any
-        rows_per_pass: Any
-        vision_cache: VisionCache
-        shared_passes: SharedPasses
-        dummy_image: Any
-        vllm_images: Any
-        idle_options: dict[str, str]
-        # Kept from step to step.
-        clock: StageClock
-        step_metrics: Any
-        zero_variance_streak: Any
-        replay: Any
-        further_prompts: Any
-        kl: Any
-        critic: Any
-        pixels_unchecked: bool
+    if TYPE_CHECKING:
 
         @property
         def mode(self) -> str: ...
@@ -130,9 +132,6 @@ if TYPE_CHECKING:
         def tokenize(self, prompts: list[Any]) -> Prompts: ...
         def greedy_rewards(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor: ...
         def answer(self, rows: list[dict[str, Any]], conversations: list[Any]) -> list[str]: ...
-
-else:
-    ConstructedTrainer = GRPOTrainer
 
 
 @dataclass

@@ -55,6 +55,7 @@ from vgr_trl.patches.trl import (
 from vgr_trl.patches.vllm import AFTER_IMAGES, forget_with_new_weights, plan_vllm_images
 from vgr_trl.patching import keep_random_state, patched_attribute
 from vgr_trl.pixel_check import check_pixel_use
+from vgr_trl.prepare import check_data, prepare_trainer
 from vgr_trl.processes import initialise_loader
 from vgr_trl.releases import check_release
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
@@ -70,6 +71,7 @@ from vgr_trl.rollout import (
     normalise_image_columns,
     refuse_files_in_prompts,
 )
+from vgr_trl.run_facts import RunFacts, read_facts
 from vgr_trl.sample import measure_sample
 from vgr_trl.sampling.dynamic_sampling import FurtherPrompts
 from vgr_trl.sampling.replay import Replay
@@ -82,16 +84,13 @@ from vgr_trl.signals.columns import SINGLE_COLUMNS
 from vgr_trl.signals.rollout_signals import build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
 from vgr_trl.tool_turns import TURN_COLUMNS, collect_turns, count_turns, guarded
-from vgr_trl.validate.data import check_data, prepare_trainer
 from vgr_trl.validate.features import (
     announce,
-    data_has_images,
-    is_sharded,
     plan_dummy_image,
     plan_features,
-    plan_measurement,
     plan_vision,
 )
+from vgr_trl.validate.measurement import plan_measurement
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
 from vgr_trl.views.noise import record_noise
 from vgr_trl.views.perturbed_pass import score_perturbed
@@ -123,7 +122,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     Attributes:
         measurement: what is measured of rollouts.
-        features: where prompts are computed once and what training passes leave out, or why not, by name.
+        features: where prompts are computed once and what training passes skip, or why not.
         replay, further_prompts, critic: None where they are off.
         kl: the KL to the reference, and the coefficient that follows it.
         termination: whether SIGTERM `stopped` the training, at the end of whose step a checkpoint was saved.
@@ -156,42 +155,41 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         self.beta = args.beta
         self._video_pad_token_id = None  # with tools TRL 1.16 marks it as of a video, and no row or tool has one
         prepare_trainer(self, options.get("peft_config"))
+        facts = read_facts(self)
         self.clock, self.step_metrics = StageClock(), StepMetrics(args, self.accelerator)
-        self.measurement = plan_measurement(self)
+        self.measurement = plan_measurement(facts)
         check_data(self, [*self.measurement.columns, *(TURN_COLUMNS if self.tools else ())])
-        self._plan_passes()
+        self._plan_passes(facts)
         self._add_state()
         self._add_callbacks()
-        self.idle_options = find_idle_options(self)
-        announce(self)
+        self.idle_options = find_idle_options(facts, self.measurement.needed, self.reward_schedule.changes)
+        announce(self, facts)
 
-    def _plan_passes(self) -> None:
+    def _plan_passes(self, facts: RunFacts) -> None:
         """Plan prompt sharing, skipping and vision caching."""
-        has_images = data_has_images(self)
-        sharded = is_sharded(self)
-        refuse_unfit_options(self, sharded, has_images)
-        self.dummy_image = plan_dummy_image(self, has_images)
-        self.features = plan_features(self)
+        refuse_unfit_options(facts, self.measurement.views)
+        self.dummy_image = plan_dummy_image(facts, self.accelerator)
+        self.features = plan_features(facts, self.measurement.needed, self.dummy_image)
         self.rows_per_pass = join_micro_batches(self)
-        self.vision_cache = plan_vision(self, has_images)
+        self.vision_cache = plan_vision(facts)
         for model in () if self.args.torch_compile else filter(None, (self.model, self.ref_model)):
             join_windows(model)
         self.shared_passes = SharedPasses(
             self._all_agree,
-            sharded=sharded,
+            sharded=facts.is_sharded,
             in_order=bool(self.is_deepspeed_enabled),
             evens_images=self.dummy_image is not None,
         )
-        if self.features["share_over_micro_batches"].enabled:
+        if self.features.share_over_micro_batches.enabled:
             self.shared_passes.lending = Lending(base_of(causal_model(self.model)))
         self.passes = ForwardPasses(self.features, self.vision_cache, self.shared_passes, self.dummy_image)
-        self.vllm_images = plan_vllm_images(self, has_images)
+        self.vllm_images = plan_vllm_images(self, facts.has_images)
+        self.pixels_unchecked = facts.args.check_pixels and facts.is_vlm and facts.has_images
         forget_with_new_weights(self)
 
     def _add_state(self) -> None:
         """Create the state that is kept across steps and saved in checkpoints."""
         args = self.args
-        self.pixels_unchecked = args.check_pixels and self._is_vlm and data_has_images(self)
         self.has_reward_files = any(isinstance(reward, ScoredFile) for reward in self.reward_funcs)
         self.zero_variance_streak = ZeroVarianceStreak(args)
         self.replay = Replay(self) if args.replay_buffer_size > 0 else None
@@ -434,7 +432,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         if torch.is_grad_enabled() or self._pass is not None:
             return training_pass(self, model, plain, inputs, batch_size, self._pass)
         is_policy = model is self.model and policy_is_active(model)
-        if is_policy and rollout is not None and self.features["reuse_first_pass"].enabled and self.model.training:
+        if is_policy and rollout is not None and self.features.reuse_first_pass.enabled and self.model.training:
             # The first training pass gives them.
             return torch.full((len(input_ids), logits_to_keep), torch.nan, device=input_ids.device), None, None
         entropies = bool(inputs.pop("compute_entropy", False))
@@ -535,7 +533,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         length = inputs["logits_to_keep"]
         rows = rows_per_pass(
             self.rows_per_pass.given if trains else args.per_device_eval_batch_size,
-            self.completions_per_prompt if self.features["share_scoring"].enabled else None,
+            self.completions_per_prompt if self.features.share_scoring.enabled else None,
             most_tokens=args.max_tokens_per_micro_batch,
             columns=(inputs["input_ids"].size(1), length),
             gather=self.accelerator.gather,

@@ -38,7 +38,7 @@ def test_steps_of_every_loss(loss, vision, image_rows, tmp_path):
     stock, ours = stock_and_ours(vision, image_rows, options(tmp_path, **LOSSES[loss], **TWICE))
     assert_equal_steps(vision, stock, ours)
     assert ours.places["scoring"].prompts_per_row == 1 / 4
-    assert ours.features["regroup"].enabled == (loss != "bnpo")
+    assert ours.features.regroup.enabled == (loss != "bnpo")
     assert ours.places["training"].prompts_per_row == 1 / 4
     assert not ours.places["training"].plain
     assert logged(ours, "sharing/prompts_per_row") == [1 / 4] * 3
@@ -73,8 +73,8 @@ if KEEPS_LESS:
 def test_steps_with_other_options(case, vision, image_rows, tmp_path):
     stock, ours = stock_and_ours(vision, image_rows, options(tmp_path, **CASES[case]), skip_zero_advantage="off")
     assert_equal_steps(vision, stock, ours)
-    assert ours.features["regroup"].enabled == (case not in NOT_REGROUPED)
-    if ours.features["regroup"].enabled:
+    assert ours.features.regroup.enabled == (case not in NOT_REGROUPED)
+    if ours.features.regroup.enabled:
         assert ours.places["training"].prompts_per_row == 1 / 4
         assert not ours.places["training"].plain
 
@@ -110,7 +110,7 @@ def test_passes_are_shared_whatever_wrote_the_completions(vision, image_rows, tm
     in_place_of_vllm(monkeypatch, lengths=(4, 9))
     stock, ours = stock_and_ours(vision, image_rows, options(tmp_path, use_vllm=True))
     assert_same_steps(vision[0], ours, stock)
-    assert str(ours.features["share_generation"]) == "off (vLLM shares prompts itself)"
+    assert str(ours.features.share_generation) == "off (vLLM shares prompts itself)"
     assert ours.places["generation"].rows == 0
     assert ours.places["scoring"].prompts_per_row == ours.places["training"].prompts_per_row == 1 / 4
     ratios = [entry["sampling/importance_sampling_ratio/mean"] for entry in ours.state.log_history[:-1]]

@@ -9,7 +9,6 @@ from support.models.families import FAMILIES, OTHERS, build, make_batch
 from support.models.flash_on_cpu import as_flash, with_kernels
 from support.steps import DAPO, LOSSES, ROUNDING, STOCK, assert_same_steps, options, trained
 
-from vgr_trl.feature import describe_features
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.prefix_forward import why_not_pack
@@ -61,7 +60,7 @@ def test_steps_are_those_of_trl(loss, vision, image_rows, tmp_path, packed):
     assert not packed
     flash = as_flash(copy.deepcopy(model))
     ours = trained(DAPO, flash, processor, image_rows, settings)
-    assert "pack_completions: on" in describe_features(ours.features)
+    assert "pack_completions: on" in str(ours.features)
     assert_same_steps(model, ours, stock)
     assert any(queries != keys and len(set(queries)) > 1 for queries, keys in packed)
 

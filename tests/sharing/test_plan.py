@@ -12,10 +12,11 @@ from support.steps import DAPO, build_trainer, options
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.run_facts import read_facts
 from vgr_trl.sharing import model_support
 from vgr_trl.sharing.model_support import NEEDS_REENTRANT
 from vgr_trl.sharing.shared_generate import why_not_static
-from vgr_trl.validate.features import is_sharded, plan_features, warn_of_slow_generation
+from vgr_trl.validate.features import plan_features, warn_of_slow_generation
 
 ROWS = Dataset.from_dict({"prompt": ["red blue green teal " * 6] * 8})
 
@@ -32,8 +33,8 @@ def make(text_tokenizer, tmp_path):
 @pytest.mark.parametrize(("mode", "regroup"), [("auto", "off (the loss bnpo divides by"), ("on", "on")])
 def test_a_loss_that_divides_by_the_micro_batch_keeps_its_order_by_default(mode, regroup, make):
     features = make(loss_type="bnpo", share_prompts=mode).features
-    assert features["share_training"].enabled
-    assert str(features["regroup"]).startswith(regroup)
+    assert features.share_training.enabled
+    assert str(features.regroup).startswith(regroup)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +67,11 @@ def test_launches(launch, expected, make, monkeypatch):
     if launch.get("reentrant"):
         checkpointed(trainer.model.train(), {"use_reentrant": True})
         trainer.model.model.embed_tokens.requires_grad_(False)
-    features = plan_features(trainer)
-    assert tuple(str(features[f"share_{stage}"]) for stage in ("generation", "scoring", "training")) == expected
-    assert features["regroup"].enabled == (expected[2] == "on")
-    assert is_sharded(trainer) == (zero == 3 or fsdp is not None)
+    facts = read_facts(trainer)
+    features = plan_features(facts, trainer.measurement.needed, trainer.dummy_image)
+    assert tuple(map(str, features.sharing.values())) == expected
+    assert features.regroup.enabled == (expected[2] == "on")
+    assert facts.is_sharded == (zero == 3 or fsdp is not None)
 
 
 @pytest.mark.parametrize(("coefficient", "training"), [(None, "off (the load-balancing loss"), (0.0, "on")])
@@ -77,8 +79,8 @@ def test_the_load_balancing_loss_of_experts(coefficient, training, make):
     body = dict(build_model("qwen3").config.to_dict(), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{key: body[key] for key in body if key != "model_type"}))
     features = make(model, router_aux_loss_coef=coefficient).features
-    assert str(features["share_training"]).startswith(training)
-    assert features["share_scoring"].enabled
+    assert str(features.share_training).startswith(training)
+    assert features.share_scoring.enabled
 
 
 @pytest.mark.parametrize(("lora", "attention"), [(0.1, 0.0), (0.0, 0.1), (0.0, 0.0)])

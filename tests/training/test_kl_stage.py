@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from support.trainers import begin, emitted, logged, scored_passes, weights
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.loss import PENALTY, FullKL
+from vgr_trl.run_facts import read_facts
 from vgr_trl.scoring_inputs import valid_tokens
 from vgr_trl.validate.options import refuse_unfit_options
 
@@ -109,7 +111,8 @@ def test_over_all_words_the_heads_must_be_whole_and_those_of_the_start(make, tex
     with pytest.raises(ConfigError, match="kl_penalty is full with an adapter that trains the model's head"):
         FullKL(model, None, 1.0)
     trainer = make(kl_coef=0.5, kl_penalty="full")
+    sharded = replace(read_facts(trainer), zero_stage=3)
     with pytest.raises(ConfigError, match="kl_penalty is full with ZeRO-3"):
-        refuse_unfit_options(trainer, sharded=True, has_images=True)
+        refuse_unfit_options(sharded, ())
     trainer.args.kl_penalty = "low_var_kl"
-    refuse_unfit_options(trainer, sharded=True, has_images=True)
+    refuse_unfit_options(sharded, ())

@@ -56,9 +56,9 @@ from vgr_trl.data.prompts import PromptTemplate
 from vgr_trl.data.read_row import FLAGS
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.errors import CollapseError, ConfigError, DataError, MissingSplitError
-from vgr_trl.feature import describe_features
 from vgr_trl.options import changed_options
 from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo
+from vgr_trl.prepare import reads_boxes
 from vgr_trl.reporting.markdown import format_duration, print_record, progress_lines
 from vgr_trl.reporting.recorder import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import read_run, refuse_unwritable
@@ -66,7 +66,6 @@ from vgr_trl.rewards.functions import ATTENTION_REWARDS
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
 from vgr_trl.tools import load_environment
 from vgr_trl.trainer import DAPOTrainer
-from vgr_trl.validate.data import reads_boxes
 
 RUN_FILE = "run.json"
 METRICS = "metrics.json"
@@ -356,7 +355,7 @@ def describe_run(
     if switched_on:
         rows.append(("changed", _format_options(args, switched_on)))
     if verbose:
-        rows += [("passes", describe_features(trainer.features)), ("images", str(trainer.vision_cache))]
+        rows += [("passes", str(trainer.features)), ("images", str(trainer.vision_cache))]
         rows += [("without effect", f"{_format_options(args, [name])}: {why}") for name, why in idle.items()]
     if checkpoint is None and needs_record_before_training(trainer):
         before = args.eval_batch_size * trainer.accelerator.num_processes

@@ -126,7 +126,7 @@ def join_micro_batches(trainer: ConstructedTrainer) -> RowsPerPass:
     args, group, device = trainer.args, trainer.num_generations, trainer.accelerator.device
     given, most, reason = args.per_device_train_batch_size, args.most_rows_per_pass, None
     accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
-    if (feature := trainer.features["join_micro_batches"]).reason is not None:
+    if (feature := trainer.features.join_micro_batches).reason is not None:
         reason = feature.reason
     elif most is None and device.type not in ("cpu", "cuda"):
         reason = f"the memory of {device.type} is not measured: give a number as rows_per_pass"

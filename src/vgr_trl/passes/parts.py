@@ -56,7 +56,7 @@ def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[lis
         return [[*range(count)]]
     if memory is not None:
         memory.begin_pass()
-    shares = trainer.features["share_training"].enabled
+    shares = trainer.features.share_training.enabled
     groups = find_groups(inputs["prompt_ids"], inputs["prompt_mask"]) if shares else range(count)
     mine = [
         [extent.prompt, extent.completion, extent.runs, group]

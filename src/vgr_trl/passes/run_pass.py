@@ -1,6 +1,6 @@
 """Wrap the forward passes of a run: cached image features, narrow head, shared prompts, dummy image."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from vgr_trl.errors import NotFiniteError
-from vgr_trl.feature import Feature
 from vgr_trl.passes.loss_mask import score_only_tokens
+from vgr_trl.run_facts import Features
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.shared_passes import SharedPasses, whole_groups
 from vgr_trl.vision.dummy_image import DummyImage
@@ -21,13 +21,13 @@ class ForwardPasses:
     """Wraps the forward passes of a run, in this order: image features, the narrow head, shared prompts, a dummy image.
 
     Attributes:
-        features: what is shared and skipped, by name.
+        features: what passes share and skip.
         vision_cache: keeps image features.
         shared: shares prompts.
         dummy_image: lets a process without images run the vision tower; None: not needed.
     """
 
-    features: Mapping[str, Feature]
+    features: Features
     vision_cache: VisionCache
     shared: SharedPasses
     dummy_image: DummyImage | None
@@ -60,7 +60,7 @@ class ForwardPasses:
             self.vision_cache.around(model, counts=counts),
             nullcontext() if generates or trains or headless else score_only_tokens(causal, base, None),
             self.shared.around(
-                self.features[f"share_{stage}"], model, completion_length, packs=packs, counts=counts, again=again
+                self.features.sharing[stage], model, completion_length, packs=packs, counts=counts, again=again
             ),
             nullcontext() if self.dummy_image is None else self.dummy_image.around(model, generates),
         ):

@@ -65,13 +65,13 @@ def training_pass(
         with trainer.passes.around(model, inputs["logits_to_keep"], counts=trainer.model.training):
             return plain(model, **inputs, batch_size=batch_size)
     loss_mask = _loss_mask(trainer, passed.inputs)
-    runs_images = not features["skip_images"].enabled and inputs.get("pixel_values") is not None
+    runs_images = not features.skip_images.enabled and inputs.get("pixel_values") is not None
     if not runs_images and not loss_mask.any() and _may_run_nothing(trainer):
         return _score_nothing(passed, loss_mask)
     images = _returned_images(trainer, model, inputs)
     window = _window(trainer, model, loss_mask, inputs, images)
     runs = loss_mask if images is None else loss_mask | images
-    cut = runs if features["skip_padding"].enabled else None
+    cut = runs if features.skip_padding.enabled else None
     try:
         part = trim_inputs(inputs, window, cut)
     except DataError:  # whose pixels belong to which row is not known: none is left out
@@ -80,13 +80,13 @@ def training_pass(
     passed.loss_mask, passed.rows_run = loss_mask, len(window.rows)
     causal = causal_model(model)
     head = score_only_tokens(causal, base_of(causal), loss_mask[window.rows, : window.completion])
-    packs = features["pack_completions"].enabled
+    packs = features.pack_completions.enabled
     if trainer.dummy_image is not None:
         trainer.dummy_image.stands_in = has_images(inputs) and not has_images(part)
     head_values = None if trainer.critic is None else trainer.critic.head
     keeps_hidden = trainer.kl.full is not None or head_values is not None
     with ExitStack() as stack:
-        if features["skip_head"].enabled:
+        if features.skip_head.enabled:
             stack.enter_context(head)
         again = passed.inputs.get(READ_AGAIN)  # None: no plan of micro-batches
         again = again and [again[row] and window.images for row in window.rows]
@@ -113,7 +113,7 @@ def _may_run_nothing(trainer: ConstructedTrainer) -> bool:
     features, accelerator = trainer.features, trainer.accelerator
     alone = accelerator.num_processes == 1 or not is_last_micro_batch()
     whole = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    skips = features["skip_zero_advantage"].enabled and features["skip_padding"].enabled
+    skips = features.skip_zero_advantage.enabled and features.skip_padding.enabled
     reads_hidden = trainer.critic is not None or trainer.kl.full is not None
     lending = trainer.shared_passes.lending
     closes = lending is not None and lending.open and is_last_micro_batch()  # its pass runs open prompts backward
@@ -153,8 +153,8 @@ def _window(
 ) -> Window:
     """The smallest part of a micro-batch that has all tokens with loss, and `images`."""
     features, completion, multiple = trainer.features, inputs["logits_to_keep"], trainer.pad_to_multiple_of or None
-    rows, padding = features["skip_zero_advantage"].enabled, features["skip_padding"].enabled
-    runs_images = not features["skip_images"].enabled and inputs.get("pixel_values") is not None
+    rows, padding = features.skip_zero_advantage.enabled, features.skip_padding.enabled
+    runs_images = not features.skip_images.enabled and inputs.get("pixel_values") is not None
     if rows and padding and not runs_images and not loss_mask.any():
         is_image = is_image_token(inputs["input_ids"], causal_model(model).config)
         if (window := find_text(is_image, completion, multiple)) is not None:
@@ -166,13 +166,13 @@ def _window(
 
 def _loss_mask(trainer: ConstructedTrainer, batch: dict[str, Any]) -> torch.Tensor:
     """The tokens whose log-probabilities the loss reads, (N, T) bool."""
-    rows, tokens = (trainer.features[name].enabled for name in ("skip_zero_advantage", "skip_zero_advantage_tokens"))
-    return find_loss_mask(batch["advantages"], valid_tokens(batch), rows=rows, tokens=tokens)
+    rows, tokens = trainer.features.skip_zero_advantage, trainer.features.skip_zero_advantage_tokens
+    return find_loss_mask(batch["advantages"], valid_tokens(batch), rows=rows.enabled, tokens=tokens.enabled)
 
 
 def _extents(trainer: ConstructedTrainer, batch: dict[str, Any]) -> list[Extent]:
     """Return the columns of each row of a batch that run."""
-    rows, padding = trainer.features["skip_zero_advantage"].enabled, trainer.features["skip_padding"].enabled
+    rows, padding = trainer.features.skip_zero_advantage.enabled, trainer.features.skip_padding.enabled
     return extents_of(_loss_mask(trainer, batch), batch["prompt_mask"], rows=rows, padding=padding)
 
 
@@ -192,10 +192,10 @@ def shuffle_rows(trainer: ConstructedTrainer) -> Callable[[dict[str, Any]], dict
     window = args.per_device_train_batch_size * min(accumulated, generated)  # rows of a rollout in an optimizer step
 
     def arrange(batch: dict[str, Any], order: Sequence[int], groups: Sequence[int]) -> list[int]:
-        if trainer.features["group_by_length"].enabled:
+        if trainer.features.group_by_length.enabled:
             lengths = [extent.completion if extent.runs else 0 for extent in _extents(trainer, batch)]
             return group_by_length(order, groups, lengths, window)
-        return sort_by_group(order, groups) if trainer.features["regroup"].enabled else list(order)
+        return sort_by_group(order, groups) if trainer.features.regroup.enabled else list(order)
 
     def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
         config = causal_model(trainer.model).config
@@ -210,5 +210,5 @@ def shuffle_rows(trainer: ConstructedTrainer) -> Callable[[dict[str, Any]], dict
             batch[READ_AGAIN] = find_read_again(groups, runs, size, len(groups) if cuts_rollout else window)
         return batch
 
-    arranges = trainer.features["group_by_length"].enabled or trainer.features["regroup"].enabled
+    arranges = trainer.features.group_by_length.enabled or trainer.features.regroup.enabled
     return shuffle if arranges or lends else None

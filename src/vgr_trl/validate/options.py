@@ -1,6 +1,6 @@
 """Check options, rewards, model and adapter before the first generation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from inspect import signature
@@ -11,7 +11,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from packaging.version import Version
 from peft import PeftModel
-from transformers import AutoProcessor, GenerationConfig, PreTrainedModel
+from transformers import AutoProcessor, GenerationConfig, PreTrainedModel, ProcessorMixin
 from transformers.integrations import get_available_reporting_integrations as trackers
 from transformers.utils import is_torchvision_available, logging
 from trl.trainer import utils
@@ -25,7 +25,7 @@ from vgr_trl.patches.vllm import AFTER_IMAGES
 from vgr_trl.releases import naming_torchvision, release
 from vgr_trl.rewards.functions import gather_groups, needed_columns, scale_by_accuracy
 from vgr_trl.rewards.loading import RewardSchedule, is_reward_name, load_reward, replace_by_hard_negative
-from vgr_trl.rollout import ConstructedTrainer, find_completion_maker
+from vgr_trl.run_facts import RunFacts
 from vgr_trl.sampling.zero_variance import filter_index
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.token_types import TOKEN_TYPES
@@ -105,58 +105,64 @@ def refuse_differing_options(args: DAPOConfig) -> None:
 # Options that do not fit the model, the data or the launch
 
 
-def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images: bool) -> None:
-    """Raise `ConfigError` for the first option that does not fit the rewards, the model, the data or the launch."""
-    args, estimator = trainer.args, trainer.args.advantage_estimator
-    aggregation, maker = args.multi_objective_aggregation, find_completion_maker(trainer)
+def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
+    """Raise `ConfigError` for the first option that does not fit the rewards, the model, the data or the launch.
+
+    Args:
+        views: perturbations under which completions are scored.
+    """
+    args, estimator, maker = facts.args, facts.args.advantage_estimator, facts.completion_maker
+    aggregation, batching = args.multi_objective_aggregation, args.use_transformers_continuous_batching
     if aggregation != "sum_then_normalize" and (estimator != "grpo" or args.selects_groups):  # which read weighted sums
         other = "replay_buffer_size, dynamic_sampling or online_filtering"
         other = f"advantage_estimator {estimator}" if estimator != "grpo" else other
         raise ConfigError(f"multi_objective_aggregation is {aggregation} with {other}: use sum_then_normalize.")
-    if estimator == "remax" and (maker or trainer.use_vllm or trainer.use_transformers_continuous_batching):
-        other = maker or ("vLLM" if trainer.use_vllm else "continuous batching")
+    if estimator == "remax" and (maker or facts.use_vllm or batching):
+        other = maker or ("vLLM" if facts.use_vllm else "continuous batching")
         raise ConfigError(f"advantage_estimator is remax with {other}, but needs transformers to generate: use rloo.")
-    of_transformers = {} if trainer.use_vllm else args.generation_kwargs or {}
+    of_transformers = {} if facts.use_vllm else args.generation_kwargs or {}
     if unknown := [name for name in of_transformers if not hasattr(GenerationConfig(), name)]:
         raise ConfigError(f"generation_kwargs has {', '.join(unknown)}, which GenerationConfig of transformers lacks.")
     whole = dict.fromkeys(args.readers().get("shift", ()), True)
     whole |= {"kl_penalty is full": args.needs_full_kl, "critic is model": args.uses_critic and args.critic == "model"}
     for option, is_on in whole.items():
-        if sharded and is_on:
+        if facts.is_sharded and is_on:
             raise ConfigError(f"{option} with ZeRO-3 or FSDP, but it needs whole parameters: use ZeRO-2, or drop it.")
     if maker == "rollout_func" and args.selects_groups:
         raise ConfigError(f"replay_buffer_size, dynamic_sampling and online_filtering cannot be used with {maker}.")
-    if REMOVE_IMAGE in trainer.measurement.views and maker:
+    if REMOVE_IMAGE in views and maker:
         raise ConfigError(f"Images are perturbed by remove_image with {maker}, which may add images: use mask_image.")
-    if args.perturb_images == "tools" and not trainer.tools:
+    if args.perturb_images == "tools" and not facts.tools:
         raise ConfigError('perturb_images is "tools", but the run has none: give tools, or "all".')
-    shown = [tool.__name__ for tool in trainer.tools if getattr(tool, "__func__", None) in RETURN_IMAGES]
-    if trainer.use_vllm and shown:
+    shown = [tool.__name__ for tool in facts.tools if getattr(tool, "__func__", None) in RETURN_IMAGES]
+    if facts.use_vllm and shown:
         raise ConfigError(f"The tool {shown[0]} returns images, {AFTER_IMAGES}")
     cuts = (args.most_rows_per_pass or args.per_device_train_batch_size) < args.per_device_train_batch_size
     if args.max_tokens_per_micro_batch is not None or cuts:
         # The losses of parts of a micro-batch add up to its loss; those of bnpo, if they are weighed by their tokens.
-        weighs = trainer.loss_type == "bnpo" and not args.uses_critic  # whose loss does not count all of them
-        if parts := why_rows_matter(trainer, "dapo" if weighs else trainer.loss_type):
+        weighs = args.loss_type == "bnpo" and not args.uses_critic  # whose loss does not count all tokens
+        if parts := why_rows_matter(facts, "dapo" if weighs else args.loss_type):
             name = "rows_per_pass" if cuts else "max_tokens_per_micro_batch"
             raise ConfigError(f"{name} cannot be used here ({parts}): drop one.")
-    refuse_unfit_noise(trainer, has_images)
+    refuse_unfit_noise(facts)
     if args.online_filtering:
-        filter_index(args.filter_key, trainer.reward_func_names)  # raises without such a reward
+        filter_index(args.filter_key, list(facts.rewards))  # raises without such a reward
 
 
-def refuse_unfit_noise(trainer: ConstructedTrainer, has_images: bool) -> None:
+def refuse_unfit_noise(facts: RunFacts) -> None:
     """Raise `ConfigError` if `noisy_generations` does not go with the data, the model's tools or its generation."""
-    noisy, num_generations = trainer.args.noisy_generations, trainer.num_generations
-    if noisy > num_generations:
-        raise ConfigError(f"noisy_generations is {noisy} with num_generations {num_generations}: give at most that.")
+    args, noisy = facts.args, facts.args.noisy_generations
+    if noisy > (args.num_generations or 0):
+        raise ConfigError(
+            f"noisy_generations is {noisy} with num_generations {args.num_generations}: give at most that."
+        )
     reasons = {
-        "the data have no images": not has_images,
-        "rollout_func and tools generate otherwise": trainer.rollout_func or trainer.tools,
-        'attention_source "generate" would measure the noise': trainer.args.attention_source == "generate",
-        "continuous batching takes no images": trainer.use_transformers_continuous_batching,
-        "vllm_importance_sampling_correction would compare perturbed with clean images": trainer.use_vllm
-        and trainer.vllm_importance_sampling_correction,
+        "the data have no images": not facts.has_images,
+        "rollout_func and tools generate otherwise": facts.completion_maker == "rollout_func" or facts.tools,
+        'attention_source "generate" would measure the noise': args.attention_source == "generate",
+        "continuous batching takes no images": args.use_transformers_continuous_batching,
+        "vllm_importance_sampling_correction would compare perturbed with clean images": facts.use_vllm
+        and args.vllm_importance_sampling_correction,
     }
     for why, holds in reasons.items():
         if noisy and holds:
@@ -177,18 +183,21 @@ def refuse_targets_without_module(model: PeftModel) -> None:
         raise ConfigError(f"No module of {name} is named {' or '.join(missing)}, but linear modules are {names}.")
 
 
-def refuse_unfit_model(trainer: ConstructedTrainer) -> None:
-    """Raise `ConfigError` if nothing of the model is trained, or if token types and tokens are padded on two sides."""
-    model: Any = trainer.model
+def refuse_unfit_model(model: Any, processor: Any) -> None:
+    """Raise `ConfigError` if no weight is trained, or if token types and tokens are padded on two sides.
+
+    Args:
+        processor: of the model, or its tokenizer.
+    """
     # TRL copies a loaded adapter as its reference, and the copy is trainable.
     if not any(weight.requires_grad and ".ref." not in name for name, weight in model.named_parameters()):
         cure = "load the adapter with PeftModel.from_pretrained(…, is_trainable=True)"
         raise ConfigError(f"No weight of {type(model).__name__} requires a gradient: {cure}, or unfreeze the model.")
     # The processor pads its token types on the right, and TRL the prompts on the left: positions are silently wrong.
     reads_types = any(name in signature(type(causal_model(model)).forward).parameters for name in TOKEN_TYPES)
-    if trainer._is_vlm and reads_types and trainer._tokenizer.padding_side != "left":
-        processor = type(trainer.processing_class).__name__
-        raise ConfigError(f'{processor} pads on the right: load it with from_pretrained(…, padding_side="left").')
+    if reads_types and isinstance(processor, ProcessorMixin) and processor.tokenizer.padding_side != "left":
+        name = type(processor).__name__
+        raise ConfigError(f'{name} pads on the right: load it with from_pretrained(…, padding_side="left").')
 
 
 def check_head(device: torch.device, installed: str | None = None) -> None:
@@ -204,15 +213,19 @@ def check_head(device: torch.device, installed: str | None = None) -> None:
         raise UnsupportedTRLError(f'{found}: train on a GPU, or pip install "trl>=1.16".')
 
 
-def find_idle_options(trainer: ConstructedTrainer) -> dict[str, str]:
-    """Return why each option of the trainer that is not at its default has no effect, by name."""
-    needed = trainer.measurement.needed
-    facts = {
+def find_idle_options(facts: RunFacts, needed: Collection[str], changing_weights: bool) -> dict[str, str]:
+    """Return why each option of a run that is not at its default has no effect, by name.
+
+    Args:
+        needed: measurements of a rollout.
+        changing_weights: whether the reward weights change over the run.
+    """
+    present = {
         "attention": "attention" in needed,
         "similarity": "similarity" in needed,
         "blind_answers": "blind" in needed,
-        "changing_weights": trainer.reward_schedule.changes,
-        "evaluation": trainer.eval_dataset is not None,
-        "length_reward": any("overlong" in name for name in trainer.reward_func_names),
+        "changing_weights": changing_weights,
+        "evaluation": facts.evaluates,
+        "length_reward": any("overlong" in name for name in facts.rewards),
     }
-    return unused_options(trainer.args, [name for name, holds in facts.items() if not holds])
+    return unused_options(facts.args, [name for name, holds in present.items() if not holds])
