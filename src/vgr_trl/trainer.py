@@ -19,7 +19,7 @@ from vgr_trl.checkpoints import ResumableTrainer
 from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
+from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.dynamic_batching import loss_in_parts
 from vgr_trl.efficiency.vision import images_processed_once, join_windows
 from vgr_trl.forward_passes import ForwardPasses, refuse_nan, rows_per_pass

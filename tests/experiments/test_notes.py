@@ -20,8 +20,8 @@ from vgr_trl.cli.arguments import DataArguments, parse
 from vgr_trl.config import PerturbationOptions
 from vgr_trl.config_converters import convert
 from vgr_trl.credit import CreditOptions
+from vgr_trl.data.checked_rows import prepare_rows
 from vgr_trl.data.load import load_split
-from vgr_trl.data.rows import prepare_rows
 from vgr_trl.recipes import load_recipe
 
 REPOSITORY = Path(__file__).parents[2]

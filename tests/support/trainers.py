@@ -13,7 +13,7 @@ from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.rows import prepare_rows
+from vgr_trl.data.checked_rows import prepare_rows
 from vgr_trl.rows import scoring_inputs
 
 OPTIONS = {

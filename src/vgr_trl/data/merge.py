@@ -10,11 +10,11 @@ from typing import Any
 
 from datasets import Dataset, Features, List, Value
 
+from vgr_trl.data.checked_rows import MEDIA, REASON, map_rows
 from vgr_trl.data.convert import DIGESTS
 from vgr_trl.data.images import FOLDER, folder_of, image_bytes, images_of, videos_of
 from vgr_trl.data.prompts import LETTERS, texts_of
 from vgr_trl.data.read_row import undecoded
-from vgr_trl.data.rows import MEDIA, REASON, map_rows
 from vgr_trl.rewards.answers import normalise
 from vgr_trl.utils import ConfigError, DataError
 

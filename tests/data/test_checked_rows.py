@@ -18,10 +18,10 @@ from support.made_sets import corners, jsonl, loaded, picture
 
 from vgr_trl.cli.arguments import DataArguments, load_rows
 from vgr_trl.cli.data import inspect_run, make_parser
+from vgr_trl.data.checked_rows import RowOptions, prepare_rows, ready_row
 from vgr_trl.data.images import images_of
 from vgr_trl.data.lengths import SIZES
 from vgr_trl.data.prompts import special_tokens
-from vgr_trl.data.rows import RowOptions, prepare_rows, ready_row
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.utils import DataError
 
@@ -67,7 +67,7 @@ def test_a_shuffled_stream_waits_with_undecoded_images(pictures):
         return load_rows(flags, "train", needs_solution=True, limit=None, on_skipped=heard.append, shuffle_seed=seed)[0]
 
     shuffled = stream(0)
-    with patch("vgr_trl.data.rows.open_image", return_value=Image.new("RGB", (1, 1))) as opened:
+    with patch("vgr_trl.data.checked_rows.open_image", return_value=Image.new("RGB", (1, 1))) as opened:
         next(iter(shuffled))
     assert opened.call_count == 1  # the others wait
     orders = [[row["id"] for row in stream(seed)] for seed in (0, 0, 1)]
@@ -209,7 +209,7 @@ WAITS = """
 import os, time
 from pathlib import Path
 from datasets import Dataset, Features, Value
-from vgr_trl.data.rows import map_rows
+from vgr_trl.data.checked_rows import map_rows
 
 def examine(row):
     Path({folder!r}, str(os.getpid())).touch()
