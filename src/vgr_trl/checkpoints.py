@@ -9,10 +9,9 @@ and would generate again in the middle of a batch. `ResumableTrainer` saves and 
 import hashlib
 import json
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ import xxhash
 from accelerate import Accelerator, PartialState
 from accelerate.utils import send_to_device
 from datasets import Dataset, IterableDataset
+from filelock import FileLock, Timeout
 from torch import distributed, nn
 from torch.utils.data import Sampler
 from transformers import TrainerState
@@ -45,15 +45,10 @@ if TYPE_CHECKING:
 else:
     ConstructedTrainer = object  # a mixin: the KL controller's state is saved where there is no TRL, too
 
-fcntl: Any
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 logger = logging.get_logger(__name__)
 
 MANIFEST = "manifest.json"
+LOCK, LOCK_SECONDS = "_training.lock", 3.0  # the workers of a killed run take a moment to end; `_`: not for the hub
 READ_WHOLE, READ_PART = 64 * 2**20, 2**20  # bytes of a file up to which its checksum reads all, and of each end beyond
 
 
@@ -296,37 +291,29 @@ def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
 def lock_folder(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     """Lock a folder for one training. The kernel releases the lock when the process ends, also after a kill.
 
-    Without a lock: on Windows, and on file systems that have none.
+    A file system without locks is used without one.
+
+    Args:
+        folder: an existing output folder.
+        accelerator: of the run, whose main process holds the lock.
 
     Raises:
         ConfigError: another run holds the lock; on all processes.
     """
-    lock = os.open(folder, os.O_RDONLY) if accelerator.is_main_process and fcntl is not None else None
+    # Without `fallback_to_soft`: a file as the mark of a lock would outlive a killed run.
+    lock, is_free = FileLock(folder / LOCK, timeout=LOCK_SECONDS, fallback_to_soft=False), True
     try:
-        is_free = torch.tensor([lock is None or _is_locked(lock)], device=accelerator.device)
-        if not accelerator.gather(is_free).all():
+        if accelerator.is_main_process:
+            lock.acquire()
+    except Timeout:
+        is_free = False
+    except OSError:  # the file system has no locks
+        pass
+    with ExitStack() as stack:
+        stack.callback(lock.release)
+        if not accelerator.gather(torch.tensor([is_free], device=accelerator.device)).all():
             raise ConfigError(f"Another run is training in {folder}: wait until it ends, or give another output_dir.")
         yield
-    finally:
-        if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # worker processes have inherited it
-            os.close(lock)
-
-
-def _is_locked(lock: int) -> bool:
-    """Try to lock for some seconds, since the workers of a killed run take a moment to end."""
-    for _ in range(_TRIES):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(0.2)
-        except OSError:
-            return True
-    return False
-
-
-_TRIES = 15
 
 
 class ResumableTrainer(ConstructedTrainer):
