@@ -16,9 +16,10 @@ from datasets import Dataset, config
 from PIL import Image
 from support.made_sets import corners, jsonl, loaded, picture
 
+import vgr_trl
 from vgr_trl.cli.arguments import DataArguments, load_rows
 from vgr_trl.cli.data import inspect_run, make_parser
-from vgr_trl.data.checked_rows import RowOptions, prepare_rows, ready_row
+from vgr_trl.data.checked_rows import READERS, RowOptions, prepare_rows, ready_row
 from vgr_trl.data.images import images_of
 from vgr_trl.data.lengths import SIZES
 from vgr_trl.data.prompts import special_tokens
@@ -182,6 +183,18 @@ def test_a_changed_image_is_measured_again(pictures, cached):
     for size in (8, 16):
         Image.new("RGB", (size, 8)).save(pictures / "red.png")
         assert prepared(pictures)[999][SIZES] == [[size, 8]]
+
+
+def test_the_cache_depends_on_every_module_that_reads_rows():
+    """Of the modules that importing the check loads, those of `data` and `rewards` that `READERS` does not name."""
+    code = "import sys, vgr_trl.data.checked_rows; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    files = {name.removeprefix("vgr_trl.").replace(".", "/") + ".py" for name in loaded if name.startswith("vgr_trl.")}
+    root = Path(vgr_trl.__file__).parent
+    reading = {file for file in files if file.startswith(("data/", "rewards/"))}
+    known = {file.relative_to(root).as_posix() for pattern in READERS for file in root.glob(pattern)}
+    assert reading - known == {"rewards/functions.py", "rewards/loading.py"}
+    assert "trainer.py" not in known
 
 
 @pytest.mark.parametrize("damage", [
