@@ -134,8 +134,8 @@ def start(flags: argparse.Namespace, name: str = "data") -> dict[str, float]:
     """Read, check and measure all rows as `vgr-trl train` does."""
     import vgr_trl.cli.train  # noqa: F401 (its import is not counted)
     from vgr_trl.cli.arguments import DataArguments, load_processor, load_rows
+    from vgr_trl.data.checked_rows import drop_long_prompts
     from vgr_trl.data.lengths import PromptLengths
-    from vgr_trl.data.rows import drop_long_prompts
 
     processor = load_processor(str(flags.folder / "tiny" / "model"), None, False)
 
@@ -201,7 +201,7 @@ def waiting(flags: argparse.Namespace, workers: int) -> dict[str, float]:
     from torch.utils.data import DataLoader
 
     from vgr_trl.cli.arguments import DataArguments, load_rows
-    from vgr_trl.data.rows import ReadOnce
+    from vgr_trl.data.checked_rows import ReadOnce
 
     rows, _ = load_rows(
         DataArguments(dataset_path=str(flags.folder / "data")), "train", needs_solution=True, limit=None

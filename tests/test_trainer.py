@@ -94,7 +94,7 @@ def test_a_single_reward_and_no_config_are_accepted(text_model, text_tokenizer, 
 
 def test_long_prompts_are_left_out_and_counted(build, text_rows, monkeypatch):
     warnings = []
-    monkeypatch.setattr("vgr_trl.data.rows.logger.warning", warnings.append)
+    monkeypatch.setattr("vgr_trl.data.checked_rows.logger.warning", warnings.append)
     long = [{"role": "user", "content": "what colour is the shape ? " * 3}]
     rows = Dataset.from_list([{"prompt": long, "solution": "red"}, *text_rows])
     trainer = build(rows=rows, max_prompt_length=15, eval_rows=rows)

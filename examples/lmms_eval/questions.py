@@ -5,8 +5,8 @@ from typing import Any
 from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.cli.arguments import DataArguments, load_system_prompt
+from vgr_trl.data.checked_rows import RowOptions, ready_row
 from vgr_trl.data.prompts import build_prompt
-from vgr_trl.data.rows import RowOptions, ready_row
 from vgr_trl.rewards import accuracy_reward
 
 

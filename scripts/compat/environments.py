@@ -49,9 +49,9 @@ class Environment:
 
 
 OLDEST = (
-    "accelerate==1.12.0", "datasets==4.7.0", "jinja2==3.1.6", "math-verify==0.9.0", "numpy==1.26.0", "packaging==24.0",
-    "pandas==2.2.0", "peft==0.20.0", "pillow==11.0.0", "pyarrow==21.0.0", "pyyaml==6.0.1", "rich==14.0.0",
-    "safetensors==0.5.0", "tqdm==4.66.3", "transformers==5.9.0", "xxhash==3.5.0",
+    "accelerate==1.12.0", "datasets==4.7.0", "filelock==4.0.0", "jinja2==3.1.6", "math-verify==0.9.0", "numpy==1.26.0",
+    "packaging==24.0", "pandas==2.2.0", "peft==0.20.0", "pillow==11.0.0", "pyarrow==21.0.0", "pyyaml==6.0.1",
+    "rich==14.0.0", "safetensors==0.5.0", "tqdm==4.66.3", "transformers==5.9.0", "xxhash==3.5.0",
 )  # fmt: skip
 EXPERTS = "the tests compute experts one by one"
 HEAD = "TRL's fused head, a Triton kernel before 1.16, by one in torch"

@@ -1,18 +1,16 @@
-"""Checkpoints: complete or not there, which one a run is continued from, and where it goes on in its data.
+"""Save complete checkpoints, choose one to resume from, and resume at the same place in the data.
 
 The manifest names every file of a checkpoint with its size and checksum. It is written last, under a temporary name,
-and removed first. TRL draws the order of each epoch from one generator, and begins a generation batch whenever a count
-of micro-batches says so. Neither is in its checkpoints: a continued run would take the order of the first epoch again,
-and would generate again in the middle of a batch. `ResumableTrainer` saves and restores both.
+and removed first. TRL's checkpoints hold neither the data order, which comes from one generator for all epochs, nor the
+completions of an unfinished generation batch. A resumed run would repeat the order of the first epoch, and generate
+again in the middle of a batch. `ResumableTrainer` saves and restores both.
 """
 
-import hashlib
 import json
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -20,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 from accelerate import Accelerator, PartialState
-from accelerate.utils import send_to_device
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import broadcast_object_list, send_to_device
 from datasets import Dataset, IterableDataset
-from torch import distributed, nn
+from filelock import FileLock, Timeout
+from torch import nn
 from torch.utils.data import Sampler
 from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
@@ -38,34 +38,28 @@ if TYPE_CHECKING:
 else:
     ConstructedTrainer = object  # a mixin: the KL controller's state is saved where there is no TRL, too
 
-fcntl: Any
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 logger = logging.get_logger(__name__)
 
 MANIFEST = "manifest.json"
+LOCK, LOCK_SECONDS = "_training.lock", 3.0  # the workers of a killed run take a moment to end; `_`: not for the hub
 READ_WHOLE, READ_PART = 64 * 2**20, 2**20  # bytes of a file up to which its checksum reads all, and of each end beyond
 
 
 def write_manifest(folder: str | Path, num_processes: int = 1) -> None:
-    """Name every file of a checkpoint with its size and checksum, which makes the checkpoint complete.
+    """Mark a checkpoint as complete: write the size and checksum of each of its files.
 
     Call it by hand on a checkpoint of TRL that is known to be complete.
 
     Args:
-        num_processes: how many saved it.
+        folder: the checkpoint.
+        num_processes: number of processes that saved it.
     """
     folder = Path(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and MANIFEST not in path.name)
     names = {path.relative_to(folder).as_posix(): path for path in paths}
-    manifest = {
-        "num_processes": num_processes,
-        "files": {name: path.stat().st_size for name, path in names.items()},
-        "checksums": {name: checksum(path) for name, path in names.items()},
-    }
+    sizes = {name: path.stat().st_size for name, path in names.items()}
+    checksums = {name: checksum(path) for name, path in names.items()}
+    manifest = {"num_processes": num_processes, "files": sizes, "checksums": checksums}
     write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
@@ -81,7 +75,7 @@ def checksum(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return files and checksums of a checkpoint's manifest, None if it has none that can be read."""
+    """Return the files and checksums of a checkpoint's manifest, or None if the manifest is missing or unreadable."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -91,13 +85,15 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def complete_checkpoint(folder: Path, accelerator: Accelerator, writes: bool) -> Iterator[None]:
-    """Make a checkpoint folder that is written inside complete at the end, or leave it without a manifest.
+    """Write the manifest of a checkpoint once the block has saved it, and delete older checkpoints only then.
 
-    What a run that was killed while saving left there of its processes is removed first, older checkpoints only once
-    this one is complete, so that a kill in between leaves one to continue from.
+    A kill in the block leaves the folder without a manifest, and an older checkpoint to resume from. Files that
+    processes of a killed run left in the folder are removed first.
 
     Args:
-        writes: whether this process writes what processes share.
+        folder: the checkpoint.
+        accelerator: of the run; all its processes call this.
+        writes: whether this process writes the files that processes share.
 
     Raises:
         DiskFullError: naming the file that was being written.
@@ -114,7 +110,7 @@ def complete_checkpoint(folder: Path, accelerator: Accelerator, writes: bool) ->
                 write_manifest(folder, accelerator.num_processes)
 
 
-SHARE = "{}_{}_of_{}.pt"  # what a process keeps beside weights and optimizer, by kind, process and number of processes
+SHARE = "{}_{}_of_{}.pt"  # a process's state beside weights and optimizer, by kind, process and number of processes
 
 
 def save_share(state: dict[str, Any], folder: Path, process_index: int, num_processes: int, kind: str) -> None:
@@ -122,6 +118,9 @@ def save_share(state: dict[str, Any], folder: Path, process_index: int, num_proc
 
     Args:
         state: tensors, numbers, texts, lists and dictionaries.
+        folder: the checkpoint.
+        process_index: of this process.
+        num_processes: of the run.
         kind: file prefix, for example "replay".
     """
     path = folder / SHARE.format(kind, process_index, num_processes)
@@ -130,10 +129,12 @@ def save_share(state: dict[str, Any], folder: Path, process_index: int, num_proc
 
 
 def load_shares(folder: Path, kind: str, only: int | None = None) -> list[dict[str, Any]]:
-    """Return the shares in a checkpoint folder, in the order of their processes; none if none was written.
+    """Return the shares in a checkpoint folder in the order of their processes, or an empty list.
 
     Args:
-        only: the one process whose share is read.
+        folder: the checkpoint.
+        kind: file prefix, for example "replay".
+        only: index of the only process whose share is read; None: read all.
 
     Raises:
         ConfigError: some are missing or unreadable.
@@ -151,7 +152,7 @@ def load_shares(folder: Path, kind: str, only: int | None = None) -> list[dict[s
 
 
 class SavedState(ABC):
-    """State of a run beside weights and optimizer, which each process saves and any number of processes takes up.
+    """State of a run beside weights and optimizer, which each process saves and any number of processes restores.
 
     Attributes:
         kind: file prefix, for example "replay".
@@ -165,7 +166,7 @@ class SavedState(ABC):
 
     @abstractmethod
     def load_states(self, states: list[dict[str, Any]]) -> None:
-        """Continue from what all processes have saved together."""
+        """Restore the state from the dictionaries that all processes saved."""
 
     def save(self, folder: Path) -> None:
         """Write the share of this process into a checkpoint, complete or not at all."""
@@ -173,7 +174,7 @@ class SavedState(ABC):
         save_share(self.state_dict(), folder, processes.process_index, processes.num_processes, self.kind)
 
     def load(self, folder: Path) -> None:
-        """Continue from a checkpoint; start from zero, with a warning, if it has none."""
+        """Restore the state from a checkpoint, or warn that the checkpoint has no such state."""
         if states := load_shares(folder, self.kind):
             self.load_states(states)
         elif PartialState().is_main_process:
@@ -181,22 +182,22 @@ class SavedState(ABC):
 
 
 TRACES = ("trainer_state.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
-OPTIMIZERS = ("optimizer.pt", "latest", "optimizer_0", "optimizer.bin")  # of DeepSpeed and FSDP (sharded, whole) too
+OPTIMIZERS = ("optimizer.pt", "latest", "optimizer_0", "optimizer.bin")  # PyTorch, DeepSpeed, FSDP sharded and whole
 
 
 def resume_mode(value: str | bool | None) -> str | None:
-    """Return None (start at the beginning), `latest`, or a path, of what a flag, a YAML file or a caller says."""
+    """Return None (start at the beginning), `latest` or a path for the value of a flag, a YAML file or a caller."""
     if value is None or value is False or str(value).lower() in ("", "false", "none"):
         return None
     return "latest" if value is True or str(value).lower() in ("true", "latest") else str(value)
 
 
 def resolve_checkpoint(resume: str | None, output_dir: Path) -> str | None:
-    """Return the checkpoint to continue from, or None to start at the beginning; all processes call it.
+    """Return the checkpoint to resume from, or None to start at the beginning; all processes call this.
 
     Args:
         resume: as `resume_mode` returns it.
-        output_dir: where `latest` looks; with no complete checkpoint there the run starts at the beginning.
+        output_dir: folder in which `latest` looks; without a complete checkpoint the run starts at the beginning.
 
     Raises:
         ConfigError: the named checkpoint does not exist or is not complete, or `latest` would start over in the folder
@@ -204,29 +205,26 @@ def resolve_checkpoint(resume: str | None, output_dir: Path) -> str | None:
     """
     if resume is None:
         return None
-    shared = distributed.is_available() and distributed.is_initialized()
     answer: list[str | VGRError | None] = [None]
-    if not shared or distributed.get_rank() == 0:
-        try:
-            answer = [_find(resume, output_dir)]
-        except VGRError as error:
-            answer = [error]
-    if shared:  # what one process sees holds for all, so that they do not decide differently
-        distributed.broadcast_object_list(answer)
+    try:
+        if PartialState().is_main_process:
+            answer = [_find_checkpoint(resume, output_dir)]
+    except VGRError as error:
+        answer = [error]
+    broadcast_object_list(answer)  # one process decides for all, as they may see different files
     if isinstance(answer[0], VGRError):
         raise answer[0]
     return answer[0]
 
 
-def _find(resume: str, output_dir: Path) -> str | None:
+def _find_checkpoint(resume: str, output_dir: Path) -> str | None:
     if resume != "latest":
         if wrong := why_incomplete(Path(resume)):
             named = f"resume_from_checkpoint is {resume}, which is not complete ({wrong})"
             raise ConfigError(f"{named}: give another checkpoint, or latest.")
         return resume
     for checkpoint in reversed(checkpoints_of(output_dir)):
-        wrong = why_incomplete(checkpoint)
-        if wrong is None:
+        if not (wrong := why_incomplete(checkpoint)):
             return str(checkpoint)
         logger.warning(f"resume_from_checkpoint latest skips {checkpoint}, which is not complete: {wrong}.")
     if models := [name for name in TRACES if (output_dir / name).exists()]:
@@ -237,24 +235,23 @@ def _find(resume: str, output_dir: Path) -> str | None:
 
 
 def checkpoints_of(output_dir: Path) -> list[Path]:
-    """Return the checkpoints of `output_dir`, complete or not, oldest first."""
+    """Return the checkpoints in a folder, complete or not, oldest first."""
     found = [path for path in output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
 def how_to_go_on(output_dir: Path) -> str:
-    """Return in words how a run that was interrupted goes on."""
+    """Return a sentence that says how to resume an interrupted run."""
     if saved := [each for each in checkpoints_of(output_dir) if read_manifest(each) is not None]:
         return f"--resume_from_checkpoint continues from {saved[-1]}"
     return "no checkpoint was saved (see save_steps), so the same command starts over"
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
-    """Return why a run cannot be continued from `checkpoint`, None if it can."""
+    """Return why a run cannot be resumed from a checkpoint, or None if it can."""
     if not checkpoint.is_dir():
         return "it is not a folder"
-    manifest = read_manifest(checkpoint)
-    if manifest is None:
+    if (manifest := read_manifest(checkpoint)) is None:
         cure = "vgr_trl.checkpoints.write_manifest adds one to a complete checkpoint of TRL"
         return f"{MANIFEST}, which is written last, is missing or unreadable; {cure}"
     for name, size in manifest["files"].items():
@@ -271,7 +268,7 @@ def why_incomplete(checkpoint: Path) -> str | None:
 
 
 def is_finished(checkpoint: str | None, max_steps: int) -> bool:
-    """Whether there is a checkpoint that has all `max_steps` steps behind it."""
+    """Return whether a checkpoint was saved after all `max_steps` steps; False for None."""
     if checkpoint is None:
         return False
     state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
@@ -279,7 +276,7 @@ def is_finished(checkpoint: str | None, max_steps: int) -> bool:
 
 
 def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
-    """Raise `ConfigError` for a checkpoint that has all steps behind it: training would go one too far."""
+    """Raise `ConfigError` for the checkpoint of a finished run, as training would add a step."""
     if is_finished(checkpoint, max_steps):
         finished = f"The run is finished: {checkpoint} has the model after all {max_steps} steps"
         raise ConfigError(f"{finished}; raise max_steps or num_train_epochs to continue training.")
@@ -289,47 +286,39 @@ def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
 def lock_folder(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     """Lock a folder for one training. The kernel releases the lock when the process ends, also after a kill.
 
-    Without a lock: on Windows, and on file systems that have none.
+    A file system without locks is used without one.
+
+    Args:
+        folder: an existing output folder.
+        accelerator: of the run, whose main process holds the lock.
 
     Raises:
         ConfigError: another run holds the lock; on all processes.
     """
-    lock = os.open(folder, os.O_RDONLY) if accelerator.is_main_process and fcntl is not None else None
+    # Without `fallback_to_soft`: a file as the mark of a lock would outlive a killed run.
+    lock, is_free = FileLock(folder / LOCK, timeout=LOCK_SECONDS, fallback_to_soft=False), True
     try:
-        is_free = torch.tensor([lock is None or _is_locked(lock)], device=accelerator.device)
-        if not accelerator.gather(is_free).all():
+        if accelerator.is_main_process:
+            lock.acquire()
+    except Timeout:
+        is_free = False
+    except OSError:  # the file system has no locks
+        pass
+    with ExitStack() as stack:
+        stack.callback(lock.release)
+        if not accelerator.gather(torch.tensor([is_free], device=accelerator.device)).all():
             raise ConfigError(f"Another run is training in {folder}: wait until it ends, or give another output_dir.")
         yield
-    finally:
-        if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # worker processes have inherited it
-            os.close(lock)
-
-
-def _is_locked(lock: int) -> bool:
-    """Try to lock for some seconds, since the workers of a killed run take a moment to end."""
-    for _ in range(_TRIES):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(0.2)
-        except OSError:
-            return True
-    return False
-
-
-_TRIES = 15
 
 
 class ResumableTrainer(ConstructedTrainer):
     """Methods of a TRL trainer that save and load complete checkpoints.
 
     Attributes:
-        resumed: what is saved and loaded beside weights, optimizer and the place in the data: objects with
-            `save(folder)` and `load(folder)`, which every process calls.
-        termination: the callback that takes SIGTERM.
-        train_sampler: TRL's `RepeatSampler`, whose order a continued run takes up.
+        resumed: objects with `save(folder)` and `load(folder)`, which every process calls: state beside weights,
+            optimizer and the place in the data.
+        termination: the callback that handles SIGTERM.
+        train_sampler: TRL's `RepeatSampler`, whose order a resumed run restores.
     """
 
     resumed: Sequence[Any] = ()
@@ -337,10 +326,13 @@ class ResumableTrainer(ConstructedTrainer):
     train_sampler: Any = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> TrainOutput:
-        """Train; `True` and `latest` resume from the newest complete checkpoint, and an incomplete one is refused.
+        """Train, after resuming from a complete checkpoint if asked to.
 
         Args:
-            resume_from_checkpoint: None: as the option of this name says; False: start at the beginning.
+            resume_from_checkpoint: a path; True or `latest`: the newest complete checkpoint; False: start at the
+                beginning; None: the option of this name.
+            args: passed to TRL.
+            options: passed to TRL.
 
         Raises:
             ConfigError: the checkpoint is not complete, or another run is training in the folder.
@@ -349,16 +341,14 @@ class ResumableTrainer(ConstructedTrainer):
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         checkpoint = resolve_checkpoint(resume_mode(resume), Path(str(self.args.output_dir)))
         try:
-            with (
-                lock_folder(Path(str(self.args.output_dir)), self.accelerator),
-                naming_silent_process(self.args.ddp_timeout, lambda: self.state.global_step + 1),
-            ):
+            names_process = naming_silent_process(self.args.ddp_timeout, lambda: self.state.global_step + 1)
+            with lock_folder(Path(str(self.args.output_dir)), self.accelerator), names_process:
                 return super().train(checkpoint, *args, **options)
         finally:
             self.termination.restore_handler()
 
     def _get_train_sampler(self, dataset: Dataset | IterableDataset | None = None) -> Sampler[Any]:
-        """Keep TRL's sampler."""
+        """Return TRL's sampler, and keep it for the data order of a resumed run."""
         self.train_sampler = super()._get_train_sampler(dataset)
         return self.train_sampler  # type: ignore[no-any-return]
 
@@ -369,51 +359,53 @@ class ResumableTrainer(ConstructedTrainer):
             super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the random state, the further state of a run and its place in the data."""
+        """Save the random state, the state of `resumed`, and the place in the data."""
         super()._save_rng_state(output_dir)
         for part in self.resumed:
             part.save(Path(output_dir))
         save_place(self, Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the optimizer and our own state; refuse an optimizer of other weights.
+        """Load the optimizer, the state of `resumed` and the place in the data; refuse an optimizer of other weights.
 
         Raises:
             ConfigError: naming the checkpoint.
         """
         try:
             super()._load_optimizer_and_scheduler(checkpoint)
-            if not self.is_fsdp_enabled:  # which has its parts in shapes of their own
-                _check_state(getattr(self.optimizer, "optimizer", self.optimizer))
+            if not self.is_fsdp_enabled:  # whose sharded moments have other shapes than the weights
+                optimizer: Any = self.optimizer
+                _check_optimizer(optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer)
         except (AttributeError, KeyError, TypeError, ValueError, UnpicklingError) as error:
-            what = f"The optimizer or scheduler in {checkpoint} does not fit the weights that this run trains"
+            unfit = f"The optimizer or scheduler in {checkpoint} does not fit the weights that this run trains"
             cure = "continue with the model, adapter and optim that saved it, or give another checkpoint"
-            raise ConfigError(f"{what} ({error_text(error)}): {cure}.") from error
+            raise ConfigError(f"{unfit} ({error_text(error)}): {cure}.") from error
         if checkpoint is not None:
             for part in self.resumed:
                 part.load(Path(checkpoint))
             load_place(self, Path(checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the weights of a checkpoint; the parent would keep those of the start in whole models."""
-        if not self._loads_weights(resume_from_checkpoint, self.model if model is None else model):
+        """Load the weights of a checkpoint, also into a whole model, whose weights the parent would leave unchanged."""
+        if not self._load_whole_model(resume_from_checkpoint, self.model if model is None else model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        """Load the best weights; the parent would keep the last ones in whole models."""
-        if not self._loads_weights(str(self.state.best_model_checkpoint), self.model):
+        """Load the best weights, also into a whole model, whose last weights the parent would keep."""
+        if not self._load_whole_model(str(self.state.best_model_checkpoint), self.model):
             super()._load_best_model()
 
-    def _loads_weights(self, checkpoint: str, model: nn.Module) -> bool:
+    def _load_whole_model(self, checkpoint: str, model: nn.Module) -> bool:
+        """Load the weights if `model` is a whole model, and return whether it is."""
         if (target := whole_model(self, model)) is not None:
             load_weights(target, checkpoint)
         return target is not None
 
 
-def _check_state(optimizer: Any) -> None:
-    """Raise `ValueError` for the state of another optimizer, or of other weights.
+def _check_optimizer(optimizer: Any) -> None:
+    """Raise `ValueError` if the loaded state has missing options or Adam moments of the wrong shape.
 
-    PyTorch loads both. A step would end in a `KeyError`, and fused AdamW would write past the end of the averages.
+    PyTorch loads both. A step would end in a `KeyError`, and fused AdamW would write past the end of the moments.
     """
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
         if missing := sorted(optimizer.defaults.keys() - group.keys()):
@@ -427,18 +419,20 @@ def _check_state(optimizer: Any) -> None:
 def lacks_final_model_only(
     trainer: ResumableTrainer, checkpoint: str | None, max_steps: int, written_last: Path
 ) -> bool:
-    """Whether all steps are behind a checkpoint, and what is written after them is not there.
+    """Return whether a run has finished all its steps but was ended before it wrote its last file.
 
     Args:
-        trainer: constructed; with ZeRO or FSDP the answer is no, as only a training loads their checkpoints.
-        written_last: the file that a run ends with.
+        trainer: with ZeRO or FSDP the answer is no, as only training loads their checkpoints.
+        checkpoint: the newest checkpoint, or None.
+        max_steps: all steps of the run.
+        written_last: the file that a run writes last.
     """
     sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     return is_finished(checkpoint, max_steps) and not sharded and not written_last.exists()
 
 
 def load_trained(trainer: ResumableTrainer, checkpoint: str) -> None:
-    """Give the trainer weights and state of a checkpoint that has all steps behind it, or the best weights if asked."""
+    """Load the weights and state of a finished run's checkpoint, or its best weights with `load_best_model_at_end`."""
     trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
     trainer.state.is_local_process_zero = trainer.is_local_process_zero()
     trainer.state.is_world_process_zero = trainer.is_world_process_zero()
@@ -452,11 +446,11 @@ def load_trained(trainer: ResumableTrainer, checkpoint: str) -> None:
 
 GENERATION = "generation"
 ORDER = "order.json"
-COMPARED, MOST_COMPARED = ("id", "prompt", "choices", "solution"), 256  # columns and rows that tell data from others
+COMPARED, MOST_COMPARED = ("id", "prompt", "choices", "solution"), 256  # columns and rows in the data's checksum
 
 
 def save_place(trainer: ResumableTrainer, folder: Path) -> None:
-    """Write what the order depends on, and within a generation batch the completions still to be trained on."""
+    """Save the data order, and within a generation batch the rollout buffer."""
     from trl.trainer.utils import unsplit_pixel_values_by_grid
 
     every, accelerator = _generates_every(trainer), trainer.accelerator
@@ -472,10 +466,10 @@ def save_place(trainer: ResumableTrainer, folder: Path) -> None:
 
 
 def load_place(trainer: ResumableTrainer, folder: Path) -> None:
-    """Take up the order of the prompts and the generation batch where the checkpoint was saved.
+    """Restore the data order and the rollout buffer of a checkpoint.
 
     Raises:
-        ConfigError: the run is finished, or its order cannot be taken up.
+        ConfigError: the run is finished, or its order or buffer cannot be restored.
     """
     refuse_finished(str(folder), trainer.state.max_steps)
     if trainer.accelerator.is_main_process and (folder / ORDER).exists():  # checkpoints of TRL have none
@@ -485,7 +479,7 @@ def load_place(trainer: ResumableTrainer, folder: Path) -> None:
             differs = ", ".join(f"{name} ({there.get(name)} there, {here[name]} here)" for name in changed)
             effect = "in this epoch some prompts may be repeated, and others skipped"
             logger.warning(f"The run that saved {folder} differs from this one in {differs}: {effect}.")
-    epochs, batches = _behind(trainer, folder)
+    epochs, batches = _position_in_data(trainer, folder)
     if trainer.shuffle_dataset and trainer.train_sampler is not None:
         for _ in range(epochs):
             torch.randperm(len(trainer.train_dataset), generator=trainer.train_sampler.generator)
@@ -495,24 +489,23 @@ def load_place(trainer: ResumableTrainer, folder: Path) -> None:
 
 
 def _order_of(trainer: ConstructedTrainer) -> dict[str, Any]:
-    """Return the facts that decide the order of the prompts: options, the length of the data, texts of some rows."""
+    """Return the facts that decide the data order: seed, shuffling, number of rows, and a checksum of some rows."""
     found: dict[str, Any] = {"seed": trainer.args.seed, "shuffle_dataset": trainer.shuffle_dataset}
     if isinstance(dataset := trainer.train_dataset, Dataset):
         rows = dataset.with_format(None).select(range(0, len(dataset), -(-len(dataset) // MOST_COMPARED)))
         texts = rows.select_columns([name for name in COMPARED if name in dataset.column_names]).to_list()
-        as_json = json.dumps(texts, default=lambda value: type(value).__name__)
-        checksum = hashlib.sha256(as_json.encode()).hexdigest()[:12]
-        found |= {"number of prompts": len(dataset), "checksum of prompts": checksum}
+        as_json = json.dumps(texts, default=lambda value: type(value).__name__).encode()
+        found |= {"number of prompts": len(dataset), "checksum of prompts": xxhash.xxh3_64_hexdigest(as_json)}
     return found
 
 
 def _generates_every(trainer: ConstructedTrainer) -> int:
-    """Micro-batches of a process from one generation to the next."""
+    """Return the number of micro-batches of a process from one generation to the next."""
     return int(trainer.args.steps_per_generation or 1) * trainer.num_iterations
 
 
-def _behind(trainer: ConstructedTrainer, folder: Path) -> tuple[int, int]:
-    """Whole epochs that are behind the run, and micro-batches since the last generation that began an epoch."""
+def _position_in_data(trainer: ConstructedTrainer, folder: Path) -> tuple[int, int]:
+    """Return the number of finished epochs, and of finished micro-batches in the current epoch."""
     args, step = trainer.args, trainer.state.global_step
     window = args.gradient_accumulation_steps
     if isinstance(trainer.train_dataset, IterableDataset):
@@ -527,7 +520,13 @@ def _behind(trainer: ConstructedTrainer, folder: Path) -> tuple[int, int]:
 
 
 def _continue_generation(trainer: ConstructedTrainer, folder: Path, micro_batch: int) -> None:
-    """Take up the generation batch of a checkpoint that was saved after so many micro-batches of it."""
+    """Restore the rollout buffer of a checkpoint that was saved within a generation batch.
+
+    Args:
+        trainer: whose buffer is set.
+        folder: the checkpoint.
+        micro_batch: number of finished micro-batches of the generation batch; 0: there is no buffer to restore.
+    """
     processes, every = trainer.accelerator.num_processes, _generates_every(trainer)
     saved = len([*folder.glob(SHARE.format(GENERATION, "*", "*"))])
     if saved == micro_batch == 0:

@@ -12,11 +12,7 @@ from transformers.utils import logging
 
 from vgr_trl.boxes import BOX_COLUMNS, box_problem
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.images import IMAGE_COLUMNS, MEDIA, PLACE
-from vgr_trl.data.lengths import SIZES, PromptLengths, image_sizes_of, require_ending_template
-from vgr_trl.data.prompts import special_problem, special_tokens
-from vgr_trl.data.read_row import require_columns, undecoded
-from vgr_trl.data.rows import (
+from vgr_trl.data.checked_rows import (
     PREPARED_STREAMS,
     REASON,
     SkippedRow,
@@ -27,6 +23,10 @@ from vgr_trl.data.rows import (
     prepared_transform,
     skipped_rows,
 )
+from vgr_trl.data.images import IMAGE_COLUMNS, MEDIA, PLACE
+from vgr_trl.data.lengths import SIZES, PromptLengths, image_sizes_of, require_ending_template
+from vgr_trl.data.prompts import special_problem, special_tokens
+from vgr_trl.data.read_row import require_columns, undecoded
 from vgr_trl.patches.transformers import close_group_at_exit, disable_cudnn_attention, give_timeout
 from vgr_trl.patches.trl import let_decoding_compile, suppress_image_tokens
 from vgr_trl.registries import BLIND_ANSWERS, find_measurements, needed_signals
@@ -126,7 +126,7 @@ def prepare_data(trainer: ConstructedTrainer) -> None:
         rules: dict[str, Any] = {"needs_solution": needs_solution, "special": special, "boxes": boxes}
         ready_rows, skipped = prepare_rows(rows, split=split, **rules)
         if not isinstance(first.get("prompt"), list):
-            _warn(f"The {split} data have questions; vgr_trl.data.rows.prepare_rows turned them into prompts.")
+            _warn(f"The {split} data have questions; vgr_trl.data.checked_rows.prepare_rows turned them into prompts.")
         _warn_of_skipped(split, skipped)
         return ready_rows
 

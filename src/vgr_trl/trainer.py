@@ -23,7 +23,7 @@ from vgr_trl.checkpoints import ResumableTrainer
 from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
+from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.generation import generate
 from vgr_trl.loss import FullKL, KLControl, auxiliary_loss

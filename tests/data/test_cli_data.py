@@ -4,8 +4,8 @@ from datasets import load_dataset
 from support.made_sets import jsonl, parquet, picture, rows_in, skipped_in
 
 from vgr_trl.cli.__main__ import main
+from vgr_trl.data.checked_rows import prepare_rows
 from vgr_trl.data.load import load_split
-from vgr_trl.data.rows import prepare_rows
 
 CHOICES = ["red", "blue", "green", "teal"]
 

@@ -14,9 +14,9 @@ from datasets import Dataset
 from PIL import Image, ImageOps
 from support.made_sets import encoded
 
+from vgr_trl.data.checked_rows import is_repeatable, prepare_rows
 from vgr_trl.data.convert import encode_image
 from vgr_trl.data.images import ImageLimits, image_size, open_image, read_image, to_rgb
-from vgr_trl.data.rows import is_repeatable, prepare_rows
 from vgr_trl.errors import ConfigError, DataError
 
 HERE, LIMITS = Path(), ImageLimits()
@@ -175,7 +175,7 @@ def test_a_prompt_is_decoded_once_for_its_completions_and_micro_batches(vision_t
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4}
     trainer = vision_trainer(max_steps=2, compute_attention_metrics=False, rollout_log_steps=0, **sizes)
     opened = Mock(wraps=open_image)
-    monkeypatch.setattr("vgr_trl.data.rows.open_image", opened)
+    monkeypatch.setattr("vgr_trl.data.checked_rows.open_image", opened)
     trainer.train()
     assert opened.call_count == 3 * 4, "a batch is read ahead of the two steps"
 

@@ -3,8 +3,8 @@ import re
 import pytest
 
 from vgr_trl.cli.arguments import DataArguments, load_system_prompt
+from vgr_trl.data.checked_rows import RowOptions, ready_row
 from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, PromptTemplate, build_prompt, placed
-from vgr_trl.data.rows import RowOptions, ready_row
 from vgr_trl.errors import ConfigError, DataError
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
+from vgr_trl.data.checked_rows import REASON, RowOptions, examine_row
 from vgr_trl.data.convert import Rules, to_schema
 from vgr_trl.data.prompts import PromptTemplate
 from vgr_trl.data.public_sets import CONVERTERS
 from vgr_trl.data.read_row import read_row
-from vgr_trl.data.rows import REASON, RowOptions, examine_row
 from vgr_trl.errors import DataError
 
 RIGHT = {"problem": "Which?", "choices": ["red", "blue"], "solution": "B"}

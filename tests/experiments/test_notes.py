@@ -19,8 +19,8 @@ from vgr_trl.cli.arguments import DataArguments, parse
 from vgr_trl.config import CreditOptions, PerturbationOptions
 from vgr_trl.config_converters import convert
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.data.checked_rows import prepare_rows
 from vgr_trl.data.load import load_split
-from vgr_trl.data.rows import prepare_rows
 from vgr_trl.recipes import load_recipe
 
 REPOSITORY = Path(__file__).parents[2]

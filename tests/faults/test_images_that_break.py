@@ -10,8 +10,8 @@ from support.made_sets import jsonl
 from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 from transformers import TrainerCallback
 
+from vgr_trl.data.checked_rows import prepare_rows
 from vgr_trl.data.load import load_split
-from vgr_trl.data.rows import prepare_rows
 from vgr_trl.errors import DataError
 
 

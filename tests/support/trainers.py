@@ -13,7 +13,7 @@ from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.rows import prepare_rows
+from vgr_trl.data.checked_rows import prepare_rows
 from vgr_trl.scoring_inputs import scoring_inputs
 from vgr_trl.trainer import DAPOTrainer
 

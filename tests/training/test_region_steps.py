@@ -6,8 +6,8 @@ from datasets import load_dataset
 from support.trainers import train_file
 
 from vgr_trl import wants
+from vgr_trl.data.checked_rows import prepare_rows
 from vgr_trl.data.images import ImageLimits
-from vgr_trl.data.rows import prepare_rows
 from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.recorder import read_row_images
 from vgr_trl.rewards import load_reward

@@ -28,12 +28,12 @@ from trl import ModelConfig
 
 from vgr_trl.config_converters import convert, read_configuration
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.data.checked_rows import SkippedRow, prepare_rows
 from vgr_trl.data.images import ImageLimits, downloaded
 from vgr_trl.data.lengths import refuse_single_image_models
 from vgr_trl.data.load import BUILDERS, load_split, parse_data_files, readable
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, special_tokens
 from vgr_trl.data.read_row import keys_of
-from vgr_trl.data.rows import SkippedRow, prepare_rows
 from vgr_trl.errors import ConfigError, VGRError, error_text
 from vgr_trl.options import check_options, check_value, option, read_mapping
 from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe

@@ -25,8 +25,8 @@ from vgr_trl.cli.arguments import (
     parse,
     raise_config_errors,
 )
+from vgr_trl.data.checked_rows import SkippedRow, report_skipped
 from vgr_trl.data.prompts import PromptTemplate, to_parts
-from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.errors import ConfigError
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
 from vgr_trl.reporting.recorder import read_row_images

@@ -50,11 +50,11 @@ from vgr_trl.cli.arguments import (
     source_name,
 )
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.data.checked_rows import SkippedRow, report_skipped
 from vgr_trl.data.load import MEANT, parse_data_files, readable
 from vgr_trl.data.merge import train_test_split
 from vgr_trl.data.prompts import PromptTemplate
 from vgr_trl.data.read_row import FLAGS
-from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.errors import CollapseError, ConfigError, DataError, MissingSplitError
 from vgr_trl.options import changed_options
 from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo

@@ -16,6 +16,7 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from vgr_trl.boxes import BOX_COLUMNS, boxes_of, to_shares
+from vgr_trl.data.checked_rows import REASON
 from vgr_trl.data.images import ImageLimits, image_bytes, image_size, path_within, read_image, to_rgb
 from vgr_trl.data.inspect import report
 from vgr_trl.data.lengths import SIZES
@@ -23,7 +24,6 @@ from vgr_trl.data.load import readable, row_files
 from vgr_trl.data.prompts import LETTERS
 from vgr_trl.data.public_sets import Converter
 from vgr_trl.data.read_row import KEYS, UNREADABLE, Keys, read_row, renamed_row, text_of, undecoded, value_of
-from vgr_trl.data.rows import REASON
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.rewards.answers import resolve_solution
 

@@ -15,11 +15,11 @@ import xxhash
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 from jinja2 import Environment, StrictUndefined
 
+from vgr_trl.data.checked_rows import REASON, RowOptions, SkippedRow, examine_row, map_rows, ready_row
 from vgr_trl.data.images import folder_of, image_bytes, images_of
 from vgr_trl.data.lengths import SIZES, PromptLengths
 from vgr_trl.data.prompts import LETTERS, to_parts
 from vgr_trl.data.read_row import KEYS, Keys, known_names, renamed_row, require_columns, undecoded
-from vgr_trl.data.rows import REASON, RowOptions, SkippedRow, examine_row, map_rows, ready_row
 from vgr_trl.errors import DataError, printable
 from vgr_trl.rewards.equality import is_literal
 

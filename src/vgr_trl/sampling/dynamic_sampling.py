@@ -12,8 +12,8 @@ from accelerate.utils import gather_object
 from datasets import IterableDataset
 
 from vgr_trl.checkpoints import SavedState
+from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.data.images import images_of
-from vgr_trl.data.rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import Placement
 

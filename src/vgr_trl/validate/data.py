@@ -8,10 +8,10 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from xxhash import xxh3_128
 
+from vgr_trl.data.checked_rows import is_repeatable
 from vgr_trl.data.images import images_of
 from vgr_trl.data.lengths import SIZES
 from vgr_trl.data.read_row import KEYS, image_columns, undecoded
-from vgr_trl.data.rows import is_repeatable
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards.loading import check_callable
 from vgr_trl.run_facts import column_names

@@ -7,9 +7,10 @@ import pytest
 import torch
 import transformers.trainer
 from accelerate import Accelerator
+from filelock import FileLock
 
 from vgr_trl.atomic_files import unfinished
-from vgr_trl.checkpoints import MANIFEST, complete_checkpoint, load_shares, save_share
+from vgr_trl.checkpoints import LOCK, MANIFEST, complete_checkpoint, load_shares, save_share
 from vgr_trl.errors import ConfigError, DiskFullError
 
 
@@ -71,13 +72,9 @@ def test_a_share_with_a_program_is_refused(tmp_path):
 
 
 def test_a_folder_in_which_another_run_trains_is_refused(text_trainer, tmp_path, monkeypatch):
-    fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setattr("vgr_trl.checkpoints._TRIES", 1)
+    monkeypatch.setattr("vgr_trl.checkpoints.LOCK_SECONDS", 0)
     trainer = text_trainer(max_steps=1)
-    other = os.open(tmp_path / "run", os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    with pytest.raises(ConfigError, match="Another run is training in"):
+    with FileLock(tmp_path / "run" / LOCK), pytest.raises(ConfigError, match="Another run is training in"):
         trainer.train()
-    os.close(other)
     trainer.train()
     text_trainer(max_steps=1).train()

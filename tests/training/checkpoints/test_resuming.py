@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from vgr_trl.checkpoints import (
     GENERATION,
     MANIFEST,
-    _behind,
     _continue_generation,
+    _position_in_data,
     checksum,
     resolve_checkpoint,
     resume_mode,
@@ -168,9 +168,9 @@ def test_a_stream_that_begins_anew_is_not_resumed():
         train_dataset=IterableDataset.from_generator(lambda: iter(())),
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"saved in a later epoch of the stream \(1.00\)"):
-        _behind(trainer, "checkpoint-3")
+        _position_in_data(trainer, "checkpoint-3")
     trainer.state.epoch = 0.99
-    assert _behind(trainer, "checkpoint-3") == (0, 3)
+    assert _position_in_data(trainer, "checkpoint-3") == (0, 3)
 
 
 def test_all_tensors_of_a_rollout_go_back_to_the_device(tmp_path):

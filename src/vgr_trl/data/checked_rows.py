@@ -67,6 +67,10 @@ EXAMINED = Features(
 )
 LARGEST_SHARE = 0.1  # of rows whose answer cannot be read
 PARALLEL_FROM = 1000  # rows from which on a pass runs in several processes and its result is cached
+READERS = (  # the files of this package that a cached result depends on
+    "boxes.py", "data/*.py", "validate/data.py", "rewards/*.toml", "rewards/*.txt",
+    *(f"rewards/{name}.py" for name in ("answers", "equality", "language", "phrases", "quantities")),
+)  # fmt: skip
 CHECKSUM = 16  # bytes at the end of a cached result
 PART_ROWS = 100  # rows that a process examines at a time
 MAX_PROCESSES = 16
@@ -265,7 +269,7 @@ def _file_state(value: Any, folder: Path) -> tuple[int, int] | None:
 @cache
 def _code_hash() -> str:
     """Hash the code that reads rows, answers and images, so that a new release does not load results of an old one."""
-    files = sorted(file for file in Path(__file__).parents[1].rglob("*") if file.suffix in (".py", ".toml"))
+    files = sorted(file for pattern in READERS for file in Path(__file__).parents[1].glob(pattern))
     return str(Hasher.hash([PIL.__version__, *(file.read_bytes() for file in files)]))
 
 

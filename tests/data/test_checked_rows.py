@@ -16,12 +16,13 @@ from datasets import Dataset, config
 from PIL import Image
 from support.made_sets import corners, jsonl, loaded, picture
 
+import vgr_trl
 from vgr_trl.cli.arguments import DataArguments, load_rows
 from vgr_trl.cli.data import inspect_run, make_parser
+from vgr_trl.data.checked_rows import READERS, RowOptions, prepare_rows, ready_row
 from vgr_trl.data.images import images_of
 from vgr_trl.data.lengths import SIZES
 from vgr_trl.data.prompts import special_tokens
-from vgr_trl.data.rows import RowOptions, prepare_rows, ready_row
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.errors import DataError
 
@@ -67,7 +68,7 @@ def test_a_shuffled_stream_waits_with_undecoded_images(pictures):
         return load_rows(flags, "train", needs_solution=True, limit=None, on_skipped=heard.append, shuffle_seed=seed)[0]
 
     shuffled = stream(0)
-    with patch("vgr_trl.data.rows.open_image", return_value=Image.new("RGB", (1, 1))) as opened:
+    with patch("vgr_trl.data.checked_rows.open_image", return_value=Image.new("RGB", (1, 1))) as opened:
         next(iter(shuffled))
     assert opened.call_count == 1  # the others wait
     orders = [[row["id"] for row in stream(seed)] for seed in (0, 0, 1)]
@@ -184,6 +185,18 @@ def test_a_changed_image_is_measured_again(pictures, cached):
         assert prepared(pictures)[999][SIZES] == [[size, 8]]
 
 
+def test_the_cache_depends_on_every_module_that_reads_rows():
+    """Of the modules that importing the check loads, those of `data` and `rewards` that `READERS` does not name."""
+    code = "import sys, vgr_trl.data.checked_rows; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    files = {name.removeprefix("vgr_trl.").replace(".", "/") + ".py" for name in loaded if name.startswith("vgr_trl.")}
+    root = Path(vgr_trl.__file__).parent
+    reading = {file for file in files if file.startswith(("data/", "rewards/"))}
+    known = {file.relative_to(root).as_posix() for pattern in READERS for file in root.glob(pattern)}
+    assert reading - known == {"rewards/functions.py", "rewards/loading.py"}
+    assert "trainer.py" not in known
+
+
 @pytest.mark.parametrize("damage", [
     lambda data: data.replace(b"which 7?", b"which 8?"), lambda data: data[:-100], lambda data: b"",
     lambda data: bytes(len(data)),
@@ -209,7 +222,7 @@ WAITS = """
 import os, time
 from pathlib import Path
 from datasets import Dataset, Features, Value
-from vgr_trl.data.rows import map_rows
+from vgr_trl.data.checked_rows import map_rows
 
 def examine(row):
     Path({folder!r}, str(os.getpid())).touch()
