@@ -34,11 +34,11 @@ def convert(given: Mapping[str, Any], processes: int = 1) -> Conversion:
     found = Conversion({key: known.default for key, known in EASYR1_KEYS.items()}, processes, names, keys)
     for key, value in stated.items():
         if key in EASYR1_KEYS:
-            check_type(names.get(key, key), value, EASYR1_KEYS[key])
+            check_type(found.name(key), value, EASYR1_KEYS[key])
             found.values[key] = value
         elif (known := VERL_KEYS.get(key)) is None:
             nearest = get_close_matches(key, EASYR1_KEYS, n=1, cutoff=0.6)
-            found.unsupported[names.get(key, key)] = f"is unknown.{f' Did you mean {nearest[0]}?' if nearest else ''}"
+            found.unsupported[key] = f"is unknown.{f' Did you mean {nearest[0]}?' if nearest else ''}"
         elif known.accepted is not None and value not in known.accepted:
             found.unsupported[key] = f"is {value!r}: {known.why}"
     for rule in CONVERTERS:

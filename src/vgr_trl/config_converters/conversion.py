@@ -5,10 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vgr_trl.config_converters.key_tables import EASYR1_KEYS
-from vgr_trl.config_converters.mtrl import easyr1_name
 from vgr_trl.utils import ConfigError
-
-_ROLLOUT_SIZE_KEY, _UPDATE_SIZE_KEY = "data.rollout_batch_size", "worker.actor.global_batch_size"
 
 
 @dataclass
@@ -24,7 +21,7 @@ class Conversion:
         options_by_key: EasyR1 key -> options computed from it; "": options computed from no key.
         unsupported: keys that are unknown or have no equivalent here -> reason.
         refused: keys that cannot be ignored without changing the training -> reason.
-        checkpoint: that training resumes from, or that is evaluated.
+        checkpoint: checkpoint to resume from or to evaluate.
     """
 
     values: dict[str, Any]
@@ -40,59 +37,62 @@ class Conversion:
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
 
+    def name(self, key: str) -> str:
+        """Return the name of an EasyR1 key in the configuration."""
+        return self.names.get(key, key)
+
     def set(self, option: str, value: Any, *keys: str) -> None:
-        """Set an option, and record the keys that it comes from."""
-        self.options[option] = value
-        for key in keys or ("",):
-            self.options_by_key.setdefault(key, []).append(option)
+        """Set an option, and record the keys that it comes from.
+
+        Args:
+            option: name of the option.
+            value: None leaves the option out.
+            keys: EasyR1 keys that the value is computed from.
+        """
+        if value is not None:
+            self.options[option] = value
+            for key in keys or ("",):
+                self.options_by_key.setdefault(key, []).append(option)
 
     def mark_unsupported(self, key: str, why: str) -> None:
         """Record that the value of a key has no equivalent here; `--ignore_unknown_keys` skips it."""
-        self.unsupported[self.names.get(key, key)] = f"is {self[key]!r}{self._default_note(key)}: {why}"
+        self.unsupported[key] = f"{self.describe(key)}: {why}"
 
     def mark_refused(self, key: str, why: str) -> None:
         """Record that the value of a key is not supported and cannot be ignored without changing the training."""
-        self.refused[self.names.get(key, key)] = f"is {self[key]!r}{self._default_note(key)}: {why}"
+        self.refused[key] = f"{self.describe(key)}: {why}"
 
-    def _default_note(self, key: str) -> str:
-        return "" if key in self.stated else " by default"
+    def describe(self, key: str) -> str:
+        """Return the value of a key as the predicate of a sentence: `is 4 by default`."""
+        return f"is {self[key]!r}{'' if key in self.stated else ' by default'}"
 
     def read_integer(self, key: str, least: int = 1) -> int:
         """Return the value of a key as an integer of at least `least`, or raise `ConfigError`."""
         value = self[key]
         if not isinstance(value, int) or value < least:
-            raise ConfigError(f"{self.names.get(key, key)} is {value!r}: give an integer of at least {least}.")
+            raise ConfigError(f"{self.name(key)} is {value!r}: give an integer of at least {least}.")
         return value
 
     def read_choice(self, key: str, *known: Any) -> Any:
         """Return the value of a key if it is one of `known`; else record the refusal and return the first of them."""
-        if self[key] not in known:
-            self.mark_refused(key, f"supported values are {', '.join(map(str, known))}")
-        return self[key] if self[key] in known else known[0]
-
-    @property
-    def updates_per_rollout(self) -> int:
-        """Optimizer steps per rollout; EasyR1 counts rollouts as steps."""
-        rollout, update = self.read_integer(_ROLLOUT_SIZE_KEY), self.read_integer(_UPDATE_SIZE_KEY)
-        if rollout % update:
-            is_rollout = f"{_ROLLOUT_SIZE_KEY} is {rollout}{self._default_note(_ROLLOUT_SIZE_KEY)}"
-            is_update = f"{_UPDATE_SIZE_KEY}, which is {update}{self._default_note(_UPDATE_SIZE_KEY)}"
-            raise ConfigError(f"{is_rollout}: give a multiple of {is_update}.")
-        return rollout // update * self.read_integer("worker.actor.ppo_epochs")
+        if self[key] in known:
+            return self[key]
+        self.mark_refused(key, f"supported values are {', '.join(map(str, known))}")
+        return known[0]
 
     def table_rows(self) -> list[tuple[str, str, str]]:
         """Return rows of key (* if not stated), option and value, or the reason why there is no option."""
         reasons, rows = {**self.unsupported, **self.refused}, list[tuple[str, str, str]]()
         for key, known in EASYR1_KEYS.items():
-            name, options = self.names.get(key, key), self.options_by_key.get(key, ())
+            name, options = self.name(key), self.options_by_key.get(key, ())
             mark = name if key in self.stated else f"{name}*"
-            if name in reasons:
-                rows.append((mark, "—", f"stops: {reasons.pop(name).split(': ', 1)[-1]}"))
+            if key in reasons:
+                rows.append((mark, "—", f"stops: {reasons.pop(key).split(': ', 1)[-1]}"))
             elif options:
                 rows += [(mark, option, str(self.options[option])) for option in options]
             elif key in self.stated:
                 rows.append((name, "—", known.why or "same as the default here, or not used in this run"))
-        rows += [(key, "—", f"stops: {why}") for key, why in reasons.items()]
+        rows += [(self.name(key), "—", f"stops: {why}") for key, why in reasons.items()]
         return rows + [("(none)*", name, str(self.options[name])) for name in self.options_by_key.get("", ())]
 
     def format_table(self, verbose: bool = False) -> str:
@@ -122,18 +122,17 @@ class Conversion:
             has_rewards: whether `--reward_funcs` replaces the reward file of the configuration.
             is_evaluation: check refused keys of data and rewards only, since nothing is trained.
         """
-        always = ("data.", "worker.reward.")
-        reasons = {k: why for k, why in self.refused.items() if not is_evaluation or easyr1_name(k).startswith(always)}
-        unknown = {k: why for k, why in self.unsupported.items() if not (has_rewards and "reward.reward_f" in k)}
-        cures = {
-            "Give other values; ignoring these would change the training.": reasons,
-            "Change or remove these keys, or pass --ignore_unknown_keys to ignore them.": unknown,
-        }
-        if ignore_unknown:
-            cures.popitem()
+        checked = "data.", "worker.reward."
+        refused = {k: why for k, why in self.refused.items() if not is_evaluation or k.startswith(checked)}
+        unknown = {} if ignore_unknown else dict(self.unsupported)
+        if has_rewards:
+            unknown.pop("worker.reward.reward_function", None)
         sentences = []
-        for cure, keys in cures.items():
-            sentences += [f"{key} {why}{'' if why.endswith(('.', '?')) else '.'}" for key, why in keys.items()]
+        for cure, keys in (
+            ("Give other values; ignoring these would change the training.", refused),
+            ("Change or remove these keys, or pass --ignore_unknown_keys to ignore them.", unknown),
+        ):
+            sentences += [f"{self.name(k)} {why}{'' if why.endswith(('.', '?')) else '.'}" for k, why in keys.items()]
             sentences += [cure] * bool(keys)
         if sentences:
             raise ConfigError(" ".join(sentences))

@@ -30,6 +30,19 @@ CONDITIONS: dict[str | None, Callable[[Conversion], bool]] = {
 _LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+def count_updates(c: Conversion) -> int:
+    """Return the optimizer steps per rollout: EasyR1 counts rollouts as steps.
+
+    Raises:
+        ConfigError: updates do not divide a rollout.
+    """
+    rollout, update = c.read_integer(_ROLLOUT_SIZE_KEY), c.read_integer(_UPDATE_SIZE_KEY)
+    if rollout % update:
+        is_update = f"{_UPDATE_SIZE_KEY}, which {c.describe(_UPDATE_SIZE_KEY)}"
+        raise ConfigError(f"{_ROLLOUT_SIZE_KEY} {c.describe(_ROLLOUT_SIZE_KEY)}: give a multiple of {is_update}.")
+    return rollout // update * c.read_integer("worker.actor.ppo_epochs")
+
+
 def convert_model(c: Conversion) -> None:
     """Convert checkpoint, dtypes and adapter."""
     key, kept, computed = "worker.actor.model", "worker.actor.fsdp.torch_dtype", "worker.actor.fsdp.mp_param_dtype"
@@ -94,8 +107,7 @@ def convert_data(c: Conversion) -> None:
     c.set("choices_key", "none")
     for part in ("image", "video"):
         key = f"data.{part}_key"
-        if c[key] not in (f"{part}s", part):
-            c.set(f"{part}_key", c[key] or "none", key)
+        c.set(f"{part}_key", None if c[key] in (f"{part}s", part) else c[key] or "none", key)
     template = c["data.format_prompt"]
     option = "system_prompt_file" if template is None else "question_template_file"
     c.set(option, template or "none", "data.format_prompt")
@@ -126,8 +138,7 @@ def convert_reward(c: Conversion) -> None:
         c.set("reward_weights", [1.0, 0.0], filter_key)
     else:
         c.set("reward_funcs", [spec], key)
-    if kind in ("batch", "sequential"):
-        c.set("reward_type", kind, "worker.reward.reward_type")
+    c.set("reward_type", None if kind == "function" else kind, "worker.reward.reward_type")
     if arguments := c["worker.reward.reward_function_kwargs"]:
         c.set("reward_function_kwargs", json.dumps(arguments), "worker.reward.reward_function_kwargs")
 
@@ -157,18 +168,16 @@ def convert_schedule(c: Conversion) -> None:
     """Convert lengths and intervals to optimizer steps."""
     steps, warmup = "trainer.max_steps", "worker.actor.optim.lr_warmup_steps"
     if c[steps] is not None:
-        c.set("max_steps", c.read_integer(steps) * c.updates_per_rollout, steps)
+        c.set("max_steps", c.read_integer(steps) * count_updates(c), steps)
     else:
         c.set("num_train_epochs", c.read_integer("trainer.total_epochs"), "trainer.total_epochs")
-    c.set("logging_steps", c.updates_per_rollout)
+    c.set("logging_steps", count_updates(c))
     save, limit = c["trainer.save_freq"], c["trainer.save_limit"]
     c.set("save_strategy", "steps" if save > 0 else "no", "trainer.save_freq")
-    if save > 0:
-        c.set("save_steps", save * c.updates_per_rollout, "trainer.save_freq")
-    if limit is not None and limit > 0:
-        c.set("save_total_limit", limit, "trainer.save_limit")
+    c.set("save_steps", save * count_updates(c) if save > 0 else None, "trainer.save_freq")
+    c.set("save_total_limit", limit if limit is not None and limit > 0 else None, "trainer.save_limit")
     if c[warmup] not in (None, -1):
-        c.set("warmup_steps", c.read_integer(warmup, 0) * c.updates_per_rollout, warmup)
+        c.set("warmup_steps", c.read_integer(warmup, 0) * count_updates(c), warmup)
 
 
 def convert_evaluation(c: Conversion) -> None:
@@ -184,14 +193,12 @@ def convert_evaluation(c: Conversion) -> None:
         c.set("eval_strategy", "no", key)
         return
     c.set("eval_strategy", "steps", key)
-    c.set("eval_steps", c[key] * c.updates_per_rollout if c[key] > 0 else _NEVER_EVALUATE, key)
+    c.set("eval_steps", c[key] * count_updates(c) if c[key] > 0 else _NEVER_EVALUATE, key)
     c.set("eval_on_start", bool(c[first]), first)
     c.set("num_generations_eval", n, sampling)
     c.set("per_device_eval_batch_size", n * max(1, c.read_integer(_MICRO_BATCH_SIZE_KEY) // n))
-    if temperature is not None:
-        c.set("eval_temperature", temperature, sampling)
-    if top_p is not None and temperature != 0:
-        c.set("eval_top_p", top_p, sampling)
+    c.set("eval_temperature", temperature, sampling)
+    c.set("eval_top_p", None if temperature == 0 else top_p, sampling)
 
 
 def convert_optimizer(c: Conversion) -> None:
@@ -205,8 +212,7 @@ def convert_optimizer(c: Conversion) -> None:
     least = c[f"{key}.min_lr_ratio"] if kind == "cosine" else None
     name = "constant_with_warmup" if kind != "cosine" else "cosine_with_min_lr" if least else "cosine"
     c.set("lr_scheduler_type", name, f"{key}.lr_scheduler_type")
-    if least:
-        c.set("lr_scheduler_kwargs", {"min_lr_rate": float(least)}, f"{key}.min_lr_ratio")
+    c.set("lr_scheduler_kwargs", {"min_lr_rate": float(least)} if least else None, f"{key}.min_lr_ratio")
 
 
 def convert_rollout(c: Conversion) -> None:
@@ -236,8 +242,7 @@ def convert_advantages(c: Conversion) -> None:
     c.set("advantage_estimator", c.read_choice(key, "grpo", "rloo", "remax", "grpo_passk", "gae"), key)
     reweighted, filtered = "algorithm.enable_trajectory_reweighting", "algorithm.enable_perception_filtering"
     c.set("enable_trajectory_reweighting", bool(c[reweighted] and c[filtered]), reweighted, filtered)
-    if c[filtered]:
-        c.set("perturb_per", "completion", filtered)
+    c.set("perturb_per", "completion" if c[filtered] else None, filtered)
 
 
 def convert_critic(c: Conversion) -> None:
@@ -250,10 +255,10 @@ def convert_critic(c: Conversion) -> None:
     c.set("critic", "model", f"{key}.model.model_path")
     steps = c[f"{key}.optim.lr_warmup_steps"]
     steps = 0 if steps in (None, -1) else steps
-    c.set("critic_warmup_steps", steps * c.updates_per_rollout, f"{key}.optim.lr_warmup_steps")
+    c.set("critic_warmup_steps", steps * count_updates(c), f"{key}.optim.lr_warmup_steps")
     if steps == 0 and c[f"{key}.optim.lr_warmup_ratio"]:
         c.mark_refused(f"{key}.optim.lr_warmup_ratio", "give lr_warmup_steps, which becomes critic_warmup_steps")
-    c.set("critic_warmup", max(0, c.read_integer(waits, 0) - 1) * c.updates_per_rollout, waits)
+    c.set("critic_warmup", max(0, c.read_integer(waits, 0) - 1) * count_updates(c), waits)
     if c[f"{key}.model.model_path"] not in (None, c[f"{policy}.model.model_path"]):
         c.mark_refused(f"{key}.model.model_path", "the critic starts as a copy of the policy")
     same = ("global_batch_size", "ppo_epochs", "max_grad_norm", "loss_avg_mode", "optim.weight_decay", "optim.betas")
@@ -274,8 +279,7 @@ def convert_loss(c: Conversion) -> None:
             c.mark_refused(f"{key}.loss_avg_mode", why)
     else:
         c.set("loss_type", "dapo" if mode == "token" else "grpo", f"{key}.loss_type", f"{key}.loss_avg_mode")
-        if kind != "default":
-            c.set("importance_sampling_level", "sequence", f"{key}.loss_type")
+        c.set("importance_sampling_level", None if kind == "default" else "sequence", f"{key}.loss_type")
     if kind == "cispo":
         c.set("epsilon_high", 1 + float(c[f"{key}.clip_ratio_high"]), f"{key}.clip_ratio_high")
         if c[f"{key}.clip_ratio_low"] is not None:
@@ -288,30 +292,26 @@ def convert_kl(c: Conversion) -> None:
     if c["algorithm.disable_kl"]:
         c.set("kl_coef", 0.0, "algorithm.disable_kl")
         return
-    in_loss = bool(c["algorithm.use_kl_loss"])
-    c.set("use_kl_loss", in_loss, "algorithm.use_kl_loss")
     kind = c.read_choice("algorithm.kl_penalty", "kl", "abs", "mse", "low_var_kl")
     c.set("kl_penalty", kind, "algorithm.kl_penalty")
     controller = c.read_choice("algorithm.kl_type", "fixed", "adaptive")
-    c.set("kl_type", "fixed" if in_loss else controller, "algorithm.kl_type")
+    c.set("kl_type", "fixed" if c["algorithm.use_kl_loss"] else controller, "algorithm.kl_type")
 
 
 def convert_filtering(c: Conversion) -> None:
-    """Convert online filtering: groups outside the bounds are replaced by other prompts."""
-    key, tries = "algorithm.online_filtering", c["trainer.max_try_make_batch"]
-    c.set("online_filtering", bool(c[key]), key)
-    if c[key]:
-        c.set("dynamic_sampling", "resample", key)
+    """Convert online filtering, which replaces groups outside the bounds by other prompts."""
+    tries = c["trainer.max_try_make_batch"]
+    if c["algorithm.online_filtering"]:
+        c.set("dynamic_sampling", "resample", "algorithm.online_filtering")
         c.set("dynamic_sampling_max_rounds", tries - 1 if tries > 1 else 1000, "trainer.max_try_make_batch")
 
 
 def convert_output(c: Conversion) -> None:
     """Convert output folder, resuming and trackers."""
-    key, project = "trainer.save_checkpoint_path", c["trainer.project_name"]
-    folder = c[key] or os.path.join("checkpoints", project, c["trainer.experiment_name"])
+    key = "trainer.save_checkpoint_path"
+    folder = c[key] or os.path.join("checkpoints", c["trainer.project_name"], c["trainer.experiment_name"])
     c.set("output_dir", folder, key)
     _convert_resume(c, folder)
-    c.set("project", project, "trainer.project_name")
     known = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
     logger = c["trainer.logger"]
     names = [logger] if isinstance(logger, str) else list(logger)
@@ -319,12 +319,15 @@ def convert_output(c: Conversion) -> None:
         c.mark_unsupported("trainer.logger", f"{', '.join(unknown)} is not supported, only {', '.join(known)}")
     trackers = [name for name in names if name in known]
     if "trainer.logger" not in c.stated:  # only installed ones; a folder ./wandb has a spec but no origin
-        trackers = [name for name in trackers if getattr(util.find_spec(name), "origin", None)]
+        trackers = [name for name in trackers if (spec := util.find_spec(name)) and spec.origin]
     c.set("report_to", trackers or ["none"], "trainer.logger")
 
 
 def _convert_resume(c: Conversion, folder: str) -> None:
-    """Resume from the given checkpoint; with `find_last_checkpoint` from the newest one in its folder or the output."""
+    """Resume from the given checkpoint.
+
+    With `find_last_checkpoint`, resume from the newest complete checkpoint in its folder or in the output.
+    """
     load, find = "trainer.load_checkpoint_path", "trainer.find_last_checkpoint"
     given, is_sought = c[load], bool(c[find])
     complete = [file.parent for file in Path(given or folder).glob("checkpoint-[0-9]*/manifest.json")]

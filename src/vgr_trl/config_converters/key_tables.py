@@ -32,10 +32,12 @@ class Key(NamedTuple):
 
 
 def load_tables(name: str) -> dict[str, Any]:
+    """Return the tables of a framework."""
     return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def build_keys(tables: Mapping[str, Any]) -> dict[str, Key]:
+    """Build the keys of the tables `renamed`, `computed`, `ignored` and `fixed`, sorted by name."""
     found = {key: Key(*row) for key, row in tables.get("renamed", {}).items()}
     found |= {key: Key(default) for key, default in tables["computed"].items()}
     found |= {key: Key(value, why=why) for why, keys in tables["ignored"].items() for key, value in keys.items()}
@@ -47,11 +49,20 @@ EASYR1_KEYS = build_keys(load_tables("easyr1"))
 
 
 def check_type(name: str, value: Any, known: Key) -> None:
-    """Raise `ConfigError` unless a switch is a bool and a number a number: the text "flase" would switch a key on."""
+    """Check that a switch is a bool and a number a number: the text "flase" would switch a key on.
+
+    Args:
+        name: of the key in the configuration.
+        value: None passes.
+        known: the key of EasyR1, whose default has the type to check.
+
+    Raises:
+        ConfigError: naming the key and the expected type.
+    """
     if value is None or known.why:
         return
-    if isinstance(known.default, bool) and not isinstance(value, bool):
+    kind = type(known.default)
+    if kind is bool and not isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}: give true or false.")
-    is_number = isinstance(known.default, int | float) and not isinstance(known.default, bool)
-    if is_number and not re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", str(value).lower()):
+    if kind in (int, float) and not re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", str(value).lower()):
         raise ConfigError(f"{name} is {value!r}: give a number.")
