@@ -22,7 +22,7 @@ from transformers.integrations import integration_utils
 from transformers.utils import logging
 
 from vgr_trl.metrics import StepMetrics
-from vgr_trl.reporting.markdown import evaluation_line, step_line
+from vgr_trl.reporting.console import evaluation_line, step_line
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.utils import ConfigError, NotFiniteError, error_text, patched_attribute
 

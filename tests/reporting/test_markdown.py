@@ -12,7 +12,8 @@ from rich.console import Console
 from support.made_records import completion, record
 
 from vgr_trl.config import ReportOptions
-from vgr_trl.reporting.markdown import MarkdownLogs, Summary, load_sections, print_record, step_line
+from vgr_trl.reporting.console import print_record, step_line
+from vgr_trl.reporting.markdown import MarkdownLogs, Summary, load_sections
 from vgr_trl.utils import printable
 
 PARSER = MarkdownIt("commonmark").enable("table")

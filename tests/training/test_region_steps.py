@@ -8,7 +8,7 @@ from support.trainers import train_file
 from vgr_trl import measure as score
 from vgr_trl.data.images import ImageLimits
 from vgr_trl.data.rows import prepare_rows
-from vgr_trl.reporting.recorder import read_row_images
+from vgr_trl.reporting.recorded_rows import read_row_images
 from vgr_trl.rewards import load_reward
 from vgr_trl.utils import ConfigError
 

@@ -28,7 +28,7 @@ from vgr_trl.cli.arguments import (
 from vgr_trl.data.prompts import PromptTemplate, to_parts
 from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
-from vgr_trl.reporting.recorder import read_row_images
+from vgr_trl.reporting.recorded_rows import read_row_images
 from vgr_trl.reporting.records import RUN_FILE, refuse_unwritable
 from vgr_trl.utils import ConfigError
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 from jinja2 import Environment, Template
 
-from vgr_trl.reporting.markdown import format_number
+from vgr_trl.reporting.display import format_number
 from vgr_trl.reporting.records import PER_TOKEN, Completion, Numbers, Run, read_run, read_thumbnail, records_folder
 from vgr_trl.utils import ConfigError, DataError, printable, write_atomic
 
