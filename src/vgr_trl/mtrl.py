@@ -64,7 +64,7 @@ def _build_launch_command(found: Conversion, given: Sequence[str]) -> list[str] 
     if "--use_cpu" in given and nodes == 1:
         launch = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     elif (gpus := torch.cuda.device_count()) < processes:
-        name = found.names.get(_GPUS_KEY, _GPUS_KEY)
+        name = found.name(_GPUS_KEY)
         raise ConfigError(
             f"{name} is {processes}, but this machine has {gpus} GPUs: give {name}={max(gpus, 1)}, which keeps the "
             "batch sizes, or --use_cpu."
@@ -75,7 +75,7 @@ def _build_launch_command(found: Conversion, given: Sequence[str]) -> list[str] 
     own = ["-m", "vgr_trl.mtrl", *given]
     if nodes > 1:
         raise ConfigError(
-            f"{found.names.get(_NODES_KEY, _NODES_KEY)} is {nodes}: start this on each machine, with the address of "
+            f"{found.name(_NODES_KEY)} is {nodes}: start this on each machine, with the address of "
             f"the first for ADDRESS and 0 to {nodes - 1} for RANK: accelerate launch --main_process_ip ADDRESS "
             f"--main_process_port 29500 --machine_rank RANK {shlex.join([*launch[1:], *own])}"
         )
@@ -86,8 +86,9 @@ def _choose_engine_flags(found: Conversion, given: Sequence[str]) -> list[str]:
     """Return accelerate flags: FSDP with the configured sharding, or DDP if each process needs all parameters."""
     strategy = str(found[_STRATEGY_KEY]).upper()
     if strategy not in (*_RESHARD_FLAGS, "NO_SHARD"):
-        name = found.names.get(_STRATEGY_KEY, _STRATEGY_KEY)
-        raise ConfigError(f"{name} is {found[_STRATEGY_KEY]!r}: give {', '.join(_RESHARD_FLAGS)} or NO_SHARD.")
+        raise ConfigError(
+            f"{found.name(_STRATEGY_KEY)} is {found[_STRATEGY_KEY]!r}: give {', '.join(_RESHARD_FLAGS)} or NO_SHARD."
+        )
     has_critic = found["algorithm.adv_estimator"] == "gae" and not re.search("--critic[= ]head", " ".join(given))
     if has_critic or strategy == "NO_SHARD":
         why = "A critic model is not sharded (--critic head is)" if has_critic else "NO_SHARD"

@@ -9,16 +9,9 @@ import yaml
 from trl import ModelConfig
 
 from vgr_trl.cli.arguments import DataArguments, RewardArguments
-from vgr_trl.config_converters import (
-    EASYR1_KEYS,
-    EASYR1_NAMES,
-    VERL_DEFAULTS,
-    VERL_KEYS,
-    VERL_NAMES,
-    convert,
-    flatten,
-    read_configuration,
-)
+from vgr_trl.config_converters import EASYR1_KEYS, convert, flatten, read_configuration
+from vgr_trl.config_converters.mtrl import MTRL_NAMES
+from vgr_trl.config_converters.verl import VERL_DEFAULTS, VERL_KEYS, VERL_RENAMED_KEYS
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.credit import OPTION_ALIASES
@@ -52,8 +45,8 @@ def options_of(given=(), processes=1):
 def test_every_key_of_easyr1_is_known():
     assert len(EASYR1) == 193
     assert set(EASYR1) <= set(EASYR1_KEYS)
-    assert set(EASYR1_NAMES.values()) <= set(EASYR1_KEYS)
-    assert {key for key, _ in VERL_NAMES.values()} | set(VERL_DEFAULTS) <= set(EASYR1_KEYS)
+    assert set(MTRL_NAMES.values()) <= set(EASYR1_KEYS)
+    assert {key for key, _ in VERL_RENAMED_KEYS.values()} | set(VERL_DEFAULTS) <= set(EASYR1_KEYS)
     for name, option in OPTION_ALIASES.items():  # of the plug-in inside EasyR1
         assert EASYR1_KEYS[f"algorithm.{name}"].option == option
 

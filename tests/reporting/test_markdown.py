@@ -13,7 +13,8 @@ from support.made_records import completion, record
 
 from vgr_trl.config import ReportOptions
 from vgr_trl.errors import printable
-from vgr_trl.reporting.markdown import MarkdownLogs, Summary, load_sections, print_record, step_line
+from vgr_trl.reporting.console import print_record, step_line
+from vgr_trl.reporting.markdown import MarkdownLogs, Summary, load_sections
 
 PARSER = MarkdownIt("commonmark").enable("table")
 METRICS = {

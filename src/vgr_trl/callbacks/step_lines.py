@@ -7,7 +7,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback
 
-from vgr_trl.reporting.markdown import evaluation_line, step_line
+from vgr_trl.reporting.console import evaluation_line, step_line
 from vgr_trl.rollout import ConstructedTrainer
 
 WINDOW = 20  # logs over which the seconds of a step are averaged

@@ -59,8 +59,8 @@ from vgr_trl.errors import CollapseError, ConfigError, DataError, MissingSplitEr
 from vgr_trl.options import changed_options
 from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo
 from vgr_trl.prepare import reads_boxes
-from vgr_trl.reporting.markdown import format_duration, print_record, progress_lines
-from vgr_trl.reporting.recorder import RecordBeforeTraining, needs_record_before_training
+from vgr_trl.reporting.console import format_duration, print_record, progress_lines
+from vgr_trl.reporting.first_record import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import read_run, refuse_unwritable
 from vgr_trl.rewards.functions import ATTENTION_REWARDS
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative

@@ -13,7 +13,7 @@ from jinja2 import Environment, Template
 
 from vgr_trl.atomic_files import write_atomic
 from vgr_trl.errors import ConfigError, DataError, printable
-from vgr_trl.reporting.markdown import format_number
+from vgr_trl.reporting.display import format_number
 from vgr_trl.reporting.records import PER_TOKEN, Completion, Numbers, Run, read_run, read_thumbnail, records_folder
 
 Colour = tuple[int, int, int]

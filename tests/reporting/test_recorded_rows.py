@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.reporting.recorder import (
+from vgr_trl.reporting.recorded_rows import (
     find_image_grids,
     quantise_attention,
     split_tokens,

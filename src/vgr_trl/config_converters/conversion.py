@@ -1,0 +1,150 @@
+"""The options that a configuration converts to, as a table and as a check."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vgr_trl.config_converters.key_tables import EASYR1_KEYS
+from vgr_trl.errors import ConfigError
+
+
+@dataclass
+class Conversion:
+    """The options that a configuration converts to, and the keys that cannot be converted.
+
+    Attributes:
+        values: value of every EasyR1 key, stated or default.
+        processes: number of processes of this run.
+        names: EasyR1 key -> its name in the configuration, if that differs.
+        stated: EasyR1 keys that the configuration states.
+        options: options of this library, by name.
+        options_by_key: EasyR1 key -> options computed from it; "": options computed from no key.
+        unsupported: keys that are unknown or have no equivalent here -> reason.
+        refused: keys that cannot be ignored without changing the training -> reason.
+        checkpoint: checkpoint to resume from or to evaluate.
+    """
+
+    values: dict[str, Any]
+    processes: int
+    names: Mapping[str, str]
+    stated: Collection[str]
+    options: dict[str, Any] = field(default_factory=dict)
+    options_by_key: dict[str, list[str]] = field(default_factory=dict)
+    unsupported: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    checkpoint: str | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+    def name(self, key: str) -> str:
+        """Return the name of an EasyR1 key in the configuration."""
+        return self.names.get(key, key)
+
+    def set(self, option: str, value: Any, *keys: str) -> None:
+        """Set an option, and record the keys that it comes from.
+
+        Args:
+            option: name of the option.
+            value: None leaves the option out.
+            keys: EasyR1 keys that the value is computed from.
+        """
+        if value is not None:
+            self.options[option] = value
+            for key in keys or ("",):
+                self.options_by_key.setdefault(key, []).append(option)
+
+    def mark_unsupported(self, key: str, why: str) -> None:
+        """Record that the value of a key has no equivalent here; `--ignore_unknown_keys` skips it."""
+        self.unsupported[key] = f"{self.describe(key)}: {why}"
+
+    def mark_refused(self, key: str, why: str) -> None:
+        """Record that the value of a key is not supported and cannot be ignored without changing the training."""
+        self.refused[key] = f"{self.describe(key)}: {why}"
+
+    def describe(self, key: str) -> str:
+        """Return the value of a key as the predicate of a sentence: `is 4 by default`."""
+        return f"is {self[key]!r}{'' if key in self.stated else ' by default'}"
+
+    def read_integer(self, key: str, least: int = 1) -> int:
+        """Return the value of a key as an integer of at least `least`, or raise `ConfigError`."""
+        value = self[key]
+        if not isinstance(value, int) or value < least:
+            raise ConfigError(f"{self.name(key)} is {value!r}: give an integer of at least {least}.")
+        return value
+
+    def read_choice(self, key: str, *known: Any) -> Any:
+        """Return the value of a key if it is one of `known`; else record the refusal and return the first of them."""
+        if self[key] in known:
+            return self[key]
+        self.mark_refused(key, f"supported values are {', '.join(map(str, known))}")
+        return known[0]
+
+    def table_rows(self) -> list[tuple[str, str, str]]:
+        """Return rows of key (* if not stated), option and value, or the reason why there is no option."""
+        reasons, rows = {**self.unsupported, **self.refused}, list[tuple[str, str, str]]()
+        for key, known in EASYR1_KEYS.items():
+            name, options = self.name(key), self.options_by_key.get(key, ())
+            mark = name if key in self.stated else f"{name}*"
+            if key in reasons:
+                rows.append((mark, "—", f"stops: {reasons.pop(key).split(': ', 1)[-1]}"))
+            elif options:
+                rows += [(mark, option, str(self.options[option])) for option in options]
+            elif key in self.stated:
+                rows.append((name, "—", known.why or "same as the default here, or not used in this run"))
+        rows += [(self.name(key), "—", f"stops: {why}") for key, why in reasons.items()]
+        return rows + [("(none)*", name, str(self.options[name])) for name in self.options_by_key.get("", ())]
+
+    def format_table(self, verbose: bool = False) -> str:
+        """Return the table of stated keys as text, and a note if the file asks for another number of processes.
+
+        Args:
+            verbose: also list EasyR1's defaults.
+        """
+        found = self.table_rows()
+        rows = [("key", "option", "value"), *(row for row in found if verbose or not row[0].endswith("*"))]
+        first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+        text = ["EasyR1 configuration converted to options of this library (*: default of EasyR1):"]
+        text += [f"  {key:<{first}}  {option:<{second}}  {value}" for key, option, value in rows]
+        if left := len(found) + 1 - len(rows):
+            text.append(f"  and {left} defaults of EasyR1, which --verbose lists.")
+        theirs = self["trainer.nnodes"] * self["trainer.n_gpus_per_node"]
+        if theirs != self.processes:
+            asks = f"The configuration asks for {theirs} processes, this run has {self.processes}; batches stay equal"
+            text.append(f"{asks}. To use {theirs}, start with accelerate launch --num_processes {theirs}.")
+        return "\n".join(text)
+
+    def check(self, ignore_unknown: bool, has_rewards: bool, is_evaluation: bool = False) -> None:
+        """Raise `ConfigError` for keys that are unsupported or refused.
+
+        Args:
+            ignore_unknown: skip unsupported keys.
+            has_rewards: whether `--reward_funcs` replaces the reward file of the configuration.
+            is_evaluation: check refused keys of data and rewards only, since nothing is trained.
+        """
+        checked = "data.", "worker.reward."
+        refused = {k: why for k, why in self.refused.items() if not is_evaluation or k.startswith(checked)}
+        unknown = {} if ignore_unknown else dict(self.unsupported)
+        if has_rewards:
+            unknown.pop("worker.reward.reward_function", None)
+        sentences = []
+        for cure, keys in (
+            ("Give other values; ignoring these would change the training.", refused),
+            ("Change or remove these keys, or pass --ignore_unknown_keys to ignore them.", unknown),
+        ):
+            sentences += [f"{self.name(k)} {why}{'' if why.endswith(('.', '?')) else '.'}" for k, why in keys.items()]
+            sentences += [cure] * bool(keys)
+        if sentences:
+            raise ConfigError(" ".join(sentences))
+
+    def evaluation_options(self) -> dict[str, Any]:
+        """Return the options with the names that `vgr-trl evaluate` uses added."""
+        options = dict(self.options)
+        for option, name in (("num_samples", "num_generations_eval"), ("temperature", "eval_temperature")):
+            if name in options:
+                options[option] = options[name]
+        if options.get("temperature") == 0:
+            options |= {"num_samples": 0, "temperature": 1.0}
+        if self.checkpoint is not None:
+            options["model_name_or_path"] = self.checkpoint
+        return options

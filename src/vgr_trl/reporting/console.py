@@ -1,0 +1,126 @@
+"""Print records in colour, and one line per step of training."""
+
+import re
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from vgr_trl.errors import printable
+from vgr_trl.reporting.display import format_number, preview
+from vgr_trl.reporting.records import Completion, Record
+
+_REWARD_MEAN = re.compile(r"rewards?/([^/]+)(?:/mean)?")
+# From low to high attention on the image; light half of viridis, which colour-blind readers can distinguish.
+_SHADES = ("#8a8a8a", "#3b8ac4", "#21a5a5", "#5ec962", "#fde725")
+_STEP_QUANTITIES = (  # heading, logged name (EasyR1 reward files: reward/…), format
+    ("reward", "reward", "{:.3f}"),
+    ("accuracy", "rewards/accuracy_reward/mean", "{:.3f}"),
+    ("accuracy", "reward/accuracy", "{:.3f}"),
+    ("format", "rewards/think_format_reward/mean", "{:.2f}"),
+    ("format", "rewards/format_reward/mean", "{:.2f}"),
+    ("format", "reward/format", "{:.2f}"),
+    ("length", "completions/mean_length", "{:.0f}"),
+    ("VGR", "attention/late/vgr", "{:.3f}"),
+    ("groups with non-zero variance", "sampling/nonzero_variance_fraction", "{:.0%}"),
+    ("loss", "loss", "{:.4f}"),
+)
+
+
+def print_record(record: Record, console: Console | None = None, prompt_length: int | None = None) -> None:
+    """Print prompts, completions and rewards; tokens with more weight or more attention on the image are brighter.
+
+    Args:
+        console: None: standard output.
+        prompt_length: characters of a prompt to print; None: all.
+    """
+    marks = {True: ("right", "bold cyan"), False: ("wrong", "bold magenta"), None: ("", "")}
+    for item in record.completions:
+        tokens = zip(map(printable, item.tokens), token_shades(item), strict=True)
+        rewards = ", ".join(f"{printable(name)} {format_number(value)}" for name, value in item.rewards.items())
+        body = Text.assemble(
+            (f"{printable(preview(item.prompt.strip(), prompt_length))}\n", "dim"),
+            *tokens,
+            "\n",
+            marks[item.correct],
+            f" {rewards}, advantage {format_number(item.advantage)}",
+        )
+        panel = Panel(body, title=f"step {record.step}, prompt {item.group}", title_align="left")
+        (console or Console()).print(panel)
+
+
+def token_shades(completion: Completion) -> list[str]:
+    """Return a style per token: by its weight, else by low VGR, in fifths of the completion."""
+    scores = completion.weights
+    if scores is None:
+        scores = [None if value is None else -value for value in completion.vgr or [None] * len(completion.tokens)]
+    known, count = sorted(score for score in scores if score is not None), len(_SHADES)
+    return ["" if score is None else _SHADES[bisect_left(known, score) * count // len(known)] for score in scores]
+
+
+def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step: float | None) -> str:
+    """Return one line: step, every reward, length, VGR, groups with non-zero variance, seconds per step, time left.
+
+    Args:
+        total: steps of the run.
+        logs: of this step; missing quantities are omitted.
+        seconds_per_step: mean over recent steps; None: not known yet.
+    """
+    if "frac_reward_zero_std" in logs:
+        logs = {"sampling/nonzero_variance_fraction": 1 - logs["frac_reward_zero_std"], **logs}
+    parts = [f"step {step:>{len(str(total))}}/{total}"]
+    shown = {name for _, name, _ in _STEP_QUANTITIES}
+    own = [(each[1].removesuffix("_reward"), each[0]) for each in map(_REWARD_MEAN.fullmatch, logs) if each]
+    others = [(heading, name, "{:.3f}") for heading, name in own if name not in shown]
+    for heading, name, form in (*_STEP_QUANTITIES[:6], *others, *_STEP_QUANTITIES[6:]):
+        if (value := logs.get(name)) is not None:
+            parts.append(f"{heading} {form.format(value)}")
+    if seconds_per_step is not None:
+        left = (total - step) * seconds_per_step
+        parts += [f"{seconds_per_step:.1f} s/step"] + [f"{format_duration(left)} left"] * (step < total)
+    return "  ".join(parts)
+
+
+def evaluation_line(step: int, logs: Mapping[str, float]) -> str:
+    """Return one line about an evaluation: step, reward, accuracy."""
+    names = [(heading, f"eval_{name}") for heading, name, _ in _STEP_QUANTITIES[:3]]
+    shown = [f"{heading} {logs[name]:.3f}" for heading, name in names if name in logs]
+    return f"evaluation at step {step}  {'  '.join(shown)}"
+
+
+def progress_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list[str]:
+    """Return lines with reward and accuracy at the start and the end of training and of the evaluations.
+
+    Args:
+        history: `log_history` of a trainer's state.
+        evaluated: description of the evaluation data, such as `64 rows`.
+    """
+    lines = []
+    for title, prefix in (("training", ""), ("evaluation", "eval_")):
+        logs = [entry for entry in history if f"{prefix}reward" in entry]
+        few = 1 if prefix else -(-len(logs) // 10)  # a tenth, as in the report
+        parts = []
+        for heading, name, _ in _STEP_QUANTITIES[:3]:
+            if values := [entry[prefix + name] for entry in logs if prefix + name in entry]:
+                ends = [fmean(values[:few]), fmean(values[-few:])][len(values) == 1 :]
+                parts.append(f"{heading} {' → '.join(f'{end:.3f}' for end in ends)}")
+        if parts:
+            which = f"on {evaluated}" if prefix else f"(means of the first and last tenth of {len(logs)} logs)"
+            lines.append(f"{title:<12}{', '.join(parts)} {which}")
+    accuracy = [entry[name] for entry in history for _, name, _ in _STEP_QUANTITIES[1:3] if name in entry]
+    if accuracy and max(accuracy) < 0.01:
+        cure = "look at completions in the report; try another model or --system_prompt_file"
+        lines.append(f"Accuracy stayed near 0, so the accuracy reward gave no learning signal: {cure}.")
+    return lines
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration: 45 s, 12 min, 3 h 05."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d}"
