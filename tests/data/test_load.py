@@ -1,15 +1,13 @@
 """Files, folders and the hub as commands load them; damaged files give a sentence, never another row."""
 
-import errno
 import re
 
 import pytest
-from datasets import Dataset, DatasetDict, config
-from datasets.exceptions import DatasetGenerationError
+from datasets import Dataset, DatasetDict
 from support.made_sets import jsonl, parquet, picture, written
 
 from vgr_trl.data.load import load_path, load_split, parse_data_files, readable
-from vgr_trl.utils import ConfigError, DataError, naming_full_disk
+from vgr_trl.utils import ConfigError, DataError
 
 PROBLEMS = ["1 + 1?", "1 + 2?"]
 ROWS = Dataset.from_dict({"problem": PROBLEMS, "solution": ["2", "3"]})
@@ -147,23 +145,3 @@ def test_missing_and_unreadable_sources_are_named(tmp_path, source, message):
     for streaming in (False, True):
         with pytest.raises((ConfigError, DataError), match=re.escape(message)), readable("torn.parquet", "data_files"):
             list(load_split("train", **given, streaming=streaming))
-
-
-def test_faults_of_the_cache_name_its_folder(tmp_path, monkeypatch):
-    file, cache = tmp_path / "a.jsonl", tmp_path / "cache"
-    file.write_text('{"problem": "1"}\n' * 9)
-    monkeypatch.setattr(config, "HF_DATASETS_CACHE", cache)
-    load_split("train", data_files=str(file))
-    for copy in cache.rglob("*.arrow"):
-        copy.unlink()
-        copy.write_bytes(bytes(100))
-    with pytest.raises(DataError, match=f"delete its copy in {cache}"):
-        load_split("train", data_files=str(file))
-    monkeypatch.setattr(config, "HF_DATASETS_CACHE", file / "cache")
-    with pytest.raises(DataError, match=f"{file}/cache, .*cannot be written .*set HF_DATASETS_CACHE"):
-        load_split("train", data_files=str(file))
-    monkeypatch.setattr(config, "HF_DATASETS_CACHE", cache)
-    full = OSError(errno.ENOSPC, "No space left on device")
-    refused = pytest.raises(DataError, match=f"^{cache}, .*cannot be written")
-    with refused, naming_full_disk("files"), readable(file, "data_files"):  # as commands do
-        raise DatasetGenerationError from full

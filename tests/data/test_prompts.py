@@ -8,13 +8,6 @@ from vgr_trl.data.rows import RowOptions, ready_row
 from vgr_trl.utils import ConfigError, DataError
 
 
-def test_a_question_is_a_conversation_with_its_options_behind_letters():
-    assert build_prompt("哪种颜色？", ["红", "蓝"], system_prompt=SYSTEM_PROMPTS["zh"]) == [
-        {"role": "system", "content": SYSTEM_PROMPTS["zh"]},
-        {"role": "user", "content": "哪种颜色？\nA. 红\nB. 蓝"},
-    ]
-
-
 @pytest.mark.parametrize(
     ("text", "choices", "system"),
     [

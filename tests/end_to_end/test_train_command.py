@@ -235,13 +235,3 @@ def test_bad_input_is_one_sentence_and_trains_nothing(model_folder, question_fil
     assert message in error
     assert "Traceback" not in error
     assert not (output / "trainer_state.json").exists()
-
-
-def test_a_mistyped_model_folder_is_one_sentence(model_folder, question_files, tmp_path, capsys):
-    mistyped = model_folder.with_name(f"{model_folder.name}x")
-    for command, given in (
-        ("train", flags(mistyped, question_files, tmp_path / "run")),
-        ("evaluate", ["--model_name_or_path", str(mistyped), "--data_files", question_files]),
-    ):
-        assert main([command, *given]) == 1
-        assert f"{mistyped} cannot be loaded" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from torch import nn
 
 from vgr_trl.pixels import image_inputs_of, parts_by_tokens
 from vgr_trl.sharing import share_prompts
-from vgr_trl.sharing.lending import Lending, find_read_again
+from vgr_trl.sharing.lending import Lending
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.prefix_forward import is_image_token
 from vgr_trl.utils import VGRError
@@ -230,14 +230,6 @@ def test_two_processes(finds_unused):
     (difference, mine), (other_difference, others) = results_of(run, finds_unused, processes=2)
     assert max(difference, other_difference) < 1e-6
     assert all(torch.equal(mine[name], others[name]) for name in others)
-
-
-def test_a_plan_lends_within_an_optimizer_step_to_rows_that_run():
-    groups = [0, 0, 1, 0, 1, 1, 0, 1]
-    assert find_read_again(groups, [True] * 8, 2, 8) == [True, True, True, True, True, True, False, False]
-    assert find_read_again(groups, [True] * 8, 2, 4) == [True, True, False, False, True, True, False, False]
-    alone = [True, True, True, False, True, True, False, True]  # rows 3 and 6 have no loss
-    assert find_read_again(groups, alone, 2, 8) == [False, False, True, False, True, True, False, False]
 
 
 def test_an_optimizer_step_with_an_open_prompt_is_refused():

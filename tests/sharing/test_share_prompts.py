@@ -107,16 +107,6 @@ def test_dropout_at_work_warns_once():
         scored(model, batch)
 
 
-def test_the_share_of_a_training_leaves_out_its_evaluation():
-    model, batch, alone = with_head(build("llama")), make_batch("llama"), make_batch("llama", generations=1)
-    with torch.no_grad(), share_prompts(model) as report:
-        scored(model.eval(), alone)
-        assert report.prompts_per_row == 1
-        scored(model.train(), batch)
-        scored(model.eval(), alone)
-    assert (report.prompts_per_row, report.rows) == (1 / 3, 6 + 2 * len(alone.inputs["input_ids"]))
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_is_as_far_from_float32_as_the_plain_pass(autocast):
     model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl", generations=6)
