@@ -93,8 +93,6 @@ def test_their_entry_point_evaluates_only(config, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["worker.actor.model.peft_type=lora"], "give worker.actor.model.lora_rank=64, for example"),
-        (["data.answer_key=right"], "give --solution_key none (data.answer_key=none or"),
         (["trainer.max_steps=1", *CPU], "returned token_weights, but token_weights is off"),
         (["worker.actor.loss_type=dppo", "--ignore_unknown_keys"], "ignoring these would change the training"),
         (["worker.actor.loss_type=dppo", "worker.actor.no_such_key=2"], "the training. worker.actor.no_such_key"),

@@ -3,7 +3,7 @@ from datasets import Dataset
 from support.made_sets import jsonl, picture, rows_in, skipped_in, written
 
 from vgr_trl.cli.data import main
-from vgr_trl.data.convert import Rules, convert_rows
+from vgr_trl.data.convert import Rules, convert_rows, to_schema
 from vgr_trl.data.public_sets import CONVERTERS
 from vgr_trl.utils import ConfigError, DataError
 
@@ -83,3 +83,10 @@ def test_rows_that_no_conversion_wrote_are_neither_replaced_nor_joined(tmp_path,
         (tmp_path / name).touch()
     with pytest.raises(ConfigError, match="which this command did not write.* choose another folder"):
         written([question(1)], tmp_path)
+
+
+def test_converted_rows_have_one_question_and_the_images_of_their_set():
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "Which?"}]
+    for row in ({"prompt": asked, "solution": "x"}, question(images=None)):
+        with pytest.raises(DataError):
+            to_schema(row, Rules(CONVERTERS["aokvqa"], "set"))
