@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from vgr_trl.pixels import UnknownParts, parts_by_counts, parts_by_tokens
-from vgr_trl.rows import Prompts, build_scoring_inputs
 
 IMAGE, PAD = 2, 9
 GRIDS = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 2, 2]])  # 8, 16 and 4 patches, four to a token
@@ -77,30 +76,3 @@ def test_counts_and_tokens_give_the_same_parts(case):
 def test_what_tokens_cannot_assign_with_certainty(inputs, rows):
     with pytest.raises(UnknownParts):
         parts_by_tokens(inputs, placeholders(rows))
-
-
-def batch_of(ids, images=None, completions=((7,), (7, 8)), **fields):
-    return build_scoring_inputs(
-        Prompts(ids, images, fields), [list(row) for row in completions], pad_token_id=PAD, vision_token_ids=[IMAGE]
-    )
-
-
-PROMPTS = [[5, *[IMAGE] * 4], [5, *[IMAGE] * 12]]  # 4 tokens for each tile
-TWO = [["one image"], ["another"]]
-
-
-@pytest.mark.parametrize(
-    ("fields", "tiles"),
-    [
-        ({"pixel_values": torch.zeros(4, 3, 2, 2)}, [1, 3]),
-        ({"pixel_values": torch.zeros(2, 3, 2, 2)}, None),  # one entry per image
-        ({"pixel_values": torch.zeros(4, 3)}, None),  # patches
-        ({"pixel_values": torch.zeros(4, 3), "spatial_shapes": torch.full((4, 2), 4)}, [1, 3]),
-        ({"pixel_values": torch.zeros(2, 3), "spatial_shapes": torch.ones(2, 2)}, [1, 1]),
-        ({}, None),
-    ],
-)
-def test_tiles_of_rows(fields, tiles):
-    batch = batch_of(PROMPTS, TWO, **fields)
-    assert batch["num_images"] == [1, 1]
-    assert batch["num_tiles"] == tiles

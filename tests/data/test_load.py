@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from support.made_sets import jsonl, parquet, picture, written
 
-from vgr_trl.data.load import load_path, load_split, parse_data_files, readable
+from vgr_trl.data.load import load_split, parse_data_files, readable
 from vgr_trl.utils import ConfigError, DataError
 
 PROBLEMS = ["1 + 1?", "1 + 2?"]
@@ -57,23 +57,6 @@ def test_a_configuration_is_a_folder_or_the_start_of_a_name(tmp_path):
     path = folder(tmp_path, "corpus/train.jsonl", "queries-train.jsonl", "queriesold.jsonl")
     assert files_of(path, dataset_config="corpus") == ["corpus/train.jsonl"]
     assert files_of(path, dataset_config="queries") == ["queries-train.jsonl"]
-
-
-def test_a_hub_name_is_read_in_its_configuration(monkeypatch):
-    asked = []
-
-    def load(path, **options):
-        asked.append((path, options))
-        return DatasetDict(test=Dataset.from_dict({"file": [1, 2]}))
-
-    monkeypatch.setattr("vgr_trl.data.load.load_dataset", load)
-    split, loads = load_path("someone/set", config="standard")
-    assert (split, list(loads["test"]()["file"])) == ("test", [1, 2])
-    load_path("MMMU/MMMU_Pro")
-    assert asked == [
-        ("someone/set", {"name": "standard", "streaming": False}),
-        ("MMMU/MMMU_Pro", {"name": "standard (10 options)", "streaming": False}),
-    ]
 
 
 def test_a_byte_that_changed_in_a_written_set_is_found(tmp_path):

@@ -46,9 +46,3 @@ def test_a_tracker_that_is_missing_is_named_and_its_callback_is_not_made(text_tr
     monkeypatch.setattr(integration_utils, "is_mlflow_available", lambda: False)
     with pytest.raises(ConfigError, match="report_to names mlflow, which is not available"):
         text_trainer(report_to="mlflow")
-
-
-def test_a_tracker_that_fails_at_the_start_is_named(text_trainer, failing):
-    failing("on_train_begin")
-    with pytest.raises(ConfigError, match=r"Tracker TensorBoard of report_to cannot be started \(OSError: no route"):
-        text_trainer(max_steps=1, report_to="tensorboard").train()

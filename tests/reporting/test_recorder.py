@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.reporting.recorder import (
-    quantise_attention,
     split_tokens,
     summarise_rollout,
 )
@@ -19,19 +18,6 @@ TOKENIZER = build_processor(["what colour is the circle?", "red blue", "a red"])
 
 def decode(ids):
     return TOKENIZER.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def test_attention_is_kept_to_a_510th_of_the_largest():
-    # 0.5 is the largest of the first token: 0.25 is 127.5 of 255, which rounds to the even 128.
-    found = quantise_attention(torch.tensor([[0.5, 0.25, 0.0], [0.0, 0.0, 0.0]]), [(1, 3)])
-    assert found.scale == [0.5, 0.0]
-    assert list(found.values) == [255, 128, 0, 0, 0, 0]
-    attention = torch.rand(20, 12, generator=torch.Generator().manual_seed(0))
-    kept = quantise_attention(attention, [(2, 3), (3, 2)])
-    for token, row in enumerate(attention.tolist()):
-        assert kept.row(token) == pytest.approx(row, abs=max(row) / 510 + 1e-6)
-    for grids in ([None], [(2, 2)], [], [(3, 4), None]):
-        assert quantise_attention(attention, grids) is None
 
 
 @given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=30))

@@ -19,9 +19,8 @@ from vgr_trl.reporting.records import (
     encode_entry,
     read_logs,
     read_run,
-    refuse_unwritable,
 )
-from vgr_trl.utils import ConfigError, DataError, VGRError
+from vgr_trl.utils import DataError, VGRError
 
 
 def test_a_record_comes_back_as_it_was():
@@ -164,13 +163,3 @@ def test_a_later_version_is_refused(folder, file):
     (folder / file).write_bytes(encode_entry(LogEntry(0, "train", 0.0, {})).replace(b'"version":1', b'"version":2'))
     with pytest.raises(DataError, match="version 2"):
         list(read_logs(read_run(folder).folder / "logs.jsonl"))
-
-
-def test_a_place_that_cannot_be_written_is_refused(tmp_path):
-    file = tmp_path / "file"
-    file.touch()
-    refuse_unwritable(tmp_path / "new" / "deep.md", "rollout_log_path")
-    refuse_unwritable(file, "rollout_log_path")
-    for place in (file / "deep.md", tmp_path):
-        with pytest.raises(ConfigError, match="rollout_log_path"):
-            refuse_unwritable(place, "rollout_log_path")

@@ -7,7 +7,6 @@ from weakref import WeakSet
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.state import GradientState
 from support.launching import join_group, results_of
 from support.models.compare import checkpointed, largest_relative, needs_shared, scored, with_head
@@ -187,22 +186,6 @@ def test_a_prompt_whose_last_reader_is_skipped_waits_for_the_last_micro_batch():
         scored(model, rows_of(model, batch, [2]))
     with pytest.raises(VGRError, match="1 prompts have run forward and not backward"):
         torch.optim.SGD(model.parameters(), lr=1.0).step()
-
-
-@pytest.mark.parametrize("in_a_group", [False, True])
-def test_gradients_of_weights_do_not_wait_for_those_of_a_prompt(in_a_group, monkeypatch):
-    """Each weight takes the gradient of the last reader before the prompt runs backward: one gradient in memory.
-
-    So it is in one process that is in a group of its own, as vLLM beside the trainer makes one.
-    """
-    monkeypatch.setattr("vgr_trl.sharing.lending.is_initialized", lambda: in_a_group)
-    Accelerator(cpu=True)
-    model, batch = case("llama")
-    taken, weight = [], base_of(causal_model(model)).layers[0].mlp.up_proj.weight
-    weight.register_post_accumulate_grad_hook(lambda _: taken.append(1))
-    with share_prompts(model) as report:
-        accumulated(model, batch, ONE_BY_ONE)
-    assert len(taken) == 6 + report.prompts
 
 
 def run(finds_unused):
