@@ -16,7 +16,6 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from vgr_trl.config import SWITCHES
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
-from vgr_trl.passes.run_pass import rows_per_pass
 from vgr_trl.scoring_inputs import scoring_inputs
 from vgr_trl.trainer import DAPOTrainer
 
@@ -164,19 +163,3 @@ def test_an_evaluation_has_the_late_reward_weights_and_counts_in_no_metric_of_tr
     assert logged(evaluated, "eval_reward") == [0.5] * 3
     assert logged(evaluated, "reward_weights/place_reward") == [1.0] * 3
     assert logged(evaluated, "sharing/prompts_per_row") == logged(alone, "sharing/prompts_per_row") != []
-
-
-def test_rows_of_a_scoring_pass():
-    """14 columns, 6 of them of the completion: a group of 4 is 14 + 3 * 6 = 32 tokens."""
-
-    def rows(batch_size, group, most, others=(14, 6)):
-        """Where another process has so many columns."""
-        gathered = lambda mine: torch.cat([mine, torch.tensor(others)])  # noqa: E731
-        return rows_per_pass(
-            batch_size, group, most_tokens=most, columns=(14, 6), gather=gathered, device=torch.device("cpu")
-        )
-
-    assert [rows(2, None, None), rows(2, 4, None), rows(8, 4, None)] == [2, 4, 8]
-    assert [rows(8, 4, 40), rows(8, 4, 64), rows(8, 4, 26)] == [4, 8, 3]
-    assert [rows(8, None, 40), rows(8, None, 10), rows(8, None, 40, (20, 6))] == [2, 1, 2]
-    assert rows(8, 4, 40, (30, 6)) == 2, "(40 - 30) // 6 + 1"

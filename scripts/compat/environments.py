@@ -11,7 +11,6 @@ TESTS = (
     "tests/sharing/test_prefix_forward.py",
     "tests/signals/test_attention.py",
     "tests/signals/test_scoring.py",
-    "tests/efficiency/test_loss_mask.py",
     "tests/efficiency/test_skipped_steps.py",
     "tests/efficiency/test_vision_cache.py",
     "tests/efficiency/test_image_steps.py",

@@ -93,8 +93,6 @@ def test_their_entry_point_evaluates_only(config, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["worker.actor.model.peft_type=lora"], "give worker.actor.model.lora_rank=64, for example"),
-        (["data.answer_key=right"], "give --solution_key none (data.answer_key=none or"),
         (["trainer.max_steps=1", *CPU], "returned token_weights, but token_weights is off"),
         (["worker.actor.loss_type=dppo", "--ignore_unknown_keys"], "ignoring these would change the training"),
         (["worker.actor.loss_type=dppo", "worker.actor.no_such_key=2"], "the training. worker.actor.no_such_key"),
@@ -157,21 +155,3 @@ def test_processes_are_started_as_the_configuration_asks(config, launcher, more,
     assert expected in words
     assert absent not in words
     assert (own, arguments) == (" ".join(given), ["train", f"--{given[0]}", *given[1:]])
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["training.n_gpus_per_node=9"], "machine has 8 GPUs: give training.n_gpus_per_node=8,"),
-        (["trainer.nnodes=2", "trainer.n_gpus_per_node=4"],
-         "--main_process_ip ADDRESS --main_process_port 29500 --machine_rank RANK --num_processes 8 --num_machines 2 "
-         "--use_fsdp"),
-        (["worker.actor.fsdp.sharding_strategy=SOME", "trainer.n_gpus_per_node=2"], "is 'SOME': give TRUE, FULL_SHARD"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_started_is_named_with_the_keys_of_the_file(config, launcher, more, message, capsys):
-    if more[0].startswith("training."):
-        config.write_text(config.read_text().replace(", n_gpus_per_node: 1", ""))
-    assert mtrl.main([f"config={config}", *more]) == 1
-    assert message in capsys.readouterr().err
-    assert launcher == []

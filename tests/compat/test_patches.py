@@ -1,6 +1,6 @@
 """Repairs of TRL and transformers (`patches/`), but for prompts with images for vLLM."""
 
-from collections import defaultdict, deque
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +9,8 @@ import torch
 from vgr_trl.patches.transformers import disable_cudnn_attention
 from vgr_trl.patches.trl import (
     conversation_text,
-    enlarge_tables,
     flatten_conversations,
     images_logged_by_all,
-    keep_newest,
     keep_training_table,
     merge_round_metrics,
     remove_oldest_tables,
@@ -87,17 +85,6 @@ def test_rounds_become_one_entry():
         "sampling/importance_sampling_ratio/max": [9.0, 1.5],
         "num_tokens": [70.0],
     }
-
-
-def test_tables_hold_further_rounds_of_the_same_batch_only():
-    logs = {"prompt": deque("ab", maxlen=2), "rewards": defaultdict(lambda: deque(maxlen=2), {"r": deque([1, 2])})}
-    enlarge_tables(logs, 6)
-    logs["prompt"].extend("cdef")
-    logs["rewards"]["late"].extend([1, 2, 3])
-    keep_newest(logs, 2)
-    assert [*logs["prompt"], *logs["rewards"]["r"], *logs["rewards"]["late"]] == ["e", "f", 1, 2, 2, 3]
-    logs["prompt"].extend("ghij")
-    assert "".join(logs["prompt"]) == "efghij"
 
 
 def test_batches_without_images_among_batches_with_some():

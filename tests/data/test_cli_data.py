@@ -76,20 +76,6 @@ def test_a_copy_of_a_hub_set_is_read_in_its_usual_configuration(tmp_path):
     assert ids(tmp_path / "four", "test") == ["standard (4 options)"]
 
 
-def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name in ("train", "test"):
-        aokvqa(tmp_path / "two" / f"{name}.parquet", 2)
-    for flags, words in (
-        (["convert", "aokvqa", "--dataset_path", "."], "output_dir out is in ., which is read"),
-        (["merge", "two"], "two has the splits test, train: name one, as two:test."),
-    ):
-        assert run(*flags, "--output_dir", "out", "--workers", "0") == 1
-        printed = capsys.readouterr().err
-        assert words in printed
-        assert printed.count("\n") == 1
-
-
 def test_what_the_accuracy_reward_reads_of_completions_is_shown(tmp_path, capsys):
     rows = [
         {"output": "The correct option is B.", "solution": "B", "choices": ["red", "blue"]},

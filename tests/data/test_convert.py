@@ -3,7 +3,7 @@ from datasets import Dataset
 from support.made_sets import jsonl, picture, rows_in, skipped_in, written
 
 from vgr_trl.cli.data import main
-from vgr_trl.data.convert import Rules, convert_rows
+from vgr_trl.data.convert import Rules, convert_rows, to_schema
 from vgr_trl.data.public_sets import CONVERTERS
 from vgr_trl.errors import ConfigError, DataError
 
@@ -85,22 +85,8 @@ def test_rows_that_no_conversion_wrote_are_neither_replaced_nor_joined(tmp_path,
         written([question(1)], tmp_path)
 
 
-REPORTED = (
-    ("rows by source", "3 75.0% $5 set", "1 25.0% other"),
-    ("rows by number of choices", "3 75.0% 2", "1 25.0% open"),
-    ("multiple-choice rows by right letter", "2 66.7% A", "1 33.3% B"),
-    ("most frequent answers to open questions", "1 100.0% B"),
-    ("rows by number of images", "3 75.0% 1", "1 25.0% 2"),
-    ("images by pixels of the shorter side", "2 40.0% 8 to 15", "3 60.0% 256 to 511"),
-    ("skipped", "2 100.0% image file … does not exist"),
-)
-
-
-def test_the_report_by_hand(tmp_path):
-    large, small = picture(size=(640, 480)), picture(size=(8, 20))
-    rows = [question(number, source="$5 set", solution="AB"[number % 2], images=[large]) for number in range(3)]
-    rows.append(question(3, source="other", choices=None, solution="B", images=[small] * 2))
-    rows += [question(4, images=[{"bytes": None, "path": path}]) for path in ("/a/b.png", "/c/d.png")]
-    headline, *parts = written(rows, tmp_path, columns=("images",)).replace("█", "").split("\n\n")
-    assert headline == "train: 4 rows"
-    assert [tuple(" ".join(line.split()) for line in part.strip().split("\n")) for part in parts] == [*REPORTED]
+def test_converted_rows_have_one_question_and_the_images_of_their_set():
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "Which?"}]
+    for row in ({"prompt": asked, "solution": "x"}, question(images=None)):
+        with pytest.raises(DataError):
+            to_schema(row, Rules(CONVERTERS["aokvqa"], "set"))

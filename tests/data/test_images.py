@@ -75,16 +75,6 @@ def test_files_that_need_no_change_keep_their_bytes_and_others_lose_nothing():
     assert stored({"bytes": encoded(image.convert("L"), "JPEG")}).mode == "RGB"
 
 
-def test_images_with_too_many_pixels_are_left_out_before_they_are_decoded(monkeypatch):
-    data = {"bytes": encoded(Image.new("RGB", (40, 40)))}
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1600)
-    assert encode_image(data, HERE, LIMITS)[1].width == 40
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1599)
-    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
-    with pytest.raises(DataError, match="exceeds limit of 1599 pixels|image has size 40x40: give 1 to 1599 pixels"):
-        encode_image(data, HERE, LIMITS)
-
-
 def test_truncated_files_are_refused():
     for kind in ("PNG", "JPEG", "GIF", "WEBP", "TIFF"):
         whole = encoded(Image.effect_noise((24, 17), 60).convert("RGB"), kind)

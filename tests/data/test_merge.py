@@ -1,13 +1,12 @@
 from collections import Counter
 
 import pytest
-from datasets import Dataset, load_dataset
+from datasets import load_dataset
 from PIL import Image
 from support.made_sets import encoded, jsonl, picture, rows_in, skipped_in, written
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.data.convert import DIGESTS
-from vgr_trl.data.merge import merge, split_by_image
+from vgr_trl.data.merge import split_by_image
 from vgr_trl.errors import DataError
 
 CHOICES = ["red", "blue", "green"]
@@ -99,40 +98,6 @@ def test_both_splits_have_the_same_columns_and_letters_stay_balanced(tmp_path):
     assert loaded["train"].column_names == loaded["test"].column_names
     assert {*loaded["train"].column_names} >= {"images", "regions"}
     assert Counter(row["solution"] for row in loaded["train"]) == dict.fromkeys("ABC", 18)
-
-
-def converted(**changed):
-    fields = {"problem": "p", "solution": "x", "choices": None, DIGESTS: ["a"], "__reason__": None}
-    return fields | changed
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "kept"),
-    [
-        (("x", None), ("y", None), 0),
-        (("x", None), (" X ", None), 1),
-        (("A", "xyz"), ("B", "xyw"), 0),
-        (("A", "xy"), ("A", "zw"), 1),  # neither offers the other's answer: both can be right
-        (("A", "xy"), ("y", None), 1),  # the open answer says y where x was offered beside it: not comparable
-    ],
-)
-def test_rows_that_contradict_each_other_are_both_left_out(one, other, kept):
-    rows = [converted(solution=right, choices=choices and list(choices)) for right, choices in (one, other)]
-    table, sides = merge(Dataset.from_list([*rows, converted(__reason__="bad")]), 0, seed=0)
-    assert sides == {"train": [0] * kept, "test": []}
-    assert [bool(reason) for reason in table["__reason__"]] == [not kept, True, True]
-    assert table["__reason__"][2] == "bad"
-
-
-def test_the_share_is_met_exactly_where_no_image_is_shared():
-    images = [[str(number)] for number in range(200)]
-    train, test = split_by_image(images, 0.1, seed=0)
-    assert (len(train), len(test), {*train} | {*test}) == (180, 20, {*range(200)})
-    assert split_by_image(images, 0.1, seed=0) == (train, test)
-    assert {199 - row for row in split_by_image(images[::-1], 0.1, seed=0)[1]} == {*test}
-    assert split_by_image(images, 0.1, seed=1)[1] != test
-    assert split_by_image(images, 0, seed=0) == ([*range(200)], [])
-    assert [len(side) for side in split_by_image(images[:2], 0.75, seed=0)] == [1, 1]  # one and a half round to all
 
 
 def test_rows_are_linked_over_others():

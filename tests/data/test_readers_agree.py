@@ -15,6 +15,7 @@ from vgr_trl.rewards import resolve_solution
 RED, BLUE = (200, 30, 40), (10, 20, 250)
 MC = {"problem": "Which?", "choices": ["red", "blue"], "image": "red.png"}
 OPEN = {"problem": "How many?", "image": "red.png"}
+TURN = {"role": "user", "content": "How many?"}
 PNG = base64.b64encode(picture(RED)["bytes"]).decode()
 JPEG = base64.encodebytes(encoded(Image.new("RGB", (8, 6), BLUE), "JPEG", quality=100)).decode()  # in lines of 76
 
@@ -96,6 +97,14 @@ UNUSABLE: dict[str, tuple[Any, str]] = {
     "bomb": ({**OPEN, "image": "bomb.png", "solution": "x"}, "image is unreadable: Image size (3000 pixels) exceeds"),
     "torn line": ('{"problem": "q", "solut', "the line is not JSON"),
     "a list": ("[1, 2]", "the row is a list, not an object"),
+    "no question": ({**OPEN, "problem": " ", "solution": "x"}, ""),
+    "an answer at the end": ({"prompt": [TURN, {"role": "assistant", "content": "3"}], "solution": "3"}, "its prompt"),
+    "no content": ({"prompt": [{"role": "user", "content": 3}], "solution": "3"}, "a message of its prompt lacks"),
+    "one option": ({**MC, "choices": ["red"], "solution": "A"}, "it has 1 options"),
+    "eleven options": ({**MC, "choices": list("ABCDEFGHIJK"), "solution": "A"}, "it has 11 options"),
+    "control characters": ({**MC, "choices": r"['\alpha', '\beta']", "solution": "A"}, ""),
+    "letters from B on": ({**MC, "choices": ["B) red", "C) blue"], "solution": "B"}, "its options carry the letters"),
+    "a mark beside a video": ({"problem": "<image>", "video": "a.mp4", "solution": "x"}, ""),
 }  # fmt: skip
 Read = tuple[dict[int, Any], dict[int, str]]
 """The rows that a command can use, and why it leaves the others out, by place."""

@@ -1,18 +1,14 @@
 """The demo: drawn questions, the warm start, what a short run leaves, and the embedded model as files."""
 
 import json
-from types import SimpleNamespace
 
-import numpy as np
-import pytest
-import torch
 from datasets import load_dataset
 from transformers import AutoProcessor
 
 from vgr_trl.cli.evaluate import load_for_inference
 from vgr_trl.demo import Options, demo
 from vgr_trl.demo.demo import draw_questions, learn_answers, learn_captions, supervised_loss, warm_start, words_of
-from vgr_trl.demo.tiny_model import build_processor, build_tiny_vlm
+from vgr_trl.demo.tiny_model import build_tiny_vlm
 from vgr_trl.demo.write_folder import write_folder
 from vgr_trl.evaluation import evaluate
 from vgr_trl.reporting.records import read_run
@@ -51,29 +47,6 @@ def test_warm_start_lowers_the_loss_and_stops_at_the_target(capsys):
     assert supervised_loss(model, processor, demo_rows[:16], images=True)[0].item() < 0.8 * before
     assert warm_start(model, processor, demo_rows, accuracy=lambda: 0.9, target_accuracy=0.5, **settings) == [(4, 0.9)]
     assert "100%|" in capsys.readouterr().err.rpartition("\r")[2]  # a bar that ends early ends full
-
-
-def test_the_answer_is_what_stands_between_its_tags():
-    """Of ten target tokens seven and the answer have the logit 0; the tags have 3 and 1 and belong to the rest."""
-    rows = draw_questions(2, seed=0, split="train")
-    processor = build_processor(words_of(rows))
-    logits = torch.zeros(len(processor.tokenizer))
-    logits[processor.tokenizer.convert_tokens_to_ids(["<answer>", "</answer>"])] = torch.tensor([3.0, 1.0])
-
-    def model(input_ids, logits_to_keep, **inputs):
-        return SimpleNamespace(logits=logits.expand(len(input_ids), logits_to_keep, -1))
-
-    model.device = "cpu"
-    loss, of_answer = supervised_loss(model, processor, rows, images=False)
-    of_zero = logits.logsumexp(0).item()
-    assert (loss.item(), of_answer) == pytest.approx((2 * of_zero - 4 / 9, of_zero))
-
-
-def test_a_shape_has_the_size_and_place_of_its_scene():
-    for shape in demo.SHAPES:
-        image = demo.draw_scene(demo.Scene("red", shape, "southwest", size=17, x=3, y=5, shade=128, paper=255))
-        rows, columns = (np.asarray(image) == demo.COLOURS["red"]).all(-1).nonzero()
-        assert (rows.min(), rows.max(), columns.min(), columns.max()) == (33, 49, 3, 19), shape
 
 
 def test_a_seed_draws_the_same_questions_again_and_no_image_is_in_two_splits():

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from support.launching import launch, results_of
+from support.launching import results_of
 from support.trainers import config
 
 from vgr_trl.errors import ConfigError
@@ -51,20 +51,3 @@ distributed.all_gather_object([None], "last words")
 def test_the_group_is_closed_at_exit_unless_the_process_failed(end, status, said):
     done = subprocess.run([sys.executable, "-c", SCRIPT + end], capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stdout.split()) == (status, [said]), done.stderr
-
-
-COMMAND = """
-import atexit, os, sys
-from torch import distributed
-from vgr_trl.cli.__main__ import main
-
-atexit.register(lambda: distributed.is_initialized() and os._exit(5))
-sys.exit(main(["train", *sys.argv[1:]]))
-"""
-
-
-def test_a_command_that_fails_before_its_trainer_closes_the_group_too(tmp_path):
-    (tmp_path / "command.py").write_text(COMMAND)
-    (tmp_path / "rows.jsonl").write_text('{"problem": "1 + 1?", "solution": "2"}\n')
-    flags = f"--model_name_or_path {tmp_path} --data_files {tmp_path}/rows.jsonl --use_cpu true --bf16 false"
-    launch(tmp_path / "command.py", *flags.split(), "--output_dir", tmp_path / "run", processes=2, status=1)

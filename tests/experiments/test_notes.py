@@ -7,7 +7,6 @@ import json
 import runpy
 import shlex
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,9 @@ from PIL import Image
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.arguments import DataArguments, parse
-from vgr_trl.config import CreditOptions, PerturbationOptions
-from vgr_trl.config_converters import convert
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import prepare_rows
 from vgr_trl.data.load import load_split
-from vgr_trl.recipes import load_recipe
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -54,18 +50,6 @@ LINES = {
 REWARDS = {"MDI": ["accuracy_reward", "think_format_reward", "mdi_reward"]}
 REWARDS["MDI with adapters"] = REWARDS["MDI"]
 HARD = ("experiment 4", "dapo_train")
-
-
-def test_perception_in_a_configuration_is_that_of_the_recipe():
-    keys = "enable_perception_filtering enable_entropy_filtering enable_trajectory_reweighting".split()
-    sources = {"data.train_files": "some/questions@train", "worker.actor.model.model_path": "some/model"}
-    given = {**sources, "worker.rollout.n": 8, **{f"algorithm.{key}": True for key in keys}}
-    options = convert(given | {"algorithm.use_entropy_penalty": False}).options
-    of_credit = {each.name for group in (CreditOptions, PerturbationOptions) for each in fields(group)}
-    recipe = {name: value for name, value in load_recipe("tprl").items() if name in of_credit}
-    defaults = DAPOConfig("runs", use_cpu=True, bf16=False)
-    assert {name: options.get(name, getattr(defaults, name)) for name in recipe} == recipe
-    assert options["use_entropy_penalty"] is False
 
 
 def run_example(script: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,22 +126,6 @@ def test_a_signal_made_of_itself(monkeypatch):
         DAPOConfig("out", use_cpu=True, signals=["hen"])
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("zzz", "no reward 'zzz': give one of accuracy"),
-        ("no_module.f", "Importing no_module for a reward failed with ModuleNotFoundError"),
-        ("nothing.py:f", "nothing.py of a reward does not exist"), ("wrong.py:f", "failed with ZeroDivisionError"),
-        ("sight_methods.nothing", "has no reward 'nothing': give one of .*brevity"),
-    ],
-)  # fmt: skip
-def test_plug_ins_that_are_not_found(installed, tmp_path, monkeypatch, spec, message):
-    (tmp_path / "wrong.py").write_text("1 / 0")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RewardError, match=message):
-        load_reward(spec)
-
-
 def test_a_name_that_two_packages_register(installed, monkeypatch):
     monkeypatch.setitem(registries.rewards._own, "brevity", len)
     with pytest.raises(RewardError, match="more than once, by vgr_trl and by sight_methods:brevity: give the one"):

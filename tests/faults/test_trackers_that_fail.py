@@ -4,7 +4,6 @@ from errno import ENOSPC
 
 import pytest
 from pandas import DataFrame
-from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, integration_utils
 
 from vgr_trl.errors import ConfigError
@@ -42,25 +41,8 @@ def test_training_goes_on_without_tables_on_a_full_disk(text_trainer, monkeypatc
     assert "No space left on device" in warned[0]
 
 
-def test_other_failures_of_a_log_end_the_training(text_trainer):
-    class Failing(TrainerCallback):
-        def on_log(self, *args, **kwargs):
-            raise OSError("mine")
-
-    trainer = text_trainer(max_steps=1, log_completions=True)
-    trainer.add_callback(Failing())
-    with pytest.raises(OSError, match="mine"):
-        trainer.train()
-
-
 def test_a_tracker_that_is_missing_is_named_and_its_callback_is_not_made(text_trainer, monkeypatch):
     """MLflow's raises in its constructor, and again in its destructor."""
     monkeypatch.setattr(integration_utils, "is_mlflow_available", lambda: False)
     with pytest.raises(ConfigError, match="report_to names mlflow, which is not available"):
         text_trainer(report_to="mlflow")
-
-
-def test_a_tracker_that_fails_at_the_start_is_named(text_trainer, failing):
-    failing("on_train_begin")
-    with pytest.raises(ConfigError, match=r"Tracker TensorBoard of report_to cannot be started \(OSError: no route"):
-        text_trainer(max_steps=1, report_to="tensorboard").train()

@@ -1,8 +1,6 @@
 """What `make demo` and `make test` install: versions that were tried together, one file per Python."""
 
-import os
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -27,23 +25,3 @@ def test_constraints_name_a_version_that_the_package_accepts(python):
         line for line in lines if re.match("torch|triton|nvidia|cuda", line) or not re.match(r"[\w.-]+==[\w.]+$", line)
     ]
     assert builds == [], "another index has other builds of torch, with packages of their own"
-
-
-@pytest.mark.parametrize(
-    ("words", "file"),
-    [
-        ([], "constraints/3.12.txt"),
-        (["TORCH=torch==2.13.0+cpu"], "constraints/3.12.txt"),
-        (["TORCH=torch==2.11.0"], None),  # needs setuptools<82
-        (["CONSTRAINTS="], None),  # as the nightly workflow says
-        (["VERSION=Python 3.14.0"], None),
-    ],
-)
-def test_every_installation_by_make_takes_the_constraints(words, file, tmp_path):
-    make = ["make", "-n", "faults", "VERSION=Python 3.12.9", *words, f"VENV={tmp_path}"]
-    env = {"PATH": os.environ["PATH"]}  # without the variables of the `make test` that runs this
-    done = subprocess.run(make, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    installs = [line for line in done.stdout.splitlines() if "pip install" in line]
-    assert len(installs) == 4
-    for line in installs:
-        assert re.findall(r"PIP_(?:BUILD_)?CONSTRAINT=(\S+)", line) == [file] * 2 * (file is not None), line

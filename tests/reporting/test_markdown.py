@@ -13,7 +13,7 @@ from support.made_records import completion, record
 
 from vgr_trl.config import ReportOptions
 from vgr_trl.errors import printable
-from vgr_trl.reporting.console import print_record, step_line
+from vgr_trl.reporting.console import print_record
 from vgr_trl.reporting.markdown import MarkdownLogs, Summary, load_sections
 
 PARSER = MarkdownIt("commonmark").enable("table")
@@ -29,16 +29,6 @@ PIECES = st.sampled_from(
      "\u202e", "=====", "$$", "1. ", "\ud800", "\x7f", "```text\n"]
 )  # fmt: skip
 ANY = st.lists(PIECES | st.text(max_size=3), max_size=12).map("".join)
-
-
-def test_the_line_of_a_step():
-    logs = {"reward": 1.25, "rewards/accuracy_reward/mean": 0.5, "rewards/neat_reward/mean": 0.75, "reward/own": 2.0,
-            "completions/mean_length": 80.4, "frac_reward_zero_std": 0.25, "loss": 0.01}  # fmt: skip
-    quantities = "reward 1.250  accuracy 0.500  neat 0.750  own 2.000  length 80  groups with non-zero variance 75%"
-    line = f"step   7/100  {quantities}  loss 0.0100"
-    assert step_line(7, 100, logs, None) == line
-    assert step_line(7, 100, logs, 60.0) == f"{line}  60.0 s/step  1 h 33 left"
-    assert step_line(100, 100, {}, 60.0) == "step 100/100  60.0 s/step"
 
 
 def structure(markdown):

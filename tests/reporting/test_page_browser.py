@@ -210,15 +210,6 @@ def test_runs_of_one_seed_are_no_mean_of_seeds(opened: Open) -> None:
     expect(opened("again").locator(".strip h2")).to_have_text(["seed0", "again"])
 
 
-def test_names_that_every_object_inherits(opened: Open) -> None:
-    page = opened("hostile", "Completions")
-    control(page, "Colour tokens by").select_option("Signal constructor")
-    page.locator(".list button").first.click()
-    expect(tokens(page).nth(4)).to_have_attribute("aria-label", re.compile("Signal constructor –$"))
-    page.locator(".list button").last.click()
-    expect(tokens(page).nth(4)).to_have_attribute("aria-label", re.compile("Signal constructor 1$"))
-
-
 def test_hostile_text_is_shown_as_text(opened: Open) -> None:
     page = opened("hostile", "Completions")
     shown = HOSTILE.replace("\u202e", "⟨U+202E⟩").replace("\x1b", "⟨U+001B⟩")

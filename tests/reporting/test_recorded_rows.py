@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.reporting.recorded_rows import (
-    find_image_grids,
-    quantise_attention,
     split_tokens,
-    strip_padding,
     summarise_rollout,
 )
 
@@ -21,35 +18,6 @@ TOKENIZER = build_processor(["what colour is the circle?", "red blue", "a red"])
 
 def decode(ids):
     return TOKENIZER.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def test_attention_is_kept_to_a_510th_of_the_largest():
-    # 0.5 is the largest of the first token: 0.25 is 127.5 of 255, which rounds to the even 128.
-    found = quantise_attention(torch.tensor([[0.5, 0.25, 0.0], [0.0, 0.0, 0.0]]), [(1, 3)])
-    assert found.scale == [0.5, 0.0]
-    assert list(found.values) == [255, 128, 0, 0, 0, 0]
-    attention = torch.rand(20, 12, generator=torch.Generator().manual_seed(0))
-    kept = quantise_attention(attention, [(2, 3), (3, 2)])
-    for token, row in enumerate(attention.tolist()):
-        assert kept.row(token) == pytest.approx(row, abs=max(row) / 510 + 1e-6)
-    for grids in ([None], [(2, 2)], [], [(3, 4), None]):
-        assert quantise_attention(attention, grids) is None
-
-
-def test_grids_of_images():
-    grids = torch.tensor([[1, 4, 6], [1, 2, 2], [2, 4, 4]])
-    batch = {"num_images": [1, 2], "image_grid_thw": grids}
-    assert find_image_grids(batch, 0, merge_size=2, num_vision=6) == [(2, 3)]
-    assert find_image_grids(batch, 1, merge_size=2, num_vision=9) == [(1, 1), None]  # the last has two frames
-    equal = {"num_images": [0, 2]}  # square, without tiles and a place for each
-    assert find_image_grids(equal, 1, merge_size=None, num_vision=18) == [(3, 3)] * 2
-    assert find_image_grids(equal, 1, merge_size=None, num_vision=17) == [None] * 2
-    assert find_image_grids(equal | {"num_tiles": [1]}, 1, merge_size=None, num_vision=18) == [None] * 2
-
-
-def test_a_truncated_completion_whose_mask_is_empty_ends_before_the_padding():
-    assert strip_padding([1, 2, 9, 9], [0, 0, 0, 0], 9) == [1, 2]
-    assert strip_padding([1, 2, 9, 9], [1, 1, 1, 0], 9) == [1, 2, 9]
 
 
 @given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=30))

@@ -145,12 +145,6 @@ def test_evaluations_ask_the_same_questions_as_before_the_first_step(make, tmp_p
         assert logged(trainer, name) == logged(other, name) != []
 
 
-def test_records_are_as_frequent_as_asked_for(make, tmp_path):
-    """A rollout every two steps, at 0, 2 and 4: the first one after three steps is that of 4."""
-    make(compute_attention_metrics=False, rollout_log_steps=3, max_steps=6, steps_per_generation=2).train()
-    assert [step for step, _ in read_run(tmp_path / "run").steps()] == [0, 4]
-
-
 def test_recording_makes_no_pass_and_changes_no_number(make, passes, tmp_path):
     histories = []
     for every in (0, 1):

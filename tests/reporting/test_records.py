@@ -8,7 +8,7 @@ import pytest
 from made_run import make_run, with_tools
 from support.made_records import completion, record
 
-from vgr_trl.errors import ConfigError, DataError, VGRError
+from vgr_trl.errors import DataError, VGRError
 from vgr_trl.reporting.notebook import show_completion, to_pandas
 from vgr_trl.reporting.page import write_report
 from vgr_trl.reporting.records import (
@@ -20,7 +20,6 @@ from vgr_trl.reporting.records import (
     encode_entry,
     read_logs,
     read_run,
-    refuse_unwritable,
 )
 
 
@@ -164,13 +163,3 @@ def test_a_later_version_is_refused(folder, file):
     (folder / file).write_bytes(encode_entry(LogEntry(0, "train", 0.0, {})).replace(b'"version":1', b'"version":2'))
     with pytest.raises(DataError, match="version 2"):
         list(read_logs(read_run(folder).folder / "logs.jsonl"))
-
-
-def test_a_place_that_cannot_be_written_is_refused(tmp_path):
-    file = tmp_path / "file"
-    file.touch()
-    refuse_unwritable(tmp_path / "new" / "deep.md", "rollout_log_path")
-    refuse_unwritable(file, "rollout_log_path")
-    for place in (file / "deep.md", tmp_path):
-        with pytest.raises(ConfigError, match="rollout_log_path"):
-            refuse_unwritable(place, "rollout_log_path")

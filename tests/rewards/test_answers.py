@@ -3,6 +3,8 @@
 import signal
 import threading
 import time
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from vgr_trl.errors import RewardError
 from vgr_trl.rewards import Solution, accuracy_reward, equality, resolve_solution
 
 FRUIT = ["apple", "pear", "fig"]
+BY_HAND = tomllib.loads(Path(__file__).with_name("by_hand.toml").read_text("utf-8"))
 
 
 def same(gold, answer):
@@ -69,60 +72,14 @@ def test_rows_that_do_not_say_what_is_right(solution, choices, match):
     assert accuracy_reward(["<answer>B</answer>"], [solution], [choices]) == [None]
 
 
-SAME = {
-    "words": [("3", "three dogs"), ("3 dogs", "3"), ("yes", "Yes."), ("The Hague", "the hague"),
-        ("stop", '"stop"'), ("3", "3只狗")],
-    "lists": [("red,blue", "red, blue"), ("red, blue", "red and blue"), ("1, 2", "1,2")],
-    "numbers": [("12", "１２.0"), ("3.5", "3 1/2"), ("0.5", "½"), ("50", "50\\%"), (12, "$12$."), ("1/2", "0.5"),
-        ("1,000", "1000"), ("1e5", "100000"), ("-5", "−5")],
-    "what data sets have": [
-        ("10√{2}", "10\\sqrt{2}"), ("40海里", "40"), ("9πcm^{2}", "9\\pi"), ("5m", "5 metres"),
-        ("1.2000000000000002", "1.2"),
-        ("Yes, there is.", "yes"), ("It is the Eiffel Tower.", "Eiffel Tower"), ("1:1", "$1: 1$"),
-        ("576", "24*24 = 576"),
-        ("4.2", "BF = 4.2"), ("3500000", "$3.5 million"), ("10^{23}", "10²³"), ("0.0015", "1.5 x 10^-3"),
-        ("5 March 2021", "March 5th, 2021"), ("2021年3月5日", "2021-03-05"), ("3", "There are 3 objects that are red"),
-    ],
-    "formulas": [
-        ("0.5", "\\frac{1}{2}"), ("\\sqrt{8}", "2\\sqrt{2}"), ("2\\sqrt{3}", "2√3"), ("a/b", "\\frac{a}{b}"),
-        ("sqrt(2)", "\\sqrt{2}"), ("2\\pi", "2π"),
-        ("x^2-1", "(x-1)(x+1)"), ("5", "x = 5"), ("x=5", "5"), ("x≥5", "5 \\leq x"), ("\\{1,2\\}", "\\{2,1\\}"),
-        ("(0,\\infty)", "(0, +\\infty)"), ("y=2x+1", "y-2x=1"),
-    ],
-    "texts": [("Blue Dog", " blue\n dog. "), ("on", "ON!"), ("5!", "5!"), ("ＡＢ", "**ab**"), ("café", "cafe\u0301")],
-    "what nobody sees": [("dog", "do\u200bg"), ("\ufeffdog", "dog")],
-    "units": [
-        ("12 cm", "12"), ("$5", "5"), ("37.5 °C", r"37.5^\circ\text{C}"), ("60 km/h", "60 kilometres per hour"),
-        ("3 m²", "3 square meters"), ("3.0×10^8 m/s", "300000000 m/s"), ("-$5", "$-5"), ("50%", "50 percent"),
-    ],
-}  # fmt: skip
-DIFFERENT = {
-    "texts": [("on", "no"), ("3 dogs", "3 cats"), ("H-O-H", "H-H-O"), ("?", "!"), ("5", "")],
-    "numbers": [
-        ("5", "6 or 5"), ("5", "5, 6"), ("5", "5!"), ("12", "1 2"), ("1,2", "2,1"), ("1.23456789", "1.23456788"),
-        ("1/0", "2/0"), ("0,500", "500"), ("1 1/2", "11/2"), ("1,000", "1.000"),
-    ],
-    "formulas": [
-        ("2", "2x"), ("5", "x=6=5"), ("x=5", "y=5"), ("10", "2x = 10"), ("6", "5 = 6"),
-        ("(1,2)", "(2,1)"), ("[1,2]", "(1,2]"), ("x^2", "x2"),
-        ("5=6", "7=8"), ("v=t^2+2", "v=t^2+2t"), ("0", "5-\\sqrt{\\infty}"), ("1998-05", "1999-06"),
-        ("1/2/2020", "2/1/2020"), ("3-5", "4-6"),
-    ],
-    "units": [
-        ("5", "6%"), ("12 cm", "12 m"), ("$5", "€5"), ("5 mW", "5 MW"), ("5 m", "5 m^2"), ("5 m/s", "5 m/s^2"),
-        ("5 lb", "£5"), ("3a", "3"), ("3 apples", "3 pears"), ("5", "5 million"),
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", SAME)
+@pytest.mark.parametrize("kind", BY_HAND["same"])
 def test_same_answers(kind):
-    assert [pair for pair in SAME[kind] if not same(*pair)] == []
+    assert [pair for pair in BY_HAND["same"][kind] if not same(*pair)] == []
 
 
-@pytest.mark.parametrize("kind", DIFFERENT)
+@pytest.mark.parametrize("kind", BY_HAND["different"])
 def test_different_answers(kind):
-    assert [pair for pair in DIFFERENT[kind] if same(*pair) or (pair[1] and same(*pair[::-1]))] == []
+    assert [pair for pair in BY_HAND["different"][kind] if same(*pair) or (pair[1] and same(*pair[::-1]))] == []
 
 
 def test_fraction_as_decimals():

@@ -9,16 +9,12 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from unittest.mock import Mock
-from xmlrpc.client import ServerProxy
 
 import numpy as np
 import pytest
 import torch
 
-from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError, RewardError
-from vgr_trl.registries import needed_signals
 from vgr_trl.rewards import (
     RewardSchedule,
     accuracy_reward,
@@ -29,10 +25,7 @@ from vgr_trl.rewards import (
     think_format_reward,
     vgr_reward,
 )
-from vgr_trl.rewards.functions import unwrap_reward
 from vgr_trl.rewards.loading import HANGING_ADVICE, check_callable, logger, wrap_reward
-from vgr_trl.signals.columns import needed_signal_columns
-from vgr_trl.validate.options import plan_rewards
 
 
 def test_rewards_by_name():
@@ -205,23 +198,3 @@ def test_what_a_reward_raises_has_its_name(raised):
     if not isinstance(raised, StopIteration):  # which a coroutine cannot raise
         with pytest.raises(RewardError, match=message):
             asyncio.run(wrap_reward(fails_later, "mine", print)(completions=["x"]))
-
-
-def test_a_reward_that_takes_a_completion_away_returns_too_few():
-    def pops(completions, **kwargs):
-        completions.pop()
-        return [1.0] * len(completions)
-
-    with pytest.raises(RewardError, match=r"mine returned \[1.0\] .*1 rewards"):
-        wrap_reward(pops, "mine", print)(completions=["x", "y"])
-
-
-def test_objects_that_answer_every_attribute_are_rewards():
-    server = ServerProxy("http://127.0.0.1:9/").reward
-    assert unwrap_reward(server) is server
-    reward = Mock(return_value=[1.0, 0.5])
-    check_callable(reward, ["prompt", "answer"])
-    assert plan_rewards(reward, DAPOConfig(use_cpu=True, bf16=False), lambda: 2)[0] == [reward]
-    assert needed_signals(reward) == ()
-    assert needed_signal_columns(reward) == set()
-    assert wrap_reward(functools.partial(reward), "mine", print)(completions=["x", "y"]) == [1.0, 0.5]

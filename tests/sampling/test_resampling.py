@@ -1,9 +1,6 @@
 """Further prompts of dynamic sampling: which are drawn, how processes share them, and how a resumed run goes on."""
 
-from types import SimpleNamespace
-
 import pytest
-from datasets import Dataset
 from PIL import Image
 
 from vgr_trl.rows import Placement
@@ -71,15 +68,6 @@ def test_they_continue_after_an_interruption(dataset, before, tmp_path):
     again = FurtherPrompts(dataset, seed=1)
     again.load(tmp_path)
     assert [drawn(again, 2), drawn(again, 5)] == [drawn(whole, 2), drawn(whole, 5)]
-
-
-def test_a_stream_is_shuffled_otherwise_than_by_trl():
-    stream = Dataset.from_list(rows(9)).to_iterable_dataset()
-    trainer = SimpleNamespace(train_dataset=stream, shuffle_dataset=True, args=SimpleNamespace(seed=3))
-    order = drawn(FurtherPrompts.from_trainer(trainer), 9)
-    of_trl = [int(row["prompt"]) for row in stream.shuffle(seed=3)]
-    assert sorted(order) == sorted(of_trl)
-    assert order != of_trl
 
 
 def test_prompts_are_the_same_if_text_and_images_are():

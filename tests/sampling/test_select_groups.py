@@ -223,15 +223,6 @@ def test_greedy_completions_leave_no_trace(make):
     assert len(remax._logs["completion"]) == 8
 
 
-def test_rewards_of_groups_alone_are_compared_with_nothing(make):
-    """ReMax with a KL among the rewards, which counts where a reward of the task applies: the rest is VGR's reward."""
-    options = {"kl_coef": 1e-9, "use_kl_loss": False, "learning_rate": 0.0}
-    trainer = make(rewards=[vgr_reward], advantage_estimator="remax", max_steps=1, **options)
-    trainer.train()
-    assert list(trainer._logs["advantages"]) == pytest.approx(list(trainer._logs["rewards"]["vgr_reward"]), abs=1e-6)
-    assert max(trainer._logs["advantages"]) > 0
-
-
 @pytest.mark.parametrize("others", [[], [vgr_reward]], ids=["alone", "beside a rank"])
 def test_greedy_completions_without_a_reward_are_no_baseline(make, others):
     """ReMax; rewards of sampled completions lie far from 0."""

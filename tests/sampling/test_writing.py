@@ -80,22 +80,6 @@ def test_every_row_keeps_what_it_has(family, images, lengths):
     assert list(written) == list(batch)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_images_of_a_prompt_are_stored_once_on_the_cpu_and_hold_no_batch(family):
-    batch = draw_batch(1, [1, 2, 0, 2], family=family, group=4)
-    (stored,) = cut(batch, [3], group=4)
-    assert len({id(images["pixel_values"]) for images in stored.rows.images}) == 1
-    one_row = split_pixel_values_by_grid(batch)["pixel_values"][12]
-    assert stored.rows.images[0]["pixel_values"].numel() == one_row.numel()
-    assert stored.rows.images[0]["pixel_values"].dtype == torch.bfloat16
-    tensors = [value for value in stored.rows.columns.values() if isinstance(value, torch.Tensor)]
-    tensors += stored.rows.images[0].values()
-    for tensor in [*tensors, stored.advantages, stored.rewards]:
-        assert tensor.device.type == "cpu"
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes
-    assert stored.rows.nbytes == sum(tensor.nbytes for tensor in tensors)
-
-
 def test_text_group_into_a_batch_of_images_and_the_other_way_round():
     text = draw_batch(1, [None, None], prompts=7, completions=3)
     images = draw_batch(2, [1, 2], family="qwen")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
 from support.models.compare import plain_and_shared, with_head
 from support.models.decoders import DECODERS
@@ -46,12 +45,6 @@ def test_padding_that_counts(family):
     model.config.model_type = "unknown"
     assert why_padding_counts(base_of(model)).startswith(COUNTS)
     assert why_not_share(model, gradients=True) is None
-
-
-@pytest.mark.skipif(not hasattr(transformers, "HYV4Config"), reason="newer than this transformers")
-def test_hidden_states_of_several_streams_are_not_compared():
-    model = build(Family("hy_v4", text_model("HYV4")))
-    assert why_padding_counts(base_of(model)).startswith("its hidden states of two short rows have shapes")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,9 +12,8 @@ from support.models.compare import (
     with_head,
 )  # fmt: skip
 from support.models.families import FAMILIES, OTHERS, build, make_batch
-from support.old_releases import KEEPS_LESS
 
-from vgr_trl.sharing import model_support, share_prompts
+from vgr_trl.sharing import share_prompts
 
 VISION = [name for name, family in FAMILIES.items() if family.picture]
 # Layers that share keys, convolutions, chunks, experts, linear attention.
@@ -105,10 +104,3 @@ def test_embeddings_of_text_and_images_together():
     plain, shared, report = plain_and_shared(*case("llama4"))
     assert (report.prompts, report.rows, report.plain) == (6, 6, {"inputs without input_ids": 1})
     assert torch.equal(plain, shared)
-
-
-@pytest.mark.skipif(KEEPS_LESS, reason="the layers of a cache are those that keep keys")
-def test_layers_that_share_keys_in_an_unknown_family(monkeypatch):
-    monkeypatch.setattr(model_support, "_KEY_SHARING_FAMILIES", set())
-    _, _, report = plain_and_shared(*case("gemma4_published"))
-    assert report.plain == {"layers that take their keys and values from another": 1}

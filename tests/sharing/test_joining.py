@@ -11,7 +11,7 @@ from support.trainers import logged
 
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
-from vgr_trl.passes.joining import RowsPerPass, UpdateMemory, describe_spread_groups, growth_that_fits
+from vgr_trl.passes.joining import RowsPerPass, UpdateMemory
 from vgr_trl.trainer import DAPOTrainer
 
 SMALL = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
@@ -76,12 +76,6 @@ def test_the_options_of_the_user_stay_for_another_trainer(vision, image_rows, tm
         trainer = DAPOTrainer(model, uneven_reward, args, image_rows, processing_class=processor)
         assert (trainer.rows_per_pass.joined, trainer.args.gradient_accumulation_steps) == (4, 2)
         assert {name: getattr(args, name) for name in SMALL} == SMALL
-
-
-@pytest.mark.parametrize("value", [0, -1, "on", "four", 1.5])
-def test_other_values_are_refused(value, tmp_path):
-    with pytest.raises(ConfigError, match="rows_per_pass is .*give auto, off, or a number of rows"):
-        DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, rows_per_pass=value)
 
 
 def test_rows_that_matter_to_the_loss_are_not_cut(vision, image_rows, tmp_path):
@@ -160,13 +154,6 @@ def test_no_pass_needs_more_than_the_device_has(seed, monkeypatch):
             assert largest[-1] == group
 
 
-def test_growth():
-    assert growth_that_fits(room=100, total=100, needed=0) == 0, "nothing is known yet"
-    assert growth_that_fits(room=90, total=100, needed=10) == 2, "at most twice as large"
-    assert growth_that_fits(room=50, total=100, needed=32) == 1.25, "a tenth is left"
-    assert growth_that_fits(room=5, total=100, needed=10) == 0, "only the user's rows"
-
-
 def test_passes_of_a_trainer_grow_to_whole_groups(vision, image_rows, tmp_path, monkeypatch):
     settings = options(tmp_path, **SMALL, max_steps=6, skip_zero_advantage="off")
     expected = trained(DAPO, *vision, image_rows, settings | {"rows_per_pass": "off"})
@@ -185,11 +172,3 @@ def test_passes_of_a_trainer_grow_to_whole_groups(vision, image_rows, tmp_path, 
 
 
 # What is said
-
-
-def test_groups_over_several_processes_are_named():
-    args = SimpleNamespace(per_device_train_batch_size=1, gradient_accumulation_steps=4, steps_per_generation=4)
-    said = describe_spread_groups(args, 8, 8)
-    assert "4 completions" in said
-    assert "gradient_accumulation_steps 8 or per_device_train_batch_size 2 or num_generations 4" in said
-    assert describe_spread_groups(args, 4, 8) == describe_spread_groups(args, 8, 1) == ""

@@ -7,7 +7,6 @@ from weakref import WeakSet
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.state import GradientState
 from support.launching import join_group, results_of
 from support.models.compare import checkpointed, largest_relative, needs_shared, scored, with_head
@@ -17,7 +16,7 @@ from torch import nn
 from vgr_trl.errors import VGRError
 from vgr_trl.pixels import image_inputs_of, parts_by_tokens
 from vgr_trl.sharing import share_prompts
-from vgr_trl.sharing.lending import Lending, find_read_again
+from vgr_trl.sharing.lending import Lending
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.prefix_split import is_image_token
 
@@ -189,22 +188,6 @@ def test_a_prompt_whose_last_reader_is_skipped_waits_for_the_last_micro_batch():
         torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
-@pytest.mark.parametrize("in_a_group", [False, True])
-def test_gradients_of_weights_do_not_wait_for_those_of_a_prompt(in_a_group, monkeypatch):
-    """Each weight takes the gradient of the last reader before the prompt runs backward: one gradient in memory.
-
-    So it is in one process that is in a group of its own, as vLLM beside the trainer makes one.
-    """
-    monkeypatch.setattr("vgr_trl.sharing.lending.is_initialized", lambda: in_a_group)
-    Accelerator(cpu=True)
-    model, batch = case("llama")
-    taken, weight = [], base_of(causal_model(model)).layers[0].mlp.up_proj.weight
-    weight.register_post_accumulate_grad_hook(lambda _: taken.append(1))
-    with share_prompts(model) as report:
-        accumulated(model, batch, ONE_BY_ONE)
-    assert len(taken) == 6 + report.prompts
-
-
 def run(finds_unused):
     """Two processes: with a plan where DDP looks for unused parameters, else everything closes in the last micro-batch.
 
@@ -230,14 +213,6 @@ def test_two_processes(finds_unused):
     (difference, mine), (other_difference, others) = results_of(run, finds_unused, processes=2)
     assert max(difference, other_difference) < 1e-6
     assert all(torch.equal(mine[name], others[name]) for name in others)
-
-
-def test_a_plan_lends_within_an_optimizer_step_to_rows_that_run():
-    groups = [0, 0, 1, 0, 1, 1, 0, 1]
-    assert find_read_again(groups, [True] * 8, 2, 8) == [True, True, True, True, True, True, False, False]
-    assert find_read_again(groups, [True] * 8, 2, 4) == [True, True, False, False, True, True, False, False]
-    alone = [True, True, True, False, True, True, False, True]  # rows 3 and 6 have no loss
-    assert find_read_again(groups, alone, 2, 8) == [False, False, True, False, True, True, False, False]
 
 
 def test_an_optimizer_step_with_an_open_prompt_is_refused():

@@ -5,13 +5,12 @@ from functools import partial
 
 import pytest
 from support.models.compare import checkpointed, gradients, largest_relative, with_head
-from support.models.families import FAMILIES, OTHERS, build, make_batch
+from support.models.families import FAMILIES, build, make_batch
 from support.models.flash_on_cpu import as_flash, with_kernels
 from support.steps import DAPO, LOSSES, ROUNDING, STOCK, assert_same_steps, options, trained
 
 from vgr_trl.sharing import share_prompts
-from vgr_trl.sharing.model_support import base_of, causal_model
-from vgr_trl.sharing.prefix_forward import why_not_pack
+from vgr_trl.sharing.model_support import causal_model
 
 
 @pytest.fixture
@@ -63,11 +62,6 @@ def test_steps_are_those_of_trl(loss, vision, image_rows, tmp_path, packed):
     assert "pack_completions: on" in str(ours.features)
     assert_same_steps(model, ours, stock)
     assert any(queries != keys and len(set(queries)) > 1 for queries, keys in packed)
-
-
-def test_layers_that_keep_other_things_than_keys(packed):
-    assert why_not_pack(base_of(as_flash(build(OTHERS["gemma3n"])))) == "layers of type DummyLayer"
-    assert why_not_pack(base_of(as_flash(build("gemma3_text")))) is None
 
 
 def test_a_model_that_does_not_tell_its_attention_runs_plainly(packed):

@@ -2,7 +2,6 @@
 
 import copy
 from contextlib import nullcontext
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -97,26 +96,6 @@ def test_active_dropout(kind, options, expected):
     assert not has_active_dropout(model.eval())
 
 
-def test_dropout_at_work_warns_once():
-    model, batch = with_adapter("llama", lora_dropout=0.5), make_batch("llama")
-    with share_prompts(model):
-        scored(model, batch)  # without dropout
-        model.train()
-        with pytest.warns(UserWarning, match="completions of a prompt share its dropout"):
-            scored(model, batch)
-        scored(model, batch)
-
-
-def test_the_share_of_a_training_leaves_out_its_evaluation():
-    model, batch, alone = with_head(build("llama")), make_batch("llama"), make_batch("llama", generations=1)
-    with torch.no_grad(), share_prompts(model) as report:
-        scored(model.eval(), alone)
-        assert report.prompts_per_row == 1
-        scored(model.train(), batch)
-        scored(model.eval(), alone)
-    assert (report.prompts_per_row, report.rows) == (1 / 3, 6 + 2 * len(alone.inputs["input_ids"]))
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_is_as_far_from_float32_as_the_plain_pass(autocast):
     model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl", generations=6)
@@ -205,12 +184,3 @@ def test_a_model_that_samples_by_itself_draws_the_same_numbers():
             tokens.append(model.generate(**batch.prompt_inputs(), max_new_tokens=5))
     assert report.prompts == 2
     assert torch.equal(*tokens)
-
-
-def test_a_generate_that_is_not_that_of_transformers_is_called_once_as_it_is(text_model):
-    ids = torch.tensor([[5, 6, 7]] * 4)
-    with patch.object(text_model, "generate", return_value=ids) as own, share_prompts(text_model) as report:
-        assert text_model.generate(input_ids=ids, attention_mask=torch.ones_like(ids)) is ids
-    assert own.call_count == 1
-    assert own.call_args.kwargs["input_ids"] is ids
-    assert report.plain == {"a generate method of its own": 1}

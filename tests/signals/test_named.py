@@ -7,7 +7,7 @@ import torch
 
 from vgr_trl.config import MeasureOptions
 from vgr_trl.signals import AttentionMass
-from vgr_trl.signals.columns import QUANTITIES, attention_metrics, reward_columns
+from vgr_trl.signals.columns import QUANTITIES, reward_columns
 from vgr_trl.signals.named import add_named, named_signals
 from vgr_trl.signals.ratios import measure_segments
 from vgr_trl.signals.rollout_signals import RolloutSignals, columns_to_signals, signals_to_columns
@@ -41,11 +41,6 @@ def table(**segments):
     return {name: torch.tensor(rows, dtype=torch.float32) for name, rows in segments.items()}
 
 
-def one_value(*vgr):
-    """Rows with these VGR, and 1 for the rest."""
-    return [[value, 1, 1, 1, 1, 1] for value in vgr]
-
-
 def test_three_layers():
     found = measure_segments(mass(), "thirds", 2.0)
     assert list(found) == ["early", "middle", "late", "all"]
@@ -69,25 +64,6 @@ def test_late_segment_for_rewards_and_every_one_in_the_table():
     assert first["all"] == pytest.approx(dict(zip(QUANTITIES, TWICE, strict=True)))
     assert reward_columns(table(all=[[INF, 0, 5, 0, 0, 0.2]]))["vgr"] == [INF]
     assert list(second["late"].values()) == [None] * 4 + [0.0, pytest.approx(0.6)]
-
-
-@pytest.mark.parametrize("here", [1, 3])
-def test_two_processes(here):
-    """Four completions, `here` of them on this process: means of the finite ones, shares of the others."""
-    rows = one_value(1.0, NAN, 3.0, INF)
-
-    def segments(part):
-        return table(late=rows[part], all=[TWICE] * len(rows[part]))
-
-    sent = []
-    attention_metrics(segments(slice(here, 4)), lambda values: sent.append(values) or values)
-    found = attention_metrics(segments(slice(0, here)), lambda values: torch.cat([values, *sent]))
-    assert found["attention/late/vgr"] == 2.0
-    assert found["attention/late/aei_vision"] == 1.0
-    assert found["attention/all/vgr"] == 2.0
-    assert found["attention/all/attention_vision"] == pytest.approx(0.4)
-    assert (found["vgr/undefined_fraction"], found["vgr/infinite_fraction"]) == (0.25, 0.25)
-    assert len(found) == 2 + 2 * len(QUANTITIES)
 
 
 def test_the_share_of_a_region_by_hand_and_through_a_buffer():

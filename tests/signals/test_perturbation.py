@@ -18,7 +18,6 @@ from vgr_trl.signals.perturbation import (
     perturb_images,
     shuffle_patches,
 )
-from vgr_trl.views.conversations import perturbed_prompts
 
 KNOWN_PATTERN = [".##....#", "#.#..##."]
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
@@ -132,29 +131,3 @@ def test_a_quarter_of_the_area_is_shown_twice_as_large():
         assert (after[::2, ::2] == after[1::2, 1::2]).all()
     assert len({after.tobytes() for after in found}) > 3
     assert crop_image(image, share=1.0, seed=0).tobytes() == image.tobytes()
-
-
-def conversation(*images, text="what is this"):
-    """A system message as text, then a question with images in it, then an answer as text."""
-    content = [{"type": "image", "image": image} for image in images]
-    return [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": [*content[:1], {"type": "text", "text": text}, *content[1:]]},
-        {"role": "assistant", "content": "let me see"},
-    ]
-
-
-def test_rows_of_a_number_share_their_images():
-    calls = []
-
-    def perturb(images, index):
-        calls.append((images, index))
-        return [f"{image}-{index}" for image in images]
-
-    first, second = conversation("a", "b"), conversation("c", text="and this")
-    different, own = perturbed_prompts([first, first, second, second, "text"], [7, 7, 9, 8, 5], perturb)
-    of_second = [conversation(f"c-{number}", text="and this") for number in (9, 8)]
-    assert different == [conversation("a-7", "b-7"), *of_second, "text"]
-    assert own == [0, 0, 1, 2, 3]
-    assert calls == [(["a", "b"], 7), (["c"], 9), (["c"], 8)]
-    assert first == conversation("a", "b"), "what is passed is left as it was"

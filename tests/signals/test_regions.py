@@ -4,12 +4,10 @@ import pytest
 import torch
 from support.models.families import FAMILIES, build
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from vgr_trl.boxes import boxes_of
 from vgr_trl.errors import DataError
-from vgr_trl.views.regions import boxes_in_pixels, drawn, lit_share, select_region, token_shares
+from vgr_trl.views.regions import boxes_in_pixels, select_region, token_shares
 
 WITH_PIXELS = ["qwen2_5_vl", "gemma3", "internvl", "idefics3"]
 
@@ -51,28 +49,6 @@ def test_the_tokens_that_change_with_the_pixels_of_a_model_are_those_of_the_map(
     assert moved.any()
     assert not moved.all()
     assert torch.equal(shares > 0, moved)
-
-
-def prepared_transform(processor, boxes, size, tokens):
-    """Tokens of the boxes, as a processor lays out an image of that size."""
-    given = [dict(processor(images=[image], return_tensors="pt")) for image in
-             (drawn(boxes, size), drawn([], size), drawn([(0, 0, 1, 1)], size))]  # fmt: skip
-    shown = {key: value for key, value in given[0].items() if isinstance(value, torch.Tensor) and key != "num_patches"}
-    lit = lit_share(*(each["pixel_values"] for each in given))
-    return select_region(token_shares(lit, shown, tokens)).nonzero().flatten().tolist()
-
-
-def test_the_boxes_of_processors():
-    """112 x 56 pixels are 8 x 4 patches of 14, 4 x 2 tokens; the right half of the upper row are tokens 2 and 3.
-
-    InternVL: 2 x 1 tiles of 2 x 2 tokens and a thumbnail; the left half is one tile and half of that.
-    """
-    qwen = Qwen2VLImageProcessorPil(patch_size=14, merge_size=2, min_pixels=28 * 28, max_pixels=10**6)
-    assert prepared_transform(qwen, [(0.5, 0, 1, 0.5)], (112, 56), 8) == [2, 3]
-    assert prepared_transform(qwen, [(0.3, 0.6, 0.32, 0.62)], (112, 56), 8) == [5], "smaller than a token"
-    assert prepared_transform(qwen, [(0, 0, 0.25, 0.5), (0.75, 0.5, 1, 1)], (112, 56), 8) == [0, 7]
-    tiles = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=4)
-    assert prepared_transform(tiles, [(0, 0, 0.5, 1)], (64, 32), 12) == [0, 1, 2, 3, 8, 10]
 
 
 def test_pixels_that_no_one_knows_the_tokens_of():

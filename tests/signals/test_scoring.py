@@ -111,25 +111,6 @@ def test_a_model_that_trains():
     assert not signals.attention.mask[1].any()
 
 
-def test_number_of_passes(monkeypatch):
-    """One per chunk, for two prompts with three completions each; the vision tower sees each image once."""
-    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
-    rows, images = [], []
-    model.get_decoder().register_forward_pre_hook(
-        lambda module, args, kwargs: rows.append(len(kwargs["inputs_embeds"])), with_kwargs=True
-    )
-    model.model.visual.register_forward_pre_hook(
-        lambda module, args, kwargs: images.append(len(kwargs["grid_thw"])), with_kwargs=True
-    )
-    tensors, options = arguments(batch, num_images=[1] * 6)
-    scorer_of(model, batch_size=1).score(*tensors, **options)
-    assert (rows, images) == ([1, 3, 1, 3], [1, 1])
-    rows.clear()
-    images.clear()
-    scorer_of(model, share_prompts="off", batch_size=1).score(*tensors, **options)
-    assert (rows, images) == ([1] * 6, [1] * 6)
-
-
 def test_what_is_refused():
     with pytest.raises(ConfigError, match="prompt learning"):
         scorer_of(get_peft_model(build("qwen3"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)))

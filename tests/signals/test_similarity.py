@@ -7,7 +7,6 @@ import torch
 from support.models.eager_reference import masks_of
 from support.models.families import build, make_batch
 
-from vgr_trl.errors import ConfigError
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals.probe import SimilarityProbe, cosine_similarity
 
@@ -53,8 +52,3 @@ def test_against_the_states_that_the_model_returns(name, layer):
             model(**batch.inputs)
         assert torch.allclose(probe.similarity[valid], expected[valid], atol=1e-5, equal_nan=True), shared
     assert not report.plain, "prompts were shared"
-
-
-def test_a_layer_that_is_not_there():
-    with pytest.raises(ConfigError, match=r"hidden_similarity_layer is 3, the model has 2 layers: .* in \[-3, 2\]"):
-        SimilarityProbe(build("llava"), torch.ones(1, 2, dtype=torch.bool), 3)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from PIL import Image
 from support.launching import results_of
 from support.tool_runs import call, deal_turns, look, tool_trainer
 from support.trainers import BIG_STEPS, begin, emitted, prompts, train_file, weights
@@ -13,28 +12,8 @@ from support.vllm import in_place_of_vllm
 from test_turns import rollout_of
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.scoring_inputs import Turns, pad_rows
+from vgr_trl.scoring_inputs import pad_rows
 from vgr_trl.tools import LookAgain, Zoom
-from vgr_trl.views.turns import perturb_turns, rows_perturbed
-
-
-def grey(images, *, index, first=0):
-    """Images that say by their colour which they are: prompt, place."""
-    return [Image.new("L", image.size, 100 * index + first + place) for place, image in enumerate(images)]
-
-
-@pytest.mark.parametrize(
-    ("which", "expected", "rows"),
-    [("all", [[0, 1], [100], [100, 101, 102]], [True] * 3), ("prompt", [[0, 9], [100], [100, 9, 9]], [True] * 3),
-     ("tools", [[9, 1], [9], [9, 101, 102]], [True, False, True])],
-)  # fmt: skip
-def test_which_images_are_perturbed(which, expected, rows):
-    image = Image.new("L", (2, 2), 9)
-    returned = [[image], [], [image, image]]
-    turns = Turns([], [[image, *of_row] for of_row in returned], returned, {})
-    shown = perturb_turns(turns, [0, 1, 1], which, grey)
-    assert [[each.getpixel((0, 0)) for each in of_row] for of_row in shown] == expected
-    assert rows_perturbed(turns, which).tolist() == rows
 
 
 @pytest.mark.parametrize("which", ["all", "prompt", "tools"])

@@ -11,7 +11,6 @@ from support.trainers import tiny_model
 from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.records import read_run
 from vgr_trl.rewards import mdi_reward, vgr_reward
-from vgr_trl.sample import choose_sample
 
 
 @pytest.fixture
@@ -46,18 +45,6 @@ def test_no_pass_is_made_twice(make, passes, changed, expected):
     """TRL's own pass for old log-probabilities is the measured one; a reference pass and perturbed images cost one."""
     make(max_steps=1, **changed).train()
     assert passes == expected
-
-
-@pytest.mark.parametrize(
-    ("rows", "recorded", "draw", "expected"),
-    [
-        (8, (0, 1, 4, 5), 9, [0, 1, 2, 3, 4, 5]), (8, (6,), 0, [4, 5, 6, 7]), (8, (), 13, [4, 5, 6, 7]),
-        (8, (), 11, [0, 1, 2, 3]),
-        (6, (), 0, [0, 1]), (6, (), 5, [2, 3, 4, 5]),  # of the group of rows 4 to 7 of all processes
-    ],
-)  # fmt: skip
-def test_the_sample_is_what_is_recorded_and_one_group(rows, recorded, draw, expected):
-    assert choose_sample(rows, 4, 16 if rows == 8 else 6, recorded, draw) == expected
 
 
 def test_curves_and_records_of_a_sample_are_those_of_its_rows(make, tmp_path):

@@ -75,20 +75,6 @@ def test_an_engine_far_from_the_trainer_is_warned_of(make, monkeypatch, caplog):
     ]
 
 
-def test_an_engine_is_not_compared_where_it_saw_noise(make, monkeypatch):
-    in_place_of_vllm(monkeypatch)
-    known = []
-
-    def compare(logps, blank, engine, *others):
-        known.append(engine.isfinite().any(1).tolist())
-        return compare_logps(logps, blank, engine, *others)
-
-    monkeypatch.setattr("vgr_trl.pixel_check.compare_logps", compare)
-    noise = {"noisy_generations": 1, "vllm_importance_sampling_correction": False}
-    make(use_vllm=True, vllm_mode="colocate", max_steps=1, **noise).train()
-    assert known == [[True, True, True, False]]
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_engine_without_images_is_told_from_one_with_other_weights(processes):
     """Changes of the five tokens behind a blank image: 0.5, 0, 2, 0, 0.

@@ -108,14 +108,6 @@ def test_the_shift_of_distributions_is_that_of_plain_logits(changed, vision_trai
     assert logged(run, "credit/vepo/token_fraction")[0] < 0.5
 
 
-def test_divergence_by_hand():
-    """(1, 0) from (½, ½), whose mean is (¾, ¼): ½ ln 4/3 + ½ (½ ln 2/3 + ½ ln 2) = 0.2158; (1, 0) from (0, 1): ln 2."""
-    one, even, other = (torch.tensor([values]).log() for values in ([1.0, 0.0], [0.5, 0.5], [0.0, 1.0]))
-    assert jensen_shannon(one, even).item() == pytest.approx(0.2157615, abs=1e-6)
-    assert jensen_shannon(one, other).item() == pytest.approx(0.6931472, abs=1e-6)
-    assert jensen_shannon(even, even).item() == 0
-
-
 def test_completions_behind_perturbed_images_of_their_own(vision_trainer, monkeypatch):
     """Prompts of a group are then alike in tokens alone, so none is shared in that pass: as without sharing."""
     options = {"max_steps": 1, "credit_rules": ["trajectory_scale"], "perturb_per": "completion", "learning_rate": 0.0}
@@ -124,24 +116,3 @@ def test_completions_behind_perturbed_images_of_their_own(vision_trainer, monkey
     valid = plain.signals.mask.bool()
     assert torch.allclose(shared.signals.dependency[valid], plain.signals.dependency[valid], rtol=1e-3, atol=1e-7)
     assert len({image.tobytes() for (image,) in shared.perturbed_images.values()}) == len(valid)
-
-
-def test_a_pass_gets_the_pixels_of_its_own_groups_only(vision_trainer, monkeypatch):
-    """And the dependency is that of all rows at once."""
-    found, passes = [], []
-    for rows, accumulated in ((8, 1), (4, 2)):
-        run = vision_trainer(
-            max_steps=1, credit_rules=["trajectory_scale"], per_device_train_batch_size=rows,
-            gradient_accumulation_steps=accumulated, learning_rate=0.0,
-        )  # fmt: skip
-        noted = noted_passes(run, monkeypatch)
-        found.append(rollout_of(run, monkeypatch))
-        for inputs in noted:
-            patches = int(inputs["image_grid_thw"].prod(-1).sum())
-            passes.append((len(inputs["input_ids"]), patches == len(inputs["pixel_values"])))
-    assert passes == [(rows, True) for rows in (8, 8, 8, 4, 4)]  # each time first the scoring pass
-    whole, parts = found
-    valid = whole.signals.mask.bool()
-    assert torch.equal(whole.batch["completion_ids"], parts.batch["completion_ids"])
-    assert whole.signals.dependency[valid] == pytest.approx(parts.signals.dependency[valid], abs=1e-5)
-    assert sorted(parts.perturbed_images) == list(range(8))

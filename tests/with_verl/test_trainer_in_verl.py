@@ -37,20 +37,6 @@ def test_weights_of_a_reward_shape_the_advantages(store):
     assert torch.allclose(found[2], found[2, 0].expand(4))
 
 
-def test_validation_takes_no_means_of_token_weights(store):
-    rewards = {"reward": [1.0, 0.0], "token_weights": [[1.0, 2.0], [1.0]]}
-    found = trainer(configuration())._val_metrics_update(["set"] * 2, ["x", "x"], rewards, [])
-    assert found["val-core/set/reward/mean@2"] == 0.5
-    assert "token_weights" in rewards
-    assert not any("token_weights" in name for name in found)
-
-
-def test_several_outputs_of_a_session_are_refused(store):
-    store.meta.keys[3] = "y_0_1"
-    with pytest.raises(ConfigError, match="several outputs of one session"):
-        trainer(configuration(collect_attentions=True))._compute_advantage(store.meta, {})
-
-
 def test_options_that_verl_cannot_follow():
     with pytest.raises(ConfigError, match="casts response_mask to bool"):
         ours.read_options(configuration(apply_to="mask"))

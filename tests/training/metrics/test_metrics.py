@@ -10,7 +10,7 @@ from transformers.integrations import integration_utils
 from vgr_trl.callbacks.metric_names import rename_for_verl
 from vgr_trl.callbacks.trackers import guard_trackers
 from vgr_trl.metrics import stage_clock as clocks
-from vgr_trl.metrics.micro_batches import StepMetrics, weigh_by_tokens
+from vgr_trl.metrics.micro_batches import StepMetrics
 from vgr_trl.metrics.stage_clock import OptimizerClock, StageClock
 from vgr_trl.rollout import TrainingPass
 
@@ -72,13 +72,6 @@ def test_weights_of_vespo_are_averaged_over_completions_that_train(by_token):
     metrics = {"vespo/phi_seq_mean": [9.0]}
     steps.measure(passed, metrics)
     assert metrics == {"vespo/phi_seq_mean": [pytest.approx(4 * math.exp(-3))]}
-
-
-def test_every_token_counts_the_same_in_a_mean_over_micro_batches():
-    """0.5 over 10 tokens and 0.2 over 30 make 0.275; the mean of the two would be 0.35."""
-    metrics = {"kl": [0.5, 0.2], "entropy": [math.nan, 2.0], "loss": [1.0, 3.0], "entropy_penalty": [7.0]}
-    weigh_by_tokens(metrics, ("kl", "entropy", "entropy_penalty", "perception_loss"), [10.0, 30.0])
-    assert metrics == {"kl": [pytest.approx(0.275)], "entropy": [2.0], "loss": [1.0, 3.0], "entropy_penalty": [7.0]}
 
 
 @pytest.fixture(params=["cpu", "cuda"])
