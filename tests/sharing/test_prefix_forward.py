@@ -11,7 +11,7 @@ from support.models.families import Family, build, make_batch, text_model
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from vgr_trl.sharing import prefix_forward, share_prompts, why_not_share
-from vgr_trl.sharing.attention import attend_to_all_before, hides_nothing_before, marked, sdpa_by_key_head
+from vgr_trl.sharing.attention import attend_to_all_before, hides_nothing_before, mark_shared, sdpa_by_key_head
 from vgr_trl.sharing.prefix_forward import cut_by_length
 
 
@@ -64,7 +64,7 @@ def test_keys_of_grouped_queries_are_kept_once(groups):
     mask, module = torch.ones(2, 1, 5, 32).tril(27).bool(), SimpleNamespace(num_key_value_groups=groups, is_causal=True)
     kept, outputs = [], []
     for attend in (sdpa_attention_forward, sdpa_by_key_head):
-        inputs = [query.clone().requires_grad_(), *(marked(key.clone().requires_grad_()) for _ in range(2))]
+        inputs = [query.clone().requires_grad_(), *(mark_shared(key.clone().requires_grad_()) for _ in range(2))]
         output, bytes_kept = kept_bytes(attend, module, *inputs, mask, scaling=0.3)
         output.square().sum().backward()
         outputs.append([output, *(one.grad for one in inputs)])
