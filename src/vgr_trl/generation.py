@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,13 +24,12 @@ from vgr_trl.rows import (
     pixels_of_rows,
     scoring_inputs,
 )
-from vgr_trl.sharing.model_support import replaced
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.perturbation import Perturb, perturb_images, perturbed_prompts
 from vgr_trl.signals.probe import GenerationProbe
 from vgr_trl.signals.scoring import Want
 from vgr_trl.tools import ToolGuard, show_again
-from vgr_trl.utils import DataError
+from vgr_trl.utils import DataError, patched_attribute
 
 
 def generate(
@@ -220,11 +219,11 @@ def guarded(trainer: ConstructedTrainer) -> Iterator[None]:
     """Keep the run alive in this block whatever the policy writes to tools and whatever they return."""
     processor: Any = trainer.processing_class
     guard = ToolGuard(special_tokens(processor), processor.image_processor if trainer._is_vlm else None)
-    changes = [
-        (trainer, kind, [{name: guard.wrap(tool) for name, tool in row.items()} for row in vars(trainer)[kind]])
-        for kind in ("_sync_tool_dicts", "_async_tool_dicts")
-    ]
-    with readable_calls(guard.clean), replaced(*changes):
+    with ExitStack() as stack:
+        stack.enter_context(readable_calls(guard.clean))
+        for kind in ("_sync_tool_dicts", "_async_tool_dicts"):
+            guarded_tools = [{name: guard.wrap(tool) for name, tool in row.items()} for row in vars(trainer)[kind]]
+            stack.enter_context(patched_attribute(trainer, kind, guarded_tools))
         yield
 
 

@@ -21,14 +21,13 @@ from vgr_trl.sharing.model_support import (
     causal_model,
     check_model,
     check_rope,
-    replaced,
     why_no_pass_shares,
 )
 from vgr_trl.sharing.prefix_cache import PromptsStored, ReadPrefix, WrittenPrefix
 from vgr_trl.sharing.prefix_forward import positions_behind
 from vgr_trl.sharing.prefix_split import PrefixSplit
 from vgr_trl.sharing.report import why_unsupported
-from vgr_trl.utils import error_text
+from vgr_trl.utils import error_text, patched_attribute
 
 _PADDING, _PROMPT, _COMPLETION = 8, 5, 3  # columns of the rows
 _LAYERS = 4  # that run, or more if the first of some kind stands behind them
@@ -147,7 +146,8 @@ def _first_layers(base: Any) -> Iterator[Run]:
     for module in base.modules():  # hooks of others, say of a measurement, do not see it
         changes += [(module, name, copy(value)) for name, value in quiet.items()]
     with ExitStack() as stack:
-        stack.enter_context(replaced(*changes))
+        for change in changes:
+            stack.enter_context(patched_attribute(*change))
         if layers:
             layers[:count][-1].register_forward_hook(keep)
         unused = {parameter for layer in layers[count:] for parameter in layer.parameters()}

@@ -23,12 +23,11 @@ from vgr_trl.sharing.model_support import (
     causal_model,
     indexed_modules,
     is_compiled,
-    replaced,
     why_adapter_reads_whole_rows,
 )
 from vgr_trl.signals.plan import Pass, PassPlan, Queries, cache_of, positions_seen
 from vgr_trl.signals.ratios import AttentionMass, ModalityMasks, build_modality_masks, entropies_of
-from vgr_trl.utils import ConfigError
+from vgr_trl.utils import ConfigError, patched_method
 
 SUPPORTED = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
@@ -501,7 +500,7 @@ class GenerationProbe:
 
     def __enter__(self) -> "GenerationProbe":
         generate = partial(self._generate, self.causal.generate)
-        self._stack.enter_context(replaced((self.causal, "generate", generate)))
+        self._stack.enter_context(patched_method(self.causal, "generate", generate))
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -21,7 +21,6 @@ from vgr_trl.sharing.model_support import (
     causal_model,
     has_sharded_parameters,
     replace_hidden_states,
-    replaced,
     why_adapter_reads_whole_rows,
 )
 from vgr_trl.sharing.prefix_split import is_image_token
@@ -37,7 +36,7 @@ from vgr_trl.signals.ratios import (
     join_masses,
     vision_token_ids,
 )
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import ConfigError, DataError, patched_method
 
 LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32; a GPU wants larger products
 
@@ -83,7 +82,7 @@ class Head:
             return _HiddenStates(hidden.unsqueeze(0))
 
         base, decoder = self.causal.base_model, find_decoder(self.causal)  # OPT's head calls the decoder of its base
-        with replaced((base, "forward", forward), (decoder, "forward", forward)):
+        with patched_method(base, "forward", forward), patched_method(decoder, "forward", forward):
             logits: Tensor = self.causal(input_ids=ids, use_cache=False, return_dict=True).logits[0]
         if calls != 1:
             calls_base = f"{type(self.causal).__name__} called its base model {calls} times instead of once"

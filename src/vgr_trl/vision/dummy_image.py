@@ -15,9 +15,8 @@ from vgr_trl.sharing.empty_images import has_images
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
-    replaced,
 )
-from vgr_trl.utils import DataError
+from vgr_trl.utils import DataError, patched_method
 from vgr_trl.vision.feature_cache import tower_trains
 
 
@@ -67,7 +66,7 @@ class DummyImage:
                     return plain(*args, **kwargs)
             return plain(*args, **kwargs)
 
-        with replaced((owner, name, taking_part)):
+        with patched_method(owner, name, taking_part):
             yield
 
     def _refuse_uneven(self, inputs: Mapping[str, Any]) -> None:

@@ -21,8 +21,8 @@ from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
     has_active_dropout,
-    replaced,
 )
+from vgr_trl.utils import patched_method
 
 
 def parts_of_tower(base: Any) -> list[nn.Module]:
@@ -95,7 +95,7 @@ class VisionCache:
         def features(*args: Any, **kwargs: Any) -> Any:
             return self._outputs(plain, dict(zip(names, args, strict=False)) | kwargs)
 
-        with replaced((self.base, "get_image_features", features)):
+        with patched_method(self.base, "get_image_features", features):
             yield
         if not counts:
             self._wanted, self._computed = before

@@ -16,9 +16,7 @@ from vgr_trl.pixels import (
     image_inputs_of,
     stack_images,
 )
-from vgr_trl.sharing.model_support import (
-    replaced,
-)
+from vgr_trl.utils import patched_method
 
 # What processors of transformers return beside pixel inputs: one entry per image, or per row of images.
 _LISTED = {"num_patches", "num_crops", "num_soft_tokens_per_image", "rows", "cols"}
@@ -39,7 +37,7 @@ def images_processed_once(processor: Any) -> Iterator[None]:
     if not type(images).__module__.startswith(_EXACT):
         yield
         return
-    with replaced((images, "preprocess", _ProcessedOnce(images, images.preprocess))):
+    with patched_method(images, "preprocess", _ProcessedOnce(images, images.preprocess)):
         yield
 
 
