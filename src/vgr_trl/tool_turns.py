@@ -1,7 +1,7 @@
 """Turns of completions that call tools: guarded tools, their images and the counts that rewards read."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -9,9 +9,9 @@ import torch
 from vgr_trl.data.prompts import special_tokens
 from vgr_trl.errors import DataError
 from vgr_trl.patches.trl import readable_calls
+from vgr_trl.patching import patched_attribute
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
 from vgr_trl.scoring_inputs import ImagesOfRows, Turns
-from vgr_trl.sharing.model_support import replaced
 from vgr_trl.tool_guard import ToolGuard
 from vgr_trl.views.turns import process_images
 
@@ -21,11 +21,11 @@ def guarded(trainer: ConstructedTrainer) -> Iterator[None]:
     """Keep the run alive in this block whatever the policy writes to tools and whatever they return."""
     processor: Any = trainer.processing_class
     guard = ToolGuard(special_tokens(processor), processor.image_processor if trainer._is_vlm else None)
-    changes = [
-        (trainer, kind, [{name: guard.wrap(tool) for name, tool in row.items()} for row in vars(trainer)[kind]])
-        for kind in ("_sync_tool_dicts", "_async_tool_dicts")
-    ]
-    with readable_calls(guard.clean), replaced(*changes):
+    with ExitStack() as stack:
+        stack.enter_context(readable_calls(guard.clean))
+        for kind in ("_sync_tool_dicts", "_async_tool_dicts"):
+            guarded_tools = [{name: guard.wrap(tool) for name, tool in row.items()} for row in vars(trainer)[kind]]
+            stack.enter_context(patched_attribute(trainer, kind, guarded_tools))
         yield
 
 

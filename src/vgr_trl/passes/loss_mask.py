@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from vgr_trl.patching import patched_method
 from vgr_trl.pixels import IMAGE_INPUTS, on_device
 from vgr_trl.scoring_inputs import take_images
-from vgr_trl.sharing.model_support import replace_hidden_states, replaced
+from vgr_trl.sharing.model_support import replace_hidden_states
 from vgr_trl.sharing.prefix_split import PER_TOKEN
 
 
@@ -220,7 +221,7 @@ def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> It
                 setattr(outputs, name, every.masked_scatter(scored.to(value.device), value))
         return outputs
 
-    with replaced((causal, "forward", chosen)):
+    with patched_method(causal, "forward", chosen):
         yield
 
 

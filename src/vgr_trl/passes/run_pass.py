@@ -60,7 +60,12 @@ class ForwardPasses:
             self.vision_cache.around(model, counts=counts),
             nullcontext() if generates or trains or headless else score_only_tokens(causal, base, None),
             self.shared.around(
-                self.features.sharing[stage], model, completion_length, packs=packs, counts=counts, again=again
+                self.features.sharing[stage].reason,
+                model,
+                completion_length,
+                packs=packs,
+                counts=counts,
+                again=again,
             ),
             nullcontext() if self.dummy_image is None else self.dummy_image.around(model, generates),
         ):

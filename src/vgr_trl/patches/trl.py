@@ -5,7 +5,7 @@ import math
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from inspect import signature
 from itertools import accumulate
 from pathlib import Path
@@ -26,7 +26,7 @@ from vgr_trl.errors import DataError, error_text, printable
 from vgr_trl.patching import patched_attribute
 from vgr_trl.pixels import image_inputs_of
 from vgr_trl.releases import release
-from vgr_trl.sharing.model_support import causal_model, replaced
+from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.prefix_split import is_image_token
 from vgr_trl.token_types import TOKEN_TYPES, causal_type
 
@@ -215,13 +215,16 @@ def keep_newest(logs: dict[str, Any], count: int) -> None:
                 column.popleft()
 
 
-def unlogged(trainer: GRPOTrainer) -> AbstractContextManager[None]:
+@contextmanager
+def unlogged(trainer: GRPOTrainer) -> Iterator[None]:
     """Generate and reward in this block without a trace in metrics, tables and counts."""
-    return replaced(
-        (trainer, "_metrics", {mode: defaultdict(list) for mode in trainer._metrics}),
-        *((trainer, name, defaultdict(list)) for name in ("_pending_extra_logs", "_pending_metrics")),
-        (trainer.state, "num_input_tokens_seen", trainer.state.num_input_tokens_seen),
-    )
+    with (
+        patched_attribute(trainer, "_metrics", {mode: defaultdict(list) for mode in trainer._metrics}),
+        patched_attribute(trainer, "_pending_extra_logs", defaultdict(list)),
+        patched_attribute(trainer, "_pending_metrics", defaultdict(list)),
+        patched_attribute(trainer.state, "num_input_tokens_seen", trainer.state.num_input_tokens_seen),
+    ):
+        yield
 
 
 # What TRL's constructor and generation read off the trainer, where ours has options beside.
@@ -232,7 +235,8 @@ def enable_reference_model(owner: Any, args: DAPOConfig) -> AbstractContextManag
     return patched_attribute(owner, "beta", 1.0 if args.kl_coef > 0 else owner.beta)
 
 
-def override_sampling(trainer: GRPOTrainer, wanted: Mapping[str, float]) -> AbstractContextManager[None]:
+@contextmanager
+def override_sampling(trainer: GRPOTrainer, wanted: Mapping[str, float]) -> Iterator[None]:
     """Override `temperature` and `top_p` of vLLM or transformers in this block; a temperature of 0 is greedy."""
 
     def change(options: dict[str, Any]) -> dict[str, Any]:
@@ -241,13 +245,15 @@ def override_sampling(trainer: GRPOTrainer, wanted: Mapping[str, float]) -> Abst
         sampling = ("temperature", "top_p", "top_k", "min_p")
         return {name: value for name, value in options.items() if name not in sampling} | {"do_sample": False}
 
-    if not wanted:
-        return nullcontext()
-    if trainer.use_vllm:
-        return replaced(*((trainer.vllm_generation, name, value) for name, value in wanted.items()))
-    config = GenerationConfig(**change(trainer.generation_config.to_diff_dict()))
-    kwargs = change(trainer.generation_kwargs)
-    return replaced((trainer, "generation_config", config), (trainer, "generation_kwargs", kwargs))
+    owner: Any = trainer.vllm_generation if trainer.use_vllm else trainer
+    changes: Mapping[str, Any] = wanted
+    if wanted and not trainer.use_vllm:
+        config = GenerationConfig(**change(trainer.generation_config.to_diff_dict()))
+        changes = {"generation_config": config, "generation_kwargs": change(trainer.generation_kwargs)}
+    with ExitStack() as stack:
+        for name, value in changes.items():
+            stack.enter_context(patched_attribute(owner, name, value))
+        yield
 
 
 # Completions without image tokens: TRL before 1.16 lets the policy sample them.
@@ -383,11 +389,15 @@ def _checked_call(function: dict[str, Any]) -> Any:
 _SCORING_ARGUMENTS = frozenset(signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
 
 
-def process_with_options(processor: Any) -> AbstractContextManager[None]:
-    """In this block the image processor alone makes of images what it makes of them within its processor."""
+@contextmanager
+def process_with_options(processor: Any) -> Iterator[None]:
+    """Apply the processor's image options in this block, where TRL calls the image processor alone."""
     defaults = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", {})
     options = {**defaults.get("images_kwargs", {}), **(getattr(processor, "images_kwargs", None) or {})}
-    return replaced(*((processor.image_processor, name, value) for name, value in options.items()))
+    with ExitStack() as stack:
+        for name, value in options.items():
+            stack.enter_context(patched_attribute(processor.image_processor, name, value))
+        yield
 
 
 def mark_images(model: nn.Module, ids: torch.Tensor, given: Mapping[str, Any]) -> dict[str, Any]:

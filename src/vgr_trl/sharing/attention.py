@@ -9,20 +9,28 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 from vgr_trl.patching import patched_attribute
 
+_SHARED_KEYS = WeakTensorKeyDictionary()  # keys that begin with those of a shared prompt -> True
+_HIDES_NOTHING = WeakTensorKeyDictionary()  # mask -> whether it hides no earlier key
 
-def marked(keys: Any) -> Tensor:
-    """Mark keys, (B, H, K, D), as those of a pass with shared prompts."""
-    keys.of_shared_prompts = True
-    return keys  # type: ignore[no-any-return]
+
+def mark_shared(keys: Tensor) -> Tensor:
+    """Let `sdpa_by_key_head` know keys, (B, H, K, D), as those of a pass with shared prompts.
+
+    It knows them as long as they exist. A flag of the block would be gone when a checkpoint computes a layer again in
+    the backward pass.
+    """
+    _SHARED_KEYS[keys] = True
+    return keys
 
 
 def wrap_attention(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[None]:
-    """Wrap what models get when they look up their attention function, eager ones and local overrides included."""
+    """Wrap every attention function that a model looks up in this block, eager ones and local overrides included."""
     look_up = AttentionInterface.get_interface
 
     def get_interface(interface: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,30 +47,33 @@ def sdpa_by_key_head(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    attend_within: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return what transformers' `sdpa` does, without a copy of keys and values for every query head where it masks.
+    """Compute transformers' `sdpa` without copying keys and values for every query head where prompts are shared.
 
-    With a mask, which completions behind a shared prompt always have, transformers repeats them, and the backward pass
-    keeps the copies: 219 MB a layer for Qwen2.5-VL-7B, P 1400, T 512, G 8. Here the queries of a key head see a view.
-    Where the mask hides no key before a query, as behind prompts without padding, flash attention takes its place: what
-    comes out for padding behind completions differs then.
-    Passes that share no prompts, of any model in the process, get what transformers does. A module's `attend_within`
-    takes the place of all of this: see vgr_trl.vision.feature_cache.
+    Completions behind a shared prompt always have a mask. With one transformers repeats keys and values, and the
+    backward pass keeps the copies: 219 MB a layer for Qwen2.5-VL-7B, P 1400, T 512, G 8. Here the queries of a key head
+    read a view. Flash attention runs instead where the mask hides no earlier key, as behind prompts without padding;
+    outputs of padding behind completions differ then. Passes without shared prompts run transformers' `sdpa`.
 
     Args:
         query: (B, H, Q, D).
-        key, value: (B, number of key heads, K, D); the keys `marked` where prompts are shared.
+        key: (B, key heads, K, D), known by `mark_shared` where prompts are shared.
+        value: (B, key heads, K, D).
         attention_mask: (B, 1, Q, K).
+        attend_within: function that computes the attention instead, (B, Q, H, D); a hook of the module passes it.
     """
-    if (within := getattr(module, "attend_within", None)) is not None:
-        return within(module, query, key, value, dropout, scaling), None
+    if attend_within is not None:
+        return attend_within(module, query, key, value, dropout, scaling), None
+    if torch.compiler.is_compiling():  # models that share prompts are not compiled
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     groups = getattr(module, "num_key_value_groups", 1)
     plain = dropout == 0 and not any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
-    shares = plain and query.size(2) > 1 and hasattr(key, "of_shared_prompts")
+    shares = plain and query.size(2) > 1 and key in _SHARED_KEYS
     if not shares or attention_mask is None or attention_mask.size(1) != 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if torch.is_autocast_enabled(query.device.type):  # it would cast keys and values again for every query head
+    if torch.is_autocast_enabled(query.device.type):  # which would cast keys and values again for every query head
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     takes_flash = can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
@@ -70,7 +81,7 @@ def sdpa_by_key_head(
         return attend_to_all_before(query, key, value, scaling), None
     if groups == 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if attention_mask.dtype == torch.bool:  # kernels would keep one of their own for each key head, with aligned rows
+    if attention_mask.dtype == torch.bool:  # kernels would keep an aligned copy of it for each key head
         *rows, columns = attention_mask.shape
         aligned = query.new_zeros(*rows, columns + -columns % 8)[..., :columns]
         attention_mask = aligned.masked_fill_(~attention_mask, -torch.inf)
@@ -82,28 +93,33 @@ def sdpa_by_key_head(
     return torch.cat(seen, 1).transpose(1, 2).contiguous(), None
 
 
-def hides_nothing_before(mask: Any) -> bool:
-    """Return whether each query sees all keys up to its own, the last Q of K, and none behind; found once for a mask.
+def hides_nothing_before(mask: Tensor) -> bool:
+    """Return whether each query sees all keys up to its own and no later one; its own are the last Q of K.
 
     Args:
         mask: (B, 1, Q, K) bool. Queries that do not see their own key are padding, and may see anything.
     """
     if mask.dtype != torch.bool:
         return False
-    if not hasattr(mask, "hides_nothing_before"):  # one tensor for all layers of a pass; the host waits for the answer
+    if mask not in _HIDES_NOTHING:  # all layers of a pass have the same mask, and the host waits for the answer once
         queries, keys = mask.shape[-2:]
         own = mask.diagonal(keys - queries, -2, -1).unsqueeze(-1)
         before = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril(keys - queries)
-        mask.hides_nothing_before = bool(((mask == before) | ~own).all())
-    return bool(mask.hides_nothing_before)
+        _HIDES_NOTHING[mask] = bool(((mask == before) | ~own).all())
+    return bool(_HIDES_NOTHING[mask])
 
 
 def attend_to_all_before(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Return attention of the last Q tokens to all K up to each, (B, Q, H, D), without a mask that a kernel reads.
+    """Compute causal attention of the last Q tokens to all K tokens, without a mask that the kernel reads.
 
     Args:
         query: (B, H, Q, D).
-        key, value: (B, number of key heads, K, D).
+        key: (B, key heads, K, D).
+        value: (B, key heads, K, D).
+        scaling: of the scores; None: 1 / sqrt(D).
+
+    Returns:
+        (B, Q, H, D).
     """
     seen = causal_lower_right(query.size(2), key.size(2))
     attend = nn.functional.scaled_dot_product_attention
@@ -111,13 +127,13 @@ def attend_to_all_before(query: Tensor, key: Tensor, value: Tensor, scaling: flo
 
 
 def keep_keys_unrepeated() -> None:
-    """Let `sdpa` be `sdpa_by_key_head` from here on: a checkpoint computes layers again behind the block."""
+    """Register `sdpa_by_key_head` as `sdpa` for the whole process: a checkpoint recomputes layers after the block."""
     if AttentionInterface._global_mapping.get("sdpa") is sdpa_attention_forward:
         AttentionInterface.register("sdpa", sdpa_by_key_head)
 
 
 def prefers_cudnn() -> bool:
-    """Whether `sdpa` takes cuDNN's kernel first: torch from 2.11 on, on Hopper and later."""
+    """Whether `sdpa` tries cuDNN's kernel first: torch 2.11 and later, on Hopper and later GPUs."""
     if not torch.cuda.is_available() or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     return Version(torch.__version__).release >= (2, 11) and torch.cuda.get_device_capability()[0] >= 9

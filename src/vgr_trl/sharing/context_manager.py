@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from accelerate.utils import gather
 from torch import nn
 
 from vgr_trl.errors import ConfigError
+from vgr_trl.patching import patched_method
 from vgr_trl.sharing.attention import keep_keys_unrepeated
 from vgr_trl.sharing.empty_images import ignore_empty_images
 from vgr_trl.sharing.lending import Lending, why_not_lend
-from vgr_trl.sharing.model_support import base_of, causal_model, replaced
+from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.report import SharingReport
 from vgr_trl.sharing.shared_forward import ModelChecks, SharedForward
 from vgr_trl.sharing.shared_generate import SharedGeneration
@@ -78,11 +79,15 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
     forward.lending, forward.first_step = own or forward.lending, {} if tells else None
     if tells and forward.agree is not None:
         print(f"share_prompts shares prompts within a micro-batch, not over several ({why}). {_ADVICE}", flush=True)
-    changes: list[tuple[Any, str, Any]] = [(base, "forward", forward)]
-    if base is not causal and hasattr(causal, "generate"):
-        changes.append((causal, "generate", SharedGeneration(causal, causal.generate, forward)))
-    reads = _reading_labels(causal, forward) if is_alone else nullcontext()
-    with replaced(*changes), reads, nullcontext() if own is None else _lending(own):
+    with ExitStack() as stack:
+        stack.enter_context(patched_method(base, "forward", forward))
+        if base is not causal and hasattr(causal, "generate"):
+            shared = SharedGeneration(causal, causal.generate, forward)
+            stack.enter_context(patched_method(causal, "generate", shared))
+        if is_alone:
+            stack.enter_context(_reading_labels(causal, forward))
+        if own is not None:
+            stack.enter_context(_lending(own))
         yield report
 
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vgr_trl.errors import error_text
+from vgr_trl.patching import patched_attribute
 from vgr_trl.sharing.model_support import (
     base_of,
     cache_name,
     causal_model,
     check_model,
     check_rope,
-    replaced,
     why_no_pass_shares,
 )
 from vgr_trl.sharing.prefix_cache import PromptsStored, ReadPrefix, WrittenPrefix
@@ -147,7 +147,8 @@ def _first_layers(base: Any) -> Iterator[Run]:
     for module in base.modules():  # hooks of others, say of a measurement, do not see it
         changes += [(module, name, copy(value)) for name, value in quiet.items()]
     with ExitStack() as stack:
-        stack.enter_context(replaced(*changes))
+        for change in changes:
+            stack.enter_context(patched_attribute(*change))
         if layers:
             layers[:count][-1].register_forward_hook(keep)
         unused = {parameter for layer in layers[count:] for parameter in layer.parameters()}

@@ -1,7 +1,6 @@
 """Models that can share prompts, the reasons why others cannot, and the parts of a model that sharing wraps."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -17,7 +16,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.patching import patched_attribute, patched_method
 from vgr_trl.sharing.prefix_cache import is_stateless_layer
 from vgr_trl.sharing.report import require
 
@@ -67,16 +65,6 @@ def replace_hidden_states(base: Any, change: Callable[[Tensor], Tensor]) -> Remo
     return handle
 
 
-@contextmanager
-def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Set attributes of modules and objects in this block: (owner, name, value); methods as `patched_method` does."""
-    with ExitStack() as stack:
-        for owner, name, value in changes:
-            patch = patched_method if callable(value) else patched_attribute
-            stack.enter_context(patch(owner, name, value))
-        yield
-
-
 def indexed_modules(model: nn.Module) -> list[Any]:
     """Return the modules of a language model that carry the number of their layer, as attention does."""
     return [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
@@ -102,18 +90,15 @@ def recomputes_without_graph(model: nn.Module, *, when_training: bool = False) -
 
     `when_training` asks for the model in training mode, whatever its mode is now.
     """
-    return any(_is_reentrant(module) for module in _checkpointed(model, when_training))
+    return any(is_reentrant(module) for module in _checkpointed(model, when_training))
 
 
-def _is_reentrant(module: Any) -> bool:
-    function: Any = getattr(module, "_gradient_checkpointing_func", None)
-    return getattr(function, "func", None) is checkpoint and bool(function.keywords.get("use_reentrant", True))
-
-
-def checkpoints_with_graph(layers: Iterable[Any]) -> list[tuple[Any, str, Any]]:
-    """Return the changes for `replaced` with which checkpoints keep the graph of prompts, where they were reentrant."""
-    name = "_gradient_checkpointing_func"
-    return [(each, name, partial(getattr(each, name), use_reentrant=False)) for each in layers if _is_reentrant(each)]
+def is_reentrant(module: Any) -> bool:
+    """Whether a module's gradient checkpoint runs its layers without gradients first."""
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    if not isinstance(function, partial) or function.func is not checkpoint:
+        return False
+    return bool(function.keywords.get("use_reentrant", True))
 
 
 NEEDS_REENTRANT = (

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from vgr_trl.sharing.attention import marked
+from vgr_trl.sharing.attention import mark_shared
 from vgr_trl.sharing.report import require
 
 
@@ -54,7 +54,7 @@ class StoredKeys(_Keys):
             self.written_with_grad = torch.is_grad_enabled()
         if self.ends_pass:
             raise PromptsStored
-        return marked(key_states), value_states
+        return mark_shared(key_states), value_states
 
     def length(self) -> int:
         return 0 if self.keys is None else self.keys.shape[-2]
@@ -82,7 +82,7 @@ class ExpandedKeys(_Keys):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.was_read = True
-        return marked(self._behind(self.stored.keys, key_states)), self._behind(self.stored.values, value_states)
+        return mark_shared(self._behind(self.stored.keys, key_states)), self._behind(self.stored.values, value_states)
 
     def _behind(self, stored: Tensor, new: Tensor) -> Tensor:
         return torch.cat([stored.index_select(0, self.index), new], dim=-2)

@@ -3,8 +3,9 @@
 `Prefill` computes the prompts and keeps them; `CompletionPass` computes rows behind them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_flash_attention_utils import flash_attn_supports_top_left_mask, lazy_import_flash_attention
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from vgr_trl.patching import patched_attribute
 from vgr_trl.pixels import on_device
 from vgr_trl.sharing.attention import prefers_cudnn, wrap_attention
-from vgr_trl.sharing.model_support import cache_name, checkpoints_with_graph, replaced
+from vgr_trl.sharing.model_support import cache_name, is_reentrant
 from vgr_trl.sharing.prefix_cache import PackedKeys, PromptsStored, ReadPrefix, StoredKeys, WrittenPrefix
 from vgr_trl.sharing.prefix_split import PrefixSplit, _is_constant, first_rows, take_pixels
 from vgr_trl.sharing.report import require
@@ -83,8 +85,8 @@ class Prefill:
         self.skips_padding = False
         if hasattr(base, "rope_deltas"):
             base.rope_deltas = None
-        ends_early = [] if wants_hidden else _end_early(base, self.written)
-        with suppress(PromptsStored), _cache_through_checkpoints(self.layers, ends_early):
+        last = None if wants_hidden else _end_early(base, self.written)
+        with suppress(PromptsStored), _cache_through_checkpoints(self.layers, last):
             outputs = plain(**self.common, **split.prompt_inputs(inputs), **{self.cache_name: self.written})
             self.hidden = hidden_states(outputs)
         self.written.check(split.start, self.hidden)
@@ -260,10 +262,10 @@ def positions_behind(
     return positions.expand(3, -1, -1)  # (3, N, T): time, height, width
 
 
-def _end_early(base: Any, written: WrittenPrefix) -> list[GradientCheckpointingLayer]:
-    """Let a pass over prompts end where the last layer has stored its keys and values; return that layer.
+def _end_early(base: Any, written: WrittenPrefix) -> GradientCheckpointingLayer | None:
+    """Stop the pass over prompts once the last layer has stored its keys and values; return this layer, or None.
 
-    Queries, attention and what comes behind them serve no completion. A layer whose outputs a hook waits for runs.
+    Completions read neither its queries nor its outputs. It runs to its end if a hook waits for its outputs.
     """
     modules = dict(base.named_modules())  # of large models thousands, which a pass goes through once
     number = len(written.layers) - 1
@@ -275,27 +277,35 @@ def _end_early(base: Any, written: WrittenPrefix) -> list[GradientCheckpointingL
     ]
     # Keys and values of the last layer have to be the last thing that completions read of their prompts.
     if len(last) != 1 or type(written.layers[-1]) is not StoredKeys:
-        return []
+        return None
     ((name, layer),) = last
     parents = [module for other, module in modules.items() if other and name.startswith(f"{other}.")]
     if any(module._forward_hooks or hasattr(module, "_hf_hook") for module in (*parents, *layer.modules())):
-        return []
+        return None
     written.layers[-1].ends_pass = True
-    return [layer]
+    return layer
 
 
+@contextmanager
 def _cache_through_checkpoints(
-    layers: Sequence[GradientCheckpointingLayer], left: Iterable[GradientCheckpointingLayer] = ()
-) -> AbstractContextManager[None]:
-    """Let checkpointed layers use a cache, which is not changed by a recomputation; do not checkpoint those `left`.
+    layers: Sequence[GradientCheckpointingLayer], last: GradientCheckpointingLayer | None = None
+) -> Iterator[None]:
+    """Let checkpointed layers use a cache, which a recomputation does not change, and keep the graph of prompts.
 
-    A checkpoint that an exception has left cannot compute its layer again. Reentrant ones would cut prompts off.
+    Args:
+        layers: of the model.
+        last: layer that an exception leaves, so that its checkpoint could not recompute it; None: there is none.
     """
-    return replaced(
-        *checkpoints_with_graph(layers),
-        *((layer, "_can_checkpoint_with_cache", True) for layer in layers),
-        *((layer, "gradient_checkpointing", False) for layer in left),
-    )
+    with ExitStack() as stack:
+        layer: Any
+        for layer in layers:
+            stack.enter_context(patched_attribute(layer, "_can_checkpoint_with_cache", True))
+            if is_reentrant(layer):
+                function = partial(layer._gradient_checkpointing_func, use_reentrant=False)
+                stack.enter_context(patched_attribute(layer, "_gradient_checkpointing_func", function))
+        if last is not None:
+            stack.enter_context(patched_attribute(last, "gradient_checkpointing", False))
+        yield
 
 
 def why_not_pack(base: Any) -> str | None:

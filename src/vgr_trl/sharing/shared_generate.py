@@ -18,7 +18,6 @@ from vgr_trl.sharing.model_support import (
     check_model,
     check_token_types,
     is_checkpointed,
-    replaced,
 )
 from vgr_trl.sharing.prefix_split import PER_TOKEN, PrefixSplit, find_split
 from vgr_trl.sharing.report import UnsupportedModel, require
@@ -103,7 +102,7 @@ class SharedGeneration:
         ids = [*args, *(inputs.pop(name) for name in ("inputs", "input_ids") if name in inputs)]
         inputs["input_ids"] = ids[0] if len(ids) == 1 else None
         plain = partial(self.plain, *args, **kwargs)
-        with self.forward.lock, replaced((self.forward, "paused", True)):
+        with self.forward.lock, patched_attribute(self.forward, "paused", True):
             split, generate = partial(self._split, inputs), partial(self._generate, inputs)
             return self.forward.share("generation", inputs["input_ids"], split, generate, plain)
 

@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from vgr_trl.feature import Feature
 from vgr_trl.sharing.context_manager import share_prompts
 from vgr_trl.sharing.empty_images import ignore_empty_images
 from vgr_trl.sharing.lending import Lending
@@ -42,7 +41,7 @@ class SharedPasses:
     @contextmanager
     def around(
         self,
-        feature: Feature,
+        why_not: str | None,
         model: nn.Module,
         completion_length: int | None = None,
         *,
@@ -50,9 +49,10 @@ class SharedPasses:
         counts: bool = True,
         again: Sequence[bool] | None = None,
     ) -> Iterator[None]:
-        """Share prompts in passes of this block, if the feature is on.
+        """Share prompts in passes of this block.
 
         Args:
+            why_not: why no prompts are shared; None: they are.
             model: as `share_prompts` takes it.
             completion_length: T of a scored batch; None where the model generates.
             packs: as `SharedForward` takes it.
@@ -60,7 +60,7 @@ class SharedPasses:
             again: as `SharedForward` takes it; None: no prompt is lent to several micro-batches.
         """
         refuses = self._refuses_uneven
-        if not feature.enabled:
+        if why_not is not None:
             with ignore_empty_images(model, agree=self._agree if refuses and completion_length else None):
                 yield
             return

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.sharing.model_support import base_of, causal_model, replace_hidden_states, replaced
+from vgr_trl.patching import patched_method
+from vgr_trl.sharing.model_support import base_of, causal_model, replace_hidden_states
 from vgr_trl.signals.probe import find_decoder
 from vgr_trl.signals.ratios import entropies_of, jensen_shannon
 
@@ -56,7 +57,7 @@ class Head:
             return _HiddenStates(hidden.unsqueeze(0))
 
         base, decoder = self.causal.base_model, find_decoder(self.causal)  # OPT's head calls the decoder of its base
-        with replaced((base, "forward", forward), (decoder, "forward", forward)):
+        with patched_method(base, "forward", forward), patched_method(decoder, "forward", forward):
             logits: Tensor = self.causal(input_ids=ids, use_cache=False, return_dict=True).logits[0]
         if calls != 1:
             calls_base = f"{type(self.causal).__name__} called its base model {calls} times instead of once"

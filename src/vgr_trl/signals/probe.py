@@ -17,6 +17,7 @@ from torch.nn.functional import normalize
 from transformers.generation import GenerationMode
 
 from vgr_trl.errors import ConfigError
+from vgr_trl.patching import patched_method
 from vgr_trl.pixels import on_device
 from vgr_trl.sharing.attention import wrap_attention
 from vgr_trl.sharing.model_support import (
@@ -24,7 +25,6 @@ from vgr_trl.sharing.model_support import (
     causal_model,
     indexed_modules,
     is_compiled,
-    replaced,
     why_adapter_reads_whole_rows,
 )
 from vgr_trl.signals.plan import Pass, PassPlan, Queries, cache_of, positions_seen
@@ -501,7 +501,7 @@ class GenerationProbe:
 
     def __enter__(self) -> "GenerationProbe":
         generate = partial(self._generate, self.causal.generate)
-        self._stack.enter_context(replaced((self.causal, "generate", generate)))
+        self._stack.enter_context(patched_method(self.causal, "generate", generate))
         return self
 
     def __exit__(self, *error: object) -> None:

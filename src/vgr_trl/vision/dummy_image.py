@@ -12,12 +12,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from vgr_trl.errors import DataError
+from vgr_trl.patching import patched_method
 from vgr_trl.sharing.empty_images import has_images
-from vgr_trl.sharing.model_support import (
-    base_of,
-    causal_model,
-    replaced,
-)
+from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.vision.feature_cache import tower_trains
 
 
@@ -67,7 +64,7 @@ class DummyImage:
                     return plain(*args, **kwargs)
             return plain(*args, **kwargs)
 
-        with replaced((owner, name, taking_part)):
+        with patched_method(owner, name, taking_part):
             yield
 
     def _refuse_uneven(self, inputs: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
+from vgr_trl.patching import patched_method
 from vgr_trl.pixels import (
     UnknownParts,
     find_layout,
@@ -21,7 +22,6 @@ from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
     has_active_dropout,
-    replaced,
 )
 
 
@@ -95,7 +95,7 @@ class VisionCache:
         def features(*args: Any, **kwargs: Any) -> Any:
             return self._outputs(plain, dict(zip(names, args, strict=False)) | kwargs)
 
-        with replaced((self.base, "get_image_features", features)):
+        with patched_method(self.base, "get_image_features", features):
             yield
         if not counts:
             self._wanted, self._computed = before

@@ -11,13 +11,11 @@ import xxhash
 from PIL import Image
 from transformers import BatchFeature
 
+from vgr_trl.patching import patched_method
 from vgr_trl.pixels import (
     IMAGE_INPUTS,
     image_inputs_of,
     stack_images,
-)
-from vgr_trl.sharing.model_support import (
-    replaced,
 )
 
 # What processors of transformers return beside pixel inputs: one entry per image, or per row of images.
@@ -39,7 +37,7 @@ def images_processed_once(processor: Any) -> Iterator[None]:
     if not type(images).__module__.startswith(_EXACT):
         yield
         return
-    with replaced((images, "preprocess", _ProcessedOnce(images, images.preprocess))):
+    with patched_method(images, "preprocess", _ProcessedOnce(images, images.preprocess)):
         yield
 
 

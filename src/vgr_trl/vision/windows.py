@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
@@ -23,17 +24,16 @@ from vgr_trl.sharing.attention import keep_keys_unrepeated, sdpa_by_key_head
 
 
 def join_windows(model: nn.Module) -> int:
-    """Let the attention of vision towers, where it is `sdpa`, take all windows at once from here on.
+    """Attend within all windows of vision towers in one call from here on, where their attention is `sdpa`.
 
     Returns:
-        The number of attention layers that do; 0 for towers of other families.
+        The number of changed attention layers; 0 for towers of other families.
     """
     layers: list[Any] = [module for module in model.modules() if "cu_seqlens" in signature(module.forward).parameters]
     layers = [layer for layer in layers if hasattr(layer, "qkv") and hasattr(layer, "config")]
     for layer in layers:
-        if not hasattr(layer, "attend_within"):  # of another trainer with this model
-            layer.register_forward_pre_hook(_give_whole, with_kwargs=True)
-            layer.attend_within = None
+        if _merge_bounds not in layer._forward_pre_hooks.values():  # hooked by another trainer with this model
+            layer.register_forward_pre_hook(_merge_bounds, with_kwargs=True)
     if layers:
         keep_keys_unrepeated()
     return len(layers)
@@ -41,12 +41,12 @@ def join_windows(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Windows:
-    """Where the windows of all patches lie.
+    """Positions of the windows among all patches.
 
     Attributes:
-        patches: S, of all windows.
-        by_length: length -> (number of windows * length,) the patches of its windows.
-        back: (S,) where each patch stands behind the windows of all lengths; None: all are of one length, in order.
+        patches: S, the number of patches.
+        by_length: length of a window -> indices of the patches in windows of this length, (windows * length,).
+        back: (S,) index of each patch in the concatenation of `by_length`; None: all windows have one length.
     """
 
     patches: int
@@ -55,7 +55,7 @@ class Windows:
 
 
 def plan_windows(lengths: list[int], device: torch.device) -> Windows:
-    """Return where windows of these lengths lie, one behind the other."""
+    """Return the positions of consecutive windows of these lengths."""
     places: defaultdict[int, list[int]] = defaultdict(list)
     for length, end in zip(lengths, accumulate(lengths), strict=True):
         places[length] += range(end - length, end)
@@ -64,17 +64,20 @@ def plan_windows(lengths: list[int], device: torch.device) -> Windows:
     return Windows(sum(lengths), by_length, back)
 
 
-def _give_whole(layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Replace the bounds of the windows by those of all patches, and leave the windows for the attention function."""
-    layer.attend_within = None
+_PLANS = WeakTensorKeyDictionary()  # cu_seqlens -> its windows
+
+
+def _merge_bounds(layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Merge cu_seqlens into one segment, and pass the windows on to `sdpa_by_key_head`."""
     bounds: Any = kwargs.get("cu_seqlens")
-    ours = AttentionInterface._global_mapping.get("sdpa") is sdpa_by_key_head
-    if bounds is None or len(bounds) < 3 or not ours or layer.config._attn_implementation != "sdpa":
+    is_ours = AttentionInterface._global_mapping.get("sdpa") is sdpa_by_key_head
+    if bounds is None or len(bounds) < 3 or not is_ours or layer.config._attn_implementation != "sdpa":
         return None
-    if not hasattr(bounds, "windows"):  # one tensor for all layers of a pass
-        bounds.windows = plan_windows(bounds.diff().tolist(), bounds.device)
-    layer.attend_within = partial(attend_windows, bounds.windows)
-    return args, kwargs | {"cu_seqlens": torch.tensor([0, bounds.windows.patches], dtype=bounds.dtype)}
+    if bounds not in _PLANS:  # all layers of a pass have the same bounds
+        _PLANS[bounds] = plan_windows(bounds.diff().tolist(), bounds.device)
+    windows = _PLANS[bounds]
+    whole = torch.tensor([0, windows.patches], dtype=bounds.dtype)
+    return args, kwargs | {"cu_seqlens": whole, "attend_within": partial(attend_windows, windows)}
 
 
 def attend_windows(
@@ -86,10 +89,19 @@ def attend_windows(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return attention within windows, (1, S, H, D), in one call for all windows of a length.
+    """Compute attention within windows, in one call for all windows of a length.
 
     Args:
-        query, key, value: (1, H, S, D).
+        windows: positions of the windows.
+        module: attention layer.
+        query: (1, H, S, D).
+        key: (1, H, S, D).
+        value: (1, H, S, D).
+        dropout: probability.
+        scaling: of the scores; None: 1 / sqrt(D).
+
+    Returns:
+        (1, S, H, D).
     """
     outputs = []
     for length, patches in windows.by_length.items():
