@@ -39,7 +39,7 @@ def save(figure: Figure, name: str) -> None:
 
 
 def sharing() -> None:
-    """Four rows that repeat a prompt, beside one prompt with four completions."""
+    """Draw four rows that repeat a prompt, beside a prompt with four completions."""
     figure, (plain, shared) = plt.subplots(1, 2, figsize=(9, 2.6))
     lengths = (3.0, 2.0, 2.6, 2.3)
     for row, length in enumerate(lengths):
@@ -57,7 +57,7 @@ def sharing() -> None:
 
 
 def attention() -> None:
-    """Attention of one emitting token on 16 image tokens and 4 tokens of the instruction: the worked case of VGR."""
+    """Draw the attention of an emitting token to 16 image tokens and 4 instruction tokens: the worked case of VGR."""
     figure, (keys, words) = plt.subplots(1, 2, figsize=(9, 2.8), width_ratios=(1.1, 1))
     vision = [0.02, 0.01, 0.03, 0.02, 0.02, 0.05, 0.06, 0.02, 0.01, 0.03, 0.04, 0.02, 0.02, 0.01, 0.02, 0.02]
     instruction = [0.04, 0.07, 0.05, 0.04]

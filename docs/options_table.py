@@ -1,4 +1,4 @@
-"""Write the lists of docs/options.md from what the options of this library declare.
+"""Write the lists of docs/options.md from the declarations of options.
 
 python docs/options_table.py
 """
@@ -21,17 +21,17 @@ MADE = re.compile(r"(?<=<!-- made by docs/options_table.py -->\n).*?(?=<!-- end 
 # Of `vgr-trl train`, where TRL's ModelConfig stands beside them.
 GROUPS = (RunArguments, DataArguments, RewardArguments, DAPOConfig)
 NAMES = {int: "integer", float: "number", list[int]: "integers", list[float]: "numbers"}
-PLAIN = {"≥": (0, 1), ">": (), "<": (), "≤": ()}  # bounds that are left out
+PLAIN = {"≥": (0, 1), ">": (), "<": (), "≤": ()}  # bounds that are not shown
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 
 def page() -> str:
-    """Return the page with what the options declare."""
+    """Return the page with the lists."""
     return MADE.sub(lambda _: "\n".join([*_lists(), ""]), PAGE.read_text(encoding="utf-8"))
 
 
 def _lists() -> Iterator[str]:
-    """Yield a heading per group and an item per option; what a whole group needs follows its heading."""
+    """Yield a heading per group and an item per option; needs of a whole group follow its heading."""
     for group in GROUPS:
         hints, left = get_type_hints(group), {each.name: each for each in fields(group)}
         for base in group.__mro__:
@@ -51,7 +51,7 @@ def _lists() -> Iterator[str]:
 
 
 def _values(hint: Any, each: Field[Any]) -> str:
-    """Return the default unless it is none, and what else is accepted where the default does not show it."""
+    """Return the default unless it is none, and accepted values that the default does not show."""
     default = each.default if each.default is not MISSING else each.default_factory()
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kind = next(kind for kind in kinds if kind is not NoneType)
@@ -85,7 +85,7 @@ def _default(value: Any) -> str:
 
 
 def _unused(needs: Any) -> str:
-    """When an option has no effect; `vgr_trl.options.option` says what it may need."""
+    """Return when an option has no effect, from its `needs` (`vgr_trl.options.option`)."""
     if not callable(needs):
         return " and ".join(_off(*need) for need in ({needs: True} if isinstance(needs, str) else needs or {}).items())
     quiet: dict[str, Any] = {"use_cpu": True, "bf16": False, "markdown_logs": False}

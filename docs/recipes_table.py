@@ -1,4 +1,4 @@
-"""Write what the pages of docs/methods say of the recipes: source and departures, and the index.
+"""Write the parts of docs/methods that recipes declare: source, departures and the index.
 
 python docs/recipes_table.py
 """
@@ -16,7 +16,7 @@ OPERATIONS = re.compile(r"^\| `(\w+)` \|.*\| ([\d.]+) \|$", re.MULTILINE)
 
 
 def pages() -> dict[Path, str]:
-    """Return the pages of docs/methods with what the recipes that their marks name say."""
+    """Return the pages of docs/methods with the parts of the recipes that their marks name."""
     texts = {file: file.read_text(encoding="utf-8") for file in sorted((DOCS / "methods").glob("*.md"))}
     marks = {file: found[1].split() for file, text in texts.items() if (found := MADE.search(text))}
     shown = {file: [read_recipe(name) for name in names] for file, names in marks.items() if names != ["index"]}

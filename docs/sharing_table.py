@@ -1,4 +1,4 @@
-"""Write the table of docs/sharing.md: which model families share prompts, are measured, and get images through vLLM.
+"""Write the table of docs/sharing.md: model families that share prompts, are measured, and get images through vLLM.
 
 python docs/sharing_table.py
 """
@@ -73,7 +73,7 @@ NUM_IMAGES = ((0, 0), (1, 1), (2, 3))  # of the two prompts of a batch
 
 
 def make_table() -> str:
-    """Return the table as Markdown, one row per family that takes images, and below it the text models."""
+    """Return the table as Markdown: a row per family that takes images, and below it the text models."""
     families = {**FAMILIES, **OTHERS}
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     with_images = [name for name in TITLES if families[name].picture]
@@ -85,7 +85,7 @@ def make_table() -> str:
 
 
 def cells_of(family: Family) -> list[str]:
-    """Return what is shared, measured and given to vLLM."""
+    """Return the cells of a family: sharing, attention, dependency, images for vLLM."""
     given = ("text", "one image", "several images")
     found = {name: shared(family, images) for name, images in zip(given, NUM_IMAGES, strict=True)}
     alike = len({*found.values()}) == 1
@@ -94,7 +94,7 @@ def cells_of(family: Family) -> list[str]:
 
 
 def shared(family: Family, images: tuple[int, int]) -> str:
-    """`yes`, or the places in which prompts are not shared, with the reason."""
+    """Return `yes`, or the places in which prompts are not shared, with the reason."""
     model, batch = with_head(build(family)), make_batch(family, images=images)
     why = {place.__name__: why_plain(place, model, batch) for place in (generation, scoring, training)}
     plain = [name for name, reason in why.items() if reason]
@@ -105,7 +105,16 @@ def shared(family: Family, images: tuple[int, int]) -> str:
 
 
 def why_plain(place: Callable[[Any, Batch], Any], model: Any, batch: Batch) -> str | None:
-    """The reason for plain passes, None where prompts are shared; an error where shared and plain passes disagree."""
+    """Return the reason for plain passes, or None if prompts are shared.
+
+    Args:
+        place: pass to compare, shared and plain.
+        model: model of the family, with a head.
+        batch: batch of the family.
+
+    Raises:
+        AssertionError: shared and plain passes disagree.
+    """
     plain = place(model, batch)
     with share_prompts(model, batch.completion_length) as report:
         once = place(model, batch)
@@ -116,23 +125,23 @@ def why_plain(place: Callable[[Any, Batch], Any], model: Any, batch: Batch) -> s
 
 
 def generation(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
-    """Sampled tokens, (N, T)."""
+    """Return sampled tokens, (N, T)."""
     return {"tokens": generated(model.eval(), batch, sample=True)}
 
 
 def scoring(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
-    """Log-probabilities, (N, T)."""
+    """Return log-probabilities, (N, T)."""
     with torch.no_grad():
         return {"logps": scored(model.eval(), batch)[0]}
 
 
 def training(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
-    """Gradients of all parameters."""
+    """Return gradients of all parameters."""
     return gradients(model.train(), batch)
 
 
 def attention(family: Family) -> str:
-    """`yes` where the mass on image and instruction is that of the whole matrices of eager attention, else a reason."""
+    """Return `yes` if the mass on image and instruction equals eager attention's whole matrices, else a reason."""
     model, batch = build(family), make_batch(family, images=NUM_IMAGES[-1])
     try:
         probe = run(model, batch)
@@ -143,7 +152,7 @@ def attention(family: Family) -> str:
 
 
 def dependency(family: Family) -> str:
-    """`yes` where other pixels, which are cut into prompts, change what every completion is given, else a reason."""
+    """Return `yes` if other pixels change the log-probabilities of every completion, else a reason."""
     model, batch = build(family), make_batch(family, images=NUM_IMAGES[-1])
     if model.base_model is model:
         return "no: no base model below the head"
@@ -164,7 +173,7 @@ def dependency(family: Family) -> str:
 
 
 def for_vllm(family: Family) -> str:
-    """Whether a colocated vLLM is given one placeholder per image, as the tokenizer writes it, or no images at all."""
+    """Say whether a colocated vLLM gets a placeholder per image, as the tokenizer writes it, or no images."""
     if family.name not in PROCESSORS:
         return "not tried"
     processor = PROCESSORS[family.name]()

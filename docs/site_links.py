@@ -22,7 +22,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
-    """Rewrite links from places in the repository to places on the site; dead ones stay, which `--strict` refuses."""
+    """Rewrite links from places in the repository to places on the site; `--strict` refuses dead links, which stay."""
     source = Path(str(page.file.abs_src_path))
 
     def rewritten(match: re.Match[str]) -> str:
@@ -44,5 +44,5 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
 
 
 def on_page_content(html: str, page: Page, config: Any, files: Files) -> str:
-    r"""Show `\|` in the code of a table as the pipe that it is, as GitHub does."""
+    r"""Show `\|` in the code of a table as a pipe, as GitHub does."""
     return re.sub(r"<td[^>]*>.*?</td>", lambda cell: cell[0].replace(r"\|", "|"), html)

@@ -1,4 +1,4 @@
-"""Every option of this library, grouped by what it configures; `DAPOConfig` adds them to those of TRL.
+"""Options of this library, grouped by subject; `DAPOConfig` adds them to the options of TRL.
 
 An option is declared once: default, help, range or choices, and what it needs to be used (`vgr_trl.options.option`).
 """
@@ -15,7 +15,7 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.options import RATIO_LOSSES, option, read_mapping
 from vgr_trl.registries import LOGPS_PREFIX, build_options, needed_signals, short_name
 
-# What is added from outside: plug-ins by name, and their own options.
+# Plug-ins by name, and their own options.
 
 RULES: Mapping[str, Mapping[str, Any]] = {  # name of a credit rule of this library -> the options that switch it on
     "token_weights": {"token_weights": True},
@@ -24,7 +24,7 @@ RULES: Mapping[str, Mapping[str, Any]] = {  # name of a credit rule of this libr
     "entropy_filter": {"enable_entropy_filtering": True},
     "trajectory_scale": {"enable_trajectory_reweighting": True},
 }
-REMOVE_IMAGE = "remove_image"  # the only one that changes the prompt, not the image
+REMOVE_IMAGE = "remove_image"  # the only perturbation that changes the prompt, not the image
 PERTURBATIONS: Mapping[str, Mapping[str, str]] = {  # of this library -> keyword arguments and the options that set them
     "blacken_patches": {"patch_size": "patch_size", "black_prob": "black_prob"},
     "add_gaussian_noise": {"std": "noise_std"},
@@ -55,12 +55,12 @@ class PluginOptions:
         return [name for name in self.credit_rules or () if name not in RULES]
 
     def plugin_values(self, plugin: Any, name: str) -> Any:
-        """Return the values of a plug-in's own options, all options of the run if it has none."""
+        """Return the values of a plug-in's own options, or all options of the run if it declares none."""
         options = getattr(plugin, "options", None)
         return self if options is None else build_options(options, self._given())
 
     def readers(self) -> dict[str, list[str]]:
-        """Return what plug-ins read of a rollout: measurement -> the signals and credit rules that need it."""
+        """Return the measurements that plug-ins read, each with the signals and credit rules that need it."""
         needs = [(f"the signal {name}", [name]) for name in self.signals or ()]
         rules = {name: registries.credit_rules.load(name) for name in self.plugin_rules}
         needs += [(f"the credit rule {name}", [*needed_signals(rule)]) for name, rule in rules.items()]
@@ -79,7 +79,7 @@ class PluginOptions:
         if {"perception_filter", "perception_weights"} <= set(named):
             raise ConfigError("credit_rules has perception_filter and perception_weights: give one of them.")
         for switch, value in (pair for name in named for pair in RULES[name].items()):
-            if hasattr(self, switch):
+            if switch in vars(self):
                 setattr(self, switch, value)
         perturbations = dict.fromkeys([*getattr(self, "views", ()), *getattr(self, "noisy_perturbations", ())])
         plugins = [(registries.credit_rules.load(name), name) for name in self.plugin_rules]
@@ -95,13 +95,13 @@ class PluginOptions:
         for plugin, name in plugins:
             self.plugin_values(plugin, name)
         for kind in ("credit_rules", "signals"):
-            names = [short_name(name) for name in getattr(self, kind) or ()]
-            if len(set(names)) < len(names):
-                raise ConfigError(f"{kind} is {getattr(self, kind)}, where two have the same name: rename one.")
+            given = vars(self)[kind] or ()
+            if len({short_name(name) for name in given}) < len(given):
+                raise ConfigError(f"{kind} is {given}, where two have the same name: rename one.")
         self.readers()
 
 
-# What is measured.
+# Measurements.
 
 
 @dataclass
@@ -131,7 +131,7 @@ class MeasureOptions(PluginOptions):
 
 
 def used_by(*names: str) -> Callable[[Any], str | None]:
-    """Return why an option of these perturbations is unused, or without names one of all that are scored."""
+    """Return a function that says why an option of these perturbations is unused; no names: of any perturbation."""
 
     def reason(args: Any) -> str | None:
         used = {*args.read_views(args.needs_dependency), *([args.perturbation] if args.uses_perception_loss else [])}
@@ -178,19 +178,19 @@ class PerturbationOptions(PluginOptions):
 
     @property
     def perturbations(self) -> list[str]:
-        """All that the dependency is measured under."""
+        """Perturbations that the dependency is measured under."""
         return [self.perturbation, *(self.further_perturbations or ())]
 
     @property
     def views(self) -> list[str]:
-        """All perturbations that this run names, those that plug-ins read among them."""
+        """Perturbations of images outside of generation, including views that plug-ins read."""
         return list(dict.fromkeys([*self.perturbations, *self.read_views(False)]))
 
     def read_views(self, depends: bool) -> list[str]:
         """Return the perturbations under which completions are scored.
 
         Args:
-            depends: whether something reads the dependency.
+            depends: whether a credit rule or signal reads the dependency.
         """
         readers = self.readers()
         own = self.perturbations if depends or "views" in readers else [self.perturbation] * ("shift" in readers)
@@ -200,7 +200,7 @@ class PerturbationOptions(PluginOptions):
     def parameters_of(self, name: str) -> dict[str, Any]:
         """Return the keyword arguments of a perturbation."""
         if name in PERTURBATIONS:
-            return {keyword: getattr(self, option) for keyword, option in PERTURBATIONS[name].items()}
+            return {keyword: vars(self)[option] for keyword, option in PERTURBATIONS[name].items()}
         own = self.plugin_values(registries.perturbations.load(name), name)
         return {} if own is self else dict(vars(own))
 
@@ -236,11 +236,11 @@ class NoisyOptions(PerturbationOptions):
 
     @property
     def noisy_perturbations(self) -> list[str]:
-        """Return the perturbation of images for generation: one or none."""
+        """Perturbation of images for generation, in a list that may be empty."""
         return [self.noisy_perturbation] if self.noisy_generations else []
 
     def noise_left(self, step: int, total: int) -> float:
-        """Return how much of the noise is left in a step (from 1), in [0, 1]."""
+        """Return the share of the noise left in a step (from 1), in [0, 1]."""
         return decay(self.noisy_decay, step, total, self.noisy_decay_coef, self.noisy_decay_midpoint)
 
     def noisy_parameters(self, strength: float) -> dict[str, Any]:
@@ -264,17 +264,17 @@ class NoisyOptions(PerturbationOptions):
 
 
 def decay(kind: str, step: int, total: int, coefficient: float, midpoint: float) -> float:
-    """Return how much of the noise is left in a step, in [0, 1], as the code of NoisyRollout has it.
+    """Return the share of the noise left in a step, in [0, 1], as in the code of NoisyRollout.
 
     With s = step / total: 1 (`none`), 1 - s (`linear`), 1 - s^c (`power`), 1 - c^(total - step) (`exponential`), or
     1 - 1 / (1 + exp(-c (s - midpoint / total))) (`sigmoid`).
 
     Args:
-        kind: as `noisy_decay`.
-        step: from 1 to total.
-        total: steps of the run.
+        kind: value of `noisy_decay`.
+        step: step of the run, from 1 to `total`.
+        total: number of steps of the run.
         coefficient: c.
-        midpoint: step.
+        midpoint: step at which the sigmoid is one half.
     """
     share = step / total
     left = {
@@ -376,7 +376,7 @@ class CreditOptions(PluginOptions):
 
     @property
     def needs_dependency(self) -> bool:
-        """Whether tokens or completions get credit by their dependency on the image, or a signal reads it."""
+        """Whether a credit rule or signal reads the dependency on the image."""
         own = self.enable_perception_filtering or self.enable_trajectory_reweighting
         return own or "dependency" in self.readers()
 
@@ -445,7 +445,7 @@ class KLOptions:
         return self.kl_coef > 0 and self.kl_penalty == "full"
 
 
-# Beside the loss: efficiency, evaluation, records.
+# Efficiency, evaluation, records.
 
 AutoOrOff = Literal["auto", "off"]
 
@@ -494,7 +494,7 @@ LOG_OPTIONS = ("rollout_log_path", "eval_log_path", "attention_diag_log_path", "
 
 
 def _no_markdown(args: Any) -> str | None:
-    return None if args.markdown_logs or any(getattr(args, name) for name in LOG_OPTIONS) else "no Markdown is written"
+    return None if args.markdown_logs or any(vars(args)[name] for name in LOG_OPTIONS) else "no Markdown is written"
 
 
 @dataclass
@@ -520,7 +520,7 @@ class ReportOptions:
     # fmt: on
 
 
-# Combinations that would train something else than was asked for, or nothing: condition, sentence.
+# Combinations that would not train as requested, or not at all: condition, message.
 
 Conflicts = tuple[tuple[Callable[[Any], Any], str], ...]
 
@@ -588,7 +588,7 @@ CONFLICTS: Conflicts = (
 
 
 def check_conflicts(options: Any, conflicts: Conflicts = CONFLICTS) -> None:
-    """Raise `ConfigError` for the first combination that is refused."""
+    """Raise `ConfigError` for the first combination of options that cannot be used."""
     for condition, sentence in conflicts:
         if condition(options):
             raise ConfigError(sentence.format(o=options))

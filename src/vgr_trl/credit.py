@@ -265,6 +265,12 @@ def token_weights(
     With s_t = -ln VGR_t (infinite ones replaced by the completion's finite extreme on that side), the weights are
     exp(s_t - mean s), smoothed along the tokens, clipped, and divided by their mean over the completion's valid tokens.
 
+    Example:
+        >>> vgr = torch.tensor([[0.5, 1.0, 2.0, 1.0]])  # the first token looked at the image most
+        >>> mask = torch.tensor([[True, True, True, False]])
+        >>> token_weights(vgr, mask)
+        tensor([[1.7143, 0.8571, 0.4286, 1.0000]])
+
     Args:
         token_vgr: (N, T), VGR of single tokens, at least 0.
         mask: (N, T) bool, valid tokens.

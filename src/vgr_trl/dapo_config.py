@@ -1,4 +1,4 @@
-"""`DAPOConfig`: TRL's options and those of `vgr_trl.config`."""
+"""`DAPOConfig`: TRL's options and the options of `vgr_trl.config`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -29,7 +29,7 @@ _AT_LEAST_1 = (
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
 )  # fmt: skip
 _AT_LEAST_0 = ("epsilon", "delta", "learning_rate", "weight_decay", "max_grad_norm")
-_LIMITS = {  # of TRL's and transformers' options, which nobody else checks before they are used
+_LIMITS = {  # of options of TRL and transformers that are otherwise checked only when used
     **{name: {"ge": 1} for name in _AT_LEAST_1},
     **{name: {"ge": 0} for name in _AT_LEAST_0},
     "temperature": {"gt": 0},
@@ -58,6 +58,11 @@ class DAPOConfig(
 
     Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
     defaults already are `loss_type="dapo"` and `beta=0.0`.
+
+    Example:
+        >>> config = DAPOConfig("run", num_generations=4, token_weights=True, use_cpu=True, bf16=False)
+        >>> config.loss_type, config.epsilon_high, config.prompts_per_rollout
+        ('dapo', 0.28, 2)
 
     Raises:
         ConfigError: an option is out of range, or contradicts another.
@@ -91,7 +96,7 @@ class DAPOConfig(
 
     def __post_init__(self) -> None:
         for name in ("share_prompts", *SWITCHES):  # YAML reads on and off as True and False
-            if isinstance(value := getattr(self, name), bool):
+            if isinstance(value := vars(self)[name], bool):
                 setattr(self, name, "on" if value else "off")
         self.rows_per_pass = str(self.rows_per_pass)  # which YAML reads as a number
         check_options(self, _LIMITS)
@@ -103,12 +108,12 @@ class DAPOConfig(
 
     @property
     def prompts_per_rollout(self) -> int:
-        """Distinct prompts, over all processes, that one rollout generates completions for."""
+        """Number of distinct prompts in a rollout, over all processes."""
         return int(self.generation_batch_size or 0) // int(self.num_generations or 1)
 
     @property
     def most_rows_per_pass(self) -> int | None:
-        """The number of rows that a training pass may have; None if no number is given."""
+        """Largest number of rows of a training pass; None if no number is given."""
         return int(self.rows_per_pass) if self.rows_per_pass.isdigit() else None
 
     @property

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _build_launch_command(found: Conversion, given: Sequence[str]) -> list[str] | None:
-    """Return the command that starts the processes; None if one process is enough, which is this one.
+    """Return the command that starts the processes, or None if this process is enough.
 
     Raises:
         ConfigError: this machine has too few GPUs, there are several nodes, or a GPU has too little memory.

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from vgr_trl.errors import ConfigError
 
 Needs = str | Mapping[str, Any] | Callable[[Any], str | None]  # see `option`
-FACTS = {  # what an option may need of a run besides other options -> why it is unused without it
+FACTS = {  # facts of a run that an option may need -> why the option is unused without it
     "attention": "attention is not measured",
     "similarity": "no reward, credit rule or signal reads the similarity",
     "blind_answers": "no reward reads blind answers",
@@ -30,7 +30,7 @@ _BOUNDS = {
 
 
 class _Metadata(dict[str, Any]):
-    """Metadata of an option. The parsers of TRL and transformers hand a copy of it to argparse: what argparse knows."""
+    """Metadata of an option. TRL's and transformers' parsers pass a copy to argparse, which lacks bounds and needs."""
 
     def keys(self) -> Any:
         return [key for key in self if key not in (*_BOUNDS, "needs")]
@@ -43,11 +43,11 @@ def option(default: Any, help: str, *, needs: Needs | None = None, **more: Any) 
     """Return a field of a dataclass of options.
 
     Args:
-        default: of a list, every instance gets a copy.
-        help: one description, shown by `--help`, in docs and in model cards.
-        needs: what must hold for the option to be used: the name of another option that is on, or one of `FACTS`; a
-            mapping of options to tuples of values (True: it is on), one of which holds; or a function that takes all
-            options and returns why the option is unused, or None.
+        default: default value; every instance gets its own copy of a list.
+        help: description, shown by `--help`, in docs and in model cards.
+        needs: condition for the option to be used: the name of another option that is on, or of an entry of `FACTS`;
+            a mapping of options to tuples of values (True: the option is on) of which any holds; or a function that
+            takes all options and returns why the option is unused, or None.
         more: `gt`, `ge`, `lt`, `le`, bounds of a number or of each number of a list; arguments of argparse that the
             type does not imply.
     """
@@ -58,10 +58,11 @@ def option(default: Any, help: str, *, needs: Needs | None = None, **more: Any) 
 
 
 def check_options(options: Any, limits: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Raise `ConfigError` for the first option of a dataclass whose value its type or limits do not allow.
+    """Raise `ConfigError` for the first option of a dataclass with a value outside of its type or limits.
 
     Args:
-        limits: of fields that are not made by `option`: name -> `gt`, `ge`, `lt`, `le`.
+        options: instance of the dataclass.
+        limits: bounds `gt`, `ge`, `lt`, `le` of fields that are not made by `option`, by name.
     """
     hints = get_type_hints(type(options))
     for each in fields(options):
@@ -74,7 +75,14 @@ def check_options(options: Any, limits: Mapping[str, Mapping[str, Any]] | None =
 
 
 def check_value(name: str, value: Any, hint: Any, **bounds: float | None) -> None:
-    """Raise `ConfigError` unless a value is of a type and within `bounds` (`gt`, `ge`, `lt`, `le`)."""
+    """Raise `ConfigError` unless a value has a type and is within bounds.
+
+    Args:
+        name: name of the option, for the message.
+        value: value as given.
+        hint: type hint.
+        bounds: `gt`, `ge`, `lt`, `le`; None: no bound.
+    """
     kinds = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
     if (value is None and NoneType in kinds) or any(get_origin(kind) is dict for kind in kinds):
         return
@@ -122,7 +130,8 @@ def unused_options(options: Any, absent: Collection[str] = ()) -> dict[str, str]
     """Return why each option that is not at its default has no effect in a run, by name.
 
     Args:
-        absent: those of `FACTS` that the run lacks.
+        options: instance of a dataclass of options.
+        absent: names in `FACTS` that do not hold for the run.
     """
     known = type(options).__dataclass_fields__
     reasons = {name: _why_unused(options, known[name], absent) for name in changed_options(options)}
@@ -130,22 +139,22 @@ def unused_options(options: Any, absent: Collection[str] = ()) -> dict[str, str]
 
 
 def options_in_effect(options: Any, names: Collection[str]) -> dict[str, str]:
-    """Return the `help` of those of some options that are used and not at their defaults, by name.
+    """Return the `help` of the named options that are used and changed, by name.
 
-    Behind them come those that need one of them, whatever their value.
+    Used options that need another option follow, whatever their value.
     """
     used = {
         each.name: each
         for each in fields(options)
-        if each.name in names and getattr(options, each.name) is not None and _why_unused(options, each) is None
+        if each.name in names and vars(options)[each.name] is not None and _why_unused(options, each) is None
     }
     changed = [name for name in used if name in changed_options(options)]
     needing = [name for name, each in used.items() if name not in changed and _needs(each) not in (None, *FACTS)]
     return {name: used[name].metadata["help"] for name in (*changed, *needing)}
 
 
-RATIO_LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "luspo")  # that clip importance ratios below and above
-_TRL_NEEDS: Mapping[str, Needs] = {  # of TRL's options, or their prefix
+RATIO_LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "luspo")  # losses that clip importance ratios below and above
+_TRL_NEEDS: Mapping[str, Needs] = {  # needs of TRL's options, by name or prefix
     "vllm": "use_vllm",
     "sapo": {"loss_type": ("sapo",)},
     "vespo": {"loss_type": ("vespo",)},
@@ -168,7 +177,7 @@ def _needs(each: Field[Any]) -> Needs | None:
 
 
 def _why_unused(options: Any, each: Field[Any], absent: Collection[str] = ()) -> str | None:
-    """Return why an option is unused: everything that it may need is off, or itself unused."""
+    """Return why an option is unused, which it is if all options it may need are off or unused; else None."""
     needs, reasons = _needs(each), []
     if needs is None or callable(needs):
         return None if needs is None else needs(options)
@@ -177,7 +186,7 @@ def _why_unused(options: Any, each: Field[Any], absent: Collection[str] = ()) ->
         if name in FACTS:
             why = FACTS[name] if name in absent else None
         else:
-            value = getattr(options, name)
+            value = vars(options)[name]
             is_met = bool(value) if values is True else value in values
             why = _why_unused(options, type(options).__dataclass_fields__[name], absent)
             why = why or (None if is_met else f"{name} is {value}")

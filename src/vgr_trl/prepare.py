@@ -1,4 +1,4 @@
-"""Prepare a trainer that TRL has constructed: names of rewards, prompts made of questions, unusable rows dropped."""
+"""Prepare a constructed trainer: name rewards apart, make prompts of questions, drop unusable rows."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,7 +50,7 @@ logger = logging.get_logger(__name__)
 
 
 def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None) -> None:
-    """Check what TRL has constructed, name rewards apart, and make prompts of the data.
+    """Check a constructed trainer, name its rewards apart, and make prompts of its data.
 
     Raises:
         UnsupportedTRLError: TRL's fused head does not support this device.
@@ -81,7 +81,7 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
 
 
 def number_rewards(names: Iterable[str]) -> list[str]:
-    """Return names of rewards, with a number behind those that an earlier reward has: `name`, `name_2`, …"""
+    """Return unique names of rewards; a repeated name gets a number: `name`, `name_2`, …"""
     unique: list[str] = []
     for name in names:
         number, own = 1, name
@@ -150,7 +150,7 @@ def change_data(trainer: ConstructedTrainer, change: Callable[[Any, str, str | N
 
 
 def reads_boxes(args: DAPOConfig, rewards: Iterable[Any]) -> bool:
-    """Whether a signal, a credit rule or one of the rewards reads the boxes of rows."""
+    """Whether a signal, a credit rule or a reward reads the boxes of rows."""
     needs = {need for reward in rewards for need in needed_signals(reward)} - {BLIND_ANSWERS}
     return "regions" in {*args.readers(), *find_measurements(needs)}
 

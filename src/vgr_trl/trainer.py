@@ -120,6 +120,14 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
       `_load_optimizer_and_scheduler`, `_load_from_checkpoint`, `_load_best_model`: complete checkpoints, from which a
       run goes on as if undisturbed.
 
+    Example:
+        >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
+        >>> questions = to_dataset(draw_questions(8, seed=0, split="train"))  # of vgr_trl.demo.demo
+        >>> args = DAPOConfig("run", max_steps=1, max_completion_length=4, use_cpu=True, bf16=False, report_to="none")
+        >>> trainer = DAPOTrainer(model, ["accuracy", "vgr"], args, questions, processing_class=processor)
+        >>> trainer.train().global_step
+        1
+
     Attributes:
         measurement: what is measured of rollouts.
         features: where prompts are computed once and what training passes skip, or why not.

@@ -24,9 +24,9 @@ RECIPES_LEGEND = """
 passes: forward passes over the completions of a rollout, without + with gradients, not counting generation.
 vgr-trl recipes NAME prints one, with its departures from the paper; vgr-trl train --recipe NAME starts from it."""
 ACCELERATE_CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
-# transformers 5.23 warns at every step of TRL 1.16.
-# Warnings of others that nobody can act on here: logger -> part of the message.
+# Warnings of other libraries that users cannot act on: logger -> part of the message.
 NOISE = {"DeepSpeed": "Setting accelerator to CPU", "transformers.processing_utils": "defines `image_processor_class"}
+# transformers 5.23 warns at every step of TRL 1.16.
 DEPRECATION_PATTERN = r"`\w*gradient_checkpointing\w*` is deprecated"
 
 
@@ -35,7 +35,7 @@ def _make_parser(command: str) -> argparse.ArgumentParser:
 
 
 def _describe(command: str) -> str:
-    """Return the first line of what a command says of itself."""
+    """Return the first line of a command's docstring."""
     return str(COMMANDS[command].__doc__).partition("\n")[0]
 
 
@@ -126,7 +126,7 @@ def data(argv: Sequence[str]) -> int:
 
 
 def choose_generation() -> tuple[str, str]:
-    """Return the option, and its value, of the fastest generation here: by vLLM, else by a step that is compiled."""
+    """Return option and value of the fastest generation on this machine: vLLM, else a compiled decoding step."""
     if find_spec("vllm") is not None:
         import torch
 
@@ -136,7 +136,7 @@ def choose_generation() -> tuple[str, str]:
 
 
 def report(argv: Sequence[str]) -> int:
-    """Write an HTML report with curves and completions of one or several runs; print its path and omissions."""
+    """Write an HTML report with curves and completions of runs; print its path and omissions."""
     from vgr_trl.errors import printable
     from vgr_trl.reporting.page import MEGABYTE, write_report
 
@@ -205,7 +205,7 @@ def export(argv: Sequence[str]) -> int:
 
 
 def recipes(argv: Sequence[str]) -> int:
-    """List the recipes, or print the file of one recipe."""
+    """List the recipes, or print the file of a recipe."""
     parser = _make_parser("recipes")
     parser.add_argument("name", nargs="?", help="print this recipe: its paper, departures, options and their numbers")
     name = parser.parse_args(argv).name

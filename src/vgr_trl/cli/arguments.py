@@ -103,8 +103,12 @@ class DataArguments:
         if len(self.prompt_options()) > 1:
             raise ConfigError("prompt_language, system_prompt_file and question_template_file: give only one of them.")
 
+    def source(self) -> dict[str, Any]:
+        """Return the options of the data source, by name."""
+        return {name: vars(self)[name] for name in DATA_SOURCES}
+
     def prompt_options(self) -> list[str]:
-        """Return the options that are given of those that choose the system prompt."""
+        """Return the given options among those that choose the system prompt."""
         prompts = self.prompt_language, self.system_prompt_file, self.question_template_file
         return [prompt for prompt in prompts if prompt is not None]
 
@@ -128,7 +132,13 @@ class RewardFileArguments:
     # fmt: on
 
     def load(self, specs: Sequence[str], max_completion_length: int | None, soft_punish_cache: int | None) -> list[Any]:
-        """Return the reward functions that `specs` name, with `reward_function_kwargs` bound."""
+        """Return reward functions by name, with `reward_function_kwargs` bound.
+
+        Args:
+            specs: names, dotted paths or files of rewards.
+            max_completion_length: in tokens; of the length reward, like `soft_punish_cache`.
+            soft_punish_cache: in tokens; None: a fifth.
+        """
         arguments = read_mapping("reward_function_kwargs", self.reward_function_kwargs)
         files = FileOptions(self.reward_type, self.reward_num_cpus, arguments)
         sizes = {"max_completion_length": max_completion_length, "soft_punish_cache": soft_punish_cache}
@@ -187,7 +197,7 @@ def raise_config_errors(model: str | None = None) -> Iterator[None]:
     """Convert errors that libraries raise for bad input into a `ConfigError`; only before any work is done.
 
     Args:
-        model: that is loaded in this block.
+        model: folder or hub name of the model that the block loads, or None.
     """
     try:
         yield
@@ -200,13 +210,13 @@ def raise_config_errors(model: str | None = None) -> Iterator[None]:
 
 
 MAX_STAGES_ON_A_PAGE = 4  # with more stages, --help lists the stages only
-# Stages that say what a method is: what is rewarded, measured and credited.
+# Stages that define a method by its rewards, measurements and credit.
 METHOD_STAGES = "reward", "credit", "plugin", "perturbation", "measure", "noisy", "blind"
 # Defaults of a command that differ from those of its dataclasses.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {"train": {"logging_steps": 1}}
 
 
-# Flags of our users' scripts, of EasyR1 and of verl -> the option that each sets.
+# Flags of users' scripts, EasyR1 and verl -> the option they set.
 ALIASES = {
     "eval_num_generations": "num_generations_eval",
     "prompt_preview_chars": "prompt_preview_length",
@@ -242,7 +252,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _Help(argparse.Action):
-    """Print the options of one stage (`--help kl`), of all (`--help-all`), or one line per stage if there are many."""
+    """Print the options of a stage (`--help kl`) or all stages (`--help-all`), or a line per stage if they are many."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if isinstance(values, str) and values not in parser.stages:
@@ -291,7 +301,7 @@ class _Parser(HfArgumentParser):
         self.add_argument("--help-all", "--help_all", action=_Help, nargs=0, const=True)
 
     def _add_dataclass_arguments(self, dtype: Any) -> None:
-        """Add one argument group per dataclass that declares options, titled by its docstring."""
+        """Add an argument group per dataclass that declares options, titled by its docstring."""
         hints, left = get_type_hints(dtype), {each.name: each for each in fields(dtype) if each.init}
         for base in dtype.__mro__:
             for name in inspect.get_annotations(base):
@@ -307,7 +317,7 @@ class _Parser(HfArgumentParser):
                 self._parse_dataclass_field(section, each)  # type: ignore[arg-type]
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Accept several numbers in one word, such as (0.5,2.0)."""
+        """Accept several numbers in a word, as in (0.5,2.0)."""
         if action.nargs == "+" and action.type in (int, float):
             arg_strings = [number for word in arg_strings for number in re.split(r"\s*,\s*", word.strip("()[] "))]
         return super()._get_values(action, arg_strings)
@@ -318,7 +328,7 @@ class _Parser(HfArgumentParser):
         raise ConfigError(f"{message}; {self.prog} --help describes the flags.")
 
     def to_words(self, values: Mapping[str, Any]) -> list[str]:
-        """Return the values of a file as command-line words; set values that no word can express as defaults."""
+        """Convert options of a file to command-line words; set values without a word for them as defaults."""
         words = []
         for name, value in values.items():
             action = self.options[name]
@@ -344,7 +354,9 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
     """Parse flags, `--config x.yaml` and `--recipe`, in this order of precedence, into dataclasses.
 
     Args:
-        ignored: options that may also be given; they are skipped with a message, and so is the file's `reward_funcs`.
+        groups: dataclasses of options.
+        command: name for messages, and for defaults of its own.
+        ignored: options of other commands, skipped with a message; the file's `reward_funcs` is skipped with them.
 
     Raises:
         ConfigError: an option is refused by this library, TRL or transformers.
@@ -363,7 +375,7 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
     if SEGMENTED in typed and not {"early_reward_weights", "config", "recipe"} & stated.keys():
         raise ConfigError(f"--{SEGMENTED} needs --early_reward_weights: give them, or drop the flag.")
     values = {} if given.config is None else _read_config_file(Path(given.config), parser.options, ignored)
-    recipe = getattr(given, "recipe", None) or values.get("recipe")
+    recipe = vars(given).get("recipe") or values.get("recipe")
     if recipe is not None:
         options = _check_names(load_recipe(str(recipe)), f"The recipe {recipe}", parser.options)
         method = {action.dest for stage in METHOD_STAGES for action in parser.stages[stage]._group_actions}
@@ -406,7 +418,7 @@ def _read_config_file(file: Path, known: Collection[str], ignored: Collection[st
 
 
 def _check_names(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
-    """Return the options of a file under their own names; raise `ConfigError` if one is unknown."""
+    """Return the options of a file under their own names; raise `ConfigError` for an unknown option."""
     values = _rename_aliases(values, where)
     values.pop(SEGMENTED, None)
     for name, value in values.items():
@@ -449,10 +461,10 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def load_system_prompt(arguments: DataArguments) -> str | PromptTemplate | None:
-    """Return the system prompt: from `system_prompt_file` or `question_template_file`, else the default one."""
-    is_question = arguments.question_template_file is not None
-    option = "question_template_file" if is_question else "system_prompt_file"
-    path = getattr(arguments, option)
+    """Return the system prompt: from `system_prompt_file` or `question_template_file`, else the default prompt."""
+    option, path = "system_prompt_file", arguments.system_prompt_file
+    if is_question := arguments.question_template_file is not None:
+        option, path = "question_template_file", arguments.question_template_file
     if path is None:
         return SYSTEM_PROMPTS[arguments.prompt_language or "en"]
     try:
@@ -510,8 +522,8 @@ def load_rows(
     Raises:
         ConfigError, DataError: an option or the data cannot be used.
     """
-    streaming, source = arguments.dataset_streaming, {name: getattr(arguments, name) for name in DATA_SOURCES}
-    dataset = load_split(split, streaming=streaming, with_folders=arguments.image_dir is None, **source)
+    streaming, with_folders = arguments.dataset_streaming, arguments.image_dir is None
+    dataset = load_split(split, streaming=streaming, with_folders=with_folders, **arguments.source())
     if limit is not None:
         dataset = dataset.take(limit if streaming else min(limit, len(dataset)))
     keys = keys_of(**vars(arguments))
@@ -523,7 +535,13 @@ def load_rows(
 
 
 def row_rules(arguments: DataArguments, root: Path, processor: Any) -> dict[str, Any]:
-    """Return the `RowOptions` set by flags, the data folder and the model's processor (or None)."""
+    """Return the arguments of `RowOptions` that follow from flags, data folder and model.
+
+    Args:
+        arguments: flags.
+        root: folder of relative image paths.
+        processor: of the model, or None.
+    """
     return {
         "root": root,
         "system_prompt": load_system_prompt(arguments),
@@ -545,7 +563,7 @@ def image_root(arguments: DataArguments, split: str) -> Path:
 
 
 def load_adapter_config(name: str, revision: str | None) -> PeftConfig | None:
-    """Return the configuration of a LoRA adapter, or None for a full model."""
+    """Load the configuration of a LoRA adapter; return None for a full model."""
     with raise_config_errors(name):
         is_adapter = find_adapter_config_file(name, revision=revision) is not None
         return PeftConfig.from_pretrained(name, revision=revision) if is_adapter else None

@@ -1,4 +1,4 @@
-"""`vgr-trl data convert | merge | inspect | score`: sets of questions in one schema, checked before training."""
+"""`vgr-trl data convert | merge | inspect | score`: sets of questions in a single schema, checked before training."""
 
 import argparse
 import json
@@ -15,7 +15,6 @@ from datasets import Dataset, concatenate_datasets
 
 from vgr_trl.atomic_files import write_atomic
 from vgr_trl.cli.arguments import (
-    DATA_SOURCES,
     DataArguments,
     image_root,
     load_processor,
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags of all four commands; what a row must satisfy has the flags of training."""
+    """Return the parser of all four commands; rules for rows have the flags of training."""
     parser = argparse.ArgumentParser(prog="vgr-trl data", description="Prepare and check sets of questions.")
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -113,7 +112,7 @@ def _data_arguments(flags: argparse.Namespace) -> DataArguments:
 
 
 def convert_run(flags: argparse.Namespace) -> None:
-    """Convert as the flags say, and print and write down what the set consists of."""
+    """Convert a set to the schema, and print and write its composition."""
     converter, data = load_converter(flags.source), _data_arguments(flags)
     asked = flags.split or converter.split
     split = flags.output_split or MEANT.get(asked)
@@ -121,9 +120,9 @@ def convert_run(flags: argparse.Namespace) -> None:
         raise ConfigError(f"The split {asked!r} needs a name in the result: give --output_split, for example train.")
     if not (data.dataset_name or data.dataset_path or data.data_files):
         data = replace(data, dataset_name=converter.hub_name)
-    source: dict[str, Any] = {name: getattr(data, name) for name in DATA_SOURCES} | {"with_folders": False}
+    source = data.source() | {"with_folders": False}
     source["dataset_config"] = data.dataset_config or converter.config
-    if data.data_files and converter.join is None:  # of the split that is asked for, under whatever name
+    if data.data_files and converter.join is None:  # files of the requested split, whatever their split is named
         source["data_files"] = {asked: list(chain(*parse_data_files(data.data_files).values()))}
 
     def load(config: str) -> Any:
@@ -147,7 +146,7 @@ def convert_run(flags: argparse.Namespace) -> None:
 
 
 def merge_run(flags: argparse.Namespace) -> None:
-    """Merge as the flags say, and print and write down what the result consists of."""
+    """Merge several sets into one, and print and write its composition."""
     limits, sets, read = _data_arguments(flags).image_limits(), [], []
     for text in flags.sets:
         path, _, asked = (text, "", "") if Path(text).exists() else text.rpartition(":")
@@ -179,7 +178,7 @@ def _write(
 
 
 def inspect_run(flags: argparse.Namespace) -> Findings:
-    """Inspect as the flags say, print the report, write page and list, and return what was found."""
+    """Inspect a set, print the report, write page and list of skipped rows, and return the findings."""
     data, path = _data_arguments(flags), Path(flags.path).absolute()
     for output in (flags.page, flags.skipped):
         if output and (not output.parent.is_dir() or output.resolve() == path.resolve()):

@@ -60,7 +60,7 @@ def evaluate_models(data: DataArguments, options: EvaluationArguments) -> dict[s
     if data.dataset_streaming:
         raise ConfigError("dataset_streaming is on, but evaluate reads a whole split: remove the flag.")
     rewards = options.load(options.reward_funcs, options.max_completion_length, options.soft_punish_cache)
-    measured = {name: getattr(options, name) for name in EVALUATE_OPTIONS}
+    measured = {name: vars(options)[name] for name in EVALUATE_OPTIONS}
     loading: dict[str, Any] = {"revision": options.model_revision, "trust_remote_code": options.trust_remote_code}
     source, split, limit = evaluation_source(data), data.dataset_test_split, data.max_test_rows
     keep_offline(source.dataset_name, *options.model_name_or_path)
@@ -85,10 +85,10 @@ def evaluate_models(data: DataArguments, options: EvaluationArguments) -> dict[s
 
 
 def find_trained_prompt(model: str) -> dict[str, Any]:
-    """Return the argument `system_prompt` of `load_rows` with which a run was trained, and print a line about it.
+    """Return the argument `system_prompt` of `load_rows` that a run was trained with, and print a line about it.
 
     Args:
-        model: `output_dir` of `train`, or a folder in it. Empty for other models.
+        model: `output_dir` of `train`, or a folder in it. For other models, the result is empty.
     """
     folder = Path(model)
     files = [each / RUN_FILE for each in (folder, folder.absolute().parent) if folder.is_dir()]
@@ -118,6 +118,12 @@ def load_for_inference(
     name: str, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
     """Load model and processor from a checkpoint, a LoRA adapter (with its base model) or the hub.
+
+    Args:
+        name: folder or hub name.
+        dtype: of the weights; auto: as saved.
+        revision: branch, tag or commit of a hub model.
+        trust_remote_code: run Python code that comes with the model.
 
     Raises:
         ConfigError: it does not exist or cannot be loaded.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import fields
+from enum import Enum
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -105,9 +106,11 @@ def train(
     """Train, save model, state and metrics to `output_dir`, and return the trainer.
 
     Args:
-        identity: as `run_identity` returns it, and the recipe.
+        data: flags of the data.
+        config: options of the trainer.
+        identity: settings by `run_identity`, and the recipe.
         build: makes the trainer from `config`.
-        verbose: as `describe_run` takes it.
+        verbose: whether the plan lists every feature.
 
     Raises:
         ConfigError, DataError, RewardError: an option, the data or a reward cannot be used; nothing was trained.
@@ -166,6 +169,12 @@ def train(
 def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig) -> DAPOTrainer:
     """Load data and rewards and return the trainer; the main process reports skipped rows and unused options.
 
+    Args:
+        data: flags of the data.
+        rewards: flags of rewards and tools.
+        config: options of the trainer; loading options of the model are added.
+        model: flags of model and adapter.
+
     Raises:
         ConfigError, DataError, RewardError: an option, the data or a reward cannot be used.
     """
@@ -214,7 +223,10 @@ def select_evaluation_rows(
     """Return training rows, evaluation rows, skipped evaluation rows, and a note about their origin.
 
     Args:
-        load: loads a split. Without a split `test` the validation split is used; without that, part of `train_rows`.
+        data: flags of the data.
+        config: options of the trainer.
+        train_rows: loaded training rows.
+        load: loads a split. Without a split `test`, the validation split is used, else part of `train_rows`.
 
     Raises:
         DataError: evaluation is on, but there are no rows for it.
@@ -266,12 +278,19 @@ def separate_lora_modules(model: ModelConfig) -> None:
 def run_identity(
     data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig
 ) -> dict[str, Any]:
-    """Return the settings that must not change when a run is resumed: model, data, prompt, rewards, tools, adapter."""
+    """Return the settings that must not change when a run is resumed: model, data, prompt, rewards, tools, adapter.
+
+    Args:
+        data: flags of the data.
+        rewards: flags of rewards and tools.
+        config: options of the trainer.
+        model: flags of model and adapter.
+    """
     source = data.dataset_name or str(Path(str(data.dataset_path)).resolve())
     if data.data_files:  # independent of how the paths are written
         files = parse_data_files(data.data_files)
         source = ",".join(f"{key}={'+'.join(str(path.resolve()) for path in files[key])}" for key in sorted(files))
-    columns = [f" {flag}={getattr(data, flag)}" for flag in FLAGS if getattr(data, flag) is not None]
+    columns = [f" {flag}={vars(data)[flag]}" for flag in FLAGS if vars(data)[flag] is not None]
     names = rewards.reward_funcs or ()
     prompt = load_system_prompt(data)
     if isinstance(prompt, str):
@@ -293,8 +312,9 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
     """Raise `ConfigError` if a folder has a run in it, unless that run is resumed with the same settings.
 
     Args:
-        identity: as `run_identity` returns it.
-        resume: as `resume_mode` returns it.
+        output_dir: folder of the run.
+        identity: settings by `run_identity`.
+        resume: checkpoint to resume from by `resume_mode`; None: a new run.
         may_repeat: whether the same run may overwrite itself.
     """
     refuse_unwritable(output_dir, "output_dir", is_folder=True)
@@ -315,7 +335,7 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
 
 
 def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
-    """Write `run.json`, by which a later start recognises the run in the folder."""
+    """Write `run.json`, from which a later start recognises the run in the folder."""
     output_dir.mkdir(parents=True, exist_ok=True)
     write_atomic(output_dir / RUN_FILE, (json.dumps(identity, indent=2) + "\n").encode())
 
@@ -326,9 +346,10 @@ def describe_run(
     """Describe the run as (label, text) pairs, printed before the first step.
 
     Args:
-        checkpoint: that the run resumes from, or None.
-        verbose: also list every feature with the reason why it is off, and options without effect.
-        recipe: that the run starts from, or None.
+        source: data source, as text.
+        checkpoint: folder to resume from, or None.
+        verbose: also list every feature, with a reason if it is off, and options without effect.
+        recipe: name of the recipe, or None.
     """
     args, idle = trainer.args, trainer.idle_options
     switched_on = [name for name in changed_options(args) if name in OWN_OPTIONS and name not in idle]
@@ -408,7 +429,8 @@ def _format_rewards(trainer: DAPOTrainer) -> str:
 
 
 def _format_options(args: DAPOConfig, names: Iterable[str]) -> str:
-    return ", ".join(f"{name}={getattr(getattr(args, name), 'value', getattr(args, name))}" for name in names)
+    values = {name: vars(args)[name] for name in names}
+    return ", ".join(f"{name}={each.value if isinstance(each, Enum) else each}" for name, each in values.items())
 
 
 def steps_per_rollout(config: DAPOConfig) -> float:
@@ -417,12 +439,13 @@ def steps_per_rollout(config: DAPOConfig) -> float:
 
 
 def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], how: RunArguments) -> None:
-    """Run one small step, and print its completions and an estimate of the time and memory of the whole run.
+    """Run a small step, and print its completions and an estimate of the time and memory of the whole run.
 
     Args:
-        config: of the run; modified in place so that the step is small and writes to a temporary folder.
+        config: options of the run; changed in place so that the step is small and writes to a temporary folder.
+        source: data source, as text.
         build: makes the trainer from `config`.
-        how: `verbose` and `recipe`, for the description of the run.
+        how: flags of the command; `verbose` and `recipe` are read.
     """
     whole = copy(config)
     with tempfile.TemporaryDirectory(prefix="vgr_trl_dry_run_") as folder:
@@ -460,7 +483,7 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], h
 
 
 def _shrink_config(config: DAPOConfig, folder: str) -> None:
-    """Reduce the options to one step with a few whole groups that writes only to `folder`."""
+    """Reduce the options to a single step with a few whole groups that writes only to `folder`."""
     batch, group = config.per_device_train_batch_size * config.world_size, config.num_generations or 1
     whole = math.lcm(batch, group)  # the fewest completions that are whole groups
     parts = min(math.ceil(DRY_RUN_PROMPTS * group / whole) * whole // batch, config.steps_per_generation or 1)
@@ -480,7 +503,7 @@ def suggest_options(parameters: float, memory: float, device: str) -> dict[str, 
 
     Args:
         parameters: number of parameters of the model.
-        memory: of the device, in bytes.
+        memory: memory of the device, in bytes.
         device: `cpu` or `cuda`.
 
     Raises:

@@ -57,7 +57,7 @@ RECORDED_QUESTIONS = 32  # evaluation questions, answered twice each before the 
 
 @dataclass(frozen=True)
 class Scene:
-    """One shape: `size` and the offset `x`, `y` in its cell, in pixels; brightness `shade` and `paper`, 0 to 255."""
+    """A shape with `size` and offset `x`, `y` in its cell, in pixels, and brightness `shade` and `paper`, 0 to 255."""
 
     colour: str
     shape: str
@@ -76,9 +76,9 @@ def draw_questions(count: int, *, seed: int, split: Split, multiple_choice: bool
     the family's four words in random order, so the letter says nothing about the word.
 
     Args:
-        count: at least 0.
+        count: number of questions.
         seed: seed of scenes, families and order of options.
-        split: one of three disjoint sets of scenes.
+        split: set of scenes; the three sets are disjoint.
         multiple_choice: whether there are choices, with a letter as the solution; otherwise it is the word.
     """
     rng = random.Random(f"{split} {seed}")  # a text seed, because close numbers give similar streams
@@ -136,7 +136,7 @@ def _draw_scenes(rng: random.Random, split: Split) -> Iterator[Scene]:
 def _build_question(scene: Scene, rng: random.Random, name: str, multiple_choice: bool) -> dict[str, Any]:
     family = rng.choice(tuple(FAMILIES))
     problem, words = FAMILIES[family]
-    choices, solution = rng.sample(words, len(words)), getattr(scene, family)
+    choices, solution = rng.sample(words, len(words)), vars(scene)[family]
     row = {
         "id": name,
         "source": "shapes",
@@ -283,7 +283,13 @@ def fit(
 def learn_answers(model: Any, processor: Any, rows: Sequence[Row], **settings: Any) -> int:
     """Teach the model without images to derive the answer from a thought; return the number of steps.
 
-    Stops by default when the answer loss is below 0.08 nats; `settings` are arguments of `fit`.
+    Stops by default when the answer loss is below 0.08 nats.
+
+    Args:
+        model: tiny model, trained in place.
+        processor: processor of the model.
+        rows: questions.
+        settings: arguments of `fit`.
     """
     settings = {"target_loss": 0.08, "max_steps": 1500, "learning_rate": 1e-3, **settings}
     return fit(model, processor, rows, "warm start (text)", images=False, thought_weight=0.2, **settings)
@@ -292,7 +298,13 @@ def learn_answers(model: Any, processor: Any, rows: Sequence[Row], **settings: A
 def learn_captions(model: Any, processor: Any, rows: Sequence[Row], **settings: Any) -> int:
     """Teach to write the thought for an image, without a question; return the number of steps.
 
-    By default until the loss is below 0.7 nats; `settings` go to `fit`.
+    Stops by default when the loss is below 0.7 nats.
+
+    Args:
+        model: tiny model, trained in place.
+        processor: processor of the model.
+        rows: questions with images.
+        settings: arguments of `fit`.
     """
     captions = [{"problem": "", "image": row["image"], "thought": row["thought"]} for row in rows]
     settings = {"target_loss": 0.7, "batch_size": 64, **settings}
@@ -319,7 +331,7 @@ def warm_start(
         target_accuracy: stop here, so that something is left to reinforce; in [0, 1].
         measure_every: steps between measurements, at least 1.
         max_steps: stop here at the latest.
-        settings: of `fit`.
+        settings: arguments of `fit`.
     """
     history: list[tuple[int, float]] = []
 
@@ -335,7 +347,14 @@ def warm_start(
 
 
 def warm_up(model: Any, processor: Any, questions: Questions, options: Options) -> None:
-    """Bring the model to `warm_start_accuracy` on the validation questions."""
+    """Train the model, supervised, up to `warm_start_accuracy` on the validation questions.
+
+    Args:
+        model: tiny model, trained in place.
+        processor: processor of the model.
+        questions: rows by purpose.
+        options: options of the demo.
+    """
     model.to(options.device)
     seed, shown = options.seed, questions.shown or questions.train
     size: Any = {"max_steps": options.text_steps, "batch_size": options.text_batch_size}
@@ -354,8 +373,15 @@ def warm_up(model: Any, processor: Any, questions: Questions, options: Options) 
 def reinforce(model: Any, processor: Any, questions: Questions, options: Options, output_dir: Path) -> None:
     """Train `model` in place with `DAPOTrainer`; leave model, state and rollouts in `output_dir`.
 
-    The first validation questions are answered before the first step and after the last one, for the records; in
-    between they would change what is sampled in training.
+    The first validation questions are answered before the first step and after the last step, for the records; an
+    evaluation in between would change the random numbers of training.
+
+    Args:
+        model: tiny model, trained in place.
+        processor: processor of the model.
+        questions: rows by purpose.
+        options: options of the demo.
+        output_dir: folder of the run.
     """
     evaluated: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": options.steps, "num_generations_eval": 2}
     batch = {"per_device_eval_batch_size": 2 * RECORDED_QUESTIONS, "rollout_log_samples": 16}
@@ -416,9 +442,14 @@ def set_up_process(options: Options) -> None:
 
 
 def run_demo(options: Options, output_dir: Path, questions: Questions | None = None) -> bool:
-    """Draw questions, then warm-start, evaluate, reinforce, evaluate; leave the run in `output_dir`, print a table.
+    """Draw questions, then warm-start, evaluate, reinforce, evaluate; print a table.
 
     Returns whether sampled accuracy on held-out questions rose.
+
+    Args:
+        options: options of the demo.
+        output_dir: folder for the run.
+        questions: rows by purpose; None: draw them.
     """
     started = time.monotonic()
     set_up_process(options)

@@ -1,4 +1,4 @@
-"""A real vision-language model with its processor, small enough to train on one CPU core."""
+"""A real vision-language model with its processor, small enough to train on a CPU core."""
 
 from collections.abc import Iterable
 
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def build_processor(texts: Iterable[str]) -> PaddleOCRVLProcessor:
-    """Return a processor in which every word of `texts` is one token; other text falls back to bytes.
+    """Return a processor with a token for every word of `texts`; other text falls back to bytes.
 
     Of the classes that transformers has for Qwen2-VL's image processor, PaddleOCR-VL's has no video processor, which
     needs torchvision; so `AutoProcessor` opens the saved one anywhere. Images become the same inputs.

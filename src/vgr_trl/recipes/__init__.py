@@ -17,7 +17,7 @@ __all__ = ["About", "Recipe", "load_recipe", "read_recipe", "recipe_names"]
 RECIPE_FOLDER = Path(__file__).parent
 TEMPLATES = RECIPE_FOLDER.parent / "cli" / "templates"  # the files that `vgr-trl init` writes
 REWARDS = "reward_funcs", "reward_weights"
-SPELLINGS = {"warmup_ratio", "warmup_steps"}, {"generation_batch_size", "steps_per_generation"}  # of one setting each
+SPELLINGS = {"warmup_ratio", "warmup_steps"}, {"generation_batch_size", "steps_per_generation"}  # of the same setting
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,13 @@ def read_recipe(spec: str) -> Recipe:
 def load_recipe(spec: str) -> dict[str, Any]:
     """Return the options of a recipe: of `DAPOConfig`, and the flags `reward_funcs`, `environment`, `max_short_side`.
 
+    Example:
+        >>> options = load_recipe("vppo")
+        >>> options.pop("reward_funcs")
+        ['accuracy']
+        >>> DAPOConfig("run", **options, use_cpu=True, bf16=False).top_p_perception_tokens
+        0.4
+
     Raises:
         ConfigError: as `read_recipe`.
     """
@@ -104,12 +111,14 @@ def load_recipe(spec: str) -> dict[str, Any]:
 def override_recipe(
     spec: str, options: Mapping[str, Any], stated: Mapping[str, Any], file: str, method: Collection[str]
 ) -> dict[str, Any]:
-    """Return the options of a recipe, overridden by those of a file, except rewards as `vgr-trl init` writes them.
+    """Override the options of a recipe by the options of a file, except rewards as `vgr-trl init` writes them.
 
     Args:
-        spec: the recipe, and `options`, which it has.
-        stated: the options of `file`.
-        method: options that say what is rewarded, measured and credited.
+        spec: name of the recipe.
+        options: options of the recipe.
+        stated: options of the file.
+        file: name of the file, for messages.
+        method: names of options for rewards, measurements and credit.
 
     Raises:
         ConfigError: the file has another value than the recipe for an option of `method` that is not a number.
@@ -131,7 +140,7 @@ def override_recipe(
 
 
 def drop_displaced(options: Mapping[str, Any], stated: Collection[str]) -> dict[str, Any]:
-    """Return the options whose setting is not among the stated ones, under this name or another spelling."""
+    """Drop options that are also stated, under the same name or another spelling."""
     displaced = set(stated).union(*(names for names in SPELLINGS if names & set(stated)))
     return {name: value for name, value in options.items() if name not in displaced}
 

@@ -24,6 +24,12 @@ def accuracy_reward(
 ) -> list[float | None]:
     """Return 1 for each completion that states the right answer, else 0 (`Stated answer` in definitions.md).
 
+    Example:
+        >>> completions = ["<answer>B</answer>", "It is red.", "The answer is 12."]
+        >>> choices = [["red", "blue"], None, None]
+        >>> accuracy_reward(completions, solution=["B", "blue", "12"], choices=choices)
+        [1.0, 0.0, 1.0]
+
     Args:
         completions: N completions as TRL passes them, lists of messages or strings.
         solution: per completion the letter, 0-based index or text of the right option, or the open answer; if None, the
@@ -350,6 +356,11 @@ def vgr_reward(
     """Return clip((Q3 - v) / (Q3 - Q1), 0, 1) of each completion: 1 for those that attend most to the image.
 
     Q1 and Q3 are the quartiles (linear interpolation) of the finite VGR v of the group (`Rewards` in definitions.md).
+
+    Example:
+        >>> completions = ["red", "blue", "green", ""]  # a group, the last without a token
+        >>> vgr_reward(completions, vgr=[0.5, 1.5, 2.5, None], num_generations=4)
+        [1.0, 0.5, 0.0, None]
 
     Args:
         completions: N completions, the G of a prompt one after another.

@@ -138,6 +138,15 @@ class ReplayBuffer:
     With several processes each has a buffer that knows all groups, adds and draws the same ones (as long as it is
     called with the same arguments everywhere) and has the rows of those groups that the process is the holder of.
 
+    Example:
+        >>> buffer = ReplayBuffer(2)
+        >>> buffer.add(Group(advantages=torch.tensor([1.0, -1.0]), rewards=torch.tensor([1.0, 0.0])))
+        True
+        >>> buffer.add(Group(advantages=torch.zeros(2), rewards=torch.ones(2)))  # without a gradient
+        False
+        >>> len(buffer.sample(1))
+        1
+
     Attributes:
         size: groups to keep at most, at least 1.
         min_reward: mean reward that a group needs to enter. None: any.

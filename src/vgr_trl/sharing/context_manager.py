@@ -31,6 +31,14 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
         with share_prompts(trainer.model):
             trainer.train()
 
+    Example:
+        >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
+        >>> tokens = torch.tensor([[70, 71, 72, 80], [70, 71, 72, 81]])  # two completions of a prompt
+        >>> with torch.no_grad(), share_prompts(model, completion_length=1) as report:
+        ...     logits = model(input_ids=tokens, logits_to_keep=2).logits
+        >>> print(report)
+        computed 1 prompts for 2 rows
+
     Where accelerate accumulates gradients, as TRL lets it, a prompt whose completions lie in several micro-batches runs
     once for all of them, forward and backward.
 

@@ -68,9 +68,16 @@ def why_not_measurable(model: nn.Module) -> str | None:
 class AttentionProbe:
     """Measures, while it is active, how much attention the queries of a batch pay to vision and instruction tokens.
 
-        with AttentionProbe(model, masks) as probe:
-            model(**inputs)
-        probe.mass
+    Example:
+        >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
+        >>> text = "<|vision_start|><|image_pad|><|vision_end|>which colour is it?"
+        >>> inputs = processor(text=[text], images=[Image.new("RGB", (56, 56), "red")], return_tensors="pt")
+        >>> tokens = {"vision_token_ids": vision_token_ids(model), "special_token_ids": special_token_ids(processor)}
+        >>> masks = build_modality_masks(inputs.input_ids, inputs.attention_mask, **tokens)
+        >>> with AttentionProbe(model, masks) as probe:
+        ...     _ = model(**inputs)
+        >>> vision_gain_ratio(probe.mass).shape
+        torch.Size([1])
 
     The batch may pass through the model in several calls of consecutive rows, with gradient checkpointing, and with its
     prompts shared (`share_prompts`). What the model returns is what it returns without a probe.

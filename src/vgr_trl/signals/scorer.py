@@ -23,9 +23,15 @@ from vgr_trl.token_types import TOKEN_TYPES, extend_token_types
 class RolloutScorer:
     """Scores completions with a transformers model, and measures on the way what their tokens looked at.
 
-        scorer = RolloutScorer(model, special_token_ids=special_token_ids(processor))
-        signals = scorer.score(prompt_ids, prompt_mask, completion_ids, completion_mask, num_generations=8, **images)
-        vision_gain_ratio(signals.attention)
+    Example:
+        >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
+        >>> text = "<|vision_start|><|image_pad|><|vision_end|>which colour is it?"
+        >>> images = [[Image.new("RGB", (56, 56), "red")]] * 2
+        >>> prompts = processor(text=[text] * 2, images=images, return_tensors="pt")
+        >>> columns = prompts.pop("input_ids"), prompts.pop("attention_mask"), *torch.ones(2, 2, 3).long()
+        >>> scorer = RolloutScorer(model, special_token_ids=special_token_ids(processor))
+        >>> vision_gain_ratio(scorer.score(*columns, num_generations=2, **prompts).attention).shape
+        torch.Size([2])
 
     Args:
         model: any transformers model with a head, also wrapped by DDP or PEFT, or patched by TRL; whole parameters.

@@ -1,4 +1,4 @@
-"""Refuse data that differ between the processes, that the model cannot read, or that are too few."""
+"""Refuse data sets that differ between processes, have images the model cannot read, or are too small."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ HASHED_ROWS = 50  # whose images are compared between the processes
 
 
 def refuse_differing_data(datasets: Iterable[tuple[str, Any]], num_processes: int) -> None:
-    """Raise `DataError` on all processes if their data differ, whose sampler would put two prompts into one group.
+    """Raise `DataError` on all processes if their data differ; the sampler would mix two prompts in a group.
 
     Args:
         datasets: with a name each, for the message.
@@ -37,7 +37,7 @@ def refuse_differing_data(datasets: Iterable[tuple[str, Any]], num_processes: in
 
 
 def _order_hash(dataset: Dataset) -> str:
-    """Hash questions and answers in their order, and the images of some rows by their bytes, or by names of files."""
+    """Hash questions and answers in their order, and the images of some rows by bytes or file name."""
     rows = undecoded(dataset.with_format(None))
     names = {*KEYS["problem"], *KEYS["solution"], SIZES} & {*rows.column_names}
     digest = xxh3_128(repr([len(rows), rows.select_columns(sorted(names))[:]]).encode())

@@ -1,4 +1,4 @@
-"""Plan what passes share and skip: the reasons for which each feature is off."""
+"""Plan the features of a run: the work that passes share or skip, and the reasons where they do not."""
 
 from collections.abc import Mapping
 
@@ -34,7 +34,7 @@ logger = logging.get_logger(__name__)
 
 
 def plan_features(facts: RunFacts, needed: Mapping[str, str], dummy_image: DummyImage | None) -> Features:
-    """Return what the passes of a run share and skip, or why not; the same in all processes.
+    """Plan the features of a run, the same in all processes.
 
     Args:
         needed: measurements of a rollout, each with its first reader.
@@ -58,7 +58,7 @@ def plan_features(facts: RunFacts, needed: Mapping[str, str], dummy_image: Dummy
     cut = "optimizer steps begin within a rollout" if accumulated % generated and generated % accumulated else None
 
     def off(name: str) -> str | None:
-        return f"{name}=off" if getattr(args, name) == "off" else None
+        return f"{name}=off" if vars(args)[name] == "off" else None
 
     def padding() -> str | None:
         return compiled or _why_columns_matter(facts) or why_padding_counts(base)
@@ -151,7 +151,7 @@ def _why_scored_before_training(facts: RunFacts, needed: Mapping[str, str]) -> s
     return "dropout, or the noise of NEFTune" if random else None
 
 
-# Reasons that several features have
+# Reasons shared by several features
 
 
 def _why_noise(args: DAPOConfig) -> str | None:
@@ -191,7 +191,7 @@ def _why_rollout_is_spread(args: DAPOConfig) -> str | None:
 
 
 def find_every_token_option(args: DAPOConfig) -> str | None:
-    """Return the first option that puts loss on zero-advantage tokens: a term of the loss, or a critic."""
+    """Return the first option that puts loss on tokens with zero advantage: a loss term or a critic."""
     options = {
         "beta": args.beta != 0,
         "entropy_coef": args.entropy_coef != 0,
@@ -207,7 +207,7 @@ def find_every_token_option(args: DAPOConfig) -> str | None:
     return next((name for name, is_on in options.items() if is_on), None)
 
 
-# Losses that divide by something that does not depend on which rows share a micro-batch (read in TRL 1.16, and tested).
+# Losses whose divisor does not depend on which rows share a micro-batch (read in TRL 1.16, and tested).
 _REGROUPABLE_LOSSES = {"dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "luspo"}
 
 
@@ -275,7 +275,7 @@ def describe_sharing(features: Features, num_generations: int, passes: RowsPerPa
 
 
 def warn_of_slow_generation(args: DAPOConfig, device: str) -> str | None:
-    """Return what generation by transformers costs on a GPU as it comes; None where it is not used."""
+    """Return a warning that generation by transformers is slow on this GPU as configured, or None."""
     engine = args.use_vllm or args.use_transformers_continuous_batching
     if device != "cuda" or engine or args.cache_implementation is not None:
         return None

@@ -39,18 +39,23 @@ def validate_config(args: DAPOConfig | None, model: str | PreTrainedModel, optio
     """Return the options of a trainer; raise `ConfigError` if they do not fit its other named arguments.
 
     TRL loads the model before the processor, so a processor that lacks torchvision is refused here.
+
+    Args:
+        args: options as given; None: the defaults, with an output folder named after the model.
+        model: a loaded model, a folder or a hub name.
+        options: other named arguments of the trainer; target modules of `peft_config` lose trailing commas.
     """
+    if args is not None and not isinstance(args, DAPOConfig):
+        raise ConfigError(f"args is a {type(args).__name__}: give a DAPOConfig, which takes the same options.")
     if isinstance(model, str) and options.get("processing_class") is None and not is_torchvision_available():
         with naming_torchvision(model), suppress(OSError, ValueError):
-            AutoProcessor.from_pretrained(model, trust_remote_code=getattr(args, "trust_remote_code", False))
+            AutoProcessor.from_pretrained(model, trust_remote_code=args is not None and args.trust_remote_code)
     targets = getattr(options.get("peft_config"), "target_modules", None)
     if isinstance(targets, set):  # TRL's own commands say --lora_target_modules "q_proj", "v_proj", comma included
         options["peft_config"].target_modules = {name.rstrip(",") for name in targets}
     if args is None:
         name = model if isinstance(model, str) else model.config._name_or_path
         return DAPOConfig(f"{name.rstrip('/').split('/')[-1]}-DAPO")
-    if not isinstance(args, DAPOConfig):
-        raise ConfigError(f"args is a {type(args).__name__}: give a DAPOConfig, which takes the same options.")
     if missing := {"mlflow", "swanlab", "tensorboard", "trackio", "wandb"} & {*(args.report_to or ())} - {*trackers()}:
         raise ConfigError(f"report_to names {min(missing)}, which is not available: pip install it, or give none.")
     if args.max_prompt_length is not None and options.get("environment_factory") is not None:
@@ -61,13 +66,13 @@ def validate_config(args: DAPOConfig | None, model: str | PreTrainedModel, optio
 def plan_rewards(
     reward_funcs: Any, args: DAPOConfig, num_generations: Callable[[], int]
 ) -> tuple[list[Any], RewardSchedule]:
-    """Return the rewards as TRL gets them, and the schedule of their weights.
+    """Return the reward functions to pass to TRL, and the schedule of their weights.
 
-    Rewards that compare the completions of a prompt see whole groups.
+    Rewards that compare the completions of a prompt are wrapped so that they read whole groups.
 
     Args:
-        reward_funcs: None, one or several; some may be names.
-        num_generations: returns the completions per prompt, at each call.
+        reward_funcs: None, one or several reward functions or names of rewards.
+        num_generations: returns the number of completions per prompt of the current mode.
     """
     several = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     sizes: Any = {"max_completion_length": args.max_completion_length, "soft_punish_cache": args.soft_punish_cache}
@@ -91,7 +96,7 @@ MAY_DIFFER_BY_PROCESS = {  # options that may differ between the processes of a 
 
 
 def refuse_differing_options(args: DAPOConfig) -> None:
-    """Raise `ConfigError` on all processes if their options differ, which would train something else in silence."""
+    """Raise `ConfigError` on all processes if their options differ; training would be wrong in silence."""
     plain = (str, int, float, list, dict, type(None))
     given = {name: repr(value) for name, value in vars(args).items() if isinstance(value, plain) and name[0] != "_"}
     of_all = gather_object([{name: value for name, value in given.items() if name not in MAY_DIFFER_BY_PROCESS}])
@@ -102,9 +107,6 @@ def refuse_differing_options(args: DAPOConfig) -> None:
                 raise ConfigError(f"{name} is {values}: give all processes the same options.")
 
 
-# Options that do not fit the model, the data or the launch
-
-
 def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
     """Raise `ConfigError` for the first option that does not fit the rewards, the model, the data or the launch.
 
@@ -113,7 +115,7 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
     """
     args, estimator, maker = facts.args, facts.args.advantage_estimator, facts.completion_maker
     aggregation, batching = args.multi_objective_aggregation, args.use_transformers_continuous_batching
-    if aggregation != "sum_then_normalize" and (estimator != "grpo" or args.selects_groups):  # which read weighted sums
+    if aggregation != "sum_then_normalize" and (estimator != "grpo" or args.selects_groups):  # these read weighted sums
         other = "replay_buffer_size, dynamic_sampling or online_filtering"
         other = f"advantage_estimator {estimator}" if estimator != "grpo" else other
         raise ConfigError(f"multi_objective_aggregation is {aggregation} with {other}: use sum_then_normalize.")
@@ -139,8 +141,9 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
         raise ConfigError(f"The tool {shown[0]} returns images, {AFTER_IMAGES}")
     cuts = (args.most_rows_per_pass or args.per_device_train_batch_size) < args.per_device_train_batch_size
     if args.max_tokens_per_micro_batch is not None or cuts:
-        # The losses of parts of a micro-batch add up to its loss; those of bnpo, if they are weighed by their tokens.
-        weighs = args.loss_type == "bnpo" and not args.uses_critic  # whose loss does not count all tokens
+        # The losses of parts add up to the loss of a micro-batch; with bnpo, if parts are weighted by their tokens. The
+        # loss of a critic does not count all tokens.
+        weighs = args.loss_type == "bnpo" and not args.uses_critic
         if parts := why_rows_matter(facts, "dapo" if weighs else args.loss_type):
             name = "rows_per_pass" if cuts else "max_tokens_per_micro_batch"
             raise ConfigError(f"{name} cannot be used here ({parts}): drop one.")
@@ -150,7 +153,7 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
 
 
 def refuse_unfit_noise(facts: RunFacts) -> None:
-    """Raise `ConfigError` if `noisy_generations` does not go with the data, the model's tools or its generation."""
+    """Raise `ConfigError` if `noisy_generations` does not fit the data, the tools or the way of generation."""
     args, noisy = facts.args, facts.args.noisy_generations
     if noisy > (args.num_generations or 0):
         raise ConfigError(
@@ -170,7 +173,7 @@ def refuse_unfit_noise(facts: RunFacts) -> None:
 
 
 def refuse_targets_without_module(model: PeftModel) -> None:
-    """Raise `ConfigError` if an adapter names a target that is no module of the model, which PEFT passes over."""
+    """Raise `ConfigError` if an adapter names a target that is no module of the model; PEFT ignores it."""
     targets = getattr(next(iter(model.peft_config.values())), "target_modules", None)
     if isinstance(targets, str) or not targets:
         return
@@ -201,10 +204,10 @@ def refuse_unfit_model(model: Any, processor: Any) -> None:
 
 
 def check_head(device: torch.device, installed: str | None = None) -> None:
-    """Raise `UnsupportedTRLError` where TRL's fused head cannot run: before 1.16 it is a Triton kernel and no more.
+    """Raise `UnsupportedTRLError` if TRL's fused head cannot run: before 1.16 it is only a Triton kernel.
 
     Args:
-        installed: version of TRL, that of the installed package by default.
+        installed: version of TRL; None: that of the installed package.
     """
     kernel = getattr(utils, "_ChunkedLogProbFunction", None)
     of_trl = kernel is None or kernel.__module__.startswith("trl.")
