@@ -1,4 +1,4 @@
-"""Boxes of a row: the parts of its one image that its question is about."""
+"""Read the boxes of a row: the parts of its image that its question is about."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom, in [0, 1] o
 
 
 def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row") -> list[Box]:
-    """Return the boxes of a row of the data, none if it names none.
+    """Return the boxes of a row of the data, or an empty list.
 
     Args:
         row: with `bbox`, (left, top, right, bottom) in [0, 1] of the image, or a list of such; or with `regions`, a
@@ -48,18 +48,15 @@ def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row")
     return [(left, top, right, bottom) for left, top, right, bottom in boxes.tolist()]
 
 
-def box_problem(row: Mapping[str, Any], sizes: Sequence[tuple[int, int]]) -> str | None:
-    """Return why the boxes of a row with one image cannot be read, or None; rows with other numbers of images pass.
+def refuse_bad_boxes(row: Mapping[str, Any], sizes: Sequence[tuple[int, int]]) -> None:
+    """Raise `DataError` if a row has one image and boxes that cannot be read.
 
     Args:
-        sizes: of its images, as the model gets them.
+        row: of the data.
+        sizes: (width, height) of its images, as the model gets them.
     """
-    try:
-        if len(sizes) == 1:
-            boxes_of(row, sizes[0], "it")
-    except DataError as error:
-        return str(error).rstrip(".")
-    return None
+    if len(sizes) == 1:
+        boxes_of(row, sizes[0], "it")
 
 
 def to_shares(boxes: Sequence[Box]) -> list[list[float]]:

@@ -10,7 +10,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 from peft import PeftConfig
 from transformers.utils import logging
 
-from vgr_trl.boxes import BOX_COLUMNS, box_problem
+from vgr_trl.boxes import BOX_COLUMNS, refuse_bad_boxes
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import (
     PREPARED_STREAMS,
@@ -25,8 +25,9 @@ from vgr_trl.data.checked_rows import (
 )
 from vgr_trl.data.images import IMAGE_COLUMNS, MEDIA, PLACE
 from vgr_trl.data.lengths import SIZES, PromptLengths, image_sizes_of, require_ending_template
-from vgr_trl.data.prompts import special_problem, special_tokens
-from vgr_trl.data.read_row import require_columns, undecoded
+from vgr_trl.data.prompts import refuse_special_tokens, special_tokens
+from vgr_trl.data.read_row import reason_of, require_columns, undecoded
+from vgr_trl.errors import DataError
 from vgr_trl.patches.transformers import close_group_at_exit, disable_cudnn_attention, give_timeout
 from vgr_trl.patches.trl import let_decoding_compile, suppress_image_tokens
 from vgr_trl.registries import BLIND_ANSWERS, find_measurements, needed_signals
@@ -177,8 +178,14 @@ def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None
         return dataset
 
     def examine(row: Mapping[str, Any]) -> dict[str, str | None]:
-        reason = None if texts else special_problem(special, row["prompt"])
-        return {REASON: box_problem(row, image_sizes_of(row)) if reason is None and boxes else reason}
+        sizes = image_sizes_of(row) if boxes else []
+        try:
+            if not texts:
+                refuse_special_tokens(special, row["prompt"])
+            refuse_bad_boxes(row, sizes)
+        except DataError as error:
+            return {REASON: reason_of(error)}
+        return {REASON: None}
 
     features, title = Features({REASON: Value("string")}), f"Checking prompts ({split})"
     reasons = list(map_rows(rows, examine, features, [special, boxes], title)[REASON])

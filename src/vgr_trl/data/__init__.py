@@ -1,1 +1,1 @@
-"""Data sets: read from files and the hub, checked, prepared for training, converted to one schema, inspected."""
+"""Read data sets from files and the hub, check them, prepare them for training, convert and inspect them."""

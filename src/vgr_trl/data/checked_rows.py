@@ -1,4 +1,4 @@
-"""Prepare rows for training: check every row at the start, decode its images when it is used."""
+"""Prepare rows for training: check every row at the start, and decode its images when it is used."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from transformers.utils import logging
 from xxhash import xxh3_128_digest
 
 from vgr_trl.atomic_files import write_atomic
-from vgr_trl.boxes import boxes_of
+from vgr_trl.boxes import refuse_bad_boxes
 from vgr_trl.data.images import (
     FOLDER,
     MEDIA,
@@ -39,7 +39,7 @@ from vgr_trl.data.images import (
     videos_of,
 )
 from vgr_trl.data.lengths import SIZES, PromptLengths
-from vgr_trl.data.prompts import SYSTEM_PROMPT, PromptTemplate, placed, special_problem
+from vgr_trl.data.prompts import SYSTEM_PROMPT, PromptTemplate, placed, refuse_special_tokens
 from vgr_trl.data.read_row import (
     DIALOGUES,
     KEYS,
@@ -49,6 +49,7 @@ from vgr_trl.data.read_row import (
     image_columns,
     known_names,
     read_row,
+    reason_of,
     renamed_row,
     require_columns,
     undecoded,
@@ -59,14 +60,14 @@ from vgr_trl.processes import belong_to_parent
 logger = logging.get_logger(__name__)
 
 REASON = "__reason__"  # column: why a row cannot be used
-REPLACED = "__replaced__"  # key of a row that took the place of one that cannot be decoded
+REPLACED = "__replaced__"  # key of a row that replaces a damaged row
 OWN_COLUMNS = (*MEDIA, *DIALOGUES, PLACE, FOLDER, UNREADABLE, REASON, SIZES)
 EXAMINED = Features(
     {"prompt": Json(), "choices": List(Value("string")), "solution": Json(), REASON: Value("string")}
     | {SIZES: List(List(Value("int32")))}
 )
-LARGEST_SHARE = 0.1  # of rows whose answer cannot be read
-PARALLEL_FROM = 1000  # rows from which on a pass runs in several processes and its result is cached
+LARGEST_SHARE = 0.1  # accepted share of rows whose answer cannot be read
+PARALLEL_FROM = 1000  # number of rows that are checked in several processes, with a cached result
 READERS = (  # the files of this package that a cached result depends on
     "boxes.py", "data/*.py", "validate/data.py", "rewards/*.toml", "rewards/*.txt",
     *(f"rewards/{name}.py" for name in ("answers", "equality", "language", "phrases", "quantities")),
@@ -83,17 +84,17 @@ _part_of_worker: list[Callable[[int], pyarrow.Table]] = []
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Requirements of a row to be trained on.
+    """Requirements of a training row.
 
     Attributes:
         root: folder that relative paths of images and videos start from.
-        needs_solution: whether a row must say what is right (an accuracy reward is on).
+        needs_solution: whether a row must have an answer, as an accuracy reward is on.
         system_prompt: put before a `problem`; rows with a `prompt` of their own keep it.
         video_fps: frames of a video per second, above 0.
-        max_video_frames: most frames of one row; a row with more is left out.
+        max_video_frames: largest number of frames of a row; rows with more are skipped.
         special: finds the special tokens of the model's tokenizer, which no text of a row may hold.
-        images: the sizes that images may have, and are brought to.
-        boxes: whether something reads the boxes of rows with one image, so that rows with a bad one are left out.
+        images: limits to which images are resized.
+        boxes: whether the run reads boxes, so that rows with one image and a bad box are skipped.
         decodes: whether to decode every image during the check, to find damage that headers do not show.
     """
 
@@ -109,37 +110,43 @@ class RowOptions:
 
 
 def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
-    """Return prompt, choices, solution and sizes of the images of a row; or why it cannot be used, as `REASON`.
+    """Return the prompt, choices, solution and image sizes of a row, or the `REASON` why it cannot be used.
 
-    `right` is what the solution means, None where it need not be known. Videos are decoded to count their frames.
+    Videos are decoded to count their frames. The key `right` has the resolved solution, None where none is needed.
+
+    Args:
+        row: of the data.
+        options: requirements.
 
     Raises:
         ConfigError: the row has a video, and PyAV is not installed.
     """
     found: dict[str, Any] = dict.fromkeys((*EXAMINED, "right"))
-    question = read_row(row, needs_answer=options.needs_solution)
-    if isinstance(question, str):
-        return found | {REASON: question}
     try:
+        question = read_row(row, needs_answer=options.needs_solution)
         prompt = placed(question.conversation(options.system_prompt))
-        if (problem := special_problem(options.special, question.conversation(None))) is not None:
-            raise DataError(problem)
+        refuse_special_tokens(options.special, question.conversation(None))
         if options.decodes:
             sizes = [image.size for image in decoded_images(row, options)]
         else:
             found_sizes = [image_size(value, folder_of(row, options.root)) for value in images_of(row)]
             found_sizes += [frame.size for frame in _frames(row, options)]
             sizes = [options.images.size_of(*size) for size in found_sizes]
-        if options.boxes and len(sizes) == 1:
-            boxes_of(row, sizes[0], "it")
+        if options.boxes:
+            refuse_bad_boxes(row, sizes)
     except DataError as error:
-        return found | {REASON: str(error).rstrip(".")}
+        return found | {REASON: reason_of(error)}
     answer = {"choices": question.choices, "solution": question.answer, "right": question.right}
     return found | {"prompt": prompt, SIZES: sizes} | answer
 
 
 def ready_row(row: Mapping[str, Any], options: RowOptions, column: str = "images") -> dict[str, Any]:
-    """Return a row with its prompt, and its decoded images and frames in `images`, or the one in `image`.
+    """Return a row with its prompt and its decoded images and frames.
+
+    Args:
+        row: of the data.
+        options: requirements.
+        column: `images` for a list, or `image` for the only image.
 
     Raises:
         DataError: the row cannot be used; the message is the reason.
@@ -153,7 +160,13 @@ def ready_row(row: Mapping[str, Any], options: RowOptions, column: str = "images
 
 
 def decoded_images(row: Mapping[str, Any], options: RowOptions, column: str = "images") -> Any:
-    """Return the decoded images and frames of a row in the size that the model gets, as `column` holds them."""
+    """Return the decoded and resized images and frames of a row.
+
+    Args:
+        row: of the data.
+        options: requirements.
+        column: `images` for a list, or `image` for the only image or None.
+    """
     images = [open_image(value, folder_of(row, options.root)) for value in images_of(row)]
     shown = list(map(options.images.fitted, [*images, *_frames(row, options)]))
     return shown if column == "images" else shown[0] if shown else None
@@ -178,11 +191,15 @@ def map_rows(
 ) -> Dataset:
     """Return a data set with the result of `examine` for every row.
 
-    From 1,000 rows on, the first process of each machine computes it, in several processes, and caches it on disk.
+    From 1,000 rows on, the first process of each machine starts workers for it, and caches the result on disk. The
+    workers end with this process even if it is killed, and leave no files, unlike those of `Dataset.map`.
 
     Args:
+        dataset: the rows.
         examine: returns one value for each of `features`; JSON as a text.
+        features: of the result.
         key: everything besides the rows and their files that the result depends on.
+        description: for the progress bar.
         root: folder that relative paths of images and videos start from.
         in_parallel: whether `examine` may run in other processes.
     """
@@ -217,7 +234,7 @@ def _run_part(start: int) -> pyarrow.Table:
 
 
 def _cached(path: Path) -> pyarrow.Table | None:
-    """Return a result from the cache, None if there is none that ends with its checksum."""
+    """Return a cached result, or None if it is missing or its checksum is wrong."""
     with suppress(OSError), pyarrow.memory_map(str(path)) as file:
         content = file.read_buffer()
         if xxh3_128_digest(content[:-CHECKSUM]) == bytes(content[-CHECKSUM:]):
@@ -226,7 +243,7 @@ def _cached(path: Path) -> pyarrow.Table | None:
 
 
 def _keep(table: pyarrow.Table, path: Path) -> None:
-    """Write a result to the cache, and its checksum behind it; warn if that fails."""
+    """Write a result and its checksum to the cache, or warn if the cache cannot be written."""
     sink = pyarrow.BufferOutputStream()
     with pyarrow.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -240,7 +257,7 @@ def _keep(table: pyarrow.Table, path: Path) -> None:
 
 
 def _file_states(dataset: Dataset, root: Path) -> list[Any]:
-    """Return size and time of the files that the rows name, None for a path without a file."""
+    """Return the size and time of each file that the rows name, or None for a missing file."""
     names = [name for name in MEDIA if name in dataset.column_names and _names_files(dataset.data.column(name))]
     rows = dataset.select_columns([*names, *({FOLDER} & {*dataset.column_names})]).to_list()
     return [_file_state(value, folder_of(row, root)) for row in rows for value in (*images_of(row), *videos_of(row))]
@@ -261,14 +278,14 @@ def _names_files(column: Any) -> bool:
 def _file_state(value: Any, folder: Path) -> tuple[int, int] | None:
     try:
         found = os.stat(os.path.join(folder, value["path"] if isinstance(value, Mapping) else value))
-        return found.st_size, found.st_ctime_ns  # which also a permission changes
-    except (OSError, ValueError, TypeError):  # no path, or none of a file
+        return found.st_size, found.st_ctime_ns  # changes with the permissions too
+    except (OSError, ValueError, TypeError):  # not the path of a file
         return None
 
 
 @cache
 def _code_hash() -> str:
-    """Hash the code that reads rows, answers and images, so that a new release does not load results of an old one."""
+    """Hash the code that reads rows, answers and images, so that a new release does not load old results."""
     files = sorted(file for pattern in READERS for file in Path(__file__).parents[1].glob(pattern))
     return str(Hasher.hash([PIL.__version__, *(file.read_bytes() for file in files)]))
 
@@ -282,14 +299,16 @@ def prepare_rows(
     shuffle_seed: int | None = None,
     **options: Any,
 ) -> tuple[Dataset | IterableDataset, list["SkippedRow"]]:
-    """Return `dataset` with a column `prompt` and without the rows that cannot be used, and the list of those.
+    """Add a column `prompt` to a data set, and return the data set without unusable rows, and the skipped rows.
 
-    Headers of images are read, their pixels when a row is used. Of a stream the rows are checked as they are read: the
-    list is empty, and `on_skipped` gets each row once. Frames of videos follow the images of a row in `images`.
+    Image headers are read now, pixels when a row is used. Rows of a stream are checked as they are read: the list is
+    empty, and `on_skipped` gets each row once. Frames of videos follow the images of a row in `images`.
 
     Args:
         dataset: rows that `read_row` reads, with columns named as `keys` say.
-        on_skipped: called for each row of a stream that is left out; None: a warning.
+        split: its name in messages.
+        keys: accepted names of columns.
+        on_skipped: called for each skipped row of a stream; None: warn.
         shuffle_seed: of a stream: draw each row from the next 1000, which wait undecoded; None: keep the order.
         options: of `RowOptions`.
 
@@ -319,7 +338,7 @@ def _prepare_stream(
         try:
             return {**ready_row(row, rules, column), PLACE: row[PLACE], REASON: None}
         except DataError as error:
-            return {PLACE: row[PLACE], REASON: str(error).rstrip(".")}
+            return {PLACE: row[PLACE], REASON: reason_of(error)}
 
     def keeps(row: Mapping[str, Any]) -> bool:
         found = SkippedRow(split, row[PLACE], row.get("id"), row[REASON])
@@ -383,9 +402,16 @@ def drop_long_prompts(
     name: str = "train",
     on_dropped: Callable[[], None] = lambda: None,
 ) -> Dataset | IterableDataset:
-    """Return `dataset` without the rows whose prompt has more than `limit` tokens: truncation would cut image tokens.
+    """Drop the rows whose prompt is too long, as truncation would cut image tokens.
 
-    A `Dataset` is measured at the start, with a warning; a stream as it is read, with a call of `on_dropped` a row.
+    A `Dataset` is measured at once, with a warning, a stream as it is read.
+
+    Args:
+        dataset: with prompts.
+        lengths: counts the tokens of a prompt.
+        limit: largest number of tokens.
+        name: of the data in messages.
+        on_dropped: called for each row that a stream drops.
 
     Raises:
         DataError: no row is within the limit.
@@ -414,7 +440,13 @@ def drop_long_prompts(
 
 
 def prompt_lengths(dataset: Dataset, lengths: PromptLengths, description: str) -> list[int]:
-    """Return the tokens of every row's prompt."""
+    """Return the number of tokens of every row's prompt.
+
+    Args:
+        dataset: with prompts.
+        lengths: counts the tokens of a prompt.
+        description: for the progress bar.
+    """
     rows = dataset
     if is_repeatable(dataset):
         names = ["prompt", *([SIZES] if prepared_transform(dataset) else image_columns(dataset))]
@@ -432,7 +464,7 @@ def prompt_lengths(dataset: Dataset, lengths: PromptLengths, description: str) -
 
 @dataclass(frozen=True)
 class ShowRows:
-    """The transform of prepared data: decode images into `image` or `images`."""
+    """Transform of prepared data that decodes images into `image` or `images`."""
 
     column: str
     rules: RowOptions
@@ -447,24 +479,24 @@ class ShowRows:
 
 
 def prepared_transform(dataset: Dataset) -> ShowRows | None:
-    """Return the transform of prepared data, None for other data."""
+    """Return the transform of prepared data, or None for other data."""
     transform = dataset.format["format_kwargs"].get("transform")
     return transform if isinstance(transform, ShowRows) else None
 
 
 def is_repeatable(dataset: object) -> bool:
-    """Return whether rows can be read by number and are the same every time; a transform of a user's may be random."""
+    """Return whether rows can be read by number and never change, as with a user's transform, which may be random."""
     if not isinstance(dataset, Dataset):
         return False
     return dataset.format["format_kwargs"].get("transform") is None or prepared_transform(dataset) is not None
 
 
 class ReadOnce:
-    """A data set whose rows are read, and their images decoded, once for all copies of them in one batch and the next.
+    """A data set that reads a row and decodes its images once for all its copies in two consecutive batches.
 
     TRL's sampler gives every prompt G times in a batch, and the batch again for each micro-batch of a rollout. A row
-    whose image is damaged is replaced by the next row of the data set, which depends on the row's number only, so that
-    all processes, and a resumed run, choose the same.
+    whose image is damaged is replaced by the next row of the data set. The choice depends on the row's number alone, so
+    that all processes, and a resumed run, choose the same row.
     """
 
     def __init__(self, rows: Dataset, name: str = "training") -> None:
@@ -479,7 +511,7 @@ class ReadOnce:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return rows by their numbers; equal ones are copies with the same images."""
+        """Return rows by their numbers, copies of a row with the same images."""
         with ThreadPoolExecutor(DECODING_THREADS) as pool:  # Pillow decodes without Python's lock
             wanted = list(dict.fromkeys(indices))
             self._last = dict(zip(wanted, pool.map(self._read, wanted), strict=True))
@@ -496,7 +528,7 @@ class ReadOnce:
                 # An error of the system may not meet other processes, whose groups would then have other prompts.
                 if isinstance(error.__cause__, OSError) and error.__cause__.errno is not None:
                     raise
-                reason = reason or str(error).rstrip(".")
+                reason = reason or reason_of(error)
                 continue
             if reason is None:
                 return row
@@ -509,21 +541,21 @@ class ReadOnce:
         raise DataError(f"{rows} cannot be read; the first: {reason}.")
 
     def _number(self, index: int) -> int:
-        """Return the number of a row in the user's data, from which others may have been left out."""
+        """Return the number of a row in the user's data, before rows were skipped."""
         return int(self._rows.with_format(None)[index % len(self._rows)].get(PLACE, index))
 
 
 def pop_replaced(rows: Sequence[dict[str, Any]]) -> int:
-    """Remove the mark of rows that replace a damaged one, and return how many have it."""
+    """Remove the mark of rows that replace damaged rows, and return the number of marks."""
     return sum(row.pop(REPLACED, None) is not None for row in rows)
 
 
-# Rows left out
+# Skipped rows
 
 
 @dataclass(frozen=True)
 class SkippedRow:
-    """A row that was left out."""
+    """A row that cannot be used."""
 
     split: str
     row: int
@@ -534,7 +566,17 @@ class SkippedRow:
 def skipped_rows(
     split: str, reasons: Sequence[str | None], ids: Sequence[Any] | None = None, places: Sequence[int] | None = None
 ) -> list[SkippedRow]:
-    """Return the rows that have a reason not to be used; raise `DataError` if all have. Ids default to the places."""
+    """Return the rows that have a reason to be skipped.
+
+    Args:
+        split: name of the data.
+        reasons: one per row; None: the row can be used.
+        ids: one per row; None: its place.
+        places: number of each row in the user's data; None: 0, 1, 2, …
+
+    Raises:
+        DataError: no row can be used.
+    """
     places = range(len(reasons)) if places is None else places
     about = zip(places, places if ids is None else ids, reasons, strict=True)
     skipped = [SkippedRow(split, place, name, reason) for place, name, reason in about if reason is not None]
@@ -545,7 +587,13 @@ def skipped_rows(
 
 
 def report_skipped(skipped: Sequence[SkippedRow], path: Path, mode: str = "w") -> None:
-    """Write the rows left out to `path` as JSONL, and warn; `mode` "a" appends rows that a stream leaves out."""
+    """Write skipped rows as JSONL, and warn; do nothing if there are none.
+
+    Args:
+        skipped: the rows.
+        path: of the file, whose folder is created.
+        mode: "w" to replace the file, "a" to append rows that a stream skips.
+    """
     if not skipped:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Convert rows to one schema, questions with their images encoded, and write them as Parquet."""
+"""Convert rows to one schema, with encoded images, and write them as Parquet."""
 
 import hashlib
 import io
@@ -21,11 +21,10 @@ from vgr_trl.data.images import ImageLimits, image_bytes, image_size, path_withi
 from vgr_trl.data.inspect import report
 from vgr_trl.data.lengths import SIZES
 from vgr_trl.data.load import readable, row_files
-from vgr_trl.data.prompts import LETTERS
 from vgr_trl.data.public_sets import Converter
-from vgr_trl.data.read_row import KEYS, UNREADABLE, Keys, read_row, renamed_row, text_of, undecoded, value_of
+from vgr_trl.data.read_row import KEYS, UNREADABLE, Keys, read_row, reason_of, renamed_row, text_of, undecoded, value_of
 from vgr_trl.errors import ConfigError, DataError, RewardError
-from vgr_trl.rewards.answers import resolve_solution
+from vgr_trl.rewards.answers import LETTERS, resolve_solution
 
 KEPT = ("JPEG", "PNG", "WEBP")  # formats whose files are stored as they are
 ENCODING: dict[str, dict[str, Any]] = {"JPEG": {"quality": 95, "subsampling": 0}, "PNG": {"compress_level": 3}}
@@ -44,7 +43,7 @@ ABOUT |= {SIZES: List(List(Value("int32"))), DIGESTS: List(Value("string"))}
 
 @dataclass(frozen=True)
 class Rules:
-    """How the rows of a set, called `file` in messages and ids, are read and converted."""
+    """Rules for reading and converting the rows of a set, which messages and ids call `file`."""
 
     converter: Converter
     file: str
@@ -57,7 +56,7 @@ class Rules:
 
 
 def columns_of(sets: Sequence[tuple[Dataset, Rules]], several_images: bool) -> list[str]:
-    """Return the columns of converted rows of these sets; `datasets` loads only splits with the same columns."""
+    """Return the columns of converted rows of all sets, as `datasets` loads only splits with the same columns."""
     names = {name for rows, _ in sets for name in rows.column_names}
     has_videos = not names.isdisjoint(name for _, rules in sets for name in rules.keys["video"])
     has_boxes = not names.isdisjoint(BOX_COLUMNS) or any(rules.converter.regions for _, rules in sets)
@@ -66,15 +65,23 @@ def columns_of(sets: Sequence[tuple[Dataset, Rules]], several_images: bool) -> l
 
 
 def has_one_image(rows: Dataset) -> bool:
-    """Return whether the columns of rows show that each has one image at most."""
+    """Return whether the columns show that each row has at most one image."""
     names = {name for name in rows.column_names if name.startswith("image")}
     return names == {"image"} and isinstance(rows.features["image"], ImageFeature | Value)
 
 
 def convert_rows(rows: Dataset, rules: Rules, columns: Sequence[str], folder: str | Path, workers: int) -> Dataset:
-    """Return the rows with these columns of the schema, or with the `REASON` why they cannot be used.
+    """Return the rows with columns of the schema, or with the `REASON` why they cannot be used.
 
-    Images are decoded by `workers` processes (0: this one) into temporary files in `folder`.
+    Args:
+        rows: of a set.
+        rules: of the set.
+        columns: of the schema.
+        folder: for temporary files.
+        workers: processes that decode images; 0: this process.
+
+    Raises:
+        DataError: no row has one of the ids, or the source cannot be read.
     """
     features = Features({name: SCHEMA[name] for name in columns} | ABOUT)
     places: Sequence[int] = list(range(len(rows)))
@@ -92,14 +99,14 @@ def convert_rows(rows: Dataset, rules: Rules, columns: Sequence[str], folder: st
 
 
 def _convert(places: Sequence[int], rows: Dataset, rules: Rules, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the questions that the rows with these numbers ask, or why they ask none."""
+    """Yield the questions of the rows with these numbers, or the reason why a row has none."""
     usable = 0
     for place in places:
         row = renamed_row(rows[place], rules.keys)
         try:
             parts = [row] if row.get(UNREADABLE) is not None else list(rules.converter.rows(row))
         except (DataError, RewardError) as error:
-            parts = [{UNREADABLE: str(error).rstrip(".")}]
+            parts = [{UNREADABLE: reason_of(error)}]
         for part in parts:
             name = value_of({**row, **part}, rules.converter.id_column, "id")
             name = f"{Path(rules.file).name}-{place}" if name in (None, "") else str(name)
@@ -108,7 +115,7 @@ def _convert(places: Sequence[int], rows: Dataset, rules: Rules, columns: Sequen
             try:
                 made = to_schema(part, rules)
             except (DataError, RewardError) as error:
-                made = {REASON: str(error).rstrip(".")}
+                made = {REASON: reason_of(error)}
             made |= {"id": name, "file": rules.file, ROW: place}
             yield {column: made.get(column) for column in columns}
             usable += REASON not in made
@@ -117,10 +124,8 @@ def _convert(places: Sequence[int], rows: Dataset, rules: Rules, columns: Sequen
 
 
 def to_schema(row: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
-    """Return a row that `read_row` understands in the schema; raise `DataError` or `RewardError` with the reason."""
+    """Convert a row that `read_row` understands to the schema, or raise `DataError` or `RewardError`."""
     question, root = read_row(row), rules.root
-    if isinstance(question, str):
-        raise DataError(question)
     prompt: Any = question.prompt
     if not isinstance(prompt, str) and (len(prompt) != 1 or prompt[0]["role"] != "user"):
         raise DataError("its prompt is a conversation: a converted row has a text, or one message of the user")
@@ -162,11 +167,18 @@ def _video_path(value: Any, root: Path) -> str:
 
 
 def encode_image(value: Any, root: Path, limits: ImageLimits) -> tuple[bytes, Image.Image]:
-    """Return the file and the pixels of an image as upright RGB within `limits`; a file that is so keeps its bytes.
+    """Return an image as a file and as pixels, upright, as RGB and within the limits.
 
-    A JPEG that changes is written as JPEG of quality 95 without subsampling, any other image that changes as PNG.
+    The file of an image that needs no change keeps its bytes. A changed JPEG is written as JPEG of quality 95 without
+    subsampling, any other changed image as PNG.
 
-    `value` is an image, a path, or a dict with `bytes` or `path`. `DataError` says why it cannot be used.
+    Args:
+        value: an image, a path, or a dict with `bytes` or `path`.
+        root: folder that a relative path starts from.
+        limits: of the size.
+
+    Raises:
+        DataError: the image cannot be used; the message is the reason.
     """
     data = b"" if isinstance(value, Image.Image) else image_bytes(value, root)
     opened = read_image({"bytes": data} if data else value, root)
@@ -197,9 +209,13 @@ def prepare_folder(folder: Path, read: Sequence[str | None]) -> TemporaryDirecto
 
 
 def write_rows(rows: Dataset, sides: Mapping[str, Sequence[int]], columns: list[str], working: Path) -> str:
-    """Write the rows of each split (split → numbers) in place of an earlier result, and return the report.
+    """Write the rows of each split in place of an earlier result, and return the report.
 
-    Files are written to `working` and moved to the folder that it is in when all are complete.
+    Args:
+        rows: converted rows.
+        sides: split → numbers of its rows.
+        columns: of the written rows.
+        working: folder for unfinished files, which are moved to its parent when all are complete.
 
     Raises:
         DataError: no row is usable.

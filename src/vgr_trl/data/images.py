@@ -49,9 +49,9 @@ Size = tuple[int, int]  # width and height in pixels
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of `row`, decoded or not, in order: numbered ones, else `images` before `image`, as in TRL.
+    """Return the images of a row, decoded or not, in order.
 
-    `image2`, `image3` and so on follow `image`.
+    Numbered columns count first, then `images`, then `image` with `image2`, `image3` and so on, as in TRL.
     """
     numbered = [row[name] for name in NUMBERED_IMAGES if row.get(name) is not None]
     further = [row[name] for name in FURTHER_IMAGES if row.get(name) is not None]
@@ -59,25 +59,25 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
 
 
 def videos_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the videos of `row`, undecoded, in order; `videos` counts before `video`."""
+    """Return the undecoded videos of a row in order, from `videos` or else `video`."""
     return _listed(row, "videos", "video")
 
 
 def _listed(row: Mapping[str, Any], *names: str) -> list[Any]:
-    """Return the files in the first of the columns that has a value: one, or a list."""
+    """Return the files in the first of the columns that has a value, a file or a list of files."""
     value: Any = next((row[name] for name in names if row.get(name) is not None), [])
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def folder_of(row: Mapping[str, Any], root: Path) -> Path:
-    """Return the folder that relative paths of `row` start from: its own, else `root`."""
+    """Return the folder that relative paths of a row start from: its own folder, or `root`."""
     return Path(row[FOLDER]) if row.get(FOLDER) else root
 
 
 def path_within(root: Path, name: str | Path) -> Path:
-    """Return the path that a row names; raise `DataError` if it leaves `root`, absolute, by `..` or by a symbolic link.
+    """Return the path that a row names, or raise `DataError` if it leads out of `root`, also by a symbolic link.
 
-    The caches of the hub are allowed, and under `Path()`, for paths of the caller's own, everything.
+    The caches of the hub are allowed. `Path()` allows every path, for paths of the caller's own.
     """
     path = root / name
     try:
@@ -98,7 +98,7 @@ def downloaded() -> Path:
 
 
 def refuse_named_files(conversation: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `DataError` if a part of a conversation names a file or an address, which would be read or fetched."""
+    """Raise `DataError` if a part of a conversation names a file or an address that transformers would read."""
     parts = [part for message in conversation if not isinstance(message["content"], str) for part in message["content"]]
     for part in parts:
         named = [name for name in FILE_FIELDS if part.get(name) is not None]
@@ -112,14 +112,16 @@ def refuse_named_files(conversation: Sequence[Mapping[str, Any]]) -> None:
 
 
 def open_image(value: Any, root: Path = Path()) -> Image.Image:
-    """Return `value` as an upright RGB image, the same that `convert` stores; see `read_image`."""
+    """Return an upright RGB image, as `convert` stores it, with arguments and errors of `read_image`."""
     return to_rgb(read_image(value, root))
 
 
 def read_image(value: Any, root: Path = Path()) -> Image.Image:
-    """Return `value` as a fully decoded image of any mode, turned as its EXIF data say.
+    """Return a fully decoded image of any mode, turned as its EXIF data say.
 
-    `value` is an image, a path, base64 text, or a dict with `bytes` or `path` as `datasets` stores undecoded images.
+    Args:
+        value: an image, a path, base64 text, or a dict with `bytes` or `path`, as `datasets` stores undecoded images.
+        root: folder that a relative path starts from.
 
     Raises:
         DataError: the image is missing, unreadable, truncated, empty or too large; the message is the reason.
@@ -136,7 +138,7 @@ def read_image(value: Any, root: Path = Path()) -> Image.Image:
 
 
 def image_size(value: Any, root: Path = Path()) -> Size:
-    """Return the size of an upright image from its header. Arguments and errors are those of `read_image`.
+    """Return the size of an upright image from its header, with arguments and errors of `read_image`.
 
     A JPEG, PNG or WEBP that seems to lack its end is decoded, to be sure; other damage to the pixels is not found.
     """
@@ -152,7 +154,7 @@ def image_size(value: Any, root: Path = Path()) -> Size:
 
 
 def _open(file: BinaryIO) -> Image.Image:
-    """Open an image; refuse a PPM whose header Pillow would read for a minute, byte by byte, through its comments."""
+    """Open an image, or raise `DataError` for a PPM with long comments, which Pillow reads for a minute."""
     start = file.read(TAIL)
     file.seek(0)
     fields = re.sub(rb"#[^\r\n]*", b"", start).split()
@@ -169,7 +171,7 @@ def _upright_size(image: Image.Image) -> Size:
 
 
 def _has_its_end(file: BinaryIO, kind: str) -> bool:
-    """Return whether an image file has the bytes that its kind ends with, or is of a kind without such bytes."""
+    """Return whether an image file has the last bytes of its format, or its format has no fixed end."""
     length = file.seek(0, io.SEEK_END)
     if kind == "WEBP":
         file.seek(4)
@@ -187,7 +189,7 @@ def _require_size(size: Size, kind: str = "image") -> None:
 
 @contextmanager
 def _reasons(problem: str) -> Iterator[None]:
-    """Turn what a decoder raises into a `DataError`."""
+    """Convert errors of a decoder in this block into a `DataError`."""
     try:
         yield
     except DataError:
@@ -205,7 +207,7 @@ def _formats() -> tuple[str, ...]:
 
 
 def image_bytes(value: Any, root: Path = Path()) -> bytes:
-    """Return the encoded bytes of an undecoded image, or raise `DataError` if there is no file that may be read."""
+    """Return the encoded bytes of an undecoded image, or raise `DataError` if no file may be read."""
     with _reasons("image is unreadable"), _opened(value, root) as file:
         return file.read()
 
@@ -236,10 +238,13 @@ def _opened(value: Any, root: Path, kind: str = "image") -> BinaryIO:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Return `image`, of any of Pillow's modes, as RGB, with white behind transparent pixels.
+    """Convert an image of any of Pillow's modes to RGB, with white behind transparent pixels.
 
     Images of more than 8 bits per channel are scaled from their whole range: 16 bits from 0 to 65535, whole numbers
-    likewise unless all are below 256, floating point from 0 to 1, or else to 255. Raises `DataError` beyond these.
+    likewise unless all are below 256, floating point from 0 to 1, or else to 255.
+
+    Raises:
+        DataError: values are out of these ranges.
     """
     if image.mode in DEEP_MODES:
         values = numpy.asarray(image, dtype=numpy.float32)
@@ -260,13 +265,13 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """Bounds on an image's size; the ratio of the sides is kept to within a pixel.
+    """Limits of an image's size, within which an image keeps its ratio of sides to within a pixel.
 
     Attributes:
         min_pixels: a smaller image is enlarged to this area; None: not.
         max_pixels: a larger image is reduced to this area, after `max_short_side`; None: not.
         max_short_side: an image whose shorter side is longer is reduced to this; None or 0: not.
-        filter_big_images: True: an image of a side above 1024 pixels is left out.
+        filter_big_images: whether rows with an image side above 1024 pixels are skipped.
     """
 
     min_pixels: int | None = None
@@ -279,7 +284,7 @@ class ImageLimits:
             raise ConfigError(f"min_pixels is {self.min_pixels}, above max_pixels {self.max_pixels}: lower it.")
 
     def size_of(self, width: int, height: int) -> Size:
-        """Return the size that an image of `width` x `height` pixels is brought to, or raise `DataError`."""
+        """Return the size within the limits for an image of `width` x `height` pixels, or raise `DataError`."""
         if self.filter_big_images and max(width, height) > MAX_SHORT_SIDE:
             raise DataError(f"image has size {width}x{height}: filter_big_images skips sides above {MAX_SHORT_SIDE}")
         area, scale = width * height, 1.0
@@ -296,7 +301,7 @@ class ImageLimits:
         return max(1, math.floor(width * scale + 1e-9)), max(1, math.floor(height * scale + 1e-9))
 
     def fitted(self, image: Image.Image) -> Image.Image:
-        """Return `image` within the limits, or raise `DataError` if its row is to be left out."""
+        """Resize an image to the limits, or raise `DataError` if its row must be skipped."""
         size = self.size_of(*image.size)
         return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
 
@@ -305,10 +310,16 @@ class ImageLimits:
 
 
 def frames_of(row: Mapping[str, Any], fps: float, most: int, root: Path = Path()) -> list[Image.Image]:
-    """Return the frames of all videos of `row`, at most so many, in order, as RGB images, turned as the video says.
+    """Return frames of all videos of a row in order, as RGB images, turned as the video says.
 
-    Of each video these are the frames at the times 0, 1/fps, 2/fps, … seconds: the first one shown then or later. A
-    video with fewer frames per second gives each of its frames once.
+    Each video gives the frames at the times 0, 1/fps, 2/fps, … seconds, or the next frame shown. A video with fewer
+    frames per second gives each of its frames once.
+
+    Args:
+        row: of the data.
+        fps: frames per second.
+        most: largest number of frames of the row.
+        root: folder that relative paths start from.
 
     Raises:
         ConfigError: PyAV is not installed.

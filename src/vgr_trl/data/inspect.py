@@ -1,4 +1,4 @@
-"""Inspect a data set before training: count what its rows are, list those that cannot be used, and show some."""
+"""Inspect a data set before training: count kinds of rows, list unusable rows, and show a sample."""
 
 import base64
 import io
@@ -18,9 +18,10 @@ from jinja2 import Environment, StrictUndefined
 from vgr_trl.data.checked_rows import REASON, RowOptions, SkippedRow, examine_row, map_rows, ready_row
 from vgr_trl.data.images import folder_of, image_bytes, images_of
 from vgr_trl.data.lengths import SIZES, PromptLengths
-from vgr_trl.data.prompts import LETTERS, to_parts
-from vgr_trl.data.read_row import KEYS, Keys, known_names, renamed_row, require_columns, undecoded
+from vgr_trl.data.prompts import to_parts
+from vgr_trl.data.read_row import KEYS, Keys, known_names, reason_of, renamed_row, require_columns, undecoded
 from vgr_trl.errors import DataError, printable
+from vgr_trl.rewards.answers import LETTERS
 from vgr_trl.rewards.equality import is_literal
 
 LIMITS = (1024, 2048, 4096)  # of `max_prompt_length`, where none is given
@@ -31,16 +32,12 @@ SUMMARY = Features(
     | {SIZES: List(List(Value("int32"))), "digests": List(Value("string"))}
 )
 LITERAL = "open answers that match nothing but the same text"
-BY_COUNT = (
-    "rows by source",
-    "most frequent answers to open questions",
-    LITERAL,
-    "skipped",
-)  # tables sorted by number of rows
+# Tables that are sorted by the number of rows.
+BY_COUNT = ("rows by source", "most frequent answers to open questions", LITERAL, "skipped")
 
 
 def report(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return what rows with the columns of `SUMMARY` consist of, and why others are left out, as tables with bars."""
+    """Count rows with the columns of `SUMMARY` by source, answer, size and reason, as tables with bars."""
     counts, left_out = defaultdict[str, Counter[str]](Counter), Counter[str]()  # title → line → rows or images
     total = 0
     for row in rows:
@@ -70,26 +67,26 @@ def report(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def power_class(number: int) -> str:
-    """Return the powers of two that a number above 0 lies between, `256 to 511` for example."""
+    """Return the class of a number above 0 between powers of two, for example `256 to 511`."""
     low = 1 << (number.bit_length() - 1)
     return f"{low} to {2 * low - 1}"
 
 
 def kind_of(reason: str) -> str:
-    """Return `reason` with an ellipsis for what differs from row to row: quotations, names of files, numbers."""
+    """Return a reason with an ellipsis for quotations, names of files and numbers, which differ from row to row."""
     reason = re.sub(r"(?<!\w)'[^']*'|\"[^\"]*\"|\([^()]*\)", "…", reason)
     reason = re.sub(r"((?:image|video) file) .+ (does not exist)", r"\1 … \2", reason)
     return to_one_line(re.sub(r"(?<!UTF-)\d[\d,.x]*(?<![,.])", "…", reason)[:160])
 
 
 def to_one_line(text: str) -> str:
-    """Return `text` of the data for a terminal: on one line, characters that do not show as their numbers."""
+    """Return a text of the data on one line for a terminal, with invisible characters as their numbers."""
     return printable(" ".join(text.split()))
 
 
 @dataclass
 class Findings:
-    """Findings in a split: as text, with the rows that cannot be used and some of the others for the page."""
+    """Findings in a split: the text, the unusable rows, and a sample of usable rows for the page."""
 
     rows: int
     usable: int
@@ -102,7 +99,14 @@ class Findings:
 def summarise(
     row: Mapping[str, Any], options: RowOptions, lengths: PromptLengths | None, hashes: bool
 ) -> dict[str, Any]:
-    """Return what is counted of a row, under the names of `SUMMARY`; `hashes`: of its image files too."""
+    """Return the columns of `SUMMARY` for a row.
+
+    Args:
+        row: of the data.
+        options: requirements.
+        lengths: measures the prompt; None: it is not measured.
+        hashes: whether to hash the image files.
+    """
     found = examine_row(row, options)
     about: dict[str, Any] = dict.fromkeys(SUMMARY) | {REASON: found[REASON], SIZES: found[SIZES]}
     about |= {"id": None if row.get("id") is None else str(row["id"]), "source": str(row.get("source") or "not stated")}
@@ -111,7 +115,7 @@ def summarise(
             about["length"] = lengths(found)
             about["tokens"] = [lengths.image_tokens([size]) + 1 for size in found[SIZES]]
     except DataError as error:
-        about[REASON] = str(error).rstrip(".")
+        about[REASON] = reason_of(error)
     if (right := found["right"]) is not None:
         about["choices"] = list(right.choices) or None
         about["solution"] = LETTERS[right.index] if right.choices else str(found["solution"])
@@ -133,12 +137,18 @@ def inspect_rows(
     seed: int = 0,
     limit: int | None = None,
 ) -> Findings:
-    """Look at every row as training would, and decode the images of `samples` drawn ones.
+    """Check every row as training does, and decode the images of a sample of rows.
 
     Args:
+        dataset: the rows.
+        options: requirements.
+        split: its name in messages.
+        keys: accepted names of columns.
         lengths: measures prompts; None: they are not measured.
         hashes: whether to hash images, to compare splits.
-        limit: `max_prompt_length`.
+        samples: number of rows in the sample.
+        seed: of the sample.
+        limit: `max_prompt_length`, to count longer prompts.
 
     Raises:
         DataError: the data have no rows, or lack the needed columns.
@@ -184,7 +194,13 @@ def inspect_rows(
 
 
 def show_row(row: Mapping[str, Any], options: RowOptions, about: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what the page shows of a row beside its summary; None if decoding shows that it is damaged."""
+    """Return the summary of a row with its answer, messages and pictures for the page, or None for a damaged row.
+
+    Args:
+        row: of the data.
+        options: requirements.
+        about: the row's summary.
+    """
     try:
         ready = ready_row(row, options)
     except DataError:
@@ -207,7 +223,13 @@ def show_row(row: Mapping[str, Any], options: RowOptions, about: dict[str, Any])
 
 
 def page(findings: Findings, source: str, seed: int) -> bytes:
-    """Return the page, in UTF-8, under the title `source`: text of the data is shown as text, images are inside."""
+    """Return the page in UTF-8, with escaped texts of the data and embedded images.
+
+    Args:
+        findings: of the rows.
+        source: title of the page.
+        seed: of the sample, which the page names.
+    """
 
     def finalize(value: Any) -> Any:
         return printable(value) if isinstance(value, str) else value

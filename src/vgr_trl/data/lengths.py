@@ -27,13 +27,13 @@ def image_sizes_of(row: Mapping[str, Any]) -> list[Size]:
 
 
 def require_ending_template(processor: Any, template: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the chat template of a processor or tokenizer computes for too long on one question."""
+    """Raise `ConfigError` if the chat template of a processor or tokenizer computes for too long on a question."""
     with limited(f"The chat template of {type(processor).__name__}"), suppress(Exception):  # which its use reports
         processor.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False, **template)
 
 
 class PromptLengths:
-    """Counts the tokens of prompts as TRL tokenizes them.
+    """Count the tokens of prompts as TRL tokenizes them.
 
     The number of an image's tokens is a function of its size, which transformers has for most families. The markers
     around images are found by comparing with the processor's own count on blank images. Where the two do not differ by
@@ -47,8 +47,8 @@ class PromptLengths:
     def __init__(self, processor: Any, **template: Any) -> None:
         require_ending_template(processor, template)
         self.processor, self.template = processor, template
-        self.tokenizer = getattr(processor, "tokenizer", processor)
         self.reads_images = isinstance(processor, ProcessorMixin)
+        self.tokenizer: Any = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
         self._processed: dict[tuple[Size, ...], int] = {}
         self._by_size: dict[Size, int] = {}
         self._markers = self._calibrate() if self.reads_images else None
@@ -57,14 +57,14 @@ class PromptLengths:
 
     @property
     def key(self) -> str:
-        """A hash of what lengths depend on besides the rows."""
+        """A hash of the processor and the template, on which lengths depend besides the rows."""
         images = getattr(self.processor, "image_processor", None)
         about = [type(self.processor).__name__, self.tokenizer.get_vocab(), images and images.to_dict()]
         about += [getattr(each, "chat_template", None) for each in (self.processor, self.tokenizer)]
         return str(Hasher.hash([json.dumps(about, sort_keys=True, default=str), self.template]))
 
     def __call__(self, row: Mapping[str, Any]) -> int:
-        """Return the tokens of a row's `prompt`, which has the places of its images.
+        """Return the number of tokens of a row's `prompt`, which has placeholders for its images.
 
         Raises:
             ConfigError: the row has images, and there is a tokenizer only.
@@ -81,14 +81,14 @@ class PromptLengths:
             raise DataError(f"the model's processor refuses its prompt ({error_text(error)})") from error
 
     def image_tokens(self, sizes: Sequence[Size]) -> int:
-        """Return the tokens by which images of these sizes lengthen a prompt beyond one placeholder for each."""
+        """Return the number of tokens that images of these sizes add to a prompt with a placeholder for each."""
         if self._markers is None:
             return self._processed_tokens(tuple(sizes))
         per_image, per_prompt = self._markers
         return self._counted(sizes) + per_image * len(sizes) + per_prompt
 
     def _calibrate(self) -> tuple[int, int] | None:
-        """Return the marker tokens per image and per prompt, None if the function of sizes cannot be used."""
+        """Return the number of marker tokens per image and per prompt, or None if sizes do not give the count."""
         one, two, three = PROBES
         try:
             (single,) = {self._processed_tokens((size,)) - self._counted([size]) for size in PROBES}
@@ -117,7 +117,7 @@ class PromptLengths:
         return sum(self._by_size[size] for size in sizes)
 
     def _processor_count(self, prompt: Any, images: Sequence[Image.Image]) -> int:
-        """Return the tokens that the processor itself makes of a prompt, as TRL calls it."""
+        """Return the number of tokens of a prompt by calling the processor as TRL does."""
         if isinstance(prompt, str):
             return len(self.processor(text=[prompt])["input_ids"][0])
         messages = prepare_multimodal_messages(prompt, list(images)) if self.reads_images else prompt
@@ -125,7 +125,7 @@ class PromptLengths:
         return len(self.processor.apply_chat_template(conversation=[messages], **options)["input_ids"][0])
 
     def _text_tokens(self, prompt: Any, images: int) -> int:
-        """Return the tokens of a conversation's text with one placeholder for each image."""
+        """Return the number of tokens of a conversation's text with a placeholder for each image."""
         messages = prepare_multimodal_messages(prompt, [Image.new("RGB", (1, 1))] * images)
         options = {"add_generation_prompt": True, "tokenize": False, **self.template}
         (text,) = self.processor.apply_chat_template(conversation=[messages], **options)
@@ -133,7 +133,7 @@ class PromptLengths:
 
 
 def refuse_single_image_models(processor: Any) -> None:
-    """Raise `ConfigError` if a processor ignores the second of two images; one that fails says so itself."""
+    """Raise `ConfigError` if a processor ignores the second of two images, and the processor's error if it fails."""
     lengths, blank = PromptLengths(processor), Image.new("RGB", PROBES[0])
     if lengths._processor_count(QUESTION, [blank] * 2) <= lengths._processor_count(QUESTION, [blank]):
         name = type(processor).__name__

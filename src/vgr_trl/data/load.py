@@ -60,13 +60,16 @@ def load_split(
     streaming: bool = False,
     with_folders: bool = True,
 ) -> Dataset | IterableDataset:
-    """Return one split of the data set that one of the three sources names.
+    """Return a split of the data set that one of three sources names.
 
     Args:
+        split: name of the split.
+        dataset_name: name on the hub.
         dataset_config: configuration of a hub data set, or the subfolder or start of the file names that stands for it.
         dataset_path: folder with files of one kind, with images and metadata, or written by `save_to_disk`.
         data_files: as `parse_data_files` takes it, or returns it. Parquet, JSON, JSONL, CSV or Arrow.
-        with_folders: whether rows name the folder of their file, in `FOLDER`, where files of a split lie in several.
+        streaming: whether to return a stream.
+        with_folders: whether rows name the folder of their file in `FOLDER` if files of a split are in several folders.
 
     Raises:
         ConfigError: not exactly one source is given, or `data_files` is malformed.
@@ -88,9 +91,16 @@ def load_split(
 def load_path(
     path: str, split: str | None = None, *, config: str | None = None, streaming: bool = False
 ) -> tuple[str, dict[str, Callable[[], Dataset | IterableDataset]]]:
-    """Return which split of the file, the folder or the hub data set `path` is asked for, and how to load each.
+    """Return the name of the chosen split, and for each split a function that loads it.
 
-    Without a name it is `train`, or the only one; a file has one, of any name. Errors are `DataError`.
+    Args:
+        path: a file, a folder or a hub data set.
+        split: name of the split; None: the only split, or `train`. The split of a file has any name.
+        config: configuration of a hub data set.
+        streaming: whether to load streams.
+
+    Raises:
+        DataError: the data or the split cannot be found or read, also when a split is loaded.
     """
     with readable(path, "the path", only_reads=True):
         is_file = Path(path).is_file()
@@ -160,7 +170,7 @@ def _read(found: Any, streaming: bool, with_folders: bool = True) -> Any:
 
 
 def _checked(rows: Any) -> Any:
-    """Return rows that `datasets` has read, unless it has turned texts of mixed columns into numbers (`DataError`)."""
+    """Return rows that `datasets` has read, or raise `DataError` if it turned texts of mixed columns into numbers."""
     for name in (*KEYS["solution"], *KEYS["choices"]):
         feature = (rows.features or {}).get(name)
         if isinstance(feature.feature if isinstance(feature, List) else feature, Json):
@@ -173,9 +183,12 @@ def _checked(rows: Any) -> Any:
 
 
 def parse_data_files(text: str) -> Files:
-    """Return split → files of `train=a.jsonl+b.jsonl,test=c.parquet`; raise `ConfigError` if a name is missing.
+    """Return split → files for a text like `train=a.jsonl+b.jsonl,test=c.parquet`.
 
-    Files without a split are of `train`, a split may be named again, and `*` and `?` stand for any characters.
+    Files without a split belong to `train`, a split may be named again, and `*` and `?` stand for any characters.
+
+    Raises:
+        ConfigError: the name of a split or file is missing.
     """
     files: Files = {}
     for part in text.split(","):
@@ -190,7 +203,7 @@ def parse_data_files(text: str) -> Files:
 
 
 def _named_split(splits: Mapping[str, Any], split: str, source: str) -> str:
-    """Return the name of a split, also by another word for it; raise `MissingSplitError` if there is none."""
+    """Return the name of a split, also for another word with its meaning, or raise `MissingSplitError`."""
     name = split if split in splits else MEANT.get(split, split)
     if name not in splits:
         raise MissingSplitError(source, sorted(splits), split)
@@ -198,7 +211,7 @@ def _named_split(splits: Mapping[str, Any], split: str, source: str) -> str:
 
 
 def splits_of(files: Sequence[Path], folder: Path) -> Files:
-    """Return split → files by the last word of each path that names a split; all are `train` where none does.
+    """Return split → files by the last word of each path that names a split, or all files as `train`.
 
     `datasets` would put `train_val_split_train.jsonl` into two splits.
     """
@@ -211,7 +224,7 @@ def splits_of(files: Sequence[Path], folder: Path) -> Files:
 
 
 def row_files(folder: Path) -> list[Path]:
-    """Return the files with rows anywhere in `folder`, in the order of their names; hidden ones are passed over."""
+    """Return the files with rows anywhere in a folder, sorted by name, without hidden files."""
     files = (path for path in folder.rglob("*") if path.suffix.lower() in BUILDERS and path.is_file())
     hidden = re.compile(r"(^|/)\.|(^|/)skipped\.jsonl$")
     return sorted(path for path in files if not hidden.search(path.relative_to(folder).as_posix()))
@@ -222,7 +235,7 @@ def _kind(path: Path) -> str:
 
 
 def _has_card_with_files(folder: Path, config: str | None) -> bool:
-    """Return whether a card in `folder` names files; refuse files elsewhere, which `datasets` would read."""
+    """Return whether a card in a folder names files, or raise `DataError` if it names files outside the folder."""
     card, more = folder / "README.md", folder / ".huggingface.yaml"
     about = DatasetCard.load(card, ignore_metadata_errors=True).data.to_dict() if card.is_file() else {}
     about |= (yaml.safe_load(more.read_text(encoding="utf-8")) or {}) if more.is_file() else {}
@@ -241,9 +254,12 @@ def _has_card_with_files(folder: Path, config: str | None) -> bool:
 
 @contextmanager
 def readable(source: Any, name: str, only_reads: bool = False) -> Iterator[None]:
-    """Turn what reading `source`, named by the option `name`, raises into a `DataError`.
+    """Convert errors of reading data in this block into a `DataError`.
 
-    If the block `only_reads`, errors of values are the data's too.
+    Args:
+        source: the data, for messages.
+        name: the option that names the data.
+        only_reads: whether the block only reads, so that a `ValueError` also comes from the data.
     """
     try:
         yield
@@ -272,7 +288,7 @@ FEATURES = {str: Value("string"), int: Value("int64"), float: Value("float64"), 
 
 
 def _table_of(paths: tuple[Path, ...], with_folders: bool) -> Dataset:
-    """Return the rows of files; a broken one has its reason in the column `UNREADABLE`, mixed columns become JSON."""
+    """Return the rows of files, with mixed columns as JSON, and with the reason of a broken row in `UNREADABLE`."""
     kinds: dict[str, set[Any]] = {}
     for row in _rows(paths, with_folders):
         for name, value in row.items():
@@ -297,7 +313,7 @@ def _table_of(paths: tuple[Path, ...], with_folders: bool) -> Dataset:
 def _rows(
     paths: Sequence[Path], with_folders: bool, mixed: Sequence[str] = (), states: Any = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of files, columns of `mixed` as JSON; of a broken one its reason as `UNREADABLE`."""
+    """Yield the rows of files, with columns of `mixed` as JSON, and with the reason of a broken row in `UNREADABLE`."""
     for path in paths:
         try:
             for row in _csv(path) if path.suffix.lower() == ".csv" else _json(path):
@@ -311,7 +327,7 @@ def _rows(
 
 
 def _json(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a list, or of one line each."""
+    """Yield the objects of a file with a list, or with an object in each line."""
     with path.open("rb") as file:
         is_list = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
         file.seek(0)
@@ -339,7 +355,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _csv(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield rows under the names of the first line: every value a text, an empty one None."""
+    """Yield rows with the names of the first line, and texts as values, or None for an empty text."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, strict=True)
         names = list(rows.fieldnames or ())

@@ -1,4 +1,4 @@
-"""Merge sets into one without duplicates, split into train and test that share no image."""
+"""Merge sets without duplicates, and split them into train and test sets that share no image."""
 
 import hashlib
 from collections import defaultdict
@@ -13,9 +13,10 @@ from datasets import Dataset, Features, List, Value
 from vgr_trl.data.checked_rows import REASON, map_rows
 from vgr_trl.data.convert import DIGESTS
 from vgr_trl.data.images import FOLDER, MEDIA, folder_of, image_bytes, images_of, videos_of
-from vgr_trl.data.prompts import LETTERS, texts_of
+from vgr_trl.data.prompts import texts_of
 from vgr_trl.data.read_row import undecoded
 from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.rewards.answers import LETTERS
 from vgr_trl.rewards.language import normalise
 
 TEST_SHARE = 0.1
@@ -24,10 +25,15 @@ CONTRADICTION = "another row with the same image and question has another answer
 
 
 def merge(rows: Dataset, test_share: float, seed: int) -> tuple[Dataset, dict[str, list[int]]]:
-    """Return converted rows, duplicates with a `REASON`, and the numbers of the rows of `train` and `test`, shuffled.
+    """Return converted rows, duplicates with a `REASON`, and the shuffled numbers of the rows of `train` and `test`.
 
-    Of rows with the same images and question the first stays. Where two contradict each other, none does, as it is not
-    known which is right. `test_share` is the share of rows in `test`, in [0, 1); 0: no split.
+    The first of several rows with the same images and question stays. If two of them contradict each other, none stays,
+    as the right answer is unknown.
+
+    Args:
+        rows: converted rows with `DIGESTS`.
+        test_share: share of rows in `test`, in [0, 1); 0: no split.
+        seed: of the split and the order.
 
     Raises:
         ConfigError: `test_share` is out of range.
@@ -62,11 +68,13 @@ def merge(rows: Dataset, test_share: float, seed: int) -> tuple[Dataset, dict[st
 def train_test_split(
     dataset: Dataset, seed: int, root: Path = Path(), most: int | None = None
 ) -> tuple[Dataset, Dataset]:
-    """Return the rows to train on, and a tenth, at most `most`, to evaluate on; none shares an image with the others.
+    """Split prepared rows into training rows and a tenth for evaluation that share no image.
 
     Args:
         dataset: as `prepare_rows` gives it; rows without an image are compared by their question.
         seed: of the choice, which depends on nothing else but the images.
+        root: folder that relative paths start from.
+        most: largest number of rows for evaluation; None: no limit.
 
     Raises:
         DataError: all rows share images.
@@ -86,10 +94,17 @@ def train_test_split(
 
 
 def split_by_image(images: Sequence[Sequence[str]], test_share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Return the numbers of the rows to train on and to test on, such that no image is on both sides.
+    """Return the numbers of the rows to train on and to test on, with no image on both sides.
 
-    Rows that share an image (names of each row's), also over others, stay together. Sides depend on `seed` and on the
-    images alone. The share in [0, 1) is met as nearly as possible; `DataError`: there is no way to split the rows.
+    Rows that share an image, also through other rows, stay together.
+
+    Args:
+        images: per row the names of its images.
+        test_share: share of rows to test on, in [0, 1), which is met as closely as possible.
+        seed: of the choice, which depends on nothing else but the images.
+
+    Raises:
+        DataError: shared images link all rows.
     """
     if test_share == 0:
         return list(range(len(images))), []

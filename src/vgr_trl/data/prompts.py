@@ -10,9 +10,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vgr_trl.errors import ConfigError, DataError, error_text
 from vgr_trl.processes import limit_seconds
+from vgr_trl.rewards.answers import LETTERS
 
 TEMPLATE_SECONDS = 10  # of computing, for one question
-LETTERS = "ABCDEFGHIJ"
 PLACEHOLDER = "<image>"  # of an image in the text of a question, as LLaVA, ms-swift and EasyR1 write it
 VIDEO_PLACEHOLDER = re.compile(r"[ \t]*<video>[ \t]*\n?")
 SYSTEM_PROMPT = (
@@ -35,7 +35,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def to_parts(content: Any) -> list[dict[str, Any]]:
-    """Return the content of a message as parts, without the fields that a table has filled with None."""
+    """Return the content of a message as parts, without empty fields of a table."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return [{name: value for name, value in part.items() if value is not None} for part in content]
@@ -75,7 +75,13 @@ def _split(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def require_placeholders(conversation: Messages, images: int, has_videos: bool = False) -> None:
-    """Raise `DataError` if a conversation has placeholders, but not as many as there are images."""
+    """Raise `DataError` if a conversation has placeholders, but not one for each image.
+
+    Args:
+        conversation: messages.
+        images: number of images of the row.
+        has_videos: whether the row has videos, beside which no placeholder is accepted.
+    """
     found = sum(part.get("type") == "image" for part in _parts_of(placed(conversation)))
     if found and has_videos:
         raise DataError("its prompt has <image> beside a video, whose frames come first: remove the placeholders")
@@ -84,7 +90,7 @@ def require_placeholders(conversation: Messages, images: int, has_videos: bool =
 
 
 def drop_video_placeholders(conversation: Messages) -> list[dict[str, Any]]:
-    """Return a conversation without `<video>`, as frames are images; refuse parts of type `video` (`DataError`)."""
+    """Return a conversation without `<video>`, as frames are images, or raise `DataError` for parts of type `video`."""
     if any(part.get("type") == "video" for part in _parts_of(conversation)):
         raise DataError("its prompt has a part of type video: give the text alone, and the video in `videos`")
     contents = [message["content"] for message in conversation]
@@ -138,7 +144,7 @@ class PromptTemplate:
         return type(self), (self.text, self.name, self.role)
 
     def fill(self, **values: Any) -> str:
-        """Return the message for one question; raise `DataError` if the template fails on it."""
+        """Return the message for one question, or raise `DataError` if the template fails on it."""
         with limited(self.name):
             try:
                 return self._template.render(values).strip()
@@ -161,7 +167,7 @@ def build_prompt(
     system_prompt: str | PromptTemplate | None = SYSTEM_PROMPT,
     source: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the conversation that asks `problem`; images travel beside it in the column `image` or `images`.
+    """Return the conversation that asks a question, without its images.
 
     Args:
         problem: the question, or a conversation that ends with it.
@@ -202,9 +208,9 @@ def special_tokens(processor: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
-def special_problem(special: re.Pattern[str] | None, conversation: Messages) -> str | None:
-    """Return which special token a text of a conversation has first, in one sentence, or None if there is none."""
-    found = None if special is None else next(filter(None, map(special.search, texts_of(placed(conversation)))), None)
-    if found is None:
-        return None
-    return f"its text has {found[0]!r}, which the model's tokenizer reads as a special token: remove it"
+def refuse_special_tokens(special: re.Pattern[str] | None, conversation: Messages) -> None:
+    """Raise `DataError` if a text of a conversation has a special token, which `special` finds."""
+    for text in texts_of(placed(conversation)):
+        if special is not None and (found := special.search(text)):
+            token = f"{found[0]!r}, which the model's tokenizer reads as a special token"
+            raise DataError(f"its text has {token}: remove it")

@@ -1,4 +1,4 @@
-"""Public question sets and how their rows become rows that `read_row` understands, by name."""
+"""Convert the rows of public question sets, by name, to rows that `read_row` understands."""
 
 import json
 import re
@@ -14,9 +14,9 @@ from datasets import Dataset, concatenate_datasets
 
 from vgr_trl import registries
 from vgr_trl.data.load import MMMU_PRO
-from vgr_trl.data.prompts import LETTERS
 from vgr_trl.data.read_row import KEYS, UNREADABLE, is_vision_only, list_of, text_of, value_of
 from vgr_trl.errors import DataError
+from vgr_trl.rewards.answers import LETTERS
 
 HUB_NAME = "HuggingFaceM4/A-OKVQA"
 Row = Mapping[str, Any]
@@ -24,11 +24,11 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Converter:
-    """Conversion of a data set; `hub_name`, `config` and `split` are read where none is named."""
+    """Conversion of a data set, with the default source `hub_name`, `config` and `split`."""
 
-    rows: Callable[[Row], Iterable[Row]]  # published row → the rows that it becomes, with columns that `read_row` knows
+    rows: Callable[[Row], Iterable[Row]]  # published row → rows with columns that `read_row` knows
     several_images: bool = False  # whether a question may have any number of images: `images`, not `image`
-    regions: bool = False  # whether it says in boxes what a question is about
+    regions: bool = False  # whether boxes mark the part of the image that a question is about
     id_column: str = "id"  # rows without an id get their number
     hub_name: str | None = None
     config: str | None = None
@@ -37,7 +37,7 @@ class Converter:
 
 
 def _multiple_choice(row: Row, source: str) -> list[Row]:
-    """Return a row that must have options; the vision-only rows of MMMU-Pro have them in the image."""
+    """Return a row with options, or a vision-only row of MMMU-Pro, or raise `DataError` for a row without options."""
     if is_vision_only(row):
         return [{**row, "source": f"{source} vision"}]
     if value_of(row, *KEYS["choices"]) in (None, []):
@@ -78,7 +78,7 @@ def _easy_vqa(row: Row) -> Iterator[Row]:
 
 
 def _nlvr(row: Row) -> list[Row]:
-    """Return the question of Cornell NLVR: `identifier`, `image`, `sentence`, `label`; JSON `objects` with boxes."""
+    """Return the question of a row of Cornell NLVR: `identifier`, `image`, `sentence`, `label`, JSON `objects`."""
     try:
         boxes = [item["box"] for item in json.loads(row["objects"])]
     except (ValueError, TypeError, KeyError):
@@ -105,9 +105,9 @@ for _name, _converter in CONVERTERS.items():
 
 
 def load_converter(spec: str) -> Converter:
-    """Return one of `CONVERTERS`, or that of a function from a published row to rows: its name, dotted path or file.
+    """Return a converter by its name in `CONVERTERS`, or for the name, dotted path or file of a function.
 
-    What the function has as `converter`, a dict, are arguments of its `Converter`.
+    The function maps a published row to rows. Its attribute `converter`, a dict, has arguments of its `Converter`.
     """
     if spec in CONVERTERS:
         return CONVERTERS[spec]
@@ -116,7 +116,7 @@ def load_converter(spec: str) -> Converter:
 
 
 def read_ids(path: Path) -> frozenset[str]:
-    """Return the ids in a file: one per line, or a JSON list."""
+    """Return the ids in a file, a text with an id per line, or a JSON list."""
     text = path.read_text(encoding="utf-8-sig").strip()
     found = json.loads(text) if text.startswith("[") else text.splitlines()
     return frozenset(str(value).strip() for value in found) - {""}
@@ -134,9 +134,14 @@ _OPTION_LETTER = re.compile(r"\b(?:options?|choices?|answers?)\s+\(?[A-J]\b")
 
 
 def shuffle_choices(rows: Dataset, sides: Iterable[Sequence[int]], seed: int) -> Dataset:
-    """Return converted rows with their options in another order, where that does not change what they mean.
+    """Shuffle the options of converted rows, unless their order has a meaning.
 
-    Of the questions with n options in a side (numbers of rows), every n have each letter once as the right one.
+    Among every n questions with n options in a side, each letter is right once.
+
+    Args:
+        rows: converted rows.
+        sides: numbers of the rows of each split.
+        seed: of the order.
     """
     solutions, options, problems = list(rows["solution"]), list(rows["choices"]), list(rows["problem"])
     for side in sides:
@@ -157,6 +162,6 @@ def shuffle_choices(rows: Dataset, sides: Iterable[Sequence[int]], seed: int) ->
 
 
 def stays_in_order(problem: str, choices: Iterable[str]) -> bool:
-    """Return whether the question or one of its options refers to options by their place or letter."""
+    """Return whether the question or an option refers to options by their place or letter."""
     names_options = any(_PLACES.search(choice) or _LETTERS.search(choice) for choice in choices)
     return names_options or _OPTION_LETTER.search(problem) is not None

@@ -1,4 +1,4 @@
-"""Read a row: what it asks and what is right, by whatever names, formats and types its columns have.
+"""Read the question and the answer of a row from columns of many names, formats and types.
 
 `train`, `evaluate`, `inspect`, `convert` and `merge` share `read_row`.
 """
@@ -27,16 +27,9 @@ from vgr_trl.data.images import (
     refuse_named_files,
     videos_of,
 )
-from vgr_trl.data.prompts import (
-    LETTERS,
-    PromptTemplate,
-    build_prompt,
-    drop_video_placeholders,
-    require_placeholders,
-    to_parts,
-)
+from vgr_trl.data.prompts import PromptTemplate, build_prompt, drop_video_placeholders, require_placeholders, to_parts
 from vgr_trl.errors import ConfigError, DataError, RewardError
-from vgr_trl.rewards.answers import Solution, resolve_solution
+from vgr_trl.rewards.answers import LETTERS, Solution, resolve_solution
 
 DIALOGUES = ("messages", "conversations")
 INDICES = ("label_idx", "correct_choice_idx")  # always an index
@@ -69,7 +62,7 @@ FLAGS = [f"{name}_key" for name in KEYS]
 
 @dataclass(frozen=True)
 class Question:
-    """A question read from a row.
+    """The question of a row.
 
     Attributes:
         prompt: the question, or a conversation; `<image>` in it is the placeholder of an image.
@@ -91,20 +84,30 @@ class Question:
     source: str | None
 
     def conversation(self, system: str | PromptTemplate | None) -> Any:
-        """Return the prompt as a conversation without `<video>`; a text is put behind a system prompt or a template."""
+        """Return the prompt as a conversation without `<video>`, and put a system prompt or template before a text."""
         prompt: Any = self.prompt
         if not self.is_complete or (isinstance(system, PromptTemplate) and system.role == "user"):
             prompt = build_prompt(prompt, self.choices, system_prompt=system, source=self.source)
         return drop_video_placeholders(prompt) if self.videos else prompt
 
 
-def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question | str:
-    """Return the question that a row asks, or the reason why it asks none; no file is opened.
+def reason_of(error: DataError | RewardError) -> str:
+    """Return the message of an error, without its full stop, as the reason of a row that cannot be used."""
+    return str(error).rstrip(".")
 
-    Columns have names of `KEYS`, or are in a known format. If it `needs_answer`, a row must say what is right.
+
+def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question:
+    """Return the question that a row asks, without opening a file.
+
+    Args:
+        row: columns with names of `KEYS`, or in a known format.
+        needs_answer: whether the row must say what is right.
+
+    Raises:
+        DataError: the row asks no question; the message is the reason.
     """
     if row.get(UNREADABLE) is not None:
-        return str(row[UNREADABLE])
+        raise DataError(str(row[UNREADABLE]))
     try:
         row = _rename_known_formats(row)
         prompt, replied, is_complete = _read_prompt(row)
@@ -118,12 +121,12 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question |
         require_placeholders(build_prompt(prompt, choices, system_prompt=None), len(images), bool(videos))
         source = row.get("source") if isinstance(row.get("source"), str) else None
         return Question(prompt, choices, answer, right, is_complete, images, videos, source)
-    except (DataError, RewardError) as error:
-        return str(error).rstrip(".")
+    except RewardError as error:
+        raise DataError(str(error)) from error
 
 
 def _rename_known_formats(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a row of MMMU-Pro, ArxivQA or MMBench as one with `question`, `options`, `answer` and `images`."""
+    """Return a row of MMMU-Pro, ArxivQA or MMBench with the columns `question`, `options`, `answer` and `images`."""
     columns = [match for name in row if (match := _OPTION_COLUMN.fullmatch(name)) and _is_option(row[name])]
     by_letter = {(match[1] or match[2]).upper(): str(row[match[0]]) for match in columns}
     if value_of(row, *KEYS["choices"]) is None and {"A", "B"} <= by_letter.keys():
@@ -151,7 +154,7 @@ def _is_option(value: Any) -> bool:
 
 
 def is_vision_only(row: Mapping[str, Any]) -> bool:
-    """Return whether `row` is one of MMMU-Pro whose question and options are to be read from the image."""
+    """Return whether the question and options of a row of MMMU-Pro are in its image."""
     has_all = all(row.get(name) is not None for name in ("image", "options", "answer", "subject"))
     return has_all and not any(row.get(name) for name in KEYS["problem"])
 
@@ -169,7 +172,7 @@ def renumber_placeholders(texts: list[str], numbers: list[int]) -> list[str]:
 
 
 def _read_prompt(row: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
-    """Return the question or conversation, what the assistant answers to it, and whether it wants no system prompt."""
+    """Return the question or conversation, the assistant's reply if given, and whether to add no system prompt."""
     name = next((name for name in KEYS["problem"] if row.get(name) not in (None, [], "")), None)
     prompt: Any = None if name is None else row[name]
     if name is None or isinstance(prompt, str):
@@ -210,7 +213,7 @@ def _turn(message: Any, name: str) -> dict[str, Any]:
 
 
 def text_of(row: Mapping[str, Any], *names: str) -> str:
-    """Return the text in the first of the columns `names` that has a value; raise `DataError` if there is none."""
+    """Return the text in the first of the columns `names` that has a value, or raise `DataError`."""
     value = value_of(row, *names)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"its {' or '.join(names)} is {value!r:.80}: it must be a text")
@@ -218,12 +221,12 @@ def text_of(row: Mapping[str, Any], *names: str) -> str:
 
 
 def value_of(row: Mapping[str, Any], *names: str) -> Any:
-    """Return the value in the first of the columns `names` that has one, else None."""
+    """Return the first value that is not None in the columns `names`, or None."""
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 def options_of(value: Any) -> list[str]:
-    """Return 2 to 10 options, stored as a list, by letter in a mapping, as the text of either, or as lines, as texts.
+    """Return the texts of 2 to 10 options, given as a list, a mapping from letters, the text of either, or lines.
 
     Letters that the options carry themselves (`A) red`, `B) blue`) are taken off if all carry their own.
     """
@@ -247,11 +250,10 @@ def options_of(value: Any) -> list[str]:
 def _answer_of(row: Mapping[str, Any], options: Sequence[str] | None) -> Any:
     """Return the stated answer of a row: a letter, an index or a text, or a list of answers that all count."""
     name = next((name for name in KEYS["solution"] if row.get(name) is not None), "")
-    answer: Any = row.get(name)
+    answer = _to_python(row.get(name))
     if name in INDICES:
         answer = int(answer) if isinstance(answer, str) and answer.strip().isdecimal() else answer
         return answer if options else resolve_solution(None, None, answer).text
-    answer = answer.tolist() if hasattr(answer, "tolist") else answer
     if isinstance(answer, list):  # VQA has a mapping for each annotator
         return [each.get("answer") if isinstance(each, Mapping) else each for each in answer]
     is_number = isinstance(answer, int) and not isinstance(answer, bool)
@@ -260,9 +262,14 @@ def _answer_of(row: Mapping[str, Any], options: Sequence[str] | None) -> Any:
     return answer
 
 
+def _to_python(value: Any) -> Any:
+    """Return a value of NumPy or PyTorch, as formatted data sets have them, as Python's."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def list_of(value: Any, name: str) -> list[Any]:
-    """Return a value that is a list, or the text of one in Python's or JSON's notation; else raise `DataError`."""
-    found = value.tolist() if hasattr(value, "tolist") else value
+    """Return a list, also from its text in Python's or JSON's notation, or raise `DataError` for another value."""
+    found = _to_python(value)
     for parse in (ast.literal_eval, json.loads) if isinstance(value, str) else ():
         try:
             with warnings.catch_warnings(action="ignore"):  # of backslashes that escape nothing, which stay as they are
@@ -286,7 +293,7 @@ def list_of(value: Any, name: str) -> list[Any]:
 
 
 def _join_labels(options: list[Mapping[str, Any]]) -> list[str]:
-    """Return options like `{"label": "A", "text": "red"}` as `A. red`; raise `DataError` if a label is no letter."""
+    """Return options like `{"label": "A", "text": "red"}` as `A. red`, or raise `DataError` for another label."""
     labels = [str(value_of(option, "label", "key", "id", "letter") or "").strip().upper() for option in options]
     if any(labels) and not all(len(label) == 1 and label in LETTERS for label in labels):
         raise DataError(f"its options carry the labels {', '.join(labels)}: give letters from {LETTERS[0]} on")
@@ -298,13 +305,16 @@ def _join_labels(options: list[Mapping[str, Any]]) -> list[str]:
 
 
 def image_columns(dataset: Any) -> list[str]:
-    """Return the columns of `dataset` that TRL takes images from; of a stream without known columns, look at a row."""
+    """Return the columns from which TRL takes images, of a stream without known columns those of its first row."""
     names: Any = getattr(dataset, "column_names", None) or next(iter(dataset), {})
     return [name for name in IMAGE_COLUMNS if name in names]
 
 
 def image_column(features: Mapping[str, Any] | None, keys: Keys) -> str:
-    """Return `image` if every row has at most one, else `images`; TRL looks at the first row of a batch only."""
+    """Return the column for decoded images: `image` if every row has at most one image, else `images`.
+
+    TRL looks at the first row of a batch only.
+    """
     names = known_names(features or (), keys)
     found = [column for column, name in names.items() if name in MEDIA]
     is_one = [names[column] for column in found] == ["image"]
@@ -322,12 +332,12 @@ def undecoded(dataset: Any) -> Any:
 
 
 def is_media(feature: Any) -> bool:
-    """Return whether a column holds images or videos, one or a list of them."""
+    """Return whether a column holds images or videos, or lists of them."""
     return isinstance(feature.feature if isinstance(feature, List) else feature, Image | Video)
 
 
 def keys_of(**flags: str | None) -> Keys:
-    """Return the names of the columns that the flags give; `none`: there is no such column."""
+    """Return the column names that the flags give, where `none` stands for no column."""
     given = {name: flags.get(f"{name}_key") for name in KEYS}
     for name, own in given.items():
         if own == "" or (name == "problem" and own == NONE):
@@ -348,7 +358,13 @@ def renamed_row(row: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
 
 
 def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KEYS) -> Any:
-    """Return the first readable row of a data set or stream, or any if none is.
+    """Return the first readable row of a data set or stream, or its first row if none is readable.
+
+    Args:
+        rows: the data set or stream.
+        split: its name in messages.
+        needs_solution: whether rows need an answer.
+        keys: accepted names of columns.
 
     Raises:
         DataError: there is no row, or the columns are not understood; the message names the flag that would help.

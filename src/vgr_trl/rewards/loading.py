@@ -58,18 +58,23 @@ class FileOptions:
 
 
 def is_easyr1_reward(function: Any) -> bool:
-    """Whether `function` is a reward of EasyR1 or MTRL, by its first parameter or the constants of its module."""
+    """Return whether a function is a reward of EasyR1 or MTRL, by its first parameter or its module's constants."""
     if not inspect.isfunction(function):
         return False
     names = list(inspect.signature(function).parameters)
     if not names or set(names) & {"prompts", "completions", "completion_ids"}:
         return False
+    return names[0] in _FORMS or not _module_names(function).keys().isdisjoint({"REWARD_TYPE", "REWARD_NAME"})
+
+
+def _module_names(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the names that the module of a function defines."""
     module = sys.modules.get(function.__module__)
-    return names[0] in _FORMS or hasattr(module, "REWARD_TYPE") or hasattr(module, "REWARD_NAME")
+    return {} if module is None else vars(module)
 
 
 class ScoredFile:
-    """One score of an EasyR1 reward function as a reward; the reward `overall` also logs the other scores.
+    """One score of an EasyR1 reward function as a reward, of which `overall` also logs the other scores.
 
     Such a function takes a dict per completion (`response`, `response_length`, `ground_truth`, `prompt`) and returns
     its scores. Sequential form: one dict, also with `images`, to a dict of scores or a pair (reward, metrics). Batch
@@ -89,7 +94,7 @@ class ScoredFile:
         if unknown := [name for name in options.arguments if not takes_all and name not in parameters]:
             accepted = f"but {function.__name__} accepts {', '.join(list(parameters)[1:]) or 'none'}"
             raise RewardError(f"reward_function_kwargs has {unknown[0]!r}, {accepted}: correct it.")
-        module_form = getattr(sys.modules.get(function.__module__), "REWARD_TYPE", None)
+        module_form = _module_names(function).get("REWARD_TYPE")
         self.form = str(module_form or options.form or _FORMS.get(next(iter(parameters)), "batch"))
         if self.form not in _FORMS.values():
             raise RewardError(f"{function.__name__} has the reward type {self.form!r}: give batch or sequential.")
@@ -172,7 +177,7 @@ def _is_pair(returned: Any) -> bool:
 
 def _score_in_worker(where: tuple[str, str, dict[str, Any]], row: dict[str, Any]) -> Any:
     file, name, arguments = where
-    return getattr(registries.import_file(file, "reward", RewardError), name)(row, **arguments)
+    return vars(registries.import_file(file, "reward", RewardError))[name](row, **arguments)
 
 
 def _build_inputs(completions: Sequence[Any], columns: Mapping[str, Any], with_images: bool) -> list[dict[str, Any]]:
@@ -192,7 +197,7 @@ def _build_inputs(completions: Sequence[Any], columns: Mapping[str, Any], with_i
 
 
 def is_reward_name(spec: Any) -> bool:
-    """Whether a text names a reward function (registered name, file or dotted path), not a reward model."""
+    """Return whether a text names a reward function (registered name, file or dotted path), not a reward model."""
     if not isinstance(spec, str) or Path(spec).is_dir():
         return False
     name = str(spec).strip().partition("[")[0]
@@ -259,7 +264,7 @@ def load_rewards(
 
 
 def load_reward(spec: Any, **settings: Any) -> Callable[..., Any]:
-    """Load the reward function that `spec` names; other arguments and errors are those of `load_rewards`."""
+    """Load the reward function that `spec` names, with arguments and errors of `load_rewards`."""
     (reward,) = load_rewards([spec], **settings)
     return reward
 
@@ -301,7 +306,7 @@ def reward_name(reward: Any) -> str:
 
 @dataclass(frozen=True)
 class RewardSchedule:
-    """Reward weights, one per reward: `early` for the first steps if given, then `regular`."""
+    """Reward weights, one per reward: `early` weights for the first steps if given, then `regular` weights."""
 
     regular: tuple[float, ...]
     early: tuple[float, ...] | None = None
@@ -340,7 +345,7 @@ class RewardSchedule:
         return int(warmup_steps) if warmup_steps > 0 else max(-(-int(total_steps) // 10), 0)
 
     def weights_at(self, step: int, early_steps: int) -> list[float]:
-        """Return the weights at the 0-based global `step`: early ones below `early_steps`, else regular ones."""
+        """Return the weights at the 0-based global `step`: early weights below `early_steps`, else regular weights."""
         return list(self.early if self.early is not None and step < early_steps else self.regular)
 
 
@@ -352,7 +357,7 @@ PASSED_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "
 
 
 def reads_solution(reward: Any) -> bool:
-    """Whether a reward compares answers with the reference answer."""
+    """Return whether a reward compares answers with the reference answer."""
     return unwrap_reward(reward) in (accuracy_reward, blind_accuracy_reward, tool_reward)
 
 
@@ -393,7 +398,7 @@ def wrap_reward(
     """
     given = {"trainer": trainer} if trainer is not None and _takes_argument(reward, "trainer") else {}
     function = unwrap_reward(reward)
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+    if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
 
         async def call_async(**kwargs: Any) -> list[float | None]:
             count = len(kwargs["completions"])  # before the reward can change them
@@ -466,7 +471,7 @@ def _restore_columns(columns: dict[str, Any]) -> Iterator[None]:
 
 
 def _find_containers(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield the lists and dicts in `items`, recursively; images and tensors are skipped."""
+    """Yield the lists and dicts in `items` recursively, but no images and tensors."""
     for item in items:
         if isinstance(item, list | dict):
             yield item
@@ -474,7 +479,7 @@ def _find_containers(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _takes_argument(reward: Any, name: str) -> bool:
-    """Whether a reward accepts a keyword argument that `functools.partial` has not bound."""
+    """Return whether a reward accepts a keyword argument that `functools.partial` has not bound."""
     if isinstance(reward, partial) and name in reward.keywords:
         return False
     parameters = inspect.signature(reward).parameters
