@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from support.made_records import completion
 
-from vgr_trl.reporting.notebook import position_colour, show_completion
+from vgr_trl.reporting.display import position_colour
+from vgr_trl.reporting.notebook import show_completion
 from vgr_trl.reporting.records import AttentionMap, RecordedImage
 
 FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"

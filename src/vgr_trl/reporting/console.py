@@ -1,7 +1,6 @@
 """Print records in colour, and one line per step of training."""
 
 import re
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -11,12 +10,10 @@ from rich.panel import Panel
 from rich.text import Text
 
 from vgr_trl.errors import printable
-from vgr_trl.reporting.display import format_number, preview
-from vgr_trl.reporting.records import Completion, Record
+from vgr_trl.reporting.display import VERDICTS, color_tokens, format_number, format_rewards, preview
+from vgr_trl.reporting.records import Record
 
 _REWARD_MEAN = re.compile(r"rewards?/([^/]+)(?:/mean)?")
-# From low to high attention on the image; light half of viridis, which colour-blind readers can distinguish.
-_SHADES = ("#8a8a8a", "#3b8ac4", "#21a5a5", "#5ec962", "#fde725")
 _STEP_QUANTITIES = (  # heading, logged name (EasyR1 reward files: reward/…), format
     ("reward", "reward", "{:.3f}"),
     ("accuracy", "rewards/accuracy_reward/mean", "{:.3f}"),
@@ -32,34 +29,22 @@ _STEP_QUANTITIES = (  # heading, logged name (EasyR1 reward files: reward/…), 
 
 
 def print_record(record: Record, console: Console | None = None, prompt_length: int | None = None) -> None:
-    """Print prompts, completions and rewards; tokens with more weight or more attention on the image are brighter.
+    """Print prompts, completions and rewards; tokens are coloured by weight, else by VGR, as in notebooks.
 
     Args:
         console: None: standard output.
         prompt_length: characters of a prompt to print; None: all.
     """
-    marks = {True: ("right", "bold cyan"), False: ("wrong", "bold magenta"), None: ("", "")}
     for item in record.completions:
-        tokens = zip(map(printable, item.tokens), token_shades(item), strict=True)
-        rewards = ", ".join(f"{printable(name)} {format_number(value)}" for name, value in item.rewards.items())
+        tokens = color_tokens(item, "vgr" if item.weights is None else "weights")
         body = Text.assemble(
             (f"{printable(preview(item.prompt.strip(), prompt_length))}\n", "dim"),
-            *tokens,
-            "\n",
-            marks[item.correct],
-            f" {rewards}, advantage {format_number(item.advantage)}",
+            *((text, f"black on {colour}" if colour else "") for text, _, colour in tokens),
+            (f"\n{VERDICTS[item.correct]}", "bold cyan" if item.correct else "bold magenta"),
+            f" {format_rewards(item)}, advantage {format_number(item.advantage)}",
         )
         panel = Panel(body, title=f"step {record.step}, prompt {item.group}", title_align="left")
         (console or Console()).print(panel)
-
-
-def token_shades(completion: Completion) -> list[str]:
-    """Return a style per token: by its weight, else by low VGR, in fifths of the completion."""
-    scores = completion.weights
-    if scores is None:
-        scores = [None if value is None else -value for value in completion.vgr or [None] * len(completion.tokens)]
-    known, count = sorted(score for score in scores if score is not None), len(_SHADES)
-    return ["" if score is None else _SHADES[bisect_left(known, score) * count // len(known)] for score in scores]
 
 
 def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step: float | None) -> str:

@@ -11,7 +11,7 @@ from jinja2 import Environment
 
 from vgr_trl.atomic_files import append_atomic
 from vgr_trl.errors import printable
-from vgr_trl.reporting.display import format_number, preview
+from vgr_trl.reporting.display import VERDICTS, format_number, preview
 from vgr_trl.reporting.records import Record, to_json_value
 
 LOG_FOLDER = "training_logs"
@@ -124,4 +124,4 @@ def load_sections() -> Any:
     for function in (code_block, json_block, escape_inline, preview, format_number, weight_share):
         environment.filters[function.__name__] = function
     source = Path(__file__).with_name("sections.md").read_text(encoding="utf-8")
-    return environment.from_string(source, {"columns": _COLUMNS, "zip": zip}).module
+    return environment.from_string(source, {"columns": _COLUMNS, "verdicts": VERDICTS, "zip": zip}).module

@@ -1,52 +1,24 @@
 """Records in a notebook: a completion with coloured tokens and images, and a table with a row per token."""
 
 import base64
-import math
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
-from jinja2 import Environment, Template
+from jinja2 import Environment
 
 from vgr_trl.atomic_files import write_atomic
 from vgr_trl.errors import ConfigError, DataError, printable
-from vgr_trl.reporting.display import format_number
-from vgr_trl.reporting.records import PER_TOKEN, Completion, Numbers, Run, read_run, read_thumbnail, records_folder
+from vgr_trl.reporting.display import QUANTITIES, VERDICTS, color_tokens, format_number, format_rewards, position_colour
+from vgr_trl.reporting.records import Completion, Run, read_run, read_thumbnail, records_folder
 
-Colour = tuple[int, int, int]
-
-# Blue and orange: distinguishable for colour-blind readers, and light enough for black text.
-LOW_COLOUR: Colour = (67, 147, 195)
-MIDDLE_COLOUR: Colour = (247, 247, 247)
-HIGH_COLOUR: Colour = (224, 130, 20)
 IMAGE_SIDE = 224  # longer side of an image, in pixels
 MAX_OPACITY = 0.8  # of the shade over a cell without attention
-_TEMPLATE = Path(__file__).with_name("completion.html")
-
-
-class Quantity(NamedTuple):
-    """A per-token quantity: title, meaning of values below and above the middle, and whether it is a ratio.
-
-    The middle of a ratio is 1, on a logarithmic scale; otherwise it is 0.
-    """
-
-    title: str
-    below: str
-    above: str
-    is_ratio: bool = False
-
-
-QUANTITIES = {
-    "vgr": Quantity("vision gain ratio", "looks more", "looks less", is_ratio=True),
-    "weights": Quantity("weight", "less of the credit", "more of the credit", is_ratio=True),
-    "dependency": Quantity("dependency on the image", "", "depends on the image"),
-    "advantages": Quantity("advantage", "made less likely", "made more likely"),
-    "entropies": Quantity("entropy", "", "uncertain"),
-    "logps": Quantity("log-probability", "unlikely", ""),
-}
+_ENVIRONMENT = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+_ENVIRONMENT.filters |= {"number": format_number, "text": lambda text: printable(text).replace("\n", "↵\n")}
+_TEMPLATE = _ENVIRONMENT.from_string(Path(__file__).with_name("completion.html").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -81,56 +53,20 @@ def show_completion(
     count = len(completion.tokens)
     if token is not None and not -count <= token < count:
         raise ConfigError(f"token is {token}, and the completion has {count} tokens: give one in [{-count}, {count}).")
-    quantity, values = QUANTITIES[color_by], getattr(completion, color_by) or [None] * count
-    positions = colour_positions(values, quantity.is_ratio)
-    tokens = [
-        (_show_text(text), format_number(value), None if place is None else position_colour(place))
-        for text, value, place in zip(completion.tokens, values, positions, strict=True)
-    ]
-    known = [value for value in values if value is not None]
-    html = _load_template().render(
-        prompt=_show_text(completion.prompt),
-        solution=None if completion.solution is None else _show_text(completion.solution),
-        reward=format_number(completion.reward),
-        rewards=", ".join(f"{_show_text(name)} {format_number(value)}" for name, value in completion.rewards.items()),
-        right={None: None, True: "right", False: "wrong"}[completion.correct],
-        quantity=quantity,
-        tokens=tokens,
-        range=f"{format_number(min(known))} to {format_number(max(known))}" if known else None,
+    known = [value for value in completion.per_token()[color_by] or () if value is not None]
+    html = _TEMPLATE.render(
+        completion=completion,
+        rewards=format_rewards(completion),
+        verdict=VERDICTS[completion.correct],
+        quantity=QUANTITIES[color_by],
+        tokens=color_tokens(completion, color_by),
+        range=[min(known), max(known)] if known else None,
         colours=",".join(map(position_colour, (-1.0, 0.0, 1.0))),
         images=_build_images(completion, records_folder(Path(run_folder)), token),
         of="all tokens" if token is None else f"token {token % count}",
         darkest=MAX_OPACITY,
     )
     return CompletionView(html)
-
-
-@cache
-def _load_template() -> Template:
-    source = _TEMPLATE.read_text(encoding="utf-8")
-    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
-
-
-def colour_positions(values: Numbers, is_ratio: bool) -> Numbers:
-    """Map values to colour positions in [-1, 1], with the middle at 0 and the same scale on both sides.
-
-    The value farthest from the middle is at -1 or 1. None stays None.
-
-    Args:
-        values: finite numbers or None.
-        is_ratio: the middle is 1 on a logarithmic scale, and values up to 0 are at -1; otherwise the middle is 0.
-    """
-    distances = list(values)
-    if is_ratio:
-        distances = [None if value is None else math.log(value) if value > 0 else -math.inf for value in values]
-    farthest = max((abs(distance) for distance in distances if distance and math.isfinite(distance)), default=1.0)
-    return [None if distance is None else max(-1.0, min(1.0, distance / farthest)) for distance in distances]
-
-
-def position_colour(position: float) -> str:
-    """Return the CSS colour of a position in [-1, 1]."""
-    end = LOW_COLOUR if position < 0 else HIGH_COLOUR
-    return "#" + "".join(f"{round(m + abs(position) * (e - m)):02x}" for m, e in zip(MIDDLE_COLOUR, end, strict=True))
 
 
 def _build_images(completion: Completion, folder: Path, token: int | None) -> list[dict[str, Any]]:
@@ -150,11 +86,6 @@ def _build_images(completion: Completion, folder: Path, token: int | None) -> li
         shares = [(value / sum(attention), value / max(attention)) for value in islice(rest, count)]
         images.append({"data": data, "size": size, "grid": image.grid, "shares": shares})
     return images
-
-
-def _show_text(text: str) -> str:
-    """Return `text` with line ends marked and invisible or reordering characters escaped."""
-    return printable(text).replace("\n", "↵\n")
 
 
 PER_COMPLETION = ("question", "group", "correct", "reward", "advantage", "replaced")
@@ -181,13 +112,10 @@ def to_pandas(run: str | Path | Run) -> pd.DataFrame:
 
 
 def _token_columns(completion: Completion) -> dict[str, Any]:
-    columns: dict[str, Any] = {name: getattr(completion, name) for name in PER_COMPLETION}
+    columns = {name: vars(completion)[name] for name in PER_COMPLETION}
     columns |= {f"reward/{name}": value for name, value in completion.rewards.items()}
     columns |= {"position": range(len(completion.tokens)), "token": completion.tokens}
-    named = {name: getattr(completion, name) for name in PER_TOKEN}
-    named |= {f"signal/{name}": values for name, values in completion.signals.items()}
-    named |= {f"credit/{name}": values for name, values in completion.credit.items()}
-    return columns | {name: values for name, values in named.items() if values is not None}
+    return columns | {name: values for name, values in completion.per_token().items() if values is not None}
 
 
 def export_run(run: Path, output: Path) -> int:

@@ -36,7 +36,7 @@ _THUMBNAIL_PATTERN = re.compile(rb'"images/(\w+\.webp)"')
 DAMAGED_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # of JSON that was written otherwise
 # Of `run.json`; whatever else is in it is shown as a text.
 _TYPES = {"version": int, "rewards": list[str], "options": dict, "changed": list[str] | None, "setup": dict[str, str]}
-PER_TOKEN = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "changes")  # of `Completion`
+_PER_TOKEN = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "changes")  # of `Completion`
 _MAX_FILES = 16  # number of record files that share `max_bytes`
 
 
@@ -155,6 +155,12 @@ class Completion:
         """Return the indices of the tokens that the policy wrote."""
         return [index for turn in self.turns for index in range(turn.start, turn.stop)] or [*range(len(self.tokens))]
 
+    def per_token(self) -> dict[str, Numbers | None]:
+        """Return all lists of T numbers by name: `signal/<name>` of own signals, `credit/<name>` of credit rules."""
+        found = {name: vars(self)[name] for name in _PER_TOKEN}
+        found |= {f"signal/{name}": values for name, values in self.signals.items()}
+        return found | {f"credit/{name}": values for name, values in self.credit.items()}
+
 
 @dataclass
 class Record:
@@ -219,8 +225,7 @@ def decode_record(line: bytes) -> Record:
 def _check_lengths(completion: Completion) -> None:
     """Raise `ValueError` for values per token of another number than tokens, or shapes that no image has."""
     count, attention = len(completion.tokens), completion.attention
-    per_token = [getattr(completion, name) for name in PER_TOKEN]
-    per_token += [*completion.signals.values(), *completion.credit.values(), attention and attention.scale]
+    per_token = [*completion.per_token().values(), None if attention is None else attention.scale]
     fits = all(values is None or len(values) == count for values in per_token)
     fits &= attention is None or not count or len(attention.values) % count == 0
     for image in completion.images:
