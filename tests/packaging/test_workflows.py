@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from vgr_trl.releases import SUPPORTED
+from vgr_trl.releases import SUPPORTED_TRL
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "https://github.com/${{ github.repository }}"
@@ -55,7 +55,7 @@ def test_changes_are_tested_on_the_versions_that_the_package_names():
     jobs = WORKFLOWS["tests"]["jobs"]
     assert jobs["newest-trl"]["strategy"]["matrix"]["python"] == pythons
     assert jobs["oldest-trl"]["strategy"]["matrix"]["python"] == pythons
-    assert [f"make compat COMPAT=trl-{SUPPORTED[0]} PYTHON=python"] == list(commands(jobs["oldest-trl"]))
+    assert [f"make compat COMPAT=trl-{SUPPORTED_TRL[0]} PYTHON=python"] == list(commands(jobs["oldest-trl"]))
 
 
 def test_every_night_the_newest_releases_are_tested():

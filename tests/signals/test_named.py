@@ -7,7 +7,7 @@ import torch
 
 from vgr_trl.config import MeasureOptions
 from vgr_trl.signals import AttentionMass
-from vgr_trl.signals.columns import QUANTITIES, attention_metrics, reward_columns
+from vgr_trl.signals.columns import ATTENTION_QUANTITIES, attention_metrics, reward_columns
 from vgr_trl.signals.named import add_named, named_signals
 from vgr_trl.signals.ratios import measure_segments
 from vgr_trl.signals.rollout_signals import RolloutSignals, columns_to_signals, signals_to_columns
@@ -66,7 +66,7 @@ def test_late_segment_for_rewards_and_every_one_in_the_table():
     assert columns["aei_instruction"] == [pytest.approx(5 / 9), None]
     first, second = columns["attention_metrics"]
     assert list(first) == ["late", "all"]
-    assert first["all"] == pytest.approx(dict(zip(QUANTITIES, TWICE, strict=True)))
+    assert first["all"] == pytest.approx(dict(zip(ATTENTION_QUANTITIES, TWICE, strict=True)))
     assert reward_columns(table(all=[[INF, 0, 5, 0, 0, 0.2]]))["vgr"] == [INF]
     assert list(second["late"].values()) == [None] * 4 + [0.0, pytest.approx(0.6)]
 
@@ -87,7 +87,7 @@ def test_two_processes(here):
     assert found["attention/all/vgr"] == 2.0
     assert found["attention/all/attention_vision"] == pytest.approx(0.4)
     assert (found["vgr/undefined_fraction"], found["vgr/infinite_fraction"]) == (0.25, 0.25)
-    assert len(found) == 2 + 2 * len(QUANTITIES)
+    assert len(found) == 2 + 2 * len(ATTENTION_QUANTITIES)
 
 
 def test_the_share_of_a_region_by_hand_and_through_a_buffer():

@@ -6,19 +6,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vgr_trl import registries
+from vgr_trl.config import PERTURBATIONS, REMOVE_IMAGE
 from vgr_trl.signals.perturbation import (
-    PERTURBATIONS,
     add_gaussian_noise,
     blacken_patches,
     crop_image,
     derive_seed,
     diffusion_noise,
-    image_left,
+    diffusion_signal,
     mask_image,
     perturb_images,
     shuffle_patches,
 )
-from vgr_trl.views.conversations import perturbed_prompts
+from vgr_trl.views.conversations import perturb_prompts
 
 KNOWN_PATTERN = [".##....#", "#.#..##."]
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
@@ -39,7 +40,7 @@ def draw(mode: str, size: tuple[int, int], seed: int = 0) -> Image.Image:
 
 def call(name, image, **parameters):
     seeded = {"seed": 0} if name not in ("gaussian_blur", "mask_image") else {}
-    return PERTURBATIONS[name](image, **{**seeded, **parameters})
+    return registries.perturbations.load(name)(image, **{**seeded, **parameters})
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -48,7 +49,7 @@ def test_every_mode_and_size_is_kept_and_the_image_itself_stays_as_it_was(mode):
     for size in ((13, 29), (0, 5)):
         image = draw(mode, size)
         before, palette = image.tobytes(), image.getpalette()
-        for name in PERTURBATIONS:
+        for name in PERTURBATIONS.keys() - {REMOVE_IMAGE}:
             result = call(name, image)
             assert (result.mode, result.size) == (mode, size), name
             assert result is not image
@@ -94,8 +95,8 @@ def test_images_of_a_prompt_get_streams_of_their_own_that_depend_on_nothing_else
     [(500, 0.8630172610282898, 0.5051745176315308), (999, 0.28504252433776855, 0.9585148692131042)],
 )
 def test_recorded_shares_of_image_and_noise(steps, image, noise):
-    assert image_left(steps) ** 0.5 == pytest.approx(image, rel=2e-4)
-    assert (1 - image_left(steps)) ** 0.5 == pytest.approx(noise, rel=2e-3), "recorded in float32"
+    assert diffusion_signal(steps) ** 0.5 == pytest.approx(image, rel=2e-4)
+    assert (1 - diffusion_signal(steps)) ** 0.5 == pytest.approx(noise, rel=2e-3), "recorded in float32"
 
 
 def test_grey_gets_darker_and_spreads():
@@ -152,7 +153,7 @@ def test_rows_of_a_number_share_their_images():
         return [f"{image}-{index}" for image in images]
 
     first, second = conversation("a", "b"), conversation("c", text="and this")
-    different, own = perturbed_prompts([first, first, second, second, "text"], [7, 7, 9, 8, 5], perturb)
+    different, own = perturb_prompts([first, first, second, second, "text"], [7, 7, 9, 8, 5], perturb)
     of_second = [conversation(f"c-{number}", text="and this") for number in (9, 8)]
     assert different == [conversation("a-7", "b-7"), *of_second, "text"]
     assert own == [0, 0, 1, 2, 3]

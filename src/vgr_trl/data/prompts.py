@@ -10,9 +10,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vgr_trl.errors import ConfigError, DataError, error_text
 from vgr_trl.processes import limit_seconds
+from vgr_trl.rewards.answers import LETTERS
 
 TEMPLATE_SECONDS = 10  # of computing, for one question
-LETTERS = "ABCDEFGHIJ"
 PLACEHOLDER = "<image>"  # of an image in the text of a question, as LLaVA, ms-swift and EasyR1 write it
 VIDEO_PLACEHOLDER = re.compile(r"[ \t]*<video>[ \t]*\n?")
 SYSTEM_PROMPT = (
