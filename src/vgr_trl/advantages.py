@@ -1,8 +1,8 @@
-"""Rewards become advantages: five estimators that compare the completions of a prompt, and GAE with a critic.
+"""Advantages from rewards: five estimators that compare the completions of a prompt, and GAE with a critic.
 
-Rewards are those of all processes, prompt-major. A NaN reward (no reward function applied) takes part in no mean and no
-deviation, and its completion gets advantage 0. Where a formula is undefined, because fewer than two completions of a
-group have a reward, the advantages are 0.
+Rewards of all processes come prompt by prompt. Means and deviations leave out NaN rewards (no reward function applied),
+whose completions get advantage 0. Where a formula is undefined, because fewer than two completions of a group have a
+reward, the advantages are 0.
 """
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from vgr_trl.config import GROUP_ESTIMATORS
 from vgr_trl.errors import ConfigError
 from vgr_trl.metrics.totals import Gather
-from vgr_trl.options import check_value
 
 
 def estimate_advantages(
@@ -21,26 +20,26 @@ def estimate_advantages(
     baseline: Tensor | None = None,
     trained: Tensor | None = None,
 ) -> Tensor:
-    """Return the advantage of each completion.
+    """Estimate the advantage of each completion.
 
     With mean and standard deviation (n - 1) over the group, A[i] is
 
-    - `grpo`: (r - mean) / (std + 1e-4), as TRL has it for `scale_rewards="group"`
+    - `grpo`: (r - mean) / (std + 1e-4), as TRL computes it for `scale_rewards="group"`
       (https://huggingface.co/papers/2402.03300), or with the std of all `trained` rewards, as for `"batch"`;
     - `rloo`: r - mean of the others of the group (https://huggingface.co/papers/2402.14740);
     - `remax`: r - reward of the prompt's greedy completion (https://huggingface.co/papers/2310.10505);
-    - `reinforce_plus_plus`: c / (std of all c that are trained on + 1e-8) with c = r - mean
+    - `reinforce_plus_plus`: c / (std of c over all trained groups + 1e-8) with c = r - mean
       (https://huggingface.co/papers/2501.03262, its variant with a baseline);
     - `grpo_passk`: for the best of the group (best - second best) / (std + 1e-6), for the others 0
       (https://huggingface.co/papers/2503.19595).
 
     Args:
-        rewards: weighted sums of the rewards, (num_groups * G,), NaN for a completion without one.
+        rewards: weighted sums of the rewards, (num_groups * G,), NaN for a completion without a reward.
         num_generations: G, completions per prompt, at least 1.
         estimator: one of the names above.
         baseline: for `remax`, the reward of each prompt's greedy completion, (num_groups,); else None.
-        trained: for `reinforce_plus_plus`, the rewards of the groups that are trained on, where those are not
-            these, (any number of groups * G,); for `grpo`, these if one deviation of them all divides.
+        trained: rewards of the groups that are trained on, (any number of groups * G,). For `reinforce_plus_plus`,
+            None means `rewards`; for `grpo`, None means one deviation per group.
 
     Returns:
         (num_groups * G,), finite for finite or NaN rewards.
@@ -50,13 +49,13 @@ def estimate_advantages(
     """
     if estimator not in GROUP_ESTIMATORS:
         raise ConfigError(f"advantage_estimator is {estimator!r}: give one of {', '.join(GROUP_ESTIMATORS)}.")
-    # In double precision the mean of equal rewards is that reward; rounding, divided by a tiny deviation, would count.
+    # In double precision the mean of equal rewards equals them; a rounding error would be divided by a tiny deviation.
     groups = rewards.double().view(-1, num_generations)  # (num_groups, G)
-    centred, count = _centred(groups), _count(groups)
+    centred, count = _centre(groups), _count(groups)
     if estimator == "grpo":
         advantages = centred / (row_std(groups if trained is None else trained.double().view(1, -1)) + 1e-4)
     elif estimator == "rloo":
-        # The mean of the others differs from the reward by n / (n - 1) times what the mean of all does.
+        # The distance to the mean of the others is n / (n - 1) times the distance to the mean of all.
         advantages = torch.where(count > 1, centred * count / (count - 1), torch.nan)
     elif estimator == "remax":
         if baseline is None:
@@ -64,7 +63,7 @@ def estimate_advantages(
         advantages = groups - baseline.unsqueeze(1)
     elif estimator == "reinforce_plus_plus":
         batch = groups if trained is None else trained.double().view(-1, num_generations)
-        advantages = centred / (row_std(_centred(batch).view(1, -1)) + 1e-8)
+        advantages = centred / (row_std(_centre(batch).view(1, -1)) + 1e-8)
     elif num_generations < 2:
         advantages = torch.zeros_like(groups)
     else:
@@ -78,14 +77,14 @@ def _count(rewards: Tensor) -> Tensor:
     return (~rewards.isnan()).sum(dim=1, keepdim=True)
 
 
-def _centred(rewards: Tensor) -> Tensor:
+def _centre(rewards: Tensor) -> Tensor:
     return rewards - rewards.nanmean(dim=1, keepdim=True)
 
 
 def row_std(rewards: Tensor) -> Tensor:
-    """Return the standard deviation (n - 1) of each row, (rows, 1), NaN left out; NaN for fewer than two values."""
+    """Return the standard deviation (n - 1) of each row without its NaN, (rows, 1); NaN for fewer than two values."""
     count = _count(rewards)
-    variance = (_centred(rewards) ** 2).nanmean(dim=1, keepdim=True) * (count / (count - 1))
+    variance = (_centre(rewards) ** 2).nanmean(dim=1, keepdim=True) * (count / (count - 1))
     return torch.where(count > 1, variance.sqrt(), torch.nan)
 
 
@@ -95,38 +94,34 @@ def priority(advantages: Tensor, rewards: Tensor) -> Tensor:
 
 
 def group_spread(advantages: Tensor, rewards: Tensor, estimator: str = "grpo") -> Tensor:
-    """Return what makes a group's gradient, (num_groups,): deviation of the rewards for `grpo`, else max |advantage|.
+    """Return the spread of each group, (num_groups,), 0 without a gradient: std of the rewards, or max |advantage|.
 
     Args:
         advantages: (num_groups, G).
-        rewards: weighted sums, (num_groups, G), NaN for a completion without any; with fewer than two the deviation is
-            NaN.
+        rewards: weighted sums, (num_groups, G), NaN for a completion without a reward; the deviation of fewer than two
+            rewards is NaN.
+        estimator: `grpo` takes the standard deviation, the others the largest |advantage|.
     """
     return row_std(rewards.double()).squeeze(1) if estimator == "grpo" else advantages.double().abs().amax(dim=1)
 
 
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns of every token (Schulman et al., 2016, https://arxiv.org/abs/1506.02438).
+    """Estimate advantages and returns of every token (Schulman et al., 2016, https://arxiv.org/abs/1506.02438).
 
-    A[t] = δ[t] + γ λ A[t'] with δ[t] = r[t] + γ V[t'] − V[t], where t' is the next valid token and V = A = 0 behind the
-    last one; the return is A + V.
+    A[t] = δ[t] + γ λ A[t'] with δ[t] = r[t] + γ V[t'] − V[t], where t' is the next valid token and V = A = 0 after the
+    last valid token; the return is A + V.
 
     Args:
-        rewards: (N, T), of each token.
-        values: (N, T), the critic's, before the token is chosen.
-        mask: (N, T) bool, valid tokens; what stands elsewhere is not read, NaN included.
+        rewards: (N, T), reward of each token.
+        values: (N, T), the critic's value before each token is chosen.
+        mask: (N, T) bool, valid tokens; other entries are not read, NaN included.
         gamma: discount, in [0, 1].
         lam: λ, in [0, 1].
 
     Returns:
-        advantages and returns, (N, T) float32 each, 0 outside `mask`; not whitened.
-
-    Raises:
-        ConfigError: `gamma` or `lam` is out of range.
+        Advantages and returns, (N, T) float32 each, 0 outside `mask`; not whitened.
     """
-    check_value("gamma", gamma, float, ge=0, le=1)
-    check_value("lam", lam, float, ge=0, le=1)
     mask = mask.bool()
     rewards, values = rewards.float().masked_fill(~mask, 0), values.float().masked_fill(~mask, 0)
     advantages = torch.zeros_like(values)  # (N, T)
@@ -141,12 +136,12 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
 
 
 def token_rewards(rewards: Tensor, mask: Tensor, penalties: Tensor | None = None) -> Tensor:
-    """Return the reward of every token: that of the completion at its last valid token, and a penalty at each.
+    """Return the reward of every token: the completion's reward at its last valid token, plus a penalty per token.
 
     Args:
-        rewards: (N,), of the completions; NaN for one without.
+        rewards: (N,), rewards of the completions; NaN for a completion without a reward.
         mask: (N, T) bool, valid tokens.
-        penalties: (N, T), added to the rewards of valid tokens; None: there are none.
+        penalties: (N, T), added to the rewards of valid tokens; None: no penalties.
 
     Returns:
         (N, T) float32, 0 outside `mask`.
@@ -160,25 +155,20 @@ def token_rewards(rewards: Tensor, mask: Tensor, penalties: Tensor | None = None
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cliprange: float) -> Tensor:
-    """Return the loss of the values for every token: half the larger of two squared errors.
+    """Return the clipped value loss of every token (PPO's, as in EasyR1 and verl).
 
-    One is that of V, the other that of V held within `cliprange` of the value of the rollout
-    (PPO's clipped value loss, as in EasyR1 and verl).
+    The loss is half the larger of two squared errors: of V, and of V clamped to within `cliprange` of the rollout's V.
 
     Args:
         values: (N, T), with gradients.
-        old_values: (N, T), of the critic that the advantages are from.
-        returns: (N, T).
-        mask: (N, T) bool, valid tokens; what stands elsewhere is not read, NaN included.
-        cliprange: above 0.
+        old_values: (N, T), values of the critic that the advantages were computed with.
+        returns: (N, T), targets of the values.
+        mask: (N, T) bool, valid tokens; other entries are not read, NaN included.
+        cliprange: largest change of a value, above 0.
 
     Returns:
         (N, T) float32, 0 outside `mask`: the caller sums and divides as for its policy loss.
-
-    Raises:
-        ConfigError: `cliprange` is out of range.
     """
-    check_value("cliprange_value", cliprange, float, gt=0)
     mask = mask.bool()
     values, old_values, returns = (tensor.float().masked_fill(~mask, 0) for tensor in (values, old_values, returns))
     clipped = values.clamp(old_values - cliprange, old_values + cliprange)
@@ -186,15 +176,15 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
 
 
 def whiten(values: Tensor, mask: Tensor, gather: Gather | None = None) -> Tensor:
-    """Return (x − mean) / √(variance + 1e-8) over the valid tokens of all processes, as verl whitens advantages.
+    """Whiten values as verl whitens advantages: (x − mean) / √(variance + 1e-8) over all processes' valid tokens.
 
     Args:
         values: (N, T).
-        mask: (N, T) bool, valid tokens; what stands elsewhere is not read, NaN included.
-        gather: returns the concatenation of a 1-D tensor over all processes; called three times. None: there is one.
+        mask: (N, T) bool, valid tokens; other entries are not read, NaN included.
+        gather: concatenates a 1-D tensor over all processes; called three times. None: there is one process.
 
     Returns:
-        (N, T) float32, 0 outside `mask`. The variance is that of a sample (n − 1).
+        (N, T) float32, 0 outside `mask`. The variance divides by n − 1.
     """
     mask = mask.bool()
     values = values.double().masked_fill(~mask, 0)

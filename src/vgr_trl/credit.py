@@ -1,16 +1,15 @@
-"""Token-level credit: one advantage per completion becomes one per token.
+"""Token-level credit: turn one advantage per completion into one per token.
 
-`shape_advantages` composes the rules that are on: those of this library, of published methods (`vgpo`, `pgpo`, `vepo`,
-`anchor_tokens`) and of plug-ins. Below it stand the formulas, each a pure function.
+`shape_advantages` composes the rules that are on: this library's, those of plug-ins, and those of published methods
+(`vgpo`, `pgpo`, `vepo`, `anchor_tokens`). The formulas below it are pure functions.
 """
 
 import inspect
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,33 +19,34 @@ from vgr_trl import registries
 from vgr_trl.config import RULES, CreditOptions
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics.totals import Gather, Totals, add_weights
-from vgr_trl.options import check_options, check_value, option
+from vgr_trl.options import check_options, option
 from vgr_trl.registries import declares, is_measurement, needed_signals, short_name
+from vgr_trl.signals.named import read_segments
 from vgr_trl.signals.ratios import AttentionMass, last_layers, late_layers, token_vision_gain_ratio
 from vgr_trl.signals.rollout_signals import RolloutSignals
 
 Metrics = Mapping[str, float | Tensor | tuple[Tensor, Tensor]]
-Credit = tuple[Tensor, Metrics]  # weights (N, T), or bool: tokens that are kept
+Credit = tuple[Tensor, Metrics]  # weights (N, T), or bool (N, T): tokens to keep
 
-OF_REWARD = "token_weights_of_reward"  # among the signals: (N, T), NaN for completions without any
-# Option that switches a rule of this library on -> the measurement that it reads.
+OF_REWARD = "token_weights_of_reward"  # a signal: weights (N, T) of a reward file, NaN for completions without weights
+# Option that switches on a rule of this library -> the measurement that the rule reads.
 _READS = {
     "token_weights": "attention",
     "enable_perception_filtering": "dependency",
     "enable_entropy_filtering": "entropies",
     "enable_trajectory_reweighting": "dependency",
 }
-for _name in RULES:  # so that messages about a misspelt rule list them
+for _name in RULES:  # messages about a misspelt rule list the registered names
     registries.credit_rules.register(_name)(lambda *given: None)
 
 
 def builtin_rules(options: CreditOptions) -> dict[str, str]:
-    """Return the options of this library's rules that are on -> the measurement that each rule reads."""
-    return {switch: need for switch, need in _READS.items() if getattr(options, switch)}
+    """Map the options that switch on this library's rules to the measurement that each rule reads."""
+    return {switch: need for switch, need in _READS.items() if vars(options)[switch]}
 
 
 def active_rules(options: CreditOptions) -> dict[str, tuple[str, ...]]:
-    """Return all rules that are on, by the words that messages name them with -> the signals that each reads.
+    """Map every rule that is on, named as in messages, to the signals that it reads.
 
     Raises:
         ConfigError: a rule of `credit_rules` is not found.
@@ -68,40 +68,39 @@ def shape_advantages(
     completion_ids: Tensor | None = None,
     weights_of: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return an advantage for every token, A[i] · scale_i · weight[i, t] · keep[i, t], and metrics over all processes.
+    """Shape the advantage of every token, A[i] · scale_i · weight[i, t] · keep[i, t]; return metrics too.
 
     - scale: `trajectory_scale` of the visual dependency.
-    - weight: `token_weights` of the VGR per token, or a reward file's, and with `perception_weighting="soft"` also
+    - weight: `token_weights` of the VGR per token, or a reward file's weights; with `perception_weighting="soft"` also
       `dependency_weights`, clipped to `token_weights_clip`; times the weights of every plug-in of `credit_rules`.
-    - keep: the tokens of largest visual dependency, of largest entropy, those that a plug-in keeps, or of either;
-      others and padding get 0. A completion without any defined dependency is not filtered by it.
+    - keep: the union of the tokens with the largest visual dependency, the tokens with the largest entropy and the
+      tokens that plug-ins keep. Other tokens and padding get 0. The dependency does not filter a completion in which
+      it is undefined.
 
     Args:
         advantages: (N,), or (N, T) if tokens have their own.
-        signals: of the same N completions.
-        options: the rules that are on, and their numbers.
+        signals: signals of the same N completions.
+        options: the rules that are on, and their numbers. `options.check_plugins()`, which `DAPOConfig` calls, switches
+            on the rules of this library that `credit_rules` names.
         shaped: (N,) bool, completions that take part in minimum, maximum and mean of the trajectory scale; None: all.
-        groups: (N,) numbers of the prompts that the completions belong to, over all processes, for rules that compare
-            those of a prompt; None: all belong to one.
-        gather: returns the concatenation of a 1-D tensor over all processes, which have equally many rows; called
-            equally often on each of them, whatever the signals are. None: there is one process.
+        groups: (N,) number of each completion's prompt over all processes, for rules that compare the completions of a
+            prompt; None: all belong to one prompt.
+        gather: concatenates a 1-D tensor over all processes, which have equally many rows; every process calls it
+            equally often, whatever the signals are. None: there is one process.
         completion_ids: (N, T) tokens of the completions, for plug-ins that read them.
-        weights_of: gets the weights (N, T) of each plug-in by its name, 0 and 1 of one that keeps tokens; for records.
+        weights_of: for records, receives the weights (N, T) of each plug-in by name; 0 and 1 for kept tokens.
 
     Returns:
-        (N, T) float32, and the metrics of the rules that are on, NaN for a mean of nothing.
+        The advantages, (N, T) float32, and the rules' metrics over all processes; a mean of nothing is NaN.
 
     Raises:
-        ConfigError: a rule needs a signal that was not measured, or an option is out of range.
-        DataError: a plug-in returns something else than weights.
+        ConfigError: a rule needs a signal that was not measured.
+        DataError: a plug-in does not return weights.
     """
-    options = copy(options)
-    options.check_plugins()  # switches rules of `credit_rules` on
-    check_value("perception_weighting", options.perception_weighting, Literal["filter", "soft"])
     _require_signals(signals, options)
     mask, totals = signals.mask.bool(), Totals()
     credit = per_token(advantages).float().expand(mask.shape).clone()  # (N, T)
-    kept: list[Tensor] = []  # tokens that each filter keeps, (N, T) bool
+    kept: list[Tensor] = []  # one (N, T) bool per filter: the tokens that it keeps
     context = {"shaped": shaped, "groups": groups, "gather": gather, "completion_ids": completion_ids}
     for name, weights in _weights_by_rule(advantages, signals, options, context, totals):
         if weights_of is not None and name is not None:
@@ -120,9 +119,9 @@ def shape_advantages(
 def _weights_by_rule(
     advantages: Tensor, signals: RolloutSignals, options: CreditOptions, context: Mapping[str, Any], totals: Totals
 ) -> Iterator[tuple[str | None, Tensor]]:
-    """Yield the weights (N, T) or (N, 1) of each rule that is on, bool: tokens that it keeps; add its metrics.
+    """Yield the name of each plug-in rule (None for this library's) and its weights (N, T) or (N, 1); add its metrics.
 
-    In front of the weights of a plug-in stands its name.
+    Bool weights are the tokens that the rule keeps.
     """
     mask, dependency = signals.mask.bool(), signals.measured("dependency")  # (N, T)
     if options.token_weights:
@@ -163,10 +162,10 @@ def _require_signals(signals: RolloutSignals, options: CreditOptions) -> None:
 def _keep_largest(
     scores: Tensor, mask: Tensor, fraction: float, totals: Totals, filter_name: str, score_name: str
 ) -> Tensor:
-    """Return the tokens (N, T) of largest scores, all of a completion without any score; add metrics to `totals`.
+    """Return the tokens (N, T) with the largest scores, or all tokens of a completion without scores; add metrics.
 
-    These are the fraction of tokens that are kept, mean scores of them and the others, and the mean over completions of
-    the smallest score that is kept.
+    The metrics are the fraction of kept tokens, the mean scores of kept and dropped tokens, and the mean over
+    completions of the smallest kept score.
     """
     defined = mask & ~scores.isnan()
     kept = top_fraction_mask(scores, mask, fraction) | (mask & ~defined.any(dim=1, keepdim=True))
@@ -174,14 +173,14 @@ def _keep_largest(
     totals.add_mean(f"{filter_name}_token_fraction", kept, mask)
     totals.add_mean(f"{score_name}_mean_selected", scores, chosen)
     totals.add_mean(f"{score_name}_mean_rejected", scores, ~kept & defined)
-    ceiling = scores.new_full((len(scores), 1), torch.inf)  # so that a completion of 0 tokens has a minimum too
+    ceiling = scores.new_full((len(scores), 1), torch.inf)  # gives a completion of 0 tokens a minimum
     smallest = torch.cat([scores.masked_fill(~chosen, torch.inf), ceiling], dim=1).amin(dim=1)  # (N,)
     totals.add_mean(f"{score_name}_threshold", smallest, chosen.any(dim=1))
     return kept
 
 
 def per_token(advantages: Tensor) -> Tensor:
-    """Return advantages (N,) as (N, 1); those of a critic are (N, T) already."""
+    """Return advantages (N,) as (N, 1); a critic's advantages are (N, T) already."""
     return advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
 
 
@@ -192,14 +191,14 @@ def _plugin_weights(
     context: Mapping[str, Any],
     totals: Totals,
 ) -> Tensor:
-    """Return the weights (N, T) of a plug-in, or bool: tokens that it keeps; add its metrics to `totals`."""
+    """Return the weights (N, T) of a plug-in, or the tokens that it keeps (bool); add its metrics to `totals`."""
     function, name, mask = registries.credit_rules.load(spec), short_name(spec), given[-1]
     rule, taken = f"the credit rule {spec}", inspect.signature(function).parameters
-    named = {key: value if key == "gather" else deepcopy(value) for key, value in context.items() if key in taken}
-    result = function(*deepcopy(given), options.plugin_values(function, spec), **named)  # may change what it is given
+    named = {key: value for key, value in context.items() if key in taken}
+    result = function(*given, options.plugin_values(function, spec), **named)
     weights, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(weights, Tensor) or weights.shape != mask.shape or not isinstance(metrics, Mapping):
-        found = getattr(weights, "shape", type(weights).__name__)
+        found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
         raise DataError(
             f"{rule} returned {found}, metrics {metrics!r}: return weights, a tensor {tuple(mask.shape)}, and a dict."
         )
@@ -223,26 +222,22 @@ def _plugin_weights(
 def top_fraction_mask(scores: Tensor, mask: Tensor, fraction: float) -> Tensor:
     """Return the mask of the ⌈fraction · length⌉ valid tokens with the largest scores of each completion.
 
-    Among equal scores the earlier token is taken. An undefined score (NaN) comes after all others. `fraction` is read
-    as the decimal number that it is printed as: 0.07 of 100 tokens are 7.
+    Of equal scores the earlier token wins; an undefined score (NaN) comes last. `fraction` counts as the decimal number
+    that it is printed as: 0.07 of 100 tokens are 7.
 
     Args:
         scores: (N, T).
         mask: (N, T) bool, valid tokens; they may lie anywhere.
-        fraction: in [0, 1].
+        fraction: share of the valid tokens, in [0, 1].
 
     Returns:
         (N, T) bool, never true outside `mask`.
-
-    Raises:
-        ConfigError: `fraction` is out of range.
     """
-    check_value("fraction", fraction, float, ge=0, le=1)
     mask = mask.bool()
     order = scores.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     order = order.argsort(dim=1, descending=True, stable=True)  # (N, T), token indices, best first
     valid = mask.gather(1, order)
-    # Less than a token is taken off, since floating point makes more than 7 of 0.07 · 100.
+    # The small subtrahend undoes rounding: in floating point 0.07 · 100 is above 7.
     counts = (mask.sum(1, keepdim=True).double() * fraction - 1e-9).ceil()  # (N, 1)
     if fraction > 0:
         counts = counts.clamp(min=1)
@@ -260,7 +255,7 @@ def token_weights(
     smooth_sigma: float = 0.0,
     topk_ratio: float | None = None,
 ) -> Tensor:
-    """Return a weight for every token: the more it looked at the image (small VGR), the larger; mean 1 per completion.
+    """Weigh every token by its attention to the image: a small VGR gives a large weight; the mean is 1 per completion.
 
     With s_t = -ln VGR_t (infinite ones replaced by the completion's finite extreme on that side), the weights are
     exp(s_t - mean s), smoothed along the tokens, clipped, and divided by their mean over the completion's valid tokens.
@@ -278,19 +273,16 @@ def token_weights(
         smooth_sigma: standard deviation, in tokens, of a Gaussian cut off at ⌈3 · smooth_sigma⌉ tokens, which is
             renormalised over the valid tokens within reach; 0: none.
         topk_ratio: tokens outside the ⌈topk_ratio · length⌉ largest weights get weight 1 before the division; in
-            (0, 1], None: all keep theirs.
+            (0, 1]; None: all tokens keep their weights.
 
     Returns:
         (N, T) float32. Weight 1 where VGR is undefined (NaN), for all tokens of a completion in which no VGR is finite
-        and above 0, and outside `mask`. Undefined tokens take no part in means and smoothing.
+        and above 0, and outside `mask`. Means and smoothing leave out undefined tokens.
 
     Raises:
-        ConfigError: an option is out of range.
+        ConfigError: `clip` is out of range.
     """
     _check_clip(clip)
-    check_value("smooth_sigma", smooth_sigma, float, ge=0)
-    if topk_ratio is not None:
-        check_value("topk_ratio", topk_ratio, float, gt=0, le=1)
     scores = -token_vgr.float().log()  # (N, T)
     if not scores.numel():
         return torch.ones_like(scores)
@@ -311,15 +303,15 @@ def token_weights(
 
 
 def stack_weights(values: Any, response_mask: Tensor) -> Tensor:
-    """Return `token_weights` of a reward or rollout as a tensor of the responses' shape, padded with 1 or cut.
+    """Stack the `token_weights` of a reward or rollout into a tensor (N, T), padded with 1 or cut.
 
     Args:
-        values: tensor (N, T'), or per completion a list or tensor of weights; None for a completion without any.
-        response_mask: (N, T).
+        values: tensor (N, T'), or per completion a list or tensor of weights; None for a completion without weights.
+        response_mask: (N, T), the tokens of the responses.
 
     Raises:
-        DataError: there is not one row per completion, it has no numbers, or a weight of a valid token is negative or
-            not finite.
+        DataError: the number of rows differs from the number of completions, a row is not numeric, or a weight of a
+            valid token is negative or not finite.
     """
     count, length = response_mask.shape
     try:
@@ -341,12 +333,13 @@ def stack_weights(values: Any, response_mask: Tensor) -> Tensor:
 
 
 def given_weights(weights: Tensor | None, mask: Tensor, measured: Tensor) -> Tensor:
-    """Return (N, T) weights of a reward divided by their mean over each completion, or those measured.
+    """Normalise the weights of a reward to mean 1 per completion; completions without them get measured weights.
 
     Args:
-        weights: (N, T); NaN for a completion without any, None if none has any. One whose weights are all 0 gets 1.
+        weights: (N, T), NaN for a completion without weights; None if no completion has weights. Weights that are all 0
+            become 1.
         mask: (N, T) bool, valid tokens.
-        measured: (N, T), for completions without any.
+        measured: (N, T), weights measured from attention.
     """
     if weights is None:
         return measured
@@ -356,8 +349,8 @@ def given_weights(weights: Tensor | None, mask: Tensor, measured: Tensor) -> Ten
 
 
 def attention_weights(attention: AttentionMass, mask: Tensor, options: CreditOptions) -> Tensor:
-    """Return the token weights (N, T) that `shape_advantages` gives, whatever the advantages are."""
-    scheme = getattr(options, "attention_segments", "thirds")
+    """Return the token weights (N, T) of the VGR per token that `shape_advantages` uses."""
+    scheme = read_segments(options)
     count, last = len(attention.vision), options.token_weights_last_k_layers
     layers = last_layers(count, last, scheme, "token_weights_last_k_layers")
     return token_weights(
@@ -370,10 +363,10 @@ def attention_weights(attention: AttentionMass, mask: Tensor, options: CreditOpt
 
 
 def dependency_weights(dependency: Tensor, mask: Tensor, *, clip: Sequence[float] | None = (0.2, 3.0)) -> Tensor:
-    """Return a weight for every token from its visual dependency: a soft form of the perception filter.
+    """Weigh every token by its visual dependency: a soft form of the perception filter.
 
     w_t = clip(s_t / mean s) / mean clip(s / mean s), with the visual dependency s and means over the completion's
-    valid tokens. Every token keeps some credit, no single one takes all of it, and the mean weight is 1.
+    valid tokens. Every token keeps some credit, no single token takes all of it, and the mean weight is 1.
 
     Args:
         dependency: (N, T), visual dependency, at least 0.
@@ -397,7 +390,7 @@ def dependency_weights(dependency: Tensor, mask: Tensor, *, clip: Sequence[float
 
 
 def _smooth(values: Tensor, defined: Tensor, sigma: float) -> Tensor:
-    """Return a Gaussian average of (N, T) values along T, over the defined tokens within reach."""
+    """Average (N, T) values along T with a Gaussian, over the defined tokens within reach."""
     reach = min(math.ceil(3 * sigma), values.size(1) - 1)
     offsets = torch.arange(-reach, reach + 1, device=values.device, dtype=values.dtype)
     kernel = torch.exp(-0.5 * (offsets / sigma) ** 2).view(1, 1, -1)
@@ -407,7 +400,7 @@ def _smooth(values: Tensor, defined: Tensor, sigma: float) -> Tensor:
 
 
 def _check_clip(clip: Sequence[float] | None) -> None:
-    if clip is not None and not 0 <= clip[0] <= clip[1] > 0:  # torch.clamp takes them in any order
+    if clip is not None and not 0 <= clip[0] <= clip[1] > 0:  # torch.clamp accepts the bounds in any order
         raise ConfigError(f"clip is {clip!r}: give None or two numbers with 0 <= low <= high and high above 0.")
 
 
@@ -415,7 +408,7 @@ _SMALLEST_SPREAD = 1e-6
 
 
 def trajectory_scale(dependency: Tensor, mask: Tensor, minimum: float = 0.8) -> Tensor:
-    """Return the scale of each completion's advantage: the more it depends on the image, the larger; mean 1.
+    """Scale each completion's advantage by its dependency on the image; the mean scale is 1.
 
     With z the mean visual dependency of a completion and u = (z - min) / (max - min), the scale is a + u (b - a), where
     a = `minimum` and b = a + (1 - a) / mean(u) (VPPO, https://huggingface.co/papers/2510.09285).
@@ -427,10 +420,7 @@ def trajectory_scale(dependency: Tensor, mask: Tensor, minimum: float = 0.8) -> 
 
     Returns:
         (N,) float32. 1 for a completion whose z is undefined (it has no valid token, or no defined dependency), and for
-        all if max - min is at most 1e-6.
-
-    Raises:
-        ConfigError: `minimum` is out of range.
+        all completions if max - min is at most 1e-6.
     """
     means = mean_dependency(dependency, mask)
     return _scale(means, means, minimum)[0]
@@ -447,9 +437,11 @@ def _scale(means: Tensor, compared: Tensor, minimum: float, gather: Gather | Non
     """Return the scale of each completion (N,) from its mean dependency (N,), and the largest scale.
 
     Args:
-        compared: (N,), the means that minimum, maximum and mean over all processes are taken of; NaN for others.
+        means: (N,), mean dependency of each completion.
+        compared: (N,), the means that enter minimum, maximum and mean over all processes; NaN for other completions.
+        minimum: smallest scale, in [0, 1].
+        gather: concatenates a 1-D tensor over all processes; None: there is one process.
     """
-    check_value("minimum", minimum, float, ge=0, le=1)
     every = (compared if gather is None else gather(compared)).detach().cpu().double()
     every = every[~every.isnan()]
     if not len(every) or every.max() - every.min() <= _SMALLEST_SPREAD:
@@ -471,22 +463,22 @@ def normalise_to_mean_one(weights: Tensor, defined: Tensor) -> Tensor:
     return torch.where(defined, weights / mean.masked_fill(mean <= 0, 1), 1.0)
 
 
-_SMALLEST_RANGE = 1e-8  # is added to ranges that something is divided by
+_SMALLEST_RANGE = 1e-8  # added to ranges before dividing by them
 
 
 def min_max(values: Tensor, where: Tensor) -> Tensor:
-    """Return each row of (N, T) values scaled to [0, 1] over `where`, 0 elsewhere; all are 0 if they are equal."""
+    """Scale each row of (N, T) values to [0, 1] over `where`, 0 elsewhere; equal values become 0."""
     low = values.masked_fill(~where, torch.inf).amin(1, keepdim=True)
     high = values.masked_fill(~where, -torch.inf).amax(1, keepdim=True)
     return ((values - low) / (high - low + _SMALLEST_RANGE)).masked_fill(~where, 0)
 
 
-# Rules of published methods: `rule(advantages, signals, mask, options) -> (weights or kept tokens, metrics)`. One that
-# compares completions takes `shaped`, `groups` and `gather` by name, one that reads tokens `completion_ids`.
+# Rules of published methods: `rule(advantages, signals, mask, options) -> (weights or kept tokens, metrics)`. A rule
+# that compares completions takes `shaped`, `groups` and `gather` by name, a rule that reads tokens `completion_ids`.
 
 
 class _Checked:
-    """Options whose values are checked by their types."""
+    """Options that are checked when constructed."""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -494,7 +486,7 @@ class _Checked:
 
 @dataclass
 class AnchorOptions(_Checked):
-    """Return the anchor tokens."""
+    """Numbers of AT-RL's anchor tokens."""
 
     top_p_anchor_tokens: float = option(
         0.15, "Share of a completion's tokens that are kept as anchors, in (0, 1].", gt=0, le=1
@@ -504,7 +496,7 @@ class AnchorOptions(_Checked):
 @registries.credit_rules.register("anchor_tokens")
 @declares(needs=("attention",), options=AnchorOptions)
 def anchor_tokens(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: AnchorOptions) -> Credit:
-    """Keep the tokens of most attention on the image, the mean over heads and late layers; all without an image.
+    """Keep the tokens with the most attention on the image, averaged over heads and late layers; all without an image.
 
     AT-RL (https://huggingface.co/papers/2602.11455) finds that some 15 % of the tokens carry the connection to the
     image. It also clusters them by their attention and weighs the clusters, which is not done here.
@@ -561,11 +553,11 @@ class VEPOOptions(_Checked):
 def vepo(
     advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: VEPOOptions, *, gather: Gather | None = None
 ) -> Credit:
-    """Return weights: 0, or for the tokens of largest score the number of tokens over the number of those.
+    """Weigh the tokens with the largest scores by the number of all tokens over the number of kept tokens, others by 0.
 
     With j, g, h the Jensen-Shannon divergence, the change of entropy |H' - H| and the entropy H, each scaled to [0, 1]
-    within its completion, a token's score is (1 - (1 - j)^alpha (1 - g)^(1 - alpha)) · h. A loss that is divided by all
-    tokens is so divided by those that are kept. All tokens of a completion without an image are kept. Source:
+    within its completion, a token's score is (1 - (1 - j)^alpha (1 - g)^(1 - alpha)) · h. The weight turns a mean over
+    all tokens into a mean over kept tokens. All tokens of a completion without an image are kept. Source:
     https://huggingface.co/papers/2606.03937 and its code.
 
     Args:
@@ -611,7 +603,7 @@ def vgpo(
     groups: Tensor | None = None,
     gather: Gather | None = None,
 ) -> Credit:
-    """Return the weight of each token in its completion, times that of its completion among those of the prompt.
+    """Weigh each token within its completion, and each completion among the completions of its prompt.
 
     With scores r = (similarity + 1) / 2 of a completion's n tokens, those among the late ones (from token
     ⌊n · vgpo_gate_start⌋) that are in the largest `vgpo_gate_share` are raised by 1 + beta · t / (n - 1). Scaled to
@@ -621,12 +613,12 @@ def vgpo(
 
     Args:
         signals: with `similarity` (N, T); weights are 1 where a completion has none.
-        groups: (N,) which prompt each completion belongs to, over all processes; None: all belong to one.
+        groups: (N,) number of each completion's prompt over all processes; None: all belong to one prompt.
     """
     similarity = signals.measured("similarity")
     seen = mask & ~similarity.isnan()
     scores = (similarity.float() + 1) / 2
-    place, length = seen.cumsum(1) - 1, seen.sum(1, keepdim=True)  # (N, T), (N, 1): of tokens that have a similarity
+    place, length = seen.cumsum(1) - 1, seen.sum(1, keepdim=True)  # (N, T), (N, 1): over tokens with a similarity
     late = seen & (place >= (length * options.vgpo_gate_start).floor())
     count = (late.sum(1, keepdim=True) * options.vgpo_gate_share).floor().clamp(min=1).long()  # (N, 1)
     smallest = scores.masked_fill(~late, -torch.inf).sort(1, descending=True).values.gather(1, count - 1)
@@ -640,7 +632,7 @@ def vgpo(
 
 
 def _prompt_weights(sums: Tensor, groups: Tensor, gather: Gather | None) -> Tensor:
-    """Return each completion's weight (N,) by its sum among those of its prompt, 1 where it has none."""
+    """Weigh each completion (N,) by its sum among the sums of its prompt's completions; 1 where its sum is NaN."""
     groups = groups.to(sums.device)
     every, prompts = (sums, groups) if gather is None else (gather(sums), gather(groups))
     beside = (groups.unsqueeze(1) == prompts) & ~every.isnan()  # (N, all)

@@ -27,7 +27,7 @@ from vgr_trl.rewards.language import normalise
 from vgr_trl.rewards.loading import check_callable
 from vgr_trl.scoring_inputs import pad_rows
 
-__all__ = ["Evaluation", "Scores", "blank_image", "evaluate", "print_scores"]
+__all__ = ["AnswerScores", "Evaluation", "blank_image", "evaluate", "print_scores"]
 
 
 def blank_image(image: Image.Image) -> Image.Image:
@@ -94,7 +94,7 @@ def compute_rewards(
 
 
 @dataclass(frozen=True)
-class Scores:
+class AnswerScores:
     """Scores on a set of questions; rates are in [0, 1].
 
     Attributes:
@@ -125,11 +125,11 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Evaluation(Scores):
+class Evaluation(AnswerScores):
     """Scores of all questions and of each group, the number of rows without a usable solution, and all completions."""
 
     skipped: int = 0
-    groups: dict[str, Scores] = field(default_factory=dict)
+    groups: dict[str, AnswerScores] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def to_dict(self, records: bool = False) -> dict[str, Any]:
@@ -150,19 +150,19 @@ def build_evaluation(records: list[dict[str, Any]], groups: Sequence[str] | None
         if record["correct"] is not None:
             members[group].append(record)
     return Evaluation(
-        **asdict(compute_scores(scored)),
+        **asdict(score_records(scored)),
         skipped=len(records) - len(scored),
-        groups={name: compute_scores(of_group) for name, of_group in sorted(members.items())},
+        groups={name: score_records(of_group) for name, of_group in sorted(members.items())},
         records=records,
     )
 
 
-def compute_scores(records: Sequence[dict[str, Any]]) -> Scores:
+def score_records(records: Sequence[dict[str, Any]]) -> AnswerScores:
     """Compute the scores of at least one record."""
     k = len(records[0]["correct_sampled"])
     right = sum(record["correct"] for record in records)
     columns = {name: [record["rewards"][name] for record in records] for name in records[0].get("rewards", {})}
-    return Scores(
+    return AnswerScores(
         questions=len(records),
         k=k,
         accuracy=right / len(records),
@@ -358,7 +358,7 @@ def print_scores(results: Mapping[str, Evaluation]) -> None:
     )
     for group in (None, *dict.fromkeys(name for result in results.values() for name in result.groups)):
         for model, result in results.items():
-            scores: Scores | None = result if group is None else result.groups.get(group)
+            scores: AnswerScores | None = result if group is None else result.groups.get(group)
             if scores is not None:
                 rates = [scores.majority, scores.blind, scores.unparsable, scores.mean_at_k, scores.pass_at_k]
                 rates += [scores.format, *(scores.rewards.get(name) for name in rewards)]

@@ -22,7 +22,7 @@ def naming_torchvision(model: str) -> Iterator[None]:
         raise ConfigError(f"The processor of {model} needs torchvision: install the build for {build}.") from error
 
 
-SUPPORTED = ("1.15", "1.17")  # from, up to but without; the tests run with these releases
+SUPPORTED_TRL = ("1.15", "1.17")  # from, up to but without; the tests run with these releases
 
 
 def release(installed: str | None = None) -> Version:
@@ -36,7 +36,7 @@ def check_release(installed: str | None = None) -> None:
     Args:
         installed: version of TRL, that of the installed package by default.
     """
-    first, end = SUPPORTED
+    first, end = SUPPORTED_TRL
     if not Version(first) <= release(installed) < Version(end):
         tested, found = f"trl>={first},<{end}", installed or version("trl")
         raise UnsupportedTRLError(f'TRL {found} is installed, but vgr_trl needs another: pip install "{tested}".')

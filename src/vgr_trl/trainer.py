@@ -213,14 +213,17 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         self.resumed = [part for part in parts if part is not None]
 
     def _add_callbacks(self) -> None:
-        self.collapse_watch, self.recorder = CollapseWatch(self), RolloutRecorder(self)
+        self.collapse_watch, self.recorder = (
+            CollapseWatch(self._metrics["train"], self.named_reward_weights),
+            RolloutRecorder(self),
+        )
         self.termination = SaveOnTermination(self.accelerator)
         for callback in (self.collapse_watch, self.termination, OptimizerClock(self.clock)):
             self.add_callback(callback)
         if self.accelerator.mixed_precision != "fp16":
             self.add_callback(FiniteUpdates(self.accelerator, self.step_metrics))
-        guard_trackers(self)
-        print_lines(self)
+        guard_trackers(self.callback_handler.callbacks, self.args.metric_names, self.accelerator.num_processes)
+        print_lines(self.callback_handler.callbacks)
 
     def _all_agree(self, answer: bool) -> bool:
         return bool(self.accelerator.gather(torch.tensor([answer], device=self.accelerator.device)).all())
@@ -468,7 +471,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             loss = super()._compute_loss(model, inputs)
             if not hasattr(passed, "logps") or not self.model.training:
                 return loss * weight
-            self._log_metrics(self.step_metrics.measure(passed, self._metrics["train"]))
+            scored = passed.loss_mask, passed.rows_run
+            self._log_metrics(self.step_metrics.measure(inputs, passed.logps, self._metrics["train"], *scored))
             terms, metrics = auxiliary_loss(self, passed)
             loss = (loss + terms) * weight
             if self.critic is not None:

@@ -86,8 +86,11 @@ def test_a_loss_that_is_not_finite_is_a_sign_at_once():
 def test_a_collapse_is_seen_whatever_the_accumulation(micro_batches, logged_every):
     """The last micro-batches have groups of equal rewards only, and so no entropy."""
     metrics = {"train": {"entropy": []}}
-    trainer = SimpleNamespace(_metrics=metrics, named_reward_weights=dict)
-    watch, args, control = CollapseWatch(trainer), SimpleNamespace(stop_on_collapse=True), SimpleNamespace()
+    watch, args, control = (
+        CollapseWatch(metrics["train"], dict),
+        SimpleNamespace(stop_on_collapse=True),
+        SimpleNamespace(),
+    )
     control.should_training_stop = False
     for step in range(1, 20):
         of_step = [0.5 if step <= 8 else 0.001] * max(1, micro_batches - 1) + [math.nan] * (micro_batches - 1)

@@ -7,7 +7,7 @@ import torch
 
 from vgr_trl.config import MeasureOptions
 from vgr_trl.signals import AttentionMass
-from vgr_trl.signals.columns import QUANTITIES, reward_columns
+from vgr_trl.signals.columns import ATTENTION_QUANTITIES, reward_columns
 from vgr_trl.signals.named import add_named, named_signals
 from vgr_trl.signals.ratios import measure_segments
 from vgr_trl.signals.rollout_signals import RolloutSignals, columns_to_signals, signals_to_columns
@@ -61,7 +61,7 @@ def test_late_segment_for_rewards_and_every_one_in_the_table():
     assert columns["aei_instruction"] == [pytest.approx(5 / 9), None]
     first, second = columns["attention_metrics"]
     assert list(first) == ["late", "all"]
-    assert first["all"] == pytest.approx(dict(zip(QUANTITIES, TWICE, strict=True)))
+    assert first["all"] == pytest.approx(dict(zip(ATTENTION_QUANTITIES, TWICE, strict=True)))
     assert reward_columns(table(all=[[INF, 0, 5, 0, 0, 0.2]]))["vgr"] == [INF]
     assert list(second["late"].values()) == [None] * 4 + [0.0, pytest.approx(0.6)]
 

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vgr_trl import registries
+from vgr_trl.config import PERTURBATIONS, REMOVE_IMAGE
 from vgr_trl.signals.perturbation import (
-    PERTURBATIONS,
     add_gaussian_noise,
     blacken_patches,
     crop_image,
     derive_seed,
     diffusion_noise,
-    image_left,
+    diffusion_signal,
     mask_image,
     perturb_images,
     shuffle_patches,
@@ -38,7 +39,7 @@ def draw(mode: str, size: tuple[int, int], seed: int = 0) -> Image.Image:
 
 def call(name, image, **parameters):
     seeded = {"seed": 0} if name not in ("gaussian_blur", "mask_image") else {}
-    return PERTURBATIONS[name](image, **{**seeded, **parameters})
+    return registries.perturbations.load(name)(image, **{**seeded, **parameters})
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -47,7 +48,7 @@ def test_every_mode_and_size_is_kept_and_the_image_itself_stays_as_it_was(mode):
     for size in ((13, 29), (0, 5)):
         image = draw(mode, size)
         before, palette = image.tobytes(), image.getpalette()
-        for name in PERTURBATIONS:
+        for name in PERTURBATIONS.keys() - {REMOVE_IMAGE}:
             result = call(name, image)
             assert (result.mode, result.size) == (mode, size), name
             assert result is not image
@@ -93,8 +94,8 @@ def test_images_of_a_prompt_get_streams_of_their_own_that_depend_on_nothing_else
     [(500, 0.8630172610282898, 0.5051745176315308), (999, 0.28504252433776855, 0.9585148692131042)],
 )
 def test_recorded_shares_of_image_and_noise(steps, image, noise):
-    assert image_left(steps) ** 0.5 == pytest.approx(image, rel=2e-4)
-    assert (1 - image_left(steps)) ** 0.5 == pytest.approx(noise, rel=2e-3), "recorded in float32"
+    assert diffusion_signal(steps) ** 0.5 == pytest.approx(image, rel=2e-4)
+    assert (1 - diffusion_signal(steps)) ** 0.5 == pytest.approx(noise, rel=2e-3), "recorded in float32"
 
 
 def test_grey_gets_darker_and_spreads():

@@ -15,38 +15,38 @@ from vgr_trl.metrics.micro_batches import StepMetrics
 
 logger = logging.get_logger(__name__)
 
-LONGEST = 5  # steps in a row whose gradient is not finite, after which the run ends
+LONGEST = 5  # a run ends after this many non-finite gradients in a row
 
 
 class FiniteUpdates(TrainerCallback):
-    """Leaves out updates whose gradient is NaN or infinite: weights and moments stay as they are.
+    """Skips updates whose gradient is NaN or infinite: weights and moments stay as they are.
 
-    DeepSpeed leaves them out itself, and is asked whether it has. Not to be used with fp16, whose loss scaler finds its
-    scale by such steps.
+    DeepSpeed skips them itself; the accelerator reports it. Do not use it with fp16, whose loss scaler finds its scale
+    by such steps.
     """
 
     def __init__(self, accelerator: Accelerator, step_metrics: StepMetrics) -> None:
         self._accelerator, self._step_metrics = accelerator, step_metrics
-        self._left_out, self._streak = False, 0
+        self._skipped, self._streak = False, 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Zero the gradients if any is non-finite; optimizers skip parameters without one."""
         finite = are_finite(value.grad for value in kwargs["model"].parameters())
-        self._left_out = not self._accelerator.gather(finite.to(self._accelerator.device).view(1)).all()
-        if self._left_out:
+        self._skipped = not self._accelerator.gather(finite.to(self._accelerator.device).view(1)).all()
+        if self._skipped:
             kwargs["optimizer"].zero_grad()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count updates that were left out, and warn of the first of several in a row.
+        """Count skipped updates, and warn of the first of several in a row.
 
         Raises:
-            NotFiniteError: there were `LONGEST` in a row.
+            NotFiniteError: `LONGEST` updates in a row were skipped.
         """
-        if not (self._left_out or self._accelerator.optimizer_step_was_skipped):
+        if not (self._skipped or self._accelerator.optimizer_step_was_skipped):
             self._streak = 0
             return
         self._streak += 1
-        self._step_metrics.updates_left_out += 1
+        self._step_metrics.updates_skipped += 1
         step = state.global_step + 1
         if self._streak == LONGEST:
             raise NotFiniteError(
@@ -61,7 +61,7 @@ class FiniteUpdates(TrainerCallback):
 
 
 def are_finite(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """Return whether all gradients, of which this process may have a part, are finite; () bool."""
+    """Return whether this process's gradients, or its shards of them, are all finite; () bool."""
     here = [each.to_local() if isinstance(each, DTensor) else each for each in gradients if each is not None]
     if not here:
         return torch.tensor(True)

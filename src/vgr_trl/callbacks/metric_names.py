@@ -1,4 +1,4 @@
-"""Rename metrics as verl or MTRL name them."""
+"""Rename metrics to verl's or MTRL's names."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,21 +7,22 @@ from typing import Any
 
 import yaml
 
-VERL_NAMES: dict[str, list[str]] = yaml.safe_load(
+VERL_METRICS: dict[str, list[str]] = yaml.safe_load(
     Path(__file__).with_name("verl_names.yaml").read_text(encoding="utf-8")
 )
 
 
 def rename_for_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
-    """Return what is logged under verl's names; metrics that it has no name for keep theirs.
+    """Rename metrics to verl's names; metrics without a name in verl keep their names.
 
-    `actor/pg_loss` is the whole loss where TRL logs no part of it; `perf/throughput` tokens per second and process;
-    `timing_s/update_actor` passes and optimizer together.
+    `actor/pg_loss` is the whole loss if TRL logs no part of it, `perf/throughput` counts tokens per second and process,
+    `timing_s/update_actor` sums passes and optimizer.
 
     Args:
-        processes: of the run.
+        logs: metrics by their names in this library.
+        processes: number of processes of the run.
     """
-    named = [(name, other) for name in logs for other in _verl_names(name)]
+    named = [(name, other) for name in logs for other in _find_verl_names(name)]
     found = {other: logs[name] for name, other in named if other == name or other not in logs}
     if "loss" in logs:
         found.setdefault("actor/pg_loss", logs["loss"])
@@ -36,19 +37,19 @@ _MTRL_NAMES = {"actor/kl_loss": "agent/divergence_loss", "actor/kl_coef": "agent
 
 
 def rename_for_mtrl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
-    """Return what is logged under MTRL's names: verl's, but `agent/` for `actor/` and `divergence` for `kl`."""
+    """Rename metrics to MTRL's names: verl's names with `agent/` for `actor/` and `divergence` for `kl`."""
     named = rename_for_verl(logs, processes).items()
     return {_MTRL_NAMES.get(name, re.sub("^actor/", "agent/", name)): value for name, value in named}
 
 
-def _verl_names(name: str) -> Sequence[str]:
-    if name in VERL_NAMES:
-        return VERL_NAMES[name]
+def _find_verl_names(name: str) -> Sequence[str]:
+    if name in VERL_METRICS:
+        return VERL_METRICS[name]
     plain = name.removeprefix("eval_")
     if reward := re.fullmatch("rewards/(.*)/mean", plain):
         return (f"reward/{reward[1]}" if plain == name else f"val/{reward[1]}_reward",)
     if plain != name and plain.startswith("reward/"):
         return (f"val/{plain.removeprefix('reward/')}_reward",)
-    if plain != name and plain.startswith("completions/") and plain in VERL_NAMES:
-        return [f"val_{other}" for other in VERL_NAMES[plain]]
+    if plain != name and plain.startswith("completions/") and plain in VERL_METRICS:
+        return [f"val_{other}" for other in VERL_METRICS[plain]]
     return (name,)

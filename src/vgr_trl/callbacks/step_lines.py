@@ -8,17 +8,16 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback
 
 from vgr_trl.reporting.console import evaluation_line, step_line
-from vgr_trl.rollout import ConstructedTrainer
 
-WINDOW = 20  # logs over which the seconds of a step are averaged
+LOGS_AVERAGED = 20  # the seconds of a step are averaged over these logs
 
 
 class StepLines(PrinterCallback):
-    """Prints one line a step, in place of a dictionary of a hundred numbers, and one for an evaluation."""
+    """Prints one line per step and per evaluation, instead of a dictionary with a hundred numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._times: deque[tuple[int, float]] = deque(maxlen=LOGS_AVERAGED)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock."""
@@ -41,11 +40,10 @@ class StepLines(PrinterCallback):
 
 
 class BarAndLines(StepLines, ProgressCallback):
-    """The progress bar of transformers, above it the lines."""
+    """Prints the lines above the progress bar of transformers."""
 
 
-def print_lines(trainer: ConstructedTrainer) -> None:
-    """Print one line a step instead of the dictionaries of transformers; in a notebook its table stays."""
-    callbacks = trainer.callback_handler.callbacks
+def print_lines(callbacks: list[Any]) -> None:
+    """Replace the printing callbacks of transformers by `StepLines`; a notebook keeps its table."""
     ours = {PrinterCallback: StepLines, ProgressCallback: BarAndLines}
     callbacks[:] = [ours[type(each)]() if type(each) in ours else each for each in callbacks]

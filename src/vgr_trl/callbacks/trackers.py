@@ -1,6 +1,6 @@
-"""Keep a run alive when a tracker of `report_to` fails, and rename the metrics that trackers get."""
+"""Keep a run alive when a tracker of `report_to` fails, and rename the metrics that it logs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -10,23 +10,26 @@ from transformers.utils import logging
 from vgr_trl.callbacks.metric_names import rename_for_mtrl, rename_for_verl
 from vgr_trl.errors import ConfigError, error_text
 from vgr_trl.patching import patched_attribute
-from vgr_trl.rollout import ConstructedTrainer
 
 logger = logging.get_logger(__name__)
 
 _GUARDED_EVENTS = ("on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_predict", "on_train_end")
 
 
-def guard_trackers(trainer: ConstructedTrainer) -> None:
-    """Rename the metrics of the trackers of `report_to` by `metric_names`; a tracker that fails does not end the run.
+def guard_trackers(callbacks: Iterable[Any], metric_names: str, processes: int) -> None:
+    """Rename the metrics that the trackers of `report_to` log; warn if a tracker fails, and continue.
 
-    Raises, at the start of training:
-        ConfigError: a tracker cannot be started.
+    A tracker that cannot be started raises `ConfigError` at the start of training.
+
+    Args:
+        callbacks: the trainer's callbacks, trackers among them.
+        metric_names: `trl`, `verl` or `mtrl`.
+        processes: number of processes of the run.
     """
-    rename: Any = {"trl": None, "verl": rename_for_verl, "mtrl": rename_for_mtrl}[trainer.args.metric_names]
+    rename: Any = {"trl": None, "verl": rename_for_verl, "mtrl": rename_for_mtrl}[metric_names]
     if rename is not None:
-        rename = partial(rename, processes=trainer.accelerator.num_processes)
-    for tracker in trainer.callback_handler.callbacks:
+        rename = partial(rename, processes=processes)
+    for tracker in callbacks:
         if type(tracker).__module__ != integration_utils.__name__:
             continue
         name, failed = type(tracker).__name__.removesuffix("Callback"), set[str]()
@@ -55,10 +58,10 @@ def _call_or_warn(call: Callable[..., Any], name: str, failed: set[str], *args: 
         return None
 
 
-def _log(on_log: Any, renamed: Any, *args: Any, logs: Any = None, **kwargs: Any) -> Any:
-    """Log numbers; under the names of others without the `train/` and `eval/` that transformers puts in front."""
+def _log(on_log: Any, rename: Any, *args: Any, logs: Any = None, **kwargs: Any) -> Any:
+    """Log numbers; renamed metrics without the prefixes `train/` and `eval/` of transformers."""
     logs = logs and {name: value for name, value in logs.items() if value is not None}
-    if logs is None or renamed is None:
+    if logs is None or rename is None:
         return on_log(*args, logs=logs, **kwargs)
     with patched_attribute(integration_utils, "rewrite_logs", dict):
-        return on_log(*args, logs=renamed(logs), **kwargs)
+        return on_log(*args, logs=rename(logs), **kwargs)

@@ -2,21 +2,18 @@
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-if TYPE_CHECKING:
-    from vgr_trl.rollout import ConstructedTrainer
-
 logger = logging.get_logger(__name__)
 ENGINE_BOUND = 0.1  # nats per token; numerics alone put an engine in bfloat16 at about 0.02
-WINDOW = 8  # steps whose mean is compared with the means of earlier ones
-SMALLEST_RATE = 0.1  # of correct or well-formed answers; a fall from below it is noise
+WINDOW_STEPS = 8  # the mean of this many steps is compared with earlier means
+SMALLEST_RATE = 0.1  # rate of correct or well-formed answers; a fall from a lower rate is noise
 WATCHED = (
     "rewards/", "completions/mean_length", "completions/clipped_ratio", "entropy", "frac_reward_zero_std",
     "perception_loss", "perturbed_entropy", "clip_ratio/high_mean", "cispo_clip_ratio",
@@ -32,29 +29,30 @@ class CollapseSign(NamedTuple):
 
 
 class MetricHistory:
-    """One metric: the mean of its newest `WINDOW` steps, and the first, lowest and highest such mean before them."""
+    """The mean of a metric over its newest `WINDOW_STEPS` steps; the first, lowest and highest of earlier means."""
 
     def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=2 * WINDOW)
+        self._values: deque[float] = deque(maxlen=2 * WINDOW_STEPS)
         self.first: float | None = None
         self.lowest, self.highest, self.now = math.inf, -math.inf, 0.0
 
     def add(self, value: float) -> None:
         """Add the value of one more step."""
         self._values.append(value)
-        if len(self._values) == 2 * WINDOW:
-            before = fmean(islice(self._values, WINDOW))
-            self.now = fmean(islice(self._values, WINDOW, None))
+        if len(self._values) == 2 * WINDOW_STEPS:
+            before = fmean(islice(self._values, WINDOW_STEPS))
+            self.now = fmean(islice(self._values, WINDOW_STEPS, None))
             self.first = before if self.first is None else self.first
             self.lowest, self.highest = min(self.lowest, before), max(self.highest, before)
 
 
 def find_collapse(histories: Mapping[str, MetricHistory], reward_weights: Mapping[str, float]) -> list[CollapseSign]:
-    """Return the signs of collapse in the histories of metrics, which have TRL's names.
+    """Return the signs of collapse in the histories of metrics, named as in TRL.
 
     Args:
-        histories: of metrics that begin with one of `WATCHED`; those of fewer than 2 · `WINDOW` steps do not count.
-        reward_weights: by the names of the reward functions.
+        histories: histories of metrics whose names begin with one of `WATCHED`; histories of fewer than
+            2 · `WINDOW_STEPS` steps are skipped.
+        reward_weights: weights by the names of the reward functions.
     """
     known = {name: history for name, history in histories.items() if history.first is not None}
     stds = {name: known[f"rewards/{name}/std"].now for name in reward_weights if f"rewards/{name}/std" in known}
@@ -102,20 +100,23 @@ def find_collapse(histories: Mapping[str, MetricHistory], reward_weights: Mappin
 
 def collapse_sentence(signs: Sequence[CollapseSign], step: int) -> str:
     """Return the warning that names the signs, the step to go back to, and the remedies."""
-    remedies = ", or ".join(dict.fromkeys(remedy for sign in signs for remedy in sign.remedies))
+    remedies, start = (
+        ", or ".join(dict.fromkeys(each for sign in signs for each in sign.remedies)),
+        step - 2 * WINDOW_STEPS,
+    )
     return (
-        f"The run shows signs of collapse at step {step}: {', '.join(sign.seen for sign in signs)} (means of {WINDOW} "
-        f"steps); go back to a checkpoint before step {max(step - 2 * WINDOW, 0)} and try {remedies}."
+        f"The run shows signs of collapse at step {step}: {', '.join(sign.seen for sign in signs)} (means of "
+        f"{WINDOW_STEPS} steps); go back to a checkpoint before step {max(start, 0)} and try {remedies}."
     )
 
 
 def first_signs(logs: Iterable[tuple[int, Mapping[str, float | None]]]) -> list[tuple[int, str]]:
-    """Return the signs of collapse in what a run has logged in training, each with its first step.
+    """Return the signs of collapse in a run's training logs, each with its first step.
 
-    Besides those of `find_collapse`, with logged values in place of steps: a loss or gradient that is not finite.
+    The signs are those of `find_collapse`, with logs instead of steps, and non-finite losses and gradients.
 
     Args:
-        logs: steps, in order, with the values that were logged; rewards weigh 1 unless their weight was logged.
+        logs: logged values with their steps, in order; rewards weigh 1 unless their weight was logged.
     """
     histories: dict[str, MetricHistory] = defaultdict(MetricHistory)
     weights: dict[str, float] = {}
@@ -140,32 +141,36 @@ def first_signs(logs: Iterable[tuple[int, Mapping[str, float | None]]]) -> list[
 
 
 class CollapseWatch(TrainerCallback):
-    """Warns once of the signs of collapse, and ends the training if `stop_on_collapse` is on.
+    """Warns once of the signs of collapse, and stops training if `stop_on_collapse` is on.
+
+    Args:
+        metrics: TRL's metrics of training since the last log.
+        reward_weights: returns the current weights by the names of the reward functions.
 
     Attributes:
-        found: the sentence of the warning; None while there is none.
+        found: the sentence of the warning; None before it.
     """
 
-    def __init__(self, trainer: "ConstructedTrainer") -> None:
+    def __init__(self, metrics: Mapping[str, list[float]], reward_weights: Callable[[], Mapping[str, float]]) -> None:
         self.found: str | None = None
-        self._trainer = trainer
+        self._metrics, self._reward_weights = metrics, reward_weights
         self._histories: dict[str, MetricHistory] = {}
         self._read: dict[str, int] = {}
 
     def start_window(self) -> None:
-        """Read the metrics of the trainer from their beginning again, since they were logged and cleared."""
+        """Read the metrics from their beginning again, after they were logged and cleared."""
         self._read.clear()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the mean of every metric over the micro-batches of this step; all processes have the same values."""
+        """Add the mean of every metric over the micro-batches of this step; all processes have the same values."""
         if self.found is not None:
             return
-        for name, values in self._trainer._metrics["train"].items():
+        for name, values in self._metrics.items():
             new = [value for value in values[self._read.get(name, 0) :] if not math.isnan(value)]
             self._read[name] = len(values)
             if new:  # a micro-batch without a gradient has none
                 self._histories.setdefault(name, MetricHistory()).add(fmean(new))
-        if signs := find_collapse(self._histories, self._trainer.named_reward_weights()):
+        if signs := find_collapse(self._histories, self._reward_weights()):
             self.found = collapse_sentence(signs, state.global_step)
             if state.is_world_process_zero:
                 logger.warning(self.found)

@@ -11,11 +11,11 @@ from accelerate import Accelerator
 from transformers import TrainerCallback
 
 STAGES = ("generation", "reward", "old_logps", "reference", "values", "perturbed", "selection", "update", "optimizer")
-NO_NESTED_STAGES = "perturbed"  # whose passes are its own
+NO_NESTED_STAGES = "perturbed"  # a stage that keeps the time of the stages within it
 
 
-def moment() -> Any:
-    """Return when the device comes to what it is asked for from here on, without waiting for it; on a CPU, now."""
+def record_moment() -> Any:
+    """Return an event that completes when the device has finished its queue; on a CPU, the time."""
     if not (torch.cuda.is_available() and torch.backends.cuda.is_built()):
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -24,42 +24,44 @@ def moment() -> Any:
 
 
 class StageClock:
-    """Time in each stage since the last log; in a stage within another, that one stands still."""
+    """Time in each stage since the last log; a nested stage pauses the outer one."""
 
     def __init__(self) -> None:
-        self.spans: list[tuple[str, Any, Any]] = []  # stage, and the moments of its beginning and end
+        self.spans: list[tuple[str, Any, Any]] = []  # stage, begin, end
         self._running: list[str] = []
         self._since: Any = None
 
     @contextmanager
     def stage(self, name: str, counts: bool = True) -> Iterator[None]:
-        """Count the time in this block; kernels that are under way end with the stage that they were started in.
+        """Count the time of this block; a kernel counts in the stage that launched it.
 
         Args:
-            counts: False: it is one of an evaluation, and counts nowhere.
+            name: one of `STAGES`.
+            counts: False for a stage of an evaluation, which is not counted.
         """
         if not counts or (self._running and self._running[-1] == NO_NESTED_STAGES):
             yield
             return
-        self._turn()
+        self._switch()
         self._running.append(name)
         try:
             yield
         finally:
-            self._turn()
+            self._switch()
             self._running.pop()
 
-    def _turn(self) -> None:
-        now = moment()
+    def _switch(self) -> None:
+        now = record_moment()
         if self._running:
             self.spans.append((self._running[-1], self._since, now))
         self._since = now
 
     def metrics(self, accelerator: Accelerator, steps: int) -> dict[str, float]:
-        """Return the mean seconds of a step in each stage, of the slowest process, and begin again at 0.
+        """Return the mean seconds per step in each stage on the slowest process, and restart at 0.
 
         Args:
-            steps: since the last log.
+            accelerator: gathers over processes.
+            steps: steps since the last log.
         """
         spans, self.spans = self.spans, []
         if torch.cuda.is_available():
@@ -73,16 +75,16 @@ class StageClock:
 
 
 class OptimizerClock(TrainerCallback):
-    """Counts the time of the optimizer's steps, which TRL leaves out of those of a step."""
+    """Counts the time of the optimizer, which TRL's step time excludes."""
 
     def __init__(self, clock: StageClock) -> None:
         self.clock = clock
         self._started: Any = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Gradients are there."""
-        self._started = moment()
+        """Start the clock: gradients are complete."""
+        self._started = record_moment()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Parameters are changed."""
-        self.clock.spans.append(("optimizer", self._started, moment()))
+        """Stop the clock: parameters are updated."""
+        self.clock.spans.append(("optimizer", self._started, record_moment()))

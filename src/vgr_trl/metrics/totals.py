@@ -1,4 +1,4 @@
-"""Sums, counts and extremes of local values, gathered once to give metrics over all processes."""
+"""Sums, counts and extremes of local values, which one gather turns into metrics over all processes."""
 
 import math
 from collections.abc import Callable
@@ -14,30 +14,31 @@ class Totals:
 
     def __init__(self) -> None:
         self.means: dict[str, tuple[Tensor, Tensor]] = {}  # name -> sum, count
-        self.largest: dict[str, tuple[Tensor, int]] = {}  # name -> largest value times a sign, that sign
+        self.largest: dict[str, tuple[Tensor, int]] = {}  # name -> largest value times a sign, the sign
         self.known: dict[str, float] = {}
-        self.about_one: dict[str, str] = {}  # name of a mean of (x - 1)², to become the variance of x -> of its mean
+        self.about_one: dict[str, str] = {}  # name of a mean of (x - 1)² -> name of the mean of x
 
     def add_known(self, name: str, value: float) -> None:
         """Add a number that is the same on all processes."""
         self.known[name] = value
 
     def add_mean(self, name: str, values: Tensor, where: Tensor) -> None:
-        """Add the mean of `values` where the bool tensor `where`, of the same shape, is true, to that so far."""
+        """Accumulate the mean of `values` where the bool tensor `where`, of the same shape, is true."""
         total, count = self.means.get(name, (0, 0))
         self.means[name] = (total + values.float().masked_fill(~where, 0).sum(), count + where.sum().float())
 
     def add_largest(self, name: str, values: Tensor, where: Tensor, sign: int = 1) -> None:
-        """Add the largest of `values` where `where` is true; with a sign of -1 the smallest; and of those so far."""
+        """Accumulate the largest of `values` where `where` is true; with a sign of -1, the smallest."""
         signed = (sign * values.float()).masked_fill(~where, -torch.inf).flatten()
         before, _ = self.largest.get(name, (signed.new_tensor(-torch.inf), sign))
         self.largest[name] = (torch.cat([signed, before.view(1)]).max(), sign)
 
     def metrics(self, gather: Gather | None = None) -> dict[str, float]:
-        """Return all metrics over all processes, NaN for a mean or an extreme of nothing.
+        """Return all metrics over all processes; a mean or an extreme of nothing is NaN.
 
         Args:
-            gather: returns the concatenation of a 1-D tensor over all processes; called once if anything was added.
+            gather: concatenates a 1-D tensor over all processes; called once if anything was added. None: there is one
+                process.
         """
         local = [
             *(part for pair in self.means.values() for part in pair),
@@ -59,7 +60,14 @@ class Totals:
 
 
 def add_weights(totals: Totals, name: str, weights: Tensor, mask: Tensor) -> None:
-    """Add mean, variance, smallest and largest of (N, T) weights over the valid tokens `mask`."""
+    """Add mean, variance, minimum and maximum of weights to `totals`.
+
+    Args:
+        totals: receives the metrics.
+        name: their prefix.
+        weights: (N, T).
+        mask: (N, T) bool, valid tokens.
+    """
     totals.add_mean(f"{name}_mean", weights, mask)
     totals.add_mean(f"{name}_variance", (weights - 1) ** 2, mask)
     totals.about_one[f"{name}_variance"] = f"{name}_mean"

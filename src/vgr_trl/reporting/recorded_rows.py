@@ -23,14 +23,14 @@ from vgr_trl.errors import DataError
 from vgr_trl.reporting.markdown import Summary
 from vgr_trl.reporting.records import AttentionMap, Completion, RecordedImage, Turn
 from vgr_trl.scoring_inputs import Turns
-from vgr_trl.signals.columns import QUANTITIES, reward_columns
+from vgr_trl.signals.columns import ATTENTION_QUANTITIES, reward_columns
 from vgr_trl.signals.ratios import late_layers, measure_segments, token_vision_gain_ratio
 from vgr_trl.signals.rollout_signals import RolloutSignals
 from vgr_trl.views.regions import boxes_in_pixels
 
 THUMBNAIL_SIDE = 256  # maximum, in pixels
 WEBP_QUALITY = 80  # of 100: about 5 kB for a photograph of that size
-_SEGMENT_METRIC = re.compile(rf"attention/(\w+)/({'|'.join(QUANTITIES)})")
+_SEGMENT_METRIC = re.compile(rf"attention/(\w+)/({'|'.join(ATTENTION_QUANTITIES)})")
 Grid = tuple[int, int]
 Decode = Callable[[list[int]], str]  # keeps special tokens, does not clean up
 

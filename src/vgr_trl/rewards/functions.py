@@ -237,7 +237,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     return SoftOverlongPunishment(max_completion_len, soft_punish_cache)
 
 
-Gather = Callable[[list[Any]], list[Any]]
+GatherObjects = Callable[[list[Any]], list[Any]]
 Reward = TypeVar("Reward", bound=Callable[..., Any])
 
 
@@ -285,7 +285,7 @@ class WholeGroups:
     """
 
     reward: Callable[..., Any]
-    gather: Gather
+    gather: GatherObjects
     process_index: int
     num_generations: int | Callable[[], int] | None = None
 

@@ -1,4 +1,4 @@
-"""Signals as reward columns and as metrics."""
+"""Columns for rewards and metrics, computed from the signals of completions."""
 
 import inspect
 import math
@@ -16,7 +16,7 @@ from vgr_trl.signals.rollout_signals import RolloutSignals
 
 
 def named_columns(names: Sequence[str], signals: RolloutSignals) -> dict[str, list[float | None]]:
-    """Return what rewards get of signals: per completion the mean over its tokens, None where it is undefined."""
+    """Return one column per named signal: the mean over each completion's tokens, None where it is undefined."""
     means = {name: signals.extra[name].nanmean(1).tolist() for name in names}
     return {name: list(map(_none_for_nan, values)) for name, values in means.items()}
 
@@ -26,7 +26,13 @@ def _none_for_nan(value: float) -> float | None:
 
 
 def named_metrics(names: Sequence[str], signals: RolloutSignals, gather: Gather) -> dict[str, float]:
-    """Return `signals/<name>`, the mean over the finite values of the tokens of all processes; NaN without any."""
+    """Return `signals/<name>`, the mean over the finite values of all processes' tokens; NaN without finite values.
+
+    Args:
+        names: names in `signals.extra`, the same on every process.
+        signals: signals of this process's completions.
+        gather: concatenates a tensor over all processes.
+    """
     if not names:
         return {}
     values = torch.stack([signals.extra[name] for name in names])  # (names, N, T)
@@ -39,11 +45,11 @@ def named_metrics(names: Sequence[str], signals: RolloutSignals, gather: Gather)
 SINGLE_COLUMNS = ("vgr", "aei_vision", "aei_instruction", "mdi_balance")
 PER_IMAGE = "attention_per_image"
 SIGNAL_COLUMNS = (*SINGLE_COLUMNS, "attention_metrics", PER_IMAGE)
-QUANTITIES = (*SINGLE_COLUMNS, "attention_vision", "attention_instruction")
+ATTENTION_QUANTITIES = (*SINGLE_COLUMNS, "attention_vision", "attention_instruction")
 
 
 def needed_signal_columns(reward: Any) -> set[str]:
-    """Return the columns of `SIGNAL_COLUMNS` that a reward function takes by name."""
+    """Return the columns of `SIGNAL_COLUMNS` that a reward function accepts by name."""
     named = {*reward.required, *reward.optional} if isinstance(reward, WholeGroups) else set[str]()
     with suppress(TypeError, ValueError):
         named |= set(inspect.signature(reward).parameters)
@@ -51,10 +57,17 @@ def needed_signal_columns(reward: Any) -> set[str]:
 
 
 def reward_columns(segments: dict[str, Tensor]) -> dict[str, list[Any]]:
-    """Return per completion the columns of the late segment (else of all layers), and all segments as a dict."""
+    """Return the reward columns of the late segment (or of all layers), and all segments as `attention_metrics`.
+
+    Args:
+        segments: name of a segment -> its quantities (N, 6), as `measure_segments` returns them.
+    """
     rows = dict(zip(segments, torch.stack(list(segments.values())).tolist(), strict=True))
     tables = [
-        {name: dict(zip(QUANTITIES, map(_none_for_nan, values[row]), strict=True)) for name, values in rows.items()}
+        {
+            name: dict(zip(ATTENTION_QUANTITIES, map(_none_for_nan, values[row]), strict=True))
+            for name, values in rows.items()
+        }
         for row in range(len(rows["all"]))
     ]
     of_reward = [table.get("late", table["all"]) for table in tables]
@@ -66,22 +79,23 @@ def attention_metrics(
 ) -> dict[str, float]:
     """Return the means over the completions of all processes, `attention/late/vgr` and so on.
 
-    Undefined and infinite values do not enter the means; their shares are `vgr/undefined_fraction` and
-    `vgr/infinite_fraction`, of the late segment (else of all layers).
+    The means leave out undefined and infinite values; their shares in the late segment (or in all layers) are
+    `vgr/undefined_fraction` and `vgr/infinite_fraction`.
 
     Args:
-        segments: as `measure_segments` returns them.
-        prompt: likewise for the queries of the prompt's instruction tokens, for `attention/prompt/late/vgr` and so on;
-            None: not measured, on no process.
+        segments: name of a segment -> its quantities (N, 6), as `measure_segments` returns them.
+        gather: concatenates a tensor over all processes.
+        prompt: the same for the queries of the prompt's instruction tokens, logged as `attention/prompt/late/vgr` and
+            so on; None on every process: they were not measured.
     """
     every = segments | {f"prompt/{name}": values for name, values in (prompt or {}).items()}
     names = list(every)
-    values = gather(torch.stack([every[name] for name in names], dim=1))  # (N of all, segments, 6)
+    values = gather(torch.stack([every[name] for name in names], dim=1))  # (N of all processes, segments, 6)
     finite = values.isfinite()
     means = torch.where(finite, values, 0.0).sum(0) / finite.sum(0)  # (segments, 6), NaN where nothing is finite
     vgr = values[:, names.index("late" if "late" in names else "all"), 0]
     shares = torch.stack([vgr.isnan().float().mean(), vgr.isinf().float().mean()])
-    # The history of logs keeps every name.
-    keys = [intern(f"attention/{segment}/{quantity}") for segment in names for quantity in QUANTITIES]
+    # The history of logs keeps a reference to every name: interned names share memory.
+    keys = [intern(f"attention/{segment}/{quantity}") for segment in names for quantity in ATTENTION_QUANTITIES]
     keys += ["vgr/undefined_fraction", "vgr/infinite_fraction"]
     return dict(zip(keys, torch.cat([means.flatten(), shares]).tolist(), strict=True))

@@ -5,7 +5,6 @@ signals by name, which it finds in `signals.extra`.
 """
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vgr_trl import registries
-from vgr_trl.config import PluginOptions
+from vgr_trl.config import MeasureOptions, PluginOptions
 from vgr_trl.errors import DataError
 from vgr_trl.registries import (
     declares,
@@ -30,13 +29,13 @@ from vgr_trl.signals.rollout_signals import RolloutSignals
 
 @dataclass(frozen=True)
 class NamedSignal:
-    """A signal that a run asks for.
+    """A signal that a run computes by name.
 
     Attributes:
         name: its key in `RolloutSignals.extra`.
-        function: the signal.
-        options: what it takes as such.
-        requires: the measurements that it is made of, through other signals too.
+        function: computes the signal.
+        options: second argument of the function.
+        requires: the measurements that the signal reads, also through other signals.
     """
 
     name: str
@@ -46,23 +45,24 @@ class NamedSignal:
 
     @property
     def is_late(self) -> bool:
-        """Whether it is there only after the rewards."""
+        """Whether the signal can be computed only after the rewards."""
         return any(map(is_measured_after_rewards, self.requires))
 
 
 def named_signals(options: PluginOptions, further: Sequence[str] = ()) -> tuple[NamedSignal, ...]:
-    """Return the signals that a run asks for, and those that plug-in rules read, each behind what it is made of.
+    """Load the signals that a run names and the signals that plug-in rules read, in dependency order.
 
     Args:
+        options: names the signals and the rules.
         further: names of signals that rewards read, measurements among them.
 
     Raises:
-        ConfigError: one is not found, or is made of itself.
+        ConfigError: a signal is not found, or depends on itself.
     """
     found: dict[str, NamedSignal] = {}
 
     def add(spec: str) -> None:
-        requires = tuple(find_measurements([spec]))  # refuses what is made of itself
+        requires = tuple(find_measurements([spec]))  # raises for a signal that depends on itself
         function = registries.signals.load(spec)
         for need in needed_signals(function) if not is_measurement(spec) else ():
             if not is_measurement(need):
@@ -74,13 +74,17 @@ def named_signals(options: PluginOptions, further: Sequence[str] = ()) -> tuple[
     for spec in options.signals or ():
         add(spec)
     for need in (*(need for need in read if not is_measurement(need)), *further):
-        if need != "regions":  # which is no signal of its own
+        if need != "regions":  # a measurement without a signal of its own
             add(need)
     return tuple(found.values())
 
 
 def add_named(named: Sequence[NamedSignal], signals: RolloutSignals) -> list[str]:
-    """Add to `signals.extra` what can be made of what has been measured so far; return the names that are new.
+    """Compute signals whose inputs are available, into `signals.extra`; return the names of the new signals.
+
+    Args:
+        named: signals in dependency order.
+        signals: measurements of N completions of T tokens.
 
     Raises:
         DataError: a signal does not return one value per token.
@@ -89,17 +93,17 @@ def add_named(named: Sequence[NamedSignal], signals: RolloutSignals) -> list[str
     for signal in named:
         if signal.name in signals.extra or not all(_is_measured(signals, need) for need in signal.requires):
             continue
-        values = signal.function(deepcopy(signals), signal.options)  # a plug-in may change tensors in place
-        if getattr(values, "shape", None) != signals.mask.shape:
-            shape = getattr(values, "shape", type(values).__name__)
-            raise DataError(f"The signal {signal.name} returned {shape}: return a tensor {tuple(signals.mask.shape)}.")
+        values = signal.function(signals, signal.options)
+        if not isinstance(values, Tensor) or values.shape != signals.mask.shape:
+            found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise DataError(f"The signal {signal.name} returned {found}: return a tensor {tuple(signals.mask.shape)}.")
         signals.extra[signal.name] = values.detach().float().masked_fill(~signals.mask.bool(), torch.nan)
         new.append(signal.name)
     return new
 
 
 def _is_measured(signals: RolloutSignals, need: str) -> bool:
-    """Whether it was, which is the same on every process; what a row has no image for is measured, and undefined."""
+    """Whether a measurement was made, on every process alike; rows without an image are measured, but undefined."""
     value = signals.measured(need)
     is_unknown = need in ("entropies", "logps") and value.numel() and bool(value.isnan().all())
     return value is not None and not is_unknown
@@ -108,7 +112,7 @@ def _is_measured(signals: RolloutSignals, need: str) -> bool:
 @registries.signals.register("attention")
 @declares(needs=("attention",))
 def image_attention(signals: RolloutSignals, options: Any) -> Tensor:
-    """Return the attention on all image tokens together, the mean over the late layers, in [0, 1]."""
+    """Return the attention on all image tokens together, averaged over the late layers, (N, T) in [0, 1]."""
     mass, late = _mass(signals, options)
     attention: Tensor = mass.vision[late].mean(0)
     return attention
@@ -117,7 +121,7 @@ def image_attention(signals: RolloutSignals, options: Any) -> Tensor:
 @registries.signals.register("token_vgr")
 @declares(needs=("attention",))
 def token_vgr(signals: RolloutSignals, options: Any) -> Tensor:
-    """Return the VGR of each token, of the late layers."""
+    """Return the VGR of each token in the late layers, (N, T)."""
     mass, late = _mass(signals, options)
     return token_vision_gain_ratio(mass, late)
 
@@ -125,9 +129,9 @@ def token_vgr(signals: RolloutSignals, options: Any) -> Tensor:
 @registries.signals.register("region_share")
 @declares(needs=("attention", "regions"))
 def region_share(signals: RolloutSignals, options: Any) -> Tensor:
-    """Return how much of the attention on the image goes to what the question is about, in [0, 1], of the late layers.
+    """Return the share of the image's attention that goes to the boxes of the question, (N, T) in [0, 1].
 
-    NaN for rows that name no box.
+    Attention is averaged over the late layers. Rows without a box are NaN.
     """
     mass, late = _mass(signals, options)
     share: Tensor = mass.region[late].mean(0) / mass.vision[late].mean(0)
@@ -137,34 +141,44 @@ def region_share(signals: RolloutSignals, options: Any) -> Tensor:
 @registries.signals.register("region_focus")
 @declares(needs=("region_share",))
 def region_focus(signals: RolloutSignals, options: Any) -> Tensor:
-    """Return `region_share` over the region's share of the image's tokens: above 1, more than an average token gets."""
+    """Return `region_share` divided by the region's share of the image tokens, (N, T); 1 is average attention."""
     mass, _ = _mass(signals, options)
     average: Tensor = mass.num_region / mass.num_vision
     return signals.extra["region_share"] / average.unsqueeze(1)
 
 
 def _mass(signals: RolloutSignals, options: Any) -> tuple[Any, list[int]]:
-    """Return the attention mass, which a signal that needs it finds measured, and its late layers."""
+    """Return the attention mass, measured for every signal that needs it, and its late layers."""
     mass: Any = signals.attention
-    return mass, late_layers(len(mass.vision), getattr(options, "attention_segments", "thirds"))
+    return mass, late_layers(len(mass.vision), read_segments(options))
+
+
+def read_segments(options: Any) -> str:
+    """Return the scheme that splits layers into segments: `attention_segments`, or thirds without that option."""
+    return options.attention_segments if isinstance(options, MeasureOptions) else "thirds"
 
 
 @registries.signals.register("stability")
 @declares(needs=("views",))
 def stability(signals: RolloutSignals, options: Any) -> Tensor:
-    """Return how little the probability of each token differs between the perturbations: 1 - 2 · std, in [0, 1].
+    """Return the stability of each token's probability over the perturbations, 1 - 2 · std, (N, T) in [0, 1].
 
-    The standard deviation is that of all perturbations (divided by their number), which is at most 1/2.
+    The variance divides by the number of perturbations, so the standard deviation is at most 1/2.
     """
     probabilities = torch.stack([signals.views[name] for name in options.perturbations]).exp()
     return 1 - 2 * probabilities.std(0, correction=0)
 
 
-def _measured(name: str, signals: RolloutSignals, options: Any) -> Any:
-    """Return what `RolloutSignals` has by that name."""
-    return getattr(signals, name)
+def _return_measured(need: str, signals: RolloutSignals, options: Any) -> Any:
+    """Return a measurement as a signal."""
+    return signals.measured(need)
 
 
-for _name in ("similarity", "dependency", "entropies", "logps", "jsd"):
-    _signal = declares(needs=("shift" if _name == "jsd" else _name,))(partial(_measured, _name))
-    registries.signals.register(_name)(_signal)
+for _name, _need in {
+    "similarity": "similarity",
+    "dependency": "dependency",
+    "entropies": "entropies",
+    "logps": "logps",
+    "jsd": "shift",
+}.items():
+    registries.signals.register(_name)(declares(needs=(_need,))(partial(_return_measured, _need)))

@@ -6,21 +6,19 @@ the random numbers: its generators are seeded per image and give the same number
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageFilter
 
 from vgr_trl import registries
-from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.data.images import DEEP_MODES
-from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.options import check_value
+from vgr_trl.errors import DataError
 
 
-def _colours(image: Image.Image) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the colours, (height, width) of mode L, else (height, width, 3), and the opacity, None of L and RGB."""
+def _split_opacity(image: Image.Image) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the colours, (height, width) for mode L, else (height, width, 3), and the opacity; None for L and RGB."""
     if image.mode in ("L", "RGB"):  # transparency by colour means nothing once colours change
         return np.asarray(image), None
     if image.mode in DEEP_MODES:
@@ -29,12 +27,12 @@ def _colours(image: Image.Image) -> tuple[np.ndarray, np.ndarray | None]:
     return rgba[..., :3], rgba[..., 3]
 
 
-def _image(colours: np.ndarray, opacity: np.ndarray | None, like: Image.Image) -> Image.Image:
-    """Return an image of the mode and size of `like` with these colours, rounded."""
+def _build_image(colours: np.ndarray, opacity: np.ndarray | None, like: Image.Image) -> Image.Image:
+    """Build an image of the mode and size of `like` from these colours, rounded."""
     channels = colours if opacity is None else np.dstack([colours, opacity])
     mode = like.mode if opacity is None else "RGBA"
     result = Image.frombytes(mode, like.size, np.rint(channels).astype(np.uint8).tobytes())
-    if like.mode == "P":  # a palette of its own
+    if like.mode == "P":  # the new colours get a new palette
         quantized = result if like.has_transparency_data else result.convert("RGB")
         result = quantized.quantize(256, method=Image.Quantize.FASTOCTREE if like.has_transparency_data else None)
     else:
@@ -43,97 +41,76 @@ def _image(colours: np.ndarray, opacity: np.ndarray | None, like: Image.Image) -
     return result
 
 
-def _painted(image: Image.Image, where: np.ndarray, grey: int) -> Image.Image:
-    """Return the image with an opaque grey in [0, 255] at the pixels `where`, (height, width) bool."""
-    colours, opacity = _colours(image)
+def _paint(image: Image.Image, where: np.ndarray, grey: int) -> Image.Image:
+    """Paint an opaque grey in [0, 255] at the pixels `where`, (height, width) bool."""
+    colours, opacity = _split_opacity(image)
     colours = colours.copy()
     colours[where] = grey
-    return _image(colours, None if opacity is None else np.where(where, 255, opacity), image)
+    return _build_image(colours, None if opacity is None else np.where(where, 255, opacity), image)
 
 
 def blacken_patches(image: Image.Image, *, patch_size: int = 14, black_prob: float = 0.5, seed: int) -> Image.Image:
-    """Return the image with some of its squares painted an opaque black.
+    """Paint random squares of the image an opaque black.
 
-    The squares start at the top left corner; those at the right and lower edge may be cut off. Each is blackened
+    The squares start at the top left corner, so the right and lower edges may cut squares off. Each square is blackened
     independently of the others (random patch blackening of VPPO, https://huggingface.co/papers/2510.09285).
 
     Args:
         image: PIL image.
         patch_size: side of a square in pixels, at least 1.
         black_prob: probability that a square is blackened, in [0, 1].
-        seed: of the random generator, at least 0.
-
-    Raises:
-        ConfigError: a parameter is out of range.
+        seed: seed of the random generator, at least 0.
     """
-    check_value("patch_size", patch_size, int, ge=1)
-    check_value("black_prob", black_prob, float, ge=0, le=1)
     side = min(patch_size, max(*image.size, 1))
     rows, columns = math.ceil(image.height / side), math.ceil(image.width / side)
     black = np.random.default_rng(seed).random((rows, columns)) < black_prob
-    return _painted(image, black.repeat(side, 0).repeat(side, 1)[: image.height, : image.width], 0)
+    return _paint(image, black.repeat(side, 0).repeat(side, 1)[: image.height, : image.width], 0)
 
 
 def add_gaussian_noise(image: Image.Image, *, std: float = 189.0, seed: int) -> Image.Image:
-    """Return the image with Gaussian noise added to every colour channel of every pixel; transparency stays.
+    """Add Gaussian noise to every colour channel of every pixel; transparency stays.
 
     Args:
         image: PIL image.
         std: standard deviation of the noise, in [0, 1e6], where 255 is the distance from black to white.
-        seed: of the random generator, at least 0.
-
-    Raises:
-        ConfigError: a parameter is out of range.
+        seed: seed of the random generator, at least 0.
     """
-    check_value("std", std, float, ge=0, le=1e6)
-    before, opacity = _colours(image)
+    before, opacity = _split_opacity(image)
     noise = std * np.random.default_rng(seed).standard_normal(before.shape, dtype=np.float32)
-    return _image((before + noise).clip(0, 255), opacity, image)
+    return _build_image((before + noise).clip(0, 255), opacity, image)
 
 
 def gaussian_blur(image: Image.Image, *, radius: float = 6.0) -> Image.Image:
-    """Return the image with its colours blurred; transparency stays.
+    """Blur the colours of the image; transparency stays.
 
     Args:
         image: PIL image.
         radius: standard deviation of the Gaussian in pixels, in [0, 1e6].
-
-    Raises:
-        ConfigError: `radius` is out of range.
     """
-    check_value("radius", radius, float, ge=0, le=1e6)
-    colours, opacity = _colours(image)
+    colours, opacity = _split_opacity(image)
     if not colours.size or not radius:
         return image.copy()
-    return _image(np.asarray(Image.fromarray(colours).filter(ImageFilter.GaussianBlur(radius))), opacity, image)
+    return _build_image(np.asarray(Image.fromarray(colours).filter(ImageFilter.GaussianBlur(radius))), opacity, image)
 
 
 def mask_image(image: Image.Image, *, value: int = 128) -> Image.Image:
-    """Return an image of the same mode and size that is one opaque grey.
+    """Replace the image with one opaque grey, of the same mode and size.
 
     Args:
         image: PIL image.
         value: brightness in [0, 255].
-
-    Raises:
-        ConfigError: `value` is out of range.
     """
-    check_value("value", value, int, ge=0, le=255)
-    return _painted(image, np.ones((image.height, image.width), bool), value)
+    return _paint(image, np.ones((image.height, image.width), bool), value)
 
 
 def shuffle_patches(image: Image.Image, *, patch_size: int = 14, seed: int) -> Image.Image:
-    """Return the image with its whole squares in another order; what is left at the right and lower edge stays.
+    """Shuffle the whole squares of the image; the remainders at the right and lower edge stay.
 
     Args:
         image: PIL image.
         patch_size: side of a square in pixels, at least 1.
-        seed: of the random generator, at least 0.
-
-    Raises:
-        ConfigError: a parameter is out of range.
+        seed: seed of the random generator, at least 0.
     """
-    check_value("patch_size", patch_size, int, ge=1)
     rows, columns = image.height // patch_size, image.width // patch_size
     corners = [(column * patch_size, row * patch_size) for row in range(rows) for column in range(columns)]
     result = image.copy()
@@ -144,17 +121,13 @@ def shuffle_patches(image: Image.Image, *, patch_size: int = 14, seed: int) -> I
 
 
 def crop_image(image: Image.Image, *, share: float = 0.5, seed: int) -> Image.Image:
-    """Return a random part of the image, enlarged to its size.
+    """Crop a random part of the image and enlarge it to the image's size.
 
     Args:
         image: PIL image.
-        share: of the area, in (0, 1].
-        seed: of the random generator, at least 0.
-
-    Raises:
-        ConfigError: a parameter is out of range.
+        share: share of the area that is kept, in (0, 1].
+        seed: seed of the random generator, at least 0.
     """
-    check_value("share", share, float, gt=0, le=1)
     if not min(image.size):
         return image.copy()
     wide, high = (max(1, round(side * math.sqrt(share))) for side in image.size)
@@ -170,44 +143,47 @@ _STEPS = 1000
 
 
 def diffusion_noise(image: Image.Image, *, steps: int = 500, seed: int) -> Image.Image:
-    """Return the image after so many steps of a diffusion that adds Gaussian noise to its colours and darkens them.
+    """Add the noise of a diffusion to the colours of the image and darken them; transparency stays.
 
-    With x in [0, 1] it is √ā x + √(1 - ā) ε, ε standard normal per channel and pixel, and ā of `image_left`, clipped to
-    [0, 1]; transparency stays (NoisyRollout, https://huggingface.co/papers/2504.13055).
+    With x in [0, 1] the result is √ā x + √(1 - ā) ε, clipped to [0, 1], where ε is standard normal per channel and
+    pixel and ā is `diffusion_signal(steps)` (NoisyRollout, https://huggingface.co/papers/2504.13055).
 
     Args:
         image: PIL image.
-        steps: in [0, 999]; 0 is hardly any noise.
-        seed: of the random generator, at least 0.
-
-    Raises:
-        ConfigError: a parameter is out of range.
+        steps: diffusion steps, in [0, 999]; 0 adds almost no noise.
+        seed: seed of the random generator, at least 0.
     """
-    check_value("diffusion_steps", steps, int, ge=0, le=_STEPS - 1)
-    (colours, opacity), left = _colours(image), image_left(steps)
+    (colours, opacity), left = _split_opacity(image), diffusion_signal(steps)
     noise = np.random.default_rng(seed).standard_normal(colours.shape)
     after = np.sqrt(left) * colours / 255 + np.sqrt(1 - left) * noise
-    return _image(after.clip(0, 1) * 255, opacity, image)
+    return _build_image(after.clip(0, 1) * 255, opacity, image)
 
 
-def image_left(steps: int) -> float:
-    """Return ā of a number of steps: the product of 1 - β over the steps 0 to `steps`.
+def diffusion_signal(steps: int) -> float:
+    """Return ā, the share of the signal's variance after some steps: the product of 1 - β over the steps 0 to `steps`.
 
-    β of step i is sigmoid(-6 + 12 i / 999) · (0.005 - 1e-5) + 1e-5.
+    β at step i is sigmoid(-6 + 12 i / 999) · (0.005 - 1e-5) + 1e-5.
     """
     beta = 1 / (1 + np.exp(-np.linspace(-6, 6, _STEPS))) * (0.5e-2 - 1e-5) + 1e-5
     return float(np.cumprod(1 - beta)[steps])
 
 
 def remove_image(image: Image.Image) -> Image.Image:
-    """Raise, since no image is left: conversations without images are made by `drop_images`."""
+    """Raise `DataError`: `drop_images` removes images from conversations, and leaves no image to return here."""
     raise DataError("remove_image leaves no image to return: score the conversation without it, see drop_images.")
 
 
-_OWN = blacken_patches, add_gaussian_noise, gaussian_blur, mask_image, shuffle_patches, crop_image, diffusion_noise
-PERTURBATIONS: dict[str, Callable[..., Image.Image]] = {function.__name__: function for function in _OWN}
-for _name, _function in (PERTURBATIONS | {REMOVE_IMAGE: remove_image}).items():
-    registries.perturbations.register(_name)(_function)
+for _function in (
+    blacken_patches,
+    add_gaussian_noise,
+    gaussian_blur,
+    mask_image,
+    shuffle_patches,
+    crop_image,
+    diffusion_noise,
+    remove_image,
+):
+    registries.perturbations.register(_function.__name__)(_function)
 
 
 def perturb_images(
@@ -222,37 +198,33 @@ def perturb_images(
 ) -> list[Image.Image]:
     """Return the images of one prompt, each perturbed with random numbers of its own.
 
-    The same seed, step, index and place in the list give the same image, on whichever process it is made.
+    The same seed, step, index and place in the list give the same image on every process.
 
     Args:
         images: PIL images.
-        name: one of `PERTURBATIONS`, or of a plug-in.
-        parameters: keyword arguments of that function other than the seed.
+        name: a perturbation of this library, or of a plug-in.
+        parameters: keyword arguments of the perturbation other than its seed.
         seed: the run's seed, at least 0.
         step: global step, at least 0.
-        index: index of the prompt, or of the completion where each has images of its own, over all processes.
-        first: place of the first image in the list, where others come before them.
+        index: index over all processes of the prompt, or of the completion where each has images of its own.
+        first: number of the row's images before `images`.
 
     Raises:
-        ConfigError: unknown name or parameter, or a number out of range.
-        DataError: a plug-in returns something else than an image of the same size.
+        ConfigError: there is no such perturbation.
+        DataError: a plug-in does not return an image of the same size.
     """
     function, parameters = registries.perturbations.load(name), parameters or {}
-    takes = inspect.signature(function).parameters
-    accepted = [key for key in takes if key not in ("image", "seed")]
-    if unknown := [key for key in parameters if key not in accepted]:
-        raise ConfigError(f"The perturbation {name} does not take {unknown[0]!r}, but {', '.join(accepted)}.")
+    draws = "seed" in inspect.signature(function).parameters
     perturbed = []
     for place, image in enumerate(images, first):
-        stream = {"seed": derive_seed(seed, step, index, place)} if "seed" in takes else {}
-        own = image if name in PERTURBATIONS else image.copy()  # a plug-in may draw on what it is given
-        perturbed.append(function(own, **parameters, **stream))
+        stream = {"seed": derive_seed(seed, step, index, place)} if draws else {}
+        perturbed.append(function(image.copy(), **parameters, **stream))  # a plug-in may draw on its image
         if not isinstance(perturbed[-1], Image.Image) or perturbed[-1].size != image.size:
             raise DataError(f"The perturbation {name} did not return an image of the size {image.size}: return one.")
     return perturbed
 
 
 def derive_seed(seed: int, step: int, index: int, image: int = 0) -> int:
-    """Return the seed of one image: the run's seed, global step, global index and place among its prompt's images."""
+    """Derive the seed of one image from the run's seed, global step, global index and the place of the image."""
     first, second = np.random.SeedSequence([seed, step, index, image]).generate_state(2, np.uint64)
     return int(first) << 64 | int(second)

@@ -25,14 +25,14 @@ class AttentionMass:
 
     Attributes:
         vision: (L, N, T) float32 in [0, 1], mean over heads of the attention on all vision tokens together.
-        instruction: (L, N, T) float32 in [0, 1], likewise on all instruction tokens.
+        instruction: (L, N, T) float32 in [0, 1], the same on all instruction tokens.
         num_vision: (N,) int, vision tokens of each row's prompt.
         num_instruction: (N,) int, instruction tokens of each row's prompt.
         mask: (N, T) bool, completion tokens that count in the loss.
-        region: (L, N, T) float32, likewise on the vision tokens of what the question is about; None: not measured.
-        num_region: (N,) int, their number; None: not measured.
+        region: (L, N, T) float32, the same on the vision tokens of the question's boxes; None: not measured.
+        num_region: (N,) int, vision tokens of the boxes; None: not measured.
         seen_vision: (N, T) int, vision tokens before each token, where tools return images; None: `num_vision` for all.
-        seen_instruction: (N, T) int, likewise.
+        seen_instruction: (N, T) int, instruction tokens before each token; None: `num_instruction` for all.
     """
 
     vision: Tensor
@@ -46,28 +46,29 @@ class AttentionMass:
     seen_instruction: Tensor | None = None
 
     def seen(self) -> tuple[Tensor, Tensor]:
-        """Return |V| and |I| of each token, (N, T), or (N, 1) where they are those of its prompt."""
+        """Return |V| and |I| of each token, (N, T), or those of the prompt, (N, 1)."""
         if self.seen_vision is None or self.seen_instruction is None:
             return self.num_vision.unsqueeze(1), self.num_instruction.unsqueeze(1)
         return self.seen_vision, self.seen_instruction
 
 
 def join_masses(parts: Sequence[AttentionMass]) -> AttentionMass:
-    """Return the attention mass of all rows of the parts, in which the same was measured."""
+    """Concatenate the rows of attention masses with the same measurements."""
     names = [name for name, value in vars(parts[0]).items() if value is not None]
-    columns = {name: [getattr(part, name) for part in parts] for name in names}
+    columns = {name: [vars(part)[name] for part in parts] for name in names}
     layered = ("vision", "instruction", "region")  # (L, N, T)
     return AttentionMass(**{name: torch.cat(each, dim=int(name in layered)) for name, each in columns.items()})
 
 
 @dataclass
 class ModalityMasks:
-    """Attributes, all bool with the shape of the tokens they were made of, (N, P) or (N, S):
+    """Masks of tokens, bool with the shape of the tokens, (N, P) or (N, S).
 
-    vision: placeholder tokens of images and videos.
-    instruction: tokens that are neither vision, nor padding, nor special.
-    region: vision tokens of what the question is about; None: not asked for.
-    images: one more dimension, the vision tokens of each image of a row; None: not asked for.
+    Attributes:
+        vision: placeholder tokens of images and videos.
+        instruction: tokens other than vision, padding and special tokens.
+        region: vision tokens of the question's boxes; None: not wanted.
+        images: vision tokens of each image of a row, with one more dimension; None: not wanted.
     """
 
     vision: Tensor
@@ -79,13 +80,13 @@ class ModalityMasks:
 def build_modality_masks(
     input_ids: Tensor, attention_mask: Tensor, *, vision_token_ids: Sequence[int], special_token_ids: Sequence[int]
 ) -> ModalityMasks:
-    """Return which tokens are vision and which are instruction.
+    """Build the masks of vision and instruction tokens.
 
     Args:
         input_ids: (N, P) tokens of prompts.
         attention_mask: (N, P), 0 for padding.
         vision_token_ids: placeholder tokens of images and videos.
-        special_token_ids: tokens that belong to neither: chat-template markers, vision start and end, bos, eos.
+        special_token_ids: tokens outside both masks: chat-template markers, vision start and end, bos, eos.
     """
     present = attention_mask.bool()
     vision, special = (
@@ -100,33 +101,23 @@ def vision_token_ids(model: Any, processor: Any = None) -> tuple[int, ...]:
     """Return the ids of the placeholder tokens of images and videos, from the model's configuration and the processor.
 
     Args:
-        model: transformers model, or its configuration.
-        processor: its processor; None: only the configuration is looked at.
+        model: transformers model, or its configuration; None: only the processor is read.
+        processor: the model's processor; None: only the configuration is read.
     """
-    config = getattr(model, "config", model)
-    found = {getattr(config, name, None) for name in _ID_NAMES}
-    found |= {getattr(processor, name, None) for name in ("image_token_id", "video_token_id")}
-    tokenizer = getattr(processor, "tokenizer", processor)
-    if tokenizer is not None:
-        for name in ("image_token", "video_token"):
-            token = getattr(processor, name, None)
-            if isinstance(token, str):
-                index = tokenizer.convert_tokens_to_ids(token)
-                found.add(index if index != getattr(tokenizer, "unk_token_id", None) else None)
+    sources = getattr(model, "config", model), processor
+    found = {getattr(source, name, None) for source in sources for name in _ID_NAMES}
+    for token in (getattr(processor, name, None) for name in ("image_token", "video_token")):
+        if isinstance(token, str):
+            tokenizer = getattr(processor, "tokenizer", processor)
+            found |= {tokenizer.convert_tokens_to_ids(token)} - {tokenizer.unk_token_id}
     return tuple(sorted(token for token in found if isinstance(token, int) and not isinstance(token, bool)))
 
 
 def special_token_ids(processor: Any) -> tuple[int, ...]:
-    """Return the ids of the special tokens of a processor or tokenizer: what it declares, and what it adds as special.
-
-    Raises:
-        ConfigError: there is no tokenizer.
-    """
+    """Return the ids of the special tokens of a processor or tokenizer, declared or added as special."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    if not hasattr(tokenizer, "all_special_ids"):
-        raise ConfigError(f"{type(processor).__name__} has no tokenizer: give a processor or a tokenizer.")
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return tuple(sorted({*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)}))
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return tuple(sorted({*tokenizer.all_special_ids, *added}))
 
 
 def split_layers(num_layers: int, scheme: str = "thirds") -> dict[str, list[int]]:
@@ -152,16 +143,22 @@ def split_layers(num_layers: int, scheme: str = "thirds") -> dict[str, list[int]
 
 
 def late_layers(num_layers: int, scheme: str = "thirds") -> list[int]:
-    """Return the layers that rewards and credit read: the segment `late`, else all; arguments as `split_layers`."""
+    """Return the layers that rewards and credit read: the segment `late` of `split_layers`, or all layers."""
     segments = split_layers(num_layers, scheme)
     return segments.get("late", segments["all"])
 
 
 def last_layers(num_layers: int, count: int | None, scheme: str, name: str) -> list[int]:
-    """Return the last `count` layers, as the option of that name says, or where it is None those of `late_layers`.
+    """Return the last `count` layers; for None, the late layers.
+
+    Args:
+        num_layers: L, at least 1.
+        count: number of layers, in [1, L], or None.
+        scheme: as in `split_layers`.
+        name: the option that gives `count`, for the message.
 
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: `count` is out of range.
     """
     if count is None:
         return late_layers(num_layers, scheme)
@@ -171,30 +168,29 @@ def last_layers(num_layers: int, count: int | None, scheme: str, name: str) -> l
 
 
 def mean_attention(mass: AttentionMass, layers: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """Return A_V and A_I of each completion, (N,) each in [0, 1]: means over the layers and over the tokens that count.
+    """Return A_V and A_I of each completion, (N,) each in [0, 1]: means over the layers and over the valid tokens.
 
-    NaN for a completion without tokens that count.
+    A completion without valid tokens gets NaN.
     """
     mask = mass.mask.bool()
     return _token_mean(_layer_mean(mass.vision, layers), mask), _token_mean(_layer_mean(mass.instruction, layers), mask)
 
 
 def vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) -> Tensor:
-    """Return VGR = (A_I / |I|) / (A_V / |V|) of each completion; smaller: it looks at the image more.
+    """Return VGR = (A_I / |I|) / (A_V / |V|) of each completion; the smaller, the more attention on the image.
 
     Args:
         mass: attention mass (L, N, T).
         layers: the segment; None: all layers.
 
     Returns:
-        (N,) float32 in [0, inf]; inf where there is attention on the instruction and none on the image, NaN where
-        undefined.
+        (N,) float32 in [0, inf]; inf for attention on the instruction alone, NaN where undefined.
     """
     return _ratio(*_averages(mass, layers))
 
 
 def token_vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) -> Tensor:
-    """Return VGR of each token, (N, T) float32; NaN also for tokens that do not count. See `vision_gain_ratio`."""
+    """Return the `vision_gain_ratio` of each token, (N, T) float32; NaN also for tokens that do not count."""
     vision, instruction = (_layer_mean(side, layers) for side in (mass.vision, mass.instruction))
     ratio = _ratio(vision, instruction, *mass.seen())
     return ratio.masked_fill(~mass.mask.bool(), math.nan)
@@ -203,7 +199,7 @@ def token_vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = 
 def attention_efficiency_index(mass: AttentionMass, layers: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
     """Return AEI of vision and of instruction, (N,) each: share of the attention over share of the tokens.
 
-    AEI_x = (A_x / (A_V + A_I)) / (|x| / (|V| + |I|)); 1 is attention in proportion to the number of tokens.
+    AEI_x = (A_x / (A_V + A_I)) / (|x| / (|V| + |I|)); 1 means attention in proportion to the number of tokens.
     """
     vision, instruction, num_vision, num_instruction = _averages(mass, layers)
     attention, tokens = vision + instruction, num_vision + num_instruction
@@ -213,7 +209,7 @@ def attention_efficiency_index(mass: AttentionMass, layers: Sequence[int] | None
 
 
 def mdi_balance(vgr: Tensor, ratio: float = 2.0) -> Tensor:
-    """Return the MDI balance, clip(1 - |ln VGR| / ln R, 0, 1): 1 at VGR 1, 0 at VGR up to 1 / R or from R; NaN stays.
+    """Return the MDI balance, clip(1 - |ln VGR| / ln R, 0, 1): 1 at VGR 1, 0 for VGR ≤ 1 / R or ≥ R; NaN stays.
 
     Args:
         vgr: any shape.
@@ -232,14 +228,14 @@ def _layer_mean(side: Tensor, layers: Sequence[int] | None) -> Tensor:
 
 
 def _token_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of each row over the tokens that count, (N,); NaN without any."""
+    """Return the mean of each row over the valid tokens, (N,); NaN without valid tokens."""
     return values.masked_fill(~mask, 0).sum(1) / mask.sum(1)
 
 
 def _averages(mass: AttentionMass, layers: Sequence[int] | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return A_V, A_I, |V| and |I| of each completion as its ratios take them, (N,) each.
+    """Return A_V, A_I, |V| and |I| of each completion, (N,) each.
 
-    Where tokens see different numbers of keys, A is the mean attention per key times the mean number of keys.
+    If tokens see different numbers of keys, A is the mean attention per key times the mean number of keys.
     """
     if mass.seen_vision is None or mass.seen_instruction is None:
         return (*mean_attention(mass, layers), mass.num_vision, mass.num_instruction)
@@ -256,7 +252,13 @@ def _ratio(vision: Tensor, instruction: Tensor, num_vision: Tensor, num_instruct
 
 
 def measure_segments(mass: AttentionMass, scheme: str, mdi_balance_ratio: float) -> dict[str, Tensor]:
-    """Return, per segment of layers, the six `QUANTITIES` (N, 6) of the completions; NaN where undefined."""
+    """Return the six `ATTENTION_QUANTITIES` of the completions, (N, 6), per segment of layers; NaN where undefined.
+
+    Args:
+        mass: attention mass (L, N, T).
+        scheme: as in `split_layers`.
+        mdi_balance_ratio: R of `mdi_balance`.
+    """
     segments = {}
     for name, layers in split_layers(len(mass.vision), scheme).items():
         vgr = vision_gain_ratio(mass, layers)  # (N,)
@@ -267,25 +269,25 @@ def measure_segments(mass: AttentionMass, scheme: str, mdi_balance_ratio: float)
 
 
 def visual_dependency(logps: Tensor, perturbed_logps: Tensor) -> Tensor:
-    """Return the visual dependency of each token, in [0, 10]: 0 where the image made no difference.
+    """Return the visual dependency of each token, in [0, 10]; 0 if the image makes no difference.
 
-    With d = clamp(perturbed log-probability - original log-probability, -20, 20), it is clamp(e^d - d - 1, 0, 10), an
+    With d = clamp(perturbed log-probability - original log-probability, -20, 20) it is clamp(e^d - d - 1, 0, 10), an
     estimate of the KL divergence between the two distributions (VPPO, https://huggingface.co/papers/2510.09285).
 
     Args:
         logps: (N, T), log-probabilities of the tokens given the image.
-        perturbed_logps: (N, T), of the same tokens given the perturbed image, under the same policy.
+        perturbed_logps: (N, T), the same given the perturbed image, under the same policy.
 
     Returns:
-        (N, T) float32. NaN (undefined) where one of the two is NaN, or both are the same infinity. Gradients flow into
-        both arguments, except where the value is clamped.
+        (N, T) float32. NaN (undefined) if one argument is NaN, or both are the same infinity. Gradients flow into both
+        arguments, except where the value is clamped.
     """
     difference = (perturbed_logps.float() - logps.float()).clamp(-20, 20)  # (N, T)
     return (torch.expm1(difference) - difference).clamp(0, 10)
 
 
 def entropies_of(logps: Tensor) -> Tensor:
-    """Return the entropies of (C, vocabulary) log-probabilities, which are changed in place."""
+    """Return the entropies (C,) of (C, vocabulary) log-probabilities; changes its argument in place."""
     probabilities = logps.exp()
     # A forbidden token has the logit -inf and adds nothing.
     sums: Tensor = torch.linalg.vecdot(probabilities, logps.clamp_(min=torch.finfo(logps.dtype).min))
@@ -293,17 +295,17 @@ def entropies_of(logps: Tensor) -> Tensor:
 
 
 def jensen_shannon(logits: Tensor, others: Tensor) -> Tensor:
-    """Return the Jensen-Shannon divergence of two distributions, half the KL of each from their mean, in [0, ln 2].
+    """Return the Jensen-Shannon divergence of two distributions, in [0, ln 2]: the mean KL of each to their mean.
 
     Args:
-        logits: (..., vocabulary), of one.
-        others: (..., vocabulary), of the other.
+        logits: (..., vocabulary), logits of one distribution.
+        others: (..., vocabulary), logits of the other distribution.
 
     Returns:
         (...) float32, in nats.
     """
     one, other = torch.log_softmax(logits.float(), -1), torch.log_softmax(others.float(), -1)
     mean = torch.logaddexp(one, other) - math.log(2)
-    lowest = torch.finfo(mean.dtype).min  # of words that both forbid, which add nothing
+    lowest = torch.finfo(mean.dtype).min  # a token that both forbid adds nothing
     halves = [(each.exp() * (each.clamp(min=lowest) - mean.clamp(min=lowest))).sum(-1) for each in (one, other)]
     return ((halves[0] + halves[1]) / 2).clamp(0, math.log(2))

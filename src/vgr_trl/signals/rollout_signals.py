@@ -23,14 +23,15 @@ class RolloutSignals:
         mask: (N, T) bool, completion tokens that count in the loss.
         attention: attention mass; None if it was not measured.
         dependency: (N, T) float32 in [0, 10], `visual_dependency` of the tokens; None if it was not measured.
-        extra: name -> (N, T) float32, signals that were asked for by name; NaN where undefined.
-        similarity: (N, T) float32 in [-1, 1], of the hidden state that emits a token to those of the image; NaN without
-            one, None if it was not measured.
-        views: name of a perturbation -> (N, T) float32, log-probabilities of the tokens given images so perturbed; NaN
+        extra: name -> (N, T) float32, named signals; NaN where undefined.
+        similarity: (N, T) float32 in [-1, 1], similarity of the hidden state that emits a token to the hidden states of
+            the image; NaN without an image, None if it was not measured.
+        views: name of a perturbation -> (N, T) float32, log-probabilities of the tokens given the perturbed images; NaN
             without an image.
-        jsd: (N, T) float32 in [0, ln 2], Jensen-Shannon divergence of what a token is drawn from given the image, and
-            given the perturbed one; NaN without an image, None if it was not measured.
-        perturbed_entropies: (N, T) float32, in nats, of what it is drawn from given the perturbed image, likewise.
+        jsd: (N, T) float32 in [0, ln 2], Jensen-Shannon divergence between the next-token distributions given the image
+            and given the perturbed image; NaN without an image, None if it was not measured.
+        perturbed_entropies: (N, T) float32, in nats, entropies of the distributions given the perturbed image; NaN
+            without an image, None if they were not measured.
     """
 
     logps: Tensor
@@ -45,17 +46,17 @@ class RolloutSignals:
     perturbed_entropies: Tensor | None = None
 
     def measured(self, need: str) -> Any:
-        """Return a measurement by its name among the needs of plug-ins, None if it was not made."""
+        """Return the measurement that plug-ins need by this name, None if it was not made."""
         if need.startswith(LOGPS_PREFIX):
             return self.views.get(need.removeprefix(LOGPS_PREFIX))
         if need == "regions":
             return None if self.attention is None else self.attention.region
-        found = getattr(self, "jsd" if need == "shift" else need)
+        found = vars(self)["jsd" if need == "shift" else need]
         return None if need == "views" and not found else found
 
 
 def build_unmeasured_signals(mask: Tensor) -> RolloutSignals:
-    """Return the signals of completions of which nothing was measured but which tokens count, (N, T) bool."""
+    """Build signals without measurements for completions whose tokens `mask`, (N, T) bool, count in the loss."""
     nothing = torch.full(mask.shape, torch.nan, device=mask.device)
     return RolloutSignals(nothing, nothing, mask)
 
@@ -64,12 +65,12 @@ _MASS = "signals.attention."
 
 
 def _transpose(name: str, value: Tensor) -> Tensor:
-    """Exchange layers and rows of a column that has layers."""
+    """Swap layers and rows of a column with layers, (L, N, T)."""
     return value.transpose(0, 1) if name in LAYERED else value
 
 
 def signals_to_columns(signals: RolloutSignals | None) -> dict[str, Tensor]:
-    """Return the tensors of `signals`, rows first: (N, T), (N, L, T) and (N,)."""
+    """Return the tensors of `signals` as batch columns, rows first: (N, T), (N, L, T) and (N,)."""
     if signals is None:
         return {}
     nested: dict[str, dict[str, Any]] = {"signals.": vars(signals), VIEWS: signals.views, EXTRA: signals.extra}
@@ -79,7 +80,7 @@ def signals_to_columns(signals: RolloutSignals | None) -> dict[str, Tensor]:
 
 
 def columns_to_signals(columns: dict[str, Any]) -> RolloutSignals | None:
-    """Return the signals that `signals_to_columns` made columns of; None if there are none among `columns`."""
+    """Rebuild signals from the columns of `signals_to_columns`; None if `columns` has none of them."""
 
     def named(prefix: str) -> dict[str, Any]:
         names = [name for name in columns if name.startswith(prefix)]
@@ -93,5 +94,5 @@ def columns_to_signals(columns: dict[str, Any]) -> RolloutSignals | None:
 
 
 def take_signal_rows(signals: RolloutSignals | None, rows: list[int]) -> RolloutSignals | None:
-    """Return the signals of some rows, on the CPU."""
+    """Copy the signals of some rows to the CPU."""
     return columns_to_signals({name: value[rows].cpu() for name, value in signals_to_columns(signals).items()})

@@ -11,7 +11,7 @@ from vgr_trl.rows import OLD_LOGPS
 from vgr_trl.scoring_inputs import Prompts, pixels_of_rows, scoring_inputs
 from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.scoring import Want
-from vgr_trl.views.conversations import perturbed_prompts
+from vgr_trl.views.conversations import perturb_prompts
 
 
 def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prompts:
@@ -38,7 +38,7 @@ def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prom
     parameters = args.noisy_parameters(strength)
     perturb = partial(perturb_images, name=args.noisy_perturbation, parameters=parameters, seed=args.seed, step=step)
     numbers = [(first + row) // size for row in range(len(rollout.rows))]
-    perturbed, own = perturbed_prompts(rollout.messages, numbers, perturb)
+    perturbed, own = perturb_prompts(rollout.messages, numbers, perturb)
     seen = [
         perturbed[own[row]] if is_noisy else conversation
         for row, (conversation, is_noisy) in enumerate(zip(rollout.messages, noisy, strict=True))

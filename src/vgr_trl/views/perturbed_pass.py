@@ -27,7 +27,7 @@ from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.rollout_signals import build_unmeasured_signals
 from vgr_trl.signals.scoring import Want
-from vgr_trl.views.conversations import Perturb, drop_images, images_in, perturbed_prompts
+from vgr_trl.views.conversations import Perturb, drop_images, images_in, perturb_prompts
 from vgr_trl.views.turns import perturb_turns, process_images, rows_perturbed
 
 
@@ -120,7 +120,7 @@ def inputs_with_other_images(
     Raises:
         DataError: the pixels of the perturbed images cannot take the place of those of the batch.
     """
-    conversations, own = perturbed_prompts(messages, numbers, perturb)
+    conversations, own = perturb_prompts(messages, numbers, perturb)
     images = [images_in(conversations[place]) for place in own]
     prompts = trainer.tokenize(conversations)
     if prompts.images is None:

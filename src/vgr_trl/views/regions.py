@@ -19,7 +19,7 @@ from vgr_trl.boxes import Box, boxes_of
 from vgr_trl.errors import DataError
 from vgr_trl.pixels import image_inputs_of, image_tensors, parts_by_counts, tiles_by_tokens
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
-from vgr_trl.views.conversations import images_in, perturbed_prompts
+from vgr_trl.views.conversations import images_in, perturb_prompts
 
 _WHOLE: list[Box] = [(0.0, 0.0, 1.0, 1.0)]
 
@@ -51,7 +51,9 @@ def region_mask(trainer: ConstructedTrainer, rollout: Rollout, prompt_ids: torch
     leaders = [members[number][0] for number in boxes]
     conversations = [rollout.messages[row] for row in leaders]
     shown, black, white = (
-        image_tensors(trainer.tokenize(perturbed_prompts(conversations, list(boxes), partial(_painted, lit))[0]).fields)
+        image_tensors(
+            trainer.tokenize(perturb_prompts(conversations, list(boxes), partial(_draw_boxes, lit))[0]).fields
+        )
         for lit in (boxes, {}, dict.fromkeys(boxes, _WHOLE))
     )
     lit = lit_share(*(given["pixel_values"] for given in (shown, black, white)))
@@ -67,7 +69,7 @@ def region_mask(trainer: ConstructedTrainer, rollout: Rollout, prompt_ids: torch
     return region
 
 
-def _painted(boxes: dict[int, list[Box]], images: list[Image.Image], *, index: int) -> list[Any]:
+def _draw_boxes(boxes: dict[int, list[Box]], images: list[Image.Image], *, index: int) -> list[Any]:
     return [drawn(boxes.get(index, []), images[0].size)]
 
 

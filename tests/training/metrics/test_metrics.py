@@ -12,7 +12,6 @@ from vgr_trl.callbacks.trackers import guard_trackers
 from vgr_trl.metrics import stage_clock as clocks
 from vgr_trl.metrics.micro_batches import StepMetrics
 from vgr_trl.metrics.stage_clock import OptimizerClock, StageClock
-from vgr_trl.rollout import TrainingPass
 
 
 def alone(**more):
@@ -34,15 +33,14 @@ def test_rates_and_kl_start_a_new_window_after_each_reading():
         "old_per_token_logps": torch.tensor([[-2.0, -1.0], [-1.0, -1.0]]),
     }  # fmt: skip
     for _ in range(2):
-        passed = TrainingPass(inputs)
-        passed.logps = inputs["old_per_token_logps"] + torch.tensor([[math.log(2), 0.0], [0.0, 5.0]])
-        assert steps.measure(passed, {}) == {"approx_kl": pytest.approx(0.306853 / 3, abs=1e-6)}
+        logps = inputs["old_per_token_logps"] + torch.tensor([[math.log(2), 0.0], [0.0, 5.0]])
+        assert steps.measure(inputs, logps, {}) == {"approx_kl": pytest.approx(0.306853 / 3, abs=1e-6)}
     rest = {
         "skipped/rows": 0.0, "skipped/tokens": 0.0, "reward_weights/accuracy": 0.5, "reward_weights/format": 2.0,
     }  # fmt: skip
     rates = {"perf/tokens_per_second": 7.0, "perf/samples_per_second": 2.0}
     assert steps.summarise_window(2.0, weights) == rates | rest
-    steps.prompts_too_long, steps.updates_left_out = 1, 2
+    steps.prompts_too_long, steps.updates_skipped = 1, 2
     sometimes = {"data/prompts_too_long": 1, "skipped/updates": 2}
     assert steps.summarise_window(1.0, weights) == dict.fromkeys(rates, 0.0) | rest | sometimes
 
@@ -50,11 +48,10 @@ def test_rates_and_kl_start_a_new_window_after_each_reading():
 def test_means_over_tokens_that_were_scored():
     """Of three valid tokens in two rows one row of two ran; TRL's mean over the three becomes one over the two."""
     steps = alone()
-    passed = TrainingPass({"prompt_mask": torch.ones(2, 1), "completion_mask": torch.tensor([[1, 1], [1, 0]])})
-    passed.logps, passed.rows_run = torch.zeros(2, 2), 1
-    passed.loss_mask = torch.tensor([[True, True], [False, False]])
+    inputs = {"prompt_mask": torch.ones(2, 1), "completion_mask": torch.tensor([[1, 1], [1, 0]])}
+    loss_mask = torch.tensor([[True, True], [False, False]])
     metrics = {"entropy": [9.0, 2.0]}
-    assert steps.measure(passed, metrics) == {"approx_kl": 0.0}
+    assert steps.measure(inputs, torch.zeros(2, 2), metrics, loss_mask, 1) == {"approx_kl": 0.0}
     assert metrics == {"entropy": [9.0, 3.0]}
     found = steps.summarise_window(1.0, {})
     assert (found["skipped/rows"], found["skipped/tokens"]) == (1.0, 1.0)
@@ -66,11 +63,10 @@ def test_weights_of_vespo_are_averaged_over_completions_that_train(by_token):
     steps = alone(loss_type="vespo", vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0)
     advantages, ones = torch.tensor([1.0, 0.0]), torch.ones(2, 2)
     inputs = {"prompt_mask": ones, "completion_mask": ones, "old_per_token_logps": torch.zeros(2, 2)}
-    passed = TrainingPass(inputs | {"advantages": advantages.unsqueeze(1) * ones if by_token else advantages})
-    passed.logps, passed.rows_run = torch.tensor([[math.log(2), 0.0], [0.0, 0.0]]), 1
-    passed.loss_mask = torch.tensor([[True, True], [False, False]])
+    inputs["advantages"] = advantages.unsqueeze(1) * ones if by_token else advantages
+    logps, loss_mask = torch.tensor([[math.log(2), 0.0], [0.0, 0.0]]), torch.tensor([[True, True], [False, False]])
     metrics = {"vespo/phi_seq_mean": [9.0]}
-    steps.measure(passed, metrics)
+    steps.measure(inputs, logps, metrics, loss_mask, 1)
     assert metrics == {"vespo/phi_seq_mean": [pytest.approx(4 * math.exp(-3))]}
 
 
@@ -169,12 +165,7 @@ REWARD = {"critic/rewards/mean": 2.0, "reward/overall": 2.0}
 )
 def test_trackers_get_the_names_that_are_asked_for(names, written):
     tracker = Tracker()
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(metric_names=names),
-        accelerator=SimpleNamespace(num_processes=1),
-        callback_handler=SimpleNamespace(callbacks=[tracker]),
-    )
-    guard_trackers(trainer)
+    guard_trackers([tracker], names, 1)
     logs = {"reward": 2.0, "kl": 1.0, "perception_token_fraction": 0.2}
     logs["ppo_kl"] = None  # a step without a gradient has none
     tracker.on_log(None, None, None, logs=logs)
