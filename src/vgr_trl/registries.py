@@ -5,7 +5,6 @@ path, or by file: `my_rules.py:my_rule`. The decorator `declares` states which s
 """
 
 import dataclasses
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -18,6 +17,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
+
+import xxhash
 
 from vgr_trl.errors import ConfigError, RewardError, VGRError
 
@@ -54,7 +55,7 @@ def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = C
     _make_importable(str(file.parent))
     name = file.stem
     if not _imports_file(name, file):
-        name = f"{name}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+        name = f"{name}_{xxhash.xxh3_64_hexdigest(str(file).encode())}"
     if name in sys.modules:
         return sys.modules[name]
     spec: Any = importlib.util.spec_from_file_location(name, file)

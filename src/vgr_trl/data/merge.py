@@ -126,7 +126,7 @@ def split_by_image(images: Sequence[Sequence[str]], test_share: float, seed: int
 
     def rank(group: list[int]) -> str:
         image = min(image for row in group for image in images[row])
-        return hashlib.sha256(f"{seed}\0split\0{image}".encode()).hexdigest()
+        return hashlib.sha256(f"{seed}\0split\0{image}".encode()).hexdigest()  # another hash would change all splits
 
     ranked, test = sorted(groups.values(), key=rank), set[int]()
     wanted = min(max(1, round(test_share * len(images))), len(images) - 1)

@@ -1,6 +1,5 @@
 """Further prompts of dynamic sampling, which take the place of zero-variance groups."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -8,6 +7,7 @@ from math import gcd
 from typing import Any
 
 import torch
+import xxhash
 from accelerate.utils import gather_object
 from datasets import IterableDataset
 
@@ -106,6 +106,6 @@ def prompt_key(row: Mapping[str, Any]) -> str:
     """Return what is equal for rows with the same prompt and the same images."""
 
     def content(value: Any) -> str:
-        return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else repr(value)
+        return xxhash.xxh3_128_hexdigest(value.tobytes()) if hasattr(value, "tobytes") else repr(value)
 
     return json.dumps([row.get("prompt"), images_of(row)], sort_keys=True, default=content)

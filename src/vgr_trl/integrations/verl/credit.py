@@ -97,12 +97,12 @@ class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
 
     @property
     def rewards_attention(self) -> bool:
-        """Whether an attention reward has a weight."""
+        """Return whether an attention reward has a weight."""
         return any((self.vgr_reward_weight, self.hard_negative_reward_weight, self.mdi_reward_weight))
 
     @property
     def measures_attention(self) -> bool:
-        """Whether attention is measured in the pass for old log-probabilities."""
+        """Return whether attention is measured in the pass for old log-probabilities."""
         weighs = self.token_weights and not self.collect_attentions
         return weighs or self.rewards_attention or "attention" in self.readers()
 
@@ -116,7 +116,7 @@ LOSSES = ("vgr", "vgr_vppo", "vgr_papo")  # verl's vanilla loss plus the enabled
 
 
 def resolve_options(adv_estimator: str, given: Mapping[str, Any] | None, loss_mode: str | None = None) -> SignalOptions:
-    """Return the options of a run: the given ones, over the defaults of the estimator.
+    """Return the options of a run: the given values over the defaults of the estimator.
 
     Args:
         adv_estimator: value in the configuration.
@@ -163,7 +163,7 @@ class SignalContext:
     response_mask: Tensor | None = None
 
     def signals(self, mask: Tensor) -> RolloutSignals:
-        """Return the measurements as signals for credit rules; NaN if not measured.
+        """Return the measurements as signals for credit rules, NaN where nothing was measured.
 
         Args:
             mask: (N, T) bool.
@@ -191,7 +191,10 @@ def set_signal_context(context: SignalContext) -> Iterator[SignalContext]:
 
 
 def get_signal_context(reader: str) -> SignalContext:
-    """Return the signals of the current batch; `reader` is the estimator or loss, for the message.
+    """Return the signals of the current batch.
+
+    Args:
+        reader: the estimator or loss, for the message.
 
     Raises:
         ConfigError: no signals are set.
@@ -329,8 +332,9 @@ def _compute_token_weights(context: SignalContext, mask: Tensor) -> Tensor:
     if context.token_weights is not None:
         return given_weights(context.token_weights, mask, ones)
     if "vgr_token" in context.columns:
-        numbers = {name: getattr(options, f"token_weights_{name}") for name in ("clip", "smooth_sigma", "topk_ratio")}
-        return token_weights(context.columns["vgr_token"].float(), mask, **numbers)
+        ratios, clip = context.columns["vgr_token"].float(), options.token_weights_clip
+        sigma, share = options.token_weights_smooth_sigma, options.token_weights_topk_ratio
+        return token_weights(ratios, mask, clip=clip, smooth_sigma=sigma, topk_ratio=share)
     warnings.warn("The batch has neither token_weights nor measured attention: all weights are 1.", stacklevel=3)
     return ones
 

@@ -1,4 +1,4 @@
-"""Measure attention in a pass of verl or EasyR1, or from matrices of `generate`; token weights; perturbed images."""
+"""Measure attention in passes of verl and EasyR1 or from matrices of `generate`, and perturb images."""
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,7 +86,7 @@ def build_token_vgr_weights_for_batch(
 
 
 def _mass_of_steps(steps: Sequence[Sequence[Tensor | None]], sets: Tensor, mask: Tensor) -> AttentionMass:
-    """Return the mass of the emitting queries, each the last one of its step.
+    """Return the mass of the emitting queries, the last query of each step.
 
     Args:
         steps: per new token and layer, (N, H, Q, K) weights; step 0 comes after the P tokens of the prompt.
@@ -143,8 +143,8 @@ def token_vgr_weights(
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Layout of the N sequences of a micro-batch in a forward pass: one per row, or all of them in one row.
+class SequenceLayout:
+    """Layout of the N sequences of a micro-batch in a forward pass: a row for each, or all in one row.
 
     Attributes:
         input_ids: (N, S), or packed (1, tokens of all sequences).
@@ -161,8 +161,8 @@ class Layout:
     packed: bool
 
 
-def build_layout(input_ids: Tensor, present: Tensor, prompt: Tensor, packed: bool, pad: int = 0) -> Layout:
-    """Return the layout of a pass over sequences of which each has a row in the arguments, (N, S) each.
+def build_layout(input_ids: Tensor, present: Tensor, prompt: Tensor, packed: bool, pad: int = 0) -> SequenceLayout:
+    """Return the layout of a pass over N sequences, given as tensors (N, S).
 
     Args:
         input_ids: tokens.
@@ -176,12 +176,12 @@ def build_layout(input_ids: Tensor, present: Tensor, prompt: Tensor, packed: boo
     if packed:
         parts = (input_ids, prompt, rows, present)
         input_ids, prompt, rows, present = (functional.pad(part[present], (0, pad))[None] for part in parts)
-    return Layout(input_ids, present, prompt, rows, packed)
+    return SequenceLayout(input_ids, present, prompt, rows, packed)
 
 
 @contextmanager
 def measure_pass(
-    model: Any, layout: Layout, options: SignalOptions, special_token_ids: Sequence[int]
+    model: Any, layout: SequenceLayout, options: SignalOptions, special_token_ids: Sequence[int]
 ) -> Iterator[dict[str, Tensor]]:
     """Measure the attention of the forward pass in this block.
 
@@ -209,21 +209,21 @@ def measure_pass(
         yield columns
     margins = emitting.start, layout.input_ids.size(1) - emitting.stop
 
-    def per_token(side: str) -> Tensor:
-        mask, rows = getattr(masks, side), layout.rows
-        counts = torch.zeros(int(rows.max()) + 1, device=mask.device)
-        of_token = counts.index_add(0, rows.flatten(), mask.flatten().float())[rows[:, emitting]]
-        mass = getattr(probe.mass, side) / of_token.masked_fill(of_token == 0, torch.nan)  # (L, rows, emitting)
-        return functional.pad(mass, margins, value=torch.nan)
+    def per_token(mask: Tensor, mass: Tensor) -> Tensor:
+        counts = torch.zeros(int(layout.rows.max()) + 1, device=mask.device)
+        of_token = counts.index_add(0, layout.rows.flatten(), mask.flatten().float())[layout.rows[:, emitting]]
+        mean = mass / of_token.masked_fill(of_token == 0, torch.nan)  # (L, rows, emitting)
+        return functional.pad(mean, margins, value=torch.nan)
 
-    sides = {side: per_token(side) for side in ("vision", "instruction")}
-    count = len(probe.mass.vision)
+    mass = probe.mass
+    to_vision, to_instruction = per_token(masks.vision, mass.vision), per_token(masks.instruction, mass.instruction)
+    count = len(mass.vision)
     late = late_layers(count, options.attention_segments)
-    columns |= {f"vgr_{side}": each[late].mean(0) for side, each in sides.items()}
+    columns |= {"vgr_vision": to_vision[late].mean(0), "vgr_instruction": to_instruction[late].mean(0)}
     if options.token_weights:
         last_k, scheme = options.token_weights_last_k_layers, options.attention_segments
         layers = last_layers(count, last_k, scheme, LAST_LAYERS_OPTION)
-        columns["vgr_token"] = sides["instruction"][layers].mean(0) / sides["vision"][layers].mean(0)
+        columns["vgr_token"] = to_instruction[layers].mean(0) / to_vision[layers].mean(0)
 
 
 def perturb_row(inputs: Mapping[str, Any], options: SignalOptions, step: int, black: Sequence[float]) -> dict[str, Any]:
@@ -256,7 +256,12 @@ def perturb_row(inputs: Mapping[str, Any], options: SignalOptions, step: int, bl
 
 
 def perturb_rows(micro_batch: Any, context: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Tensor]:
-    """Return the pixel inputs of each row, perturbed as the context says; and which rows have none, (N,) bool."""
+    """Return the perturbed pixel inputs of each row, and which rows have no image, (N,) bool.
+
+    Args:
+        micro_batch: with `input_ids` and, if there are images, `multi_modal_inputs`.
+        context: as `build_actor_context` returns it.
+    """
     options, ids = SignalOptions.read(context["options"]), micro_batch["input_ids"]
     given = micro_batch.get("multi_modal_inputs", None)
     rows = [dict(getattr(row, "data", row) or {}) for row in ([None] * ids.size(0) if given is None else given)]
@@ -265,7 +270,13 @@ def perturb_rows(micro_batch: Any, context: Mapping[str, Any]) -> tuple[list[dic
 
 
 def build_actor_context(options: SignalOptions, step: int, processor: Any) -> dict[str, Any]:
-    """Return the context that the actor gets with a batch: options, and constants of the processor."""
+    """Return the context that the actor gets with a batch: options, and constants of the processor.
+
+    Args:
+        options: of the run.
+        step: optimizer step.
+        processor: of the model, or its tokenizer.
+    """
     return {
         "options": changed_options(options),
         "step": step,

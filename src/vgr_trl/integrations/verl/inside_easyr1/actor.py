@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import initialization, modeling_utils
 
 # EasyR1 imports this name from a module where transformers 5 no longer has it. Ray workers import this file first.
-if not hasattr(modeling_utils, "no_init_weights"):
-    modeling_utils.no_init_weights = initialization.no_init_weights  # type: ignore[attr-defined]
+vars(modeling_utils).setdefault("no_init_weights", initialization.no_init_weights)
 
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch
@@ -34,7 +33,7 @@ from vgr_trl.integrations.verl.credit import (
     set_signal_context,
 )
 from vgr_trl.integrations.verl.signals import (
-    Layout,
+    SequenceLayout,
     build_actor_context,
     build_layout,
     measure_pass,
@@ -48,7 +47,7 @@ PRESET_OPTION = "preset"  # option with the name of the estimator of this librar
 
 
 class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
-    """EasyR1's actor; if the batch requests it, also measures attention and dependency.
+    """EasyR1's actor, which also measures attention and dependency if the batch requests it.
 
     `compute_log_prob`: stores measurements in `columns`, (N, T) each, in the order of the batch.
     `_forward_micro_batch`: runs `super()` under a probe, and again on perturbed images if needed.
@@ -72,7 +71,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         return logps
 
     def _forward_micro_batch(self, micro_batch: dict[str, Any], temperature: float) -> Tensor:
-        """Return log-probabilities (N, T); if measured without gradients also columns, (N, T, 1 + C)."""
+        """Return log-probabilities (N, T), or (N, T, 1 + C) with columns if measured without gradients."""
         plain, context = super()._forward_micro_batch, self._context
         if context is None:
             return plain(micro_batch, temperature)
@@ -120,7 +119,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         with patched_attribute(self, "_context", context), patched_loss:
             return super().update_policy(data)
 
-    def _build_layout(self, micro_batch: dict[str, Any]) -> Layout:
+    def _build_layout(self, micro_batch: dict[str, Any]) -> SequenceLayout:
         ids, present, packed = micro_batch["input_ids"], micro_batch["attention_mask"], self.config.padding_free
         if packed and self.config.ulysses_size > 1:
             raise ConfigError("Attention cannot be measured in split sequences: set worker.actor.ulysses_size=1.")

@@ -42,7 +42,7 @@ from vgr_trl.integrations.verl.credit import (
     set_signal_context,
 )
 from vgr_trl.integrations.verl.signals import (
-    Layout,
+    SequenceLayout,
     build_actor_context,
     build_layout,
     measure_pass,
@@ -73,9 +73,9 @@ def route_through_registry(model: Any) -> Iterator[None]:
         for module in attention_modules(find_decoder(model)):
             stack.callback(module.register_forward_pre_hook(enter).remove)
         for name in ATTENTION_MODULES:
-            owner: Any = importlib.import_module(name)
-            if hasattr(owner, ATTENTION_FUNCTION):
-                through = partial(_call_registry, getattr(owner, ATTENTION_FUNCTION), running)
+            owner = importlib.import_module(name)
+            if (plain := vars(owner).get(ATTENTION_FUNCTION)) is not None:
+                through = partial(_call_registry, plain, running)
                 stack.enter_context(patched_attribute(owner, ATTENTION_FUNCTION, through))
         yield
 
@@ -96,14 +96,14 @@ Context = dict[str, Any]  # as `build_actor_context` returns it
 
 
 class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
-    """verl's engine; if the batch requests it, also measures attention and dependency.
+    """verl's engine, which also measures attention and dependency if the batch requests it.
 
     `forward_step` runs `super()` under a probe, and a second time on perturbed images for the dependency or the
     perception loss.
     """
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        """Return verl's loss and outputs; a measured pass adds columns of signals to `model_output`."""
+        """Return verl's loss and outputs, with columns of signals in `model_output` after a measured pass."""
         context = tu.get_non_tensor_data(data=micro_batch, key=CONTEXT_KEY, default=None)
         if context is None or (forward_only and not policy_is_active(self.module)):
             return super().forward_step(micro_batch, loss_function, forward_only)
@@ -144,7 +144,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         with set_signal_context(SignalContext(options, perturbed_logps=logps)):
             return super().forward_step(micro_batch, loss_function, False)
 
-    def _build_layout(self, micro_batch: Any) -> Layout:
+    def _build_layout(self, micro_batch: Any) -> SequenceLayout:
         if self.use_ulysses_sp:
             raise ConfigError("Attention cannot be measured in split sequences: set ulysses_sequence_parallel_size=1.")
         ids, prompts = micro_batch["input_ids"], micro_batch["prompts"]
@@ -252,7 +252,7 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
             tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
     def _read_token_weights(self, batch: Any, response_mask: Tensor) -> Tensor | None:
-        """Return the `token_weights` that the reward returned besides the score; None if no row has them."""
+        """Return the `token_weights` that the reward returned besides the score, or None if no row has them."""
         if not self.signal_options.token_weights:
             return None
         data = _read_fields(batch, ["extra_fields"])
