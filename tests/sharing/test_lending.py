@@ -184,7 +184,7 @@ def test_a_prompt_whose_last_reader_is_skipped_waits_for_the_last_micro_batch():
         scored(model, rows_of(model, batch, [0]))[0].sum().backward()
         GradientState()._set_sync_gradients(True)
         scored(model, rows_of(model, batch, [2]))
-    with pytest.raises(VGRError, match="1 prompts have run forward and not backward"):
+    with pytest.raises(VGRError, match="1 prompts ran forward but not backward"):
         torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
@@ -223,14 +223,14 @@ def test_an_optimizer_step_with_an_open_prompt_is_refused():
     with share_prompts(model):
         accumulated(model, batch, ONE_BY_ONE, synchronises=False)
         torch.optim.SGD(other.parameters(), lr=1.0).step()
-        with pytest.raises(VGRError, match="2 prompts have run forward and not backward"):
+        with pytest.raises(VGRError, match="2 prompts ran forward but not backward"):
             torch.optim.SGD(model.parameters(), lr=1.0).step()
     torch.optim.SGD(model.parameters(), lr=1.0).step()  # refused once
     with suppress(KeyboardInterrupt), share_prompts(model):
         accumulated(model, batch, ONE_BY_ONE, synchronises=False)
         raise KeyboardInterrupt
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    with pytest.warns(UserWarning, match="2 prompts have run forward and not backward"), share_prompts(model):
+    with pytest.warns(UserWarning, match="2 prompts ran forward but not backward"), share_prompts(model):
         accumulated(model, batch, ONE_BY_ONE, synchronises=False)
     torch.optim.SGD(model.parameters(), lr=1.0).step()
 

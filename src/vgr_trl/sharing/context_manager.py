@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, DistributedType, is_initialized
+from accelerate.state import AcceleratorState, DistributedType
 from accelerate.utils import gather
 from torch import nn
 
@@ -16,7 +16,7 @@ from vgr_trl.patching import patched_method
 from vgr_trl.sharing.attention import keep_keys_unrepeated
 from vgr_trl.sharing.empty_images import ignore_empty_images
 from vgr_trl.sharing.lending import Lending, why_not_lend
-from vgr_trl.sharing.model_support import base_of, causal_model
+from vgr_trl.sharing.model_support import base_of, causal_model, distributed_type
 from vgr_trl.sharing.report import SharingReport
 from vgr_trl.sharing.shared_forward import ModelChecks, SharedForward
 from vgr_trl.sharing.shared_generate import SharedGeneration
@@ -24,7 +24,7 @@ from vgr_trl.sharing.shared_generate import SharedGeneration
 
 @contextmanager
 def share_prompts(model: nn.Module, completion_length: int | None = None, **modes: Any) -> Iterator[SharingReport]:
-    """Compute equal prompts of a batch once, in `forward`, backward and `generate` of `model`, with the same results.
+    """Compute equal prompts of a batch once in forward, backward and `generate`, with the same results.
 
     In a trainer of TRL:
 
@@ -39,32 +39,30 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
         >>> print(report)
         computed 1 prompts for 2 rows
 
-    Where accelerate accumulates gradients, as TRL lets it, a prompt whose completions lie in several micro-batches runs
-    once for all of them, forward and backward.
+    A prompt whose completions lie in several micro-batches runs once for all of them, forward and backward, where
+    accelerate accumulates gradients, as in TRL.
 
-    Log-probabilities, gradients and tokens are those of the plain passes, up to the order of additions. A call for
-    which that cannot be had runs plainly, and the report says why. Dropout at work, or noise in routers, is the
-    exception: the completions of a prompt then share what is drawn over their prompt, where plain passes draw for each,
-    and a warning says so.
+    Log-probabilities, gradients and tokens equal those of plain passes up to the order of additions. Other calls run
+    plainly, and the report says why. Active dropout or router noise is an exception: the completions of a prompt then
+    share the random numbers of their prompt, and a warning says so.
 
-    After the first step the main process prints how many prompts were computed, if `completion_length` is None.
-
-    Calls from several threads take turns.
+    If `completion_length` is None, the main process prints after the first step how many prompts were computed. Calls
+    from several threads take turns.
 
     Args:
         model: transformers model, also wrapped by DDP, DeepSpeed or PEFT, or patched by TRL.
-        completion_length: T, the number of columns behind the prompts in every batch of the block, at least 1. Of
-            the outputs only those that score completions can be used then: hidden states of prompts and padding are 0.
-            None: rows may be anything; their longest common beginnings are shared, and all outputs are there. Those of
-            padding may differ from a plain pass.
-        modes: of a run with several processes or its own micro-batches, as `SharedForward` takes them.
+        completion_length: T, the number of columns behind the prompts in every batch of the block, at least 1. The
+            outputs then score completions only: hidden states of prompts and padding are 0.
+            None: the longest common beginnings of the rows are shared, and all outputs are computed; those of padding
+            may differ from a plain pass.
+        modes: arguments of `SharedForward` for a run with several processes or its own micro-batches.
 
     Yields:
-        Counts of rows and prompts, and the reasons of the calls that ran plainly, until the end of the block.
+        Counts of rows and prompts, and the reasons why calls ran plainly, updated until the end of the block.
 
     Raises:
-        ConfigError: `model` is no transformers model, `completion_length` is below 1, or another thread is in such a
-            block with this model.
+        ConfigError: `model` is no transformers model, `completion_length` is below 1, or another thread shares prompts
+            of this model.
     """
     if completion_length is not None and completion_length < 1:
         raise ConfigError(f"completion_length is {completion_length}: give an integer of at least 1, or None.")
@@ -93,9 +91,9 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
             shared = SharedGeneration(causal, causal.generate, forward)
             stack.enter_context(patched_method(causal, "generate", shared))
         if is_alone:
-            stack.enter_context(_reading_labels(causal, forward))
+            stack.enter_context(_read_labels(causal, forward))
         if own is not None:
-            stack.enter_context(_lending(own))
+            stack.enter_context(_forget_at_end(own))
         yield report
 
 
@@ -103,8 +101,8 @@ _ADVICE = "Best: per_device_train_batch_size num_generations, and gradient_accum
 
 
 def _modes_of_engine() -> dict[str, Any]:
-    """Return the modes of `SharedForward` under DeepSpeed and FSDP, where all processes share a batch or none."""
-    kind = AcceleratorState().distributed_type if is_initialized() else None
+    """Return arguments of `SharedForward` with which all processes share a batch or none, under DeepSpeed and FSDP."""
+    kind = distributed_type()
     if kind not in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         return {}
     state = AcceleratorState()
@@ -118,12 +116,12 @@ def _modes_of_engine() -> dict[str, Any]:
 
 
 @contextmanager
-def _reading_labels(causal: Any, forward: "SharedForward") -> Iterator[None]:
-    """Read where completions begin off the labels of TRL's scoring."""
+def _read_labels(causal: Any, forward: "SharedForward") -> Iterator[None]:
+    """Set `labelled` of a `SharedForward` from the labels of TRL's scoring, in this block."""
 
     def read(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         labels, forward.labelled = kwargs.get("labels"), None
-        wanted = torch.is_grad_enabled() or forward.agree is not None  # or one process decides for all
+        wanted = torch.is_grad_enabled() or forward.agree is not None  # which have to decide together
         if wanted and kwargs.get("fused_lm_head") and labels is not None:
             labelled = (labels != -100).any(0).nonzero()
             forward.labelled = labels.size(1) - int(labelled[0]) if len(labelled) else None
@@ -133,12 +131,12 @@ def _reading_labels(causal: Any, forward: "SharedForward") -> Iterator[None]:
 
 
 @contextmanager
-def _lending(lending: Lending) -> Iterator[None]:
-    """Forget open prompts at the end of the block."""
+def _forget_at_end(lending: Lending) -> Iterator[None]:
+    """Forget open prompts at the end of this block, and warn if they lost their gradients."""
     try:
         yield
-        if lending.open:  # of a training that has stopped within an optimizer step, or of a block that ends in one
-            lost = f"{len(lending.open)} prompts have run forward and not backward, and lost their gradients"
-            warnings.warn(f"{lost}: end the block of share_prompts behind an optimizer step.", stacklevel=2)
+        if lending.open:  # training or the block ended within an optimizer step
+            lost = f"{len(lending.open)} prompts ran forward but not backward, and lost their gradients"
+            warnings.warn(f"{lost}: end the block of share_prompts after an optimizer step.", stacklevel=2)
     finally:
         lending.clear()

@@ -20,27 +20,27 @@ from vgr_trl.sharing.model_support import (
 
 
 def has_images(inputs: Mapping[str, Any]) -> bool:
-    """Whether the pixel inputs of a pass hold an image; Idefics has an entry of padding for a row without one."""
+    """Whether the pixel inputs of a pass hold an image; Idefics pads rows without an image."""
     pixels, mask = inputs.get("pixel_values"), inputs.get("pixel_attention_mask")
     return pixels is not None and len(pixels) > 0 and (mask is None or bool(mask.any()))
 
 
 def drop_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool] | None = None) -> dict[str, Any]:
-    """The inputs, without the pixel inputs if they hold no image.
+    """Return the inputs of a pass, without pixel inputs that hold no image.
 
-    TRL cuts the pixels of a batch into chunks; for a chunk whose rows have no image nothing is left, or padding, on
-    which models fail.
+    TRL cuts a batch into chunks. A chunk of rows without images has empty pixels, or padding, on which models fail.
 
     Args:
-        agree: as `SharedForward` takes it, where parameters are sharded: the vision tower then runs in every process
-            or in none.
+        inputs: of the pass, by name.
+        agree: returns whether an answer is True in all processes, where parameters are sharded: the vision tower then
+            runs in every process or in none. None: each process decides alone.
 
     Raises:
-        DataError: some processes have images and others none; `agree` raises it in all of them.
+        DataError: only some processes have images; it is raised in all processes.
     """
     mine = has_images(inputs)
     if agree is not None and not agree(mine) and not agree(not mine):
-        has = f"A batch of this process has {'images' if mine else 'no images'}, unlike that of another process"
+        has = f"A batch of this process has {'images' if mine else 'no images'}, unlike a batch of another process"
         raise DataError(f"{has}, and the parameters are sharded: give every row images, or none, or use ZeRO-2 or DDP.")
     empty = inputs.get("pixel_values") is not None and not mine
     return {name: value for name, value in inputs.items() if not (empty and name in IMAGE_INPUTS)}
@@ -48,11 +48,11 @@ def drop_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool] |
 
 @contextmanager
 def ignore_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | None = None) -> Iterator[None]:
-    """Let a model run on rows without images although it is given pixel inputs; `share_prompts` does so by itself.
+    """Drop pixel inputs without images in passes of this block; `share_prompts` does so by itself.
 
     Args:
-        model: as `share_prompts` takes it; a compiled one is left alone.
-        agree: as `SharedForward` takes it.
+        model: transformers model, also wrapped; a compiled model keeps its inputs.
+        agree: returns whether an answer is True in all processes, where parameters are sharded.
 
     Raises:
         ConfigError: `model` is no transformers model.
@@ -67,4 +67,4 @@ def ignore_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | Non
 
 
 def _drop_from_call(agree: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return args, drop_empty_images(kwargs, agree)  # of this module, so that a model can be pickled within the block
+    return args, drop_empty_images(kwargs, agree)  # a function of this module, so that the model can be pickled

@@ -1,12 +1,11 @@
-"""Whether a token's column changes what a model makes of it: asked of the model itself, by two short rows.
+"""Probe whether outputs of a model depend on padding or prefix splitting, by two short rows.
 
-No list of families, or of keys of their configs, stays complete. What is left of lists is what short rows do not show.
+No list of families, or of keys in their configs, stays complete. The few lists here cover what short rows do not show.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from copy import copy
 from itertools import cycle, islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,17 +22,19 @@ from vgr_trl.sharing.model_support import (
     causal_model,
     check_model,
     check_rope,
+    has_rope_deltas,
+    rope_parameters,
     why_no_pass_shares,
 )
-from vgr_trl.sharing.prefix_cache import PromptsStored, ReadPrefix, WrittenPrefix
+from vgr_trl.sharing.prefix_cache import PromptsStored, ReadPrefix, WrittenPrefix, layer_types
 from vgr_trl.sharing.prefix_forward import positions_behind
 from vgr_trl.sharing.prefix_split import PrefixSplit
 from vgr_trl.sharing.report import why_unsupported
 
-_PADDING, _PROMPT, _COMPLETION = 8, 5, 3  # columns of the rows
-_LAYERS = 4  # that run, or more if the first of some kind stands behind them
-# Mean difference of a token's hidden states, relative to them, up to which it is rounding; of tiny random models with
-# two to four layers 5e-7 and 1e-2 were seen. Kernels of accelerators multiply float32 with the 10 bits of TF32.
+_PADDING, _PROMPT, _COMPLETION = 8, 5, 3  # columns of the two rows
+_LAYERS = 4  # that run; more if the first layer of some type comes later
+# Mean relative difference of hidden states up to which it counts as rounding. Tiny random models with two to four
+# layers showed 5e-7 in float32 and 1e-2 in bfloat16. Accelerators multiply float32 with the 10 bits of TF32.
 _ROUNDING = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _IN_FLOAT32, _ON_ACCELERATOR = 1e-5, 1e-2
 
@@ -42,14 +43,13 @@ _padding: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # base
 
 
 def why_padding_counts(base: Any) -> str | None:
-    """Why a base model gives other results for a batch with less padding, or fewer columns; None if it does not."""
+    """Return why the results of a base model depend on the padding or width of a batch; None: they do not."""
     config = base.config.get_text_config(decoder=True)
-    # What begins at thousands of tokens, and Beam's scale, which is less than the rounding of bfloat16 in a short row.
+    # Scaling that begins at thousands of tokens, and Beam's, which is below the rounding of bfloat16 in a short row.
     scaled = getattr(config, "attn_temperature_tuning", False) or config.model_type == "beam"
-    scaled = scaled or "llama_4_scaling_beta" in str(getattr(config, "rope_parameters", None))
-    if scaled:
+    if scaled or "llama_4_scaling_beta" in str(rope_parameters(base.config)):
         return "attention is scaled by the position"
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+    if "chunked_attention" in layer_types(base.config):
         return "attention within chunks"
     if (reason := why_unsupported(check_rope, base.config)) is not None:
         return reason
@@ -59,12 +59,13 @@ def why_padding_counts(base: Any) -> str | None:
 
 
 def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
-    """Why prompts cannot be shared by a model in its present state; None if they can.
+    """Return why a model, in its present state, cannot share prompts; None: it can.
 
-    The first call for a model runs its first layers on two short rows, which all processes of ZeRO-3 do together.
+    The first call for a model runs its first layers on two short rows, under ZeRO-3 in all processes together.
 
     Args:
-        gradients: whether for passes with gradients.
+        model: transformers model, also wrapped.
+        gradients: whether the passes have gradients.
     """
     if (reason := why_no_pass_shares(model)) is not None:
         return reason
@@ -76,17 +77,23 @@ def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
     return _sharing[base]
 
 
-Run = Callable[..., Tensor]  # inputs of a base model -> hidden states behind its first layers, (2, S, D)
+Run = Callable[..., Tensor]  # inputs of a base model -> hidden states of its first layers, (2, S, D)
 
 
 def _difference(base: Any, cause: str, attempt: Callable[..., Any]) -> str | None:
-    """Return a sentence on what a cause changes beyond rounding; None: nothing."""
+    """Return a sentence on how `cause` changes hidden states beyond rounding; None: it does not.
+
+    Args:
+        base: base model (without head) of a transformers model.
+        cause: subject of the sentence.
+        attempt: returns hidden states found and expected, (2, S, D) each, given base model, runner and rows.
+    """
     try:
         with _first_layers(base) as run:
             found, expected = attempt(base, run, _rows(base))
-    except Exception as error:  # of a model that reads no text without an image, say, and trains nevertheless
+    except Exception as error:  # for example a model that trains but reads no text without an image
         return f"its pass over two short rows fails: {error_text(error)}"
-    if found.shape != expected.shape:  # of several streams behind the tokens' dimension, say
+    if found.shape != expected.shape:  # for example several streams per token
         return f"its hidden states of two short rows have shapes {tuple(found.shape)} and {tuple(expected.shape)}"
     precise = _IN_FLOAT32 if expected.device.type == "cpu" else _ON_ACCELERATOR
     found, expected, limit = found.float(), expected.float(), _ROUNDING.get(expected.dtype, precise)
@@ -95,12 +102,13 @@ def _difference(base: Any, cause: str, attempt: Callable[..., Any]) -> str | Non
 
 
 def _try_padding(base: Any, run: Run, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Prompts without what is in front of them and behind."""
+    """Compare padded and unpadded prompts."""
     cut = slice(_PADDING, _PADDING + _PROMPT)
     return run(**{name: value[:, cut] for name, value in rows.items()}), run(**rows)[..., cut, :]
 
 
 def _try_sharing(base: Any, run: Run, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Compare completions behind cached prompts with completions of whole rows."""
     ids, mask, prefix = rows["input_ids"], rows["attention_mask"], WrittenPrefix(base.config, [0, 1])
     start = _PADDING + _PROMPT
     cache = str(cache_name(base))
@@ -112,7 +120,7 @@ def _try_sharing(base: Any, run: Run, rows: dict[str, Tensor]) -> tuple[Tensor, 
 
 
 def _rows(base: Any) -> dict[str, Tensor]:
-    """Inputs of two rows of words, padded on the left, (2, 8 + 5 + 3)."""
+    """Return the inputs of two rows of words, padded on the left, (2, 8 + 5 + 3)."""
     config, device = base.config.get_text_config(decoder=True), base.get_input_embeddings().weight.device
     special = {value for name, value in base.config.to_dict().items() if "token" in name and isinstance(value, int)}
     words = (token for token in cycle(range(config.vocab_size // 4, config.vocab_size)) if token not in special)
@@ -123,12 +131,11 @@ def _rows(base: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def _first_layers(base: Any) -> Iterator[Run]:
-    """Run the first layers of a base model, without dropout, gradients and random numbers, and leave it as it was."""
+    """Run the first layers of a base model without dropout, gradients and hooks in this block."""
     config = base.config.get_text_config(decoder=True)
-    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
-    layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
-    kinds = list(getattr(config, "layer_types", None) or [""])
-    count = max(_LAYERS, *(1 + kinds.index(kind) for kind in kinds))
+    layers = [module for module in base.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
+    kinds = layer_types(config)
+    count = max([_LAYERS, *(1 + kinds.index(kind) for kind in kinds)])
     states: list[Tensor] = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
@@ -140,12 +147,12 @@ def _first_layers(base: Any) -> Iterator[Run]:
             keep(base, (), base.forward(**inputs, use_cache=False, return_dict=True))
         return states.pop()
 
-    quiet: dict[str, Any] = {"training": False, "_forward_pre_hooks": OrderedDict(), "_forward_hooks": OrderedDict()}
-    changes: list[tuple[Any, str, Any]] = [(base, "rope_deltas", None)] if hasattr(base, "rope_deltas") else []
-    if config._attn_implementation not in ("eager", "sdpa"):  # others want a GPU, or 16 bits
+    changes: list[tuple[Any, str, Any]] = [(base, "rope_deltas", None)] if has_rope_deltas(base) else []
+    if config._attn_implementation not in ("eager", "sdpa"):  # other kernels want a GPU, or 16 bits
         changes += [(part, "_attn_implementation_internal", "eager") for part in (base.config, config)]
-    for module in base.modules():  # hooks of others, say of a measurement, do not see it
-        changes += [(module, name, copy(value)) for name, value in quiet.items()]
+    for module in base.modules():
+        changes.append((module, "training", False))
+        changes += [(module, hooks, OrderedDict()) for hooks in ("_forward_pre_hooks", "_forward_hooks")]
     with ExitStack() as stack:
         for change in changes:
             stack.enter_context(patched_attribute(*change))

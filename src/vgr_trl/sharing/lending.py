@@ -1,13 +1,14 @@
-"""Lend the keys and values of a prompt to all micro-batches of an optimizer step: it runs forward and backward once.
+"""Lend the keys and values of a prompt to all micro-batches of an optimizer step, so that it runs once.
 
-The first micro-batch that holds a prompt runs it with gradients. Completions read detached copies of its keys and
-values, which collect their gradients over the micro-batches. The last reader reads them through `_RunPrompt`, whose
-backward pass runs that of the prompt. So the prompt runs backward once, within an ordinary backward pass, and the loops
-of Trainer and accelerate stay as they are. A pass that closes a prompt may never run backward: until then the prompt is
-open, and another pass closes it again. At the micro-batch that synchronises gradients every prompt is closed, whatever
-was planned; with several processes its graph is then one with that of the pass, as DDP takes each gradient once.
+The first micro-batch with a prompt runs it forward with gradients. Completions read detached copies of its keys and
+values, which accumulate gradients over the micro-batches. The last reader closes the prompt: it reads through
+`_RunPrompt`, whose backward pass runs the prompt's backward pass. So the prompt runs backward once, within an ordinary
+backward pass, and the loops of Trainer and accelerate stay as they are. A pass that closes a prompt may never run
+backward. The prompt stays open until one does, and another pass closes it again. The micro-batch that synchronises
+gradients closes every prompt. With several processes the graphs of prompt and pass are then one, as DDP accepts each
+gradient once.
 
-`shuffle_whole_groups` brings the completions of a prompt together, and `find_read_again` says which prompts are lent.
+`shuffle_whole_groups` brings the completions of a prompt together, and `find_read_again` tells which prompts to lend.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,6 @@ from typing import Any
 from weakref import ref
 
 import torch
-from accelerate import state
 from accelerate.state import DistributedType, GradientState
 from torch import Tensor, nn
 from torch.distributed import is_initialized
@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vgr_trl.errors import VGRError
 from vgr_trl.pixels import IMAGE_INPUTS, clone_to, on_device
 from vgr_trl.sharing.exactness import why_padding_counts
-from vgr_trl.sharing.model_support import has_sharded_parameters
+from vgr_trl.sharing.model_support import distributed_type, has_rope_deltas, has_sharded_parameters
 from vgr_trl.sharing.prefix_cache import StoredKeys, WrittenPrefix
 from vgr_trl.sharing.prefix_forward import Prefill
 from vgr_trl.sharing.prefix_split import PER_TOKEN, PrefixSplit, find_groups, first_rows
@@ -34,11 +34,11 @@ from vgr_trl.sharing.report import require
 
 
 class _RunPrompt(torch.autograd.Function):
-    """The identity of keys and values that the pass reads which closes a prompt.
+    """Identity of a closed prompt's keys and values, whose backward pass runs the prompt's backward pass.
 
-    Of copies the backward pass runs that of the prompt, and comes last. In one graph with the completions, the weights'
-    gradients of both would be added before they are accumulated: those of the completions would wait for those of the
-    prompt, in as much memory again as the weights have. Of live tensors it is part of the prompt's.
+    For detached copies it starts a backward pass of its own. In one graph, autograd would hold the completions'
+    gradients of all weights until it can add the prompt's, in as much memory as the weights. For live tensors it is
+    part of the prompt's backward pass.
     """
 
     @staticmethod
@@ -52,7 +52,7 @@ class _RunPrompt(torch.autograd.Function):
 
 
 class _Reach(torch.autograd.Function):
-    """The identity, whose backward pass also reaches other tensors, with gradients of 0."""
+    """Identity whose backward pass also reaches other tensors, with gradients of 0."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *others: Tensor) -> Tensor:
@@ -68,33 +68,33 @@ class LentPrompt:
     """A prompt that has run forward, and waits for the gradients of its keys and values.
 
     Args:
-        tokens: (P - 1,) without padding.
-        pixels: its pixel inputs.
+        tokens: (P - 1,) tokens without padding.
+        pixels: pixel inputs of the prompt.
         prefill: of this prompt alone.
-        lending: the open prompts, of which this is one until it has run backward.
+        lending: open prompts, which contain this prompt until it has run backward.
 
     Attributes:
-        copies: keys and values of each layer, (1, H, P - 1, D), detached; trained layers' collect gradients.
-        is_closed: whether the present pass has closed it.
+        copies: detached keys and values of each layer, (1, H, P - 1, D); in trained layers they accumulate gradients.
+        is_closed: whether the present pass has closed the prompt.
 
     Raises:
-        UnsupportedModel: a layer keeps other state than keys and values.
+        UnsupportedModel: a layer has other state than keys and values.
     """
 
     def __init__(self, tokens: tuple[int, ...], pixels: list[Tensor], prefill: Prefill, lending: "Lending") -> None:
         self.tokens, self.pixels, self.prefill, self.lending = tokens, pixels, prefill, lending
         layers = prefill.written.layers
-        require(all(type(layer) is StoredKeys for layer in layers), "layers that keep other state than keys and values")
+        require(all(type(layer) is StoredKeys for layer in layers), "layers with other state than keys and values")
         live: list[Tensor] = [each for layer in layers for each in (layer.keys, layer.values)]
         self.copies = [each.detach().requires_grad_(each.requires_grad) for each in live]
-        self.is_closed, self._readers = False, 0  # that have closed it, and not run backward
+        self.is_closed, self._readers = False, 0  # passes that closed the prompt and have not run backward
         self._trained = [pair for pair in zip(live, self.copies, strict=True) if pair[0].requires_grad]
-        prompt = ref(self)  # its memory does not wait for Python's collector
+        prompt = ref(self)  # no cycle that would wait for Python's garbage collector
         for _, each in self._trained:
             each.register_post_accumulate_grad_hook(lambda _: lending.watch(prompt()))
 
     def close(self) -> list[Tensor]:
-        """Return keys and values whose backward pass runs that of the prompt, with what the copies have collected."""
+        """Return keys and values whose backward pass runs the prompt backward, with the gradients of the copies."""
         self.is_closed, self._readers = True, self._readers + 1
         if not self._trained:
             self.lending.finish(self)
@@ -103,13 +103,16 @@ class LentPrompt:
         return [next(read) if each.requires_grad else each for each in self.copies]
 
     def run_backward(self, grads: Sequence[Tensor], is_live: bool) -> Sequence[Tensor | None]:
-        """Run the prompt backward with the gradients of a reader and of the copies; return gradients of live tensors.
+        """Run the prompt backward with the gradients of a reader and of the copies.
 
         Args:
-            grads: of the reader's keys and values.
-            is_live: whether the graph of the reader goes on with that of the prompt.
+            grads: gradients of the reader's keys and values.
+            is_live: whether the reader's graph contains the prompt's graph.
+
+        Returns:
+            Gradients of the live tensors; None for copies.
         """
-        self._readers -= 1  # another one, unless it never runs backward, runs the graph again
+        self._readers -= 1  # another reader may run the graph again
         pairs = zip(self._trained, grads, strict=True)
         whole = [grad if each.grad is None else grad + each.grad for (_, each), grad in pairs]
         if not is_live:
@@ -121,7 +124,7 @@ class LentPrompt:
 
     @cached_property
     def weight(self) -> Any:
-        """A trained weight that the prompt's keys and values depend on; None: there is none."""
+        """A trained weight on which the prompt's keys and values depend; None: there is none."""
         nodes: list[Any] = [live.grad_fn for live, _ in reversed(self._trained)]
         weights, seen = self.lending.weights(), {None}
         while nodes:
@@ -140,15 +143,15 @@ class Lending:
         base: base model, whose weights must not change while a prompt is open.
 
     Attributes:
-        open: prompts that have run forward and not yet backward.
+        open: prompts that have run forward but not yet backward.
     """
 
     def __init__(self, base: nn.Module) -> None:
         self.open: list[LentPrompt] = []
         self._base = ref(base)
         self._hooks: list[Any] = []
-        self._watched: Any = None  # a weight whose gradient tells of `zero_grad`
-        self._version = 0  # of this gradient, when it was last added to
+        self._watched: Any = None  # a weight whose gradient shows whether `zero_grad` was called
+        self._version = 0  # version of this gradient after its last accumulation
 
     def weights(self) -> set[int]:
         """Return the ids of the base model's weights."""
@@ -161,21 +164,21 @@ class Lending:
         return next(same, None)
 
     def add(self, prompt: LentPrompt) -> None:
-        """Open a prompt; an optimizer step before it has run backward is an error."""
+        """Open a prompt; an optimizer step while it is open raises an error."""
         self.open.append(prompt)
         self._hooks = self._hooks or [register_optimizer_step_pre_hook(self._refuse_open)]
 
     def close_all(self, hidden: Tensor) -> Tensor:
-        """Return hidden states whose backward pass runs all prompts backward that this pass has not closed."""
+        """Close the remaining prompts; return hidden states, (N, S, D), whose backward pass runs them backward."""
         others = [prompt for prompt in self.open if not prompt.is_closed]
         live = [each for prompt in others for each in prompt.close() if each.requires_grad]
         return _Reach.apply(hidden, *live) if live else hidden
 
     def watch(self, prompt: LentPrompt | None) -> None:
-        """Watch a weight's gradient, from when a copy has one until no prompt is open."""
+        """Watch a weight's gradient from the first gradient of a copy until no prompt is open."""
         if self._watched is None and prompt in self.open and prompt is not None and prompt.weight is not None:
             self._watched = prompt.weight
-            if self._watched.grad is None:  # until the prompt runs backward
+            if self._watched.grad is None:  # as the prompt has not run backward
                 self._watched.grad = torch.zeros_like(self._watched)
             self._hooks.append(self._watched.register_post_accumulate_grad_hook(self._keep_version))
             self._keep_version(self._watched)
@@ -184,7 +187,7 @@ class Lending:
         self._version = weight.grad._version
 
     def begin_pass(self) -> None:
-        """Let the pass close all open prompts; forget prompts of a step abandoned by `zero_grad`."""
+        """Mark all open prompts as not closed; forget the prompts of a step abandoned by `zero_grad`."""
         for prompt in self.open:
             prompt.is_closed = False
         if self._watched is not None:
@@ -199,7 +202,7 @@ class Lending:
             self.clear()
 
     def clear(self) -> None:
-        """Forget the prompts of a step that has been interrupted."""
+        """Forget the prompts of an interrupted step."""
         self.open.clear()
         for hook in self._hooks:
             hook.remove()
@@ -211,34 +214,33 @@ class Lending:
             return
         count = len(self.open)
         self.clear()
-        lost = f"{count} prompts have run forward and not backward before an optimizer step, and lost their gradients"
+        lost = f"{count} prompts ran forward but not backward before an optimizer step, and lost their gradients"
         raise VGRError(f"{lost}: accumulate gradients with accelerate, or switch share_prompts off.")
 
 
 def is_last_micro_batch() -> bool:
-    """Return whether accelerate synchronises gradients, and the optimizer steps, after this micro-batch."""
+    """Return whether this micro-batch is the last of its optimizer step, after which gradients are synchronised."""
     return bool(GradientState().sync_gradients)
 
 
 def _exchanges_gradients() -> bool:
-    """Whether processes exchange gradients after this micro-batch; vLLM beside a trainer makes a group of one, too."""
-    alone = state.is_initialized() and state.AcceleratorState().distributed_type == state.DistributedType.NO
-    return is_initialized() and not alone and is_last_micro_batch()
+    """Whether processes exchange gradients after this micro-batch; vLLM makes a group of a single process, too."""
+    return is_initialized() and distributed_type() != DistributedType.NO and is_last_micro_batch()
 
 
 class MicroBatch:
-    """The U prompts of a micro-batch that reads open prompts, or opens some for later ones.
+    """The U prompts of a micro-batch that reads open prompts, or opens prompts for later micro-batches.
 
     Args:
-        lending: the open prompts of the optimizer step.
+        lending: open prompts of the optimizer step.
         inputs: of the pass, by name.
         split: of the batch.
-        again: (N,) whether a later micro-batch reads the prompt of a row; None: any may, but for the last.
+        again: (N,) whether a later micro-batch reads the prompt of a row; None: unknown, so it may.
 
     Attributes:
         found: (U,) open prompts; None where a prompt has to run.
         again: (U,) whether a later micro-batch reads the prompt.
-        computed: the number of prompts that run in this pass.
+        computed: number of prompts that run in this pass.
     """
 
     def __init__(
@@ -258,14 +260,15 @@ class MicroBatch:
 
     @property
     def lends(self) -> bool:
-        """Whether a prompt is open, or read again."""
+        """Whether the micro-batch reads an open prompt, or opens one for a later micro-batch."""
         return any(self.again) or self.computed < len(self.found)
 
     def prefill(self, base: Any, plain: Callable[..., Any]) -> Prefill:
-        """Return the prompts as if they had run in this pass; run those that are not open.
+        """Run the prompts that are not open; return all prompts as if they had run in this pass.
 
         Args:
-            base, plain: as `Prefill` takes them.
+            base: base model (without head) of a transformers model.
+            plain: its forward pass.
         """
         for number, prompt in enumerate(self.found):
             if prompt is None:
@@ -278,7 +281,7 @@ class MicroBatch:
         tensors = iter([_left_padded(same, self.split.start) for same in zip(*read, strict=True)])
         for layer in joined.written.layers:
             layer.update(next(tensors), next(tensors))
-        if hasattr(base, "rope_deltas"):
+        if has_rope_deltas(base):
             deltas, device = [prompt.prefill.deltas for prompt in prompts], self.inputs["input_ids"].device
             none = torch.zeros(1, 1, dtype=torch.long, device=device)
             joined.deltas = torch.cat([none if each is None else each.to(device) for each in deltas])
@@ -301,13 +304,13 @@ class MicroBatch:
 
 
 def _left_padded(tensors: Sequence[Tensor], width: int) -> Tensor:
-    """(U, H, width, D) of U times (1, H, P - 1, D); a single one that is as wide is not copied."""
+    """Pad U tensors (1, H, P - 1, D) on the left to (U, H, width, D); a single tensor of this width is not copied."""
     if len(tensors) == 1 and tensors[0].size(-2) == width:
         return tensors[0]
     return torch.cat([torch.nn.functional.pad(each, (0, 0, width - each.size(-2), 0)) for each in tensors])
 
 
-PROMPT_GROUP, READ_AGAIN = "prompt_group", "prompt_read_again"  # columns of TRL's training batches
+PROMPT_GROUP, READ_AGAIN = "prompt_group", "prompt_read_again"  # columns added to TRL's training batches
 
 
 def find_read_again(groups: Sequence[int], runs: Sequence[bool], batch_size: int, window: int) -> list[bool]:
@@ -315,9 +318,9 @@ def find_read_again(groups: Sequence[int], runs: Sequence[bool], batch_size: int
 
     Args:
         groups: (N,) number of the prompt of each row, in the order of the micro-batches.
-        runs: (N,) whether the row has a loss; others do not run.
-        batch_size: rows of a micro-batch.
-        window: rows of an optimizer step.
+        runs: (N,) whether the row has a loss; rows without a loss do not run.
+        batch_size: number of rows of a micro-batch.
+        window: number of rows of an optimizer step.
     """
     again = [False] * len(groups)
     later: set[int] = set()
@@ -332,7 +335,12 @@ def find_read_again(groups: Sequence[int], runs: Sequence[bool], batch_size: int
 
 
 def sort_by_group(permutation: Sequence[int], groups: Sequence[int]) -> list[int]:
-    """The permutation with the rows of a group brought together where the group's first row stands, order kept."""
+    """Move the rows of each group to the place of its first row in a permutation, in the same order.
+
+    Args:
+        permutation: (N,) rows.
+        groups: (N,) number of the group of each row.
+    """
     position: dict[int, int] = {}
     for row in permutation:
         position.setdefault(groups[row], len(position))
@@ -344,16 +352,16 @@ def shuffle_whole_groups(
     arrange: Callable[[Sequence[int], Sequence[int]], list[int]] = sort_by_group,
     is_image: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Any]:
-    """TRL's `shuffle_sequence_dict` for a generation batch, with the completions of a prompt kept together.
+    """Shuffle a generation batch as TRL's `shuffle_sequence_dict` does, but keep the completions of a prompt together.
 
-    Draws the same random numbers. A value with no entry per row (a number, None) is kept. Pixel inputs that TRL has cut
-    into rows are one object for all rows of a group, and keep no other memory. `PROMPT_GROUP` is added: the number of
-    each row's prompt.
+    Draws the same random numbers as TRL. Values without an entry per row (numbers, None) are kept. Pixel inputs that
+    TRL has cut into rows become one object per group. `PROMPT_GROUP` is added, the number of each row's prompt.
 
     Args:
         batch: `prompt_ids` and `prompt_mask` (N, P), and tensors or lists with one entry per row.
-        arrange: returns another permutation, given a random one and the number of the group of each row.
-        is_image: returns which tokens stand for images, where completions may hold some; None: only prompts do.
+        arrange: returns a permutation, given a random permutation and the number of the group of each row.
+        is_image: returns which tokens are image placeholders, where completions may hold images; None: only prompts
+            hold images.
     """
     pixels = {name: batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None}
     by_row = list(zip(*pixels.values(), strict=True)) if pixels else None
@@ -375,7 +383,7 @@ def shuffle_whole_groups(
 
 
 def _pixels_of_prompts(batch: Mapping[str, Any], is_image: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:
-    """Return patches and grids of the prompt of each row, whose images stand in front of those of its completion."""
+    """Return patches and grids of each row's prompt, whose images precede the images of its completion."""
     before, behind = (is_image(batch[name]).sum(1).tolist() for name in ("prompt_ids", "completion_ids"))  # (N,) each
     found = []
     for values, grids, own, others in zip(batch["pixel_values"], batch["image_grid_thw"], before, behind, strict=True):
@@ -390,12 +398,12 @@ def _share_pixels(values: Sequence[Tensor], groups: Sequence[int]) -> list[Tenso
 
 
 def why_not_lend(base: Any) -> str | None:
-    """Return why prompts of a base model are not lent to several micro-batches; None: they can be."""
-    kind = state.AcceleratorState().distributed_type if state.is_initialized() else None
+    """Return why prompts of a base model cannot be lent to several micro-batches; None: they can."""
+    kind = distributed_type()
     if kind == DistributedType.DEEPSPEED:
         return "DeepSpeed"
     if kind == DistributedType.FSDP or has_sharded_parameters(base):
         return "sharded parameters"
     if not all(type(layer) is StoredKeys for layer in WrittenPrefix(base.config, []).layers):
-        return "layers that keep other state than keys and values"
+        return "layers with other state than keys and values"
     return why_padding_counts(base)

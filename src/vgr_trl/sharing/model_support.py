@@ -1,11 +1,12 @@
-"""Models that can share prompts, the reasons why others cannot, and the parts of a model that sharing wraps."""
+"""Models that can share prompts, the reasons why others cannot, and the parts of a model."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from typing import Any
 
-from peft import PeftModel
+from accelerate.state import AcceleratorState, DistributedType, is_initialized
+from peft import PeftMixedModel, PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.dropout import _DropoutNd
@@ -16,10 +17,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.sharing.prefix_cache import is_stateless_layer
+from vgr_trl.sharing.prefix_cache import is_stateless_layer, layer_types
 from vgr_trl.sharing.report import require
 
-# Attributes by which layers of transformers hold the rate of a dropout, or the width of the noise of a router.
+# Attributes of transformers' layers that hold a dropout rate, or the width of a router's noise.
 _RATES = (
     *("attention_dropout", "dropout", "activation_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop"),
     *("attn_dropout", "drop_prob", "layerdrop"),
@@ -28,26 +29,22 @@ _RATES = (
 
 
 def causal_model(model: nn.Module) -> Any:
-    """The transformers model inside wrappers of DDP, DeepSpeed, PEFT and `torch.compile`.
+    """Return the transformers model inside wrappers of DDP, DeepSpeed, PEFT and `torch.compile`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the wrappers contain no transformers model.
     """
     inside: Any = model
     while not isinstance(inside, PreTrainedModel):
-        if hasattr(inside, "_orig_mod"):
-            inside = inside._orig_mod
-        elif hasattr(inside, "get_base_model"):
-            inside = inside.get_base_model()
-        elif isinstance(getattr(inside, "module", None), nn.Module):
-            inside = inside.module
-        else:
+        is_peft = isinstance(inside, PeftModel | PeftMixedModel)
+        inside = inside.get_base_model() if is_peft else getattr(inside, "_orig_mod", getattr(inside, "module", None))
+        if not isinstance(inside, nn.Module):
             raise ConfigError(f"Prompts cannot be shared in a {type(model).__name__}: give a transformers model.")
     return inside
 
 
 def base_of(causal: Any) -> Any:
-    """The model below the head of a transformers model: its base, or its decoder if it is its own base (Llama 4)."""
+    """Return the model below the head of a transformers model: its base, or the decoder where it is its own base."""
     base = causal.base_model
     if base is not causal:
         return base
@@ -56,7 +53,7 @@ def base_of(causal: Any) -> Any:
 
 
 def replace_hidden_states(base: Any, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
-    """Let a base model return other last hidden states within the block of the handle."""
+    """Change the last hidden states that a base model returns, until the handle is removed."""
 
     def replace_states(module: nn.Module, args: Any, outputs: Any) -> None:
         outputs.last_hidden_state = change(outputs.last_hidden_state)
@@ -66,7 +63,7 @@ def replace_hidden_states(base: Any, change: Callable[[Tensor], Tensor]) -> Remo
 
 
 def indexed_modules(model: nn.Module) -> list[Any]:
-    """Return the modules of a language model that carry the number of their layer, as attention does."""
+    """Return the modules of a language model that know the number of their layer, as attention does."""
     return [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
 
 
@@ -76,7 +73,7 @@ def attention_modules(model: nn.Module) -> list[Any]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `torch.compile` has been applied to the model or to a module of it."""
+    """Whether `torch.compile` has been applied to the model or to one of its modules."""
     return any(hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) for each in model.modules())
 
 
@@ -88,7 +85,9 @@ def _checkpointed(model: nn.Module, when_training: bool = False) -> list[nn.Modu
 def recomputes_without_graph(model: nn.Module, *, when_training: bool = False) -> bool:
     """Whether a gradient checkpoint of the model runs its layers without gradients first (`use_reentrant`).
 
-    `when_training` asks for the model in training mode, whatever its mode is now.
+    Args:
+        model: any model.
+        when_training: treat the model as in training mode, whatever its mode is.
     """
     return any(is_reentrant(module) for module in _checkpointed(model, when_training))
 
@@ -114,7 +113,7 @@ def releases_during_recompute() -> bool:
 
 
 def why_reentrant(base: nn.Module, sharded_by_deepspeed: bool) -> str | None:
-    """Return why reentrant checkpoints of a base model have to stay so, and no pass with gradients shares prompts."""
+    """Return why checkpoints have to be reentrant, so that training shares no prompts; None: they need not."""
     frozen = any(not parameter.requires_grad for parameter in base.parameters())
     return NEEDS_REENTRANT if sharded_by_deepspeed and frozen and releases_during_recompute() else None
 
@@ -123,19 +122,21 @@ DROPS_CACHES = "gradient checkpointing by a transformers whose layers then drop 
 
 
 def checkpoints_drop_caches() -> bool:
-    """Whether checkpointed layers ignore the cache they are given, as those of transformers 5.9 and 5.10 do."""
+    """Whether checkpointed layers drop their cache, as in transformers 5.9 and 5.10."""
     return not hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache")
 
 
 def is_checkpointed(model: nn.Module) -> bool:
-    """Whether layers of a model that trains are computed again in the backward pass."""
+    """Whether layers of a model in training mode are recomputed in the backward pass."""
     return bool(_checkpointed(model))
 
 
 def has_active_dropout(model: nn.Module, *, when_training: bool = False) -> bool:
-    """Whether dropout, or noise in the router of experts, is at work: completions then share it over their prompt.
+    """Whether dropout or router noise is active: completions then share the random numbers of their prompt.
 
-    `when_training` asks for the model in training mode, whatever its mode is now.
+    Args:
+        model: any model.
+        when_training: treat the model as in training mode, whatever its mode is.
     """
     for module in model.modules():
         rates = [getattr(module, name, None) for name in _RATES]
@@ -145,39 +146,44 @@ def has_active_dropout(model: nn.Module, *, when_training: bool = False) -> bool
     return False
 
 
+def distributed_type() -> DistributedType | None:
+    """Return how accelerate distributes this run; None: accelerate is not in use."""
+    return AcceleratorState().distributed_type if is_initialized() else None
+
+
 def shards_layers(model: nn.Module) -> bool:
-    """Whether FSDP2 gathers the weights of a layer for its backward pass when a gradient reaches the layer's output."""
+    """Whether FSDP2 shards the model: it gathers a layer's weights when a gradient reaches the layer's output."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def flattens_layers(model: nn.Module) -> bool:
-    """Whether parts of the model are wrapped by the first version of FSDP."""
+    """Whether the first version of FSDP wraps parts of the model."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def has_sharded_parameters(model: nn.Module) -> bool:
-    """Whether this process has parts of parameters only: FSDP, or ZeRO-3."""
+    """Whether this process holds shards of the parameters only, under FSDP or ZeRO-3."""
     return shards_layers(model) or flattens_layers(model) or is_partitioned(model)
 
 
 def is_partitioned(model: nn.Module) -> bool:
-    """Whether this process has parts of parameters only, under ZeRO-3."""
+    """Whether this process holds shards of the parameters only, under ZeRO-3."""
     return any(hasattr(value, "ds_numel") and value.numel() != value.ds_numel for value in model.parameters())
 
 
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"}
-# Layers that take their keys and values from another one, out of the pass and not out of its cache.
+# Families whose layers read the keys and values of another layer from the pass, not from the cache.
 _KEY_SHARING_FAMILIES = {"gemma3n_text", "gemma4_text"}
-# Two-way attention that the family keeps to the tokens of each image.
+# Families that limit bidirectional attention to the tokens of an image.
 _IMAGES_SEE_THEMSELVES = {("gemma4_text", "vision")}
-# Families in which these ids only mark image tokens; elsewhere they may open a whole prompt to itself (PaliGemma).
+# Families whose token types only mark image tokens; in others a whole prompt may attend to itself (PaliGemma).
 _TOKEN_TYPES_MARK_IMAGES = ("gemma3",)
 # Rotary embeddings whose angles depend on the longest position of a pass.
 _ROPE_BY_LENGTH = {"dynamic", "longrope"}
 
 
 def why_no_pass_shares(model: nn.Module) -> str | None:
-    """Why every pass and `generate` run as they are; None if it depends on them."""
+    """Return why no pass of a model shares prompts; None: it depends on the pass."""
     if is_compiled(model):
         return "torch.compile"
     if len(set(getattr(causal_model(model), "hf_device_map", {}).values())) > 1:
@@ -186,32 +192,37 @@ def why_no_pass_shares(model: nn.Module) -> str | None:
 
 
 def why_adapter_reads_whole_rows(model: nn.Module) -> str | None:
-    """Why PEFT's active adapter gives other results for other rows or columns of a batch; None if it does not."""
+    """Return why the results of PEFT's active adapter depend on the rows and columns of a batch; None: they do not."""
     for module in model.modules():
         if isinstance(module, PeftModel):
             config = module.active_peft_config
             if config.is_prompt_learning:
-                return "prompt learning, whose virtual tokens stand before the padding"
+                return "prompt learning, whose virtual tokens precede the padding"
             if getattr(config, "alora_invocation_tokens", None):
-                return "aLoRA, which begins at tokens that it looks for in whole rows"
+                return "aLoRA, which searches whole rows for the tokens at which it begins"
     return None
 
 
 def cache_name(base: Any) -> str | None:
-    """Return the argument by which a base model takes a cache, which transformers 5.24 has renamed; None: by none."""
+    """Return the name of a base model's argument for the cache, which transformers 5.24 renamed; None: it has none."""
     names = signature(base.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in names), None)
 
 
 def check_model(base: Any, gradients: bool) -> None:
-    """Raise `UnsupportedModel` if a base model, in its present state, cannot go on from a prompt computed before."""
+    """Raise `UnsupportedModel` if a base model, in its present state, cannot continue a cached prompt.
+
+    Args:
+        base: base model (without head) of a transformers model.
+        gradients: whether the pass has gradients.
+    """
     if gradients:
         why = why_reentrant(base, is_partitioned(base)) if recomputes_without_graph(base) else None
         require(why is None, str(why))
         require(not (checkpoints_drop_caches() and is_checkpointed(base)), DROPS_CACHES)
         require(not flattens_layers(base), "the first version of FSDP")
     config = base.config
-    keeps = cache_name(base) is not None and not getattr(config, "is_encoder_decoder", False)
+    keeps = cache_name(base) is not None and not config.is_encoder_decoder
     require(keeps, "a model without a cache of keys and values")
     # Ovis2: its visual indicator tokens are text in a pass without images.
     by_pass = getattr(config, "visual_indicator_token_ids", None)
@@ -219,7 +230,7 @@ def check_model(base: Any, gradients: bool) -> None:
     check_rope(config)
     text = config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
-    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    unknown = set(layer_types(config)) - _LAYER_TYPES
     unknown = unknown or {type(layer).__name__ for layer in layers if not _is_shareable(layer)}
     require(not unknown, f"layers of type {min(unknown, default='')}")
     shares_keys = any(is_stateless_layer(layer) for layer in layers)
@@ -232,20 +243,30 @@ def check_model(base: Any, gradients: bool) -> None:
 
 def _is_shareable(layer: Any) -> bool:
     if isinstance(layer, LinearAttentionLayer):
-        # Linear attention goes on from a state with several tokens only in releases whose layers have these attributes.
+        # In releases without these attributes linear attention continues a state by one token only.
         return hasattr(layer, "number_of_states") and hasattr(layer, "record_past")
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) or is_stateless_layer(layer)
 
 
+def rope_parameters(config: Any) -> Mapping[str, Any]:
+    """Return the parameters of a language model's rotary embeddings; empty without rotary embeddings."""
+    return getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+
+
+def has_rope_deltas(base: Any) -> bool:
+    """Whether a base model keeps the offset of positions behind images, as Qwen-VL does."""
+    return hasattr(base, "rope_deltas")
+
+
 def check_rope(config: Any) -> None:
-    """Raise `UnsupportedModel` if the rotary embedding of a prompt depends on what comes after it."""
-    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    """Raise `UnsupportedModel` if the rotary embedding of a prompt depends on later tokens."""
+    parameters = rope_parameters(config)
     for options in [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]:
         kind = options.get("rope_type")
         require(kind not in _ROPE_BY_LENGTH, f"rotary embeddings of type {kind}")
 
 
 def check_token_types(inputs: Mapping[str, Any], config: Any) -> None:
-    """Raise `UnsupportedModel` if token types are given to a family in which they may do more than mark images."""
+    """Raise `UnsupportedModel` if token types are given that may do more than mark images in this family."""
     given = isinstance(inputs.get("token_type_ids"), Tensor)
     require(not given or config.model_type in _TOKEN_TYPES_MARK_IMAGES, "token_type_ids")

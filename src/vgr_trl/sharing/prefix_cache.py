@@ -1,4 +1,4 @@
-"""The keys, values and states of prompts: written once by the prompts, read by every completion, with gradients."""
+"""Keys, values and states of prompts: written once by the prompts, read by every completion, with gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,20 +19,17 @@ from vgr_trl.sharing.report import require
 
 
 class PromptsStored(Exception):
-    """Raised in a pass over prompts once it has stored everything that completions read."""
+    """A pass over prompts has stored everything that completions read, and stops."""
 
 
 class _Keys(CacheLayerMixin):
-    """Marks the keys that it gives to attention, so that `sdpa_by_key_head` leaves those of other passes alone.
-
-    A mark lasts where a flag of the block would not: a checkpoint computes a layer again in the backward pass.
-    """
+    """A layer whose keys `sdpa_by_key_head` recognises as those of a pass with shared prompts."""
 
     keys: Any
     values: Any
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to initialise."""
+        """Do nothing: the keys are given."""
 
     def get_max_length(self) -> int:
         return -1
@@ -41,7 +38,7 @@ class _Keys(CacheLayerMixin):
 
 
 class StoredKeys(_Keys):
-    """Keys and values of the U unique prompts, kept at the first update; a recomputation is not stored again."""
+    """Keys and values of the U unique prompts, stored at the first update; a recomputation changes nothing."""
 
     def __init__(self, is_sliding: bool) -> None:
         super().__init__()
@@ -66,14 +63,14 @@ class StoredKeys(_Keys):
         return bool(self.keys.requires_grad or self.values.requires_grad)
 
     def get_seq_length(self) -> int:
-        return 0  # nothing comes before a prompt, in its recomputation neither
+        return 0  # nothing precedes a prompt, nor its recomputation
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
 
 
 class ExpandedKeys(_Keys):
-    """Stored keys and values, given to every row of a batch in front of its own; never written."""
+    """Stored keys and values, prepended to those of every row of a batch; read-only."""
 
     def __init__(self, stored: StoredKeys, index: Tensor) -> None:
         super().__init__()
@@ -95,9 +92,9 @@ class ExpandedKeys(_Keys):
 
 
 class PackedKeys(ExpandedKeys):
-    """Stored keys and values of U prompts of P - 1 tokens, each in front of its completions' own; never written.
+    """Stored keys and values of U prompts of P - 1 tokens, prepended to those of packed completions; read-only.
 
-    Its index is (K,): which of U * (P - 1) keys of prompts and Q keys of completions behind them, for each key in turn.
+    The index (K,) gathers keys from the concatenation of U * (P - 1) keys of prompts and Q keys of completions.
     """
 
     def _behind(self, stored: Tensor, new: Tensor) -> Tensor:
@@ -113,14 +110,14 @@ class _State(LinearAttentionCacheLayerMixin):
 
     def __init__(self, number_of_states: int) -> None:
         super().__init__(number_of_states)
-        self.record_past = True  # a pass over one token must not take the path that writes states in place
+        self.record_past = True  # a pass over one token must not write states in place
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to initialise."""
+        """Do nothing: the keys are given."""
 
 
 class StoredState(_State):
-    """Convolution and recurrent state after the unique prompts, kept at the first update."""
+    """Convolution and recurrent states after the unique prompts, stored at the first update."""
 
     def __init__(self, number_of_states: int, is_recurrent: bool) -> None:
         super().__init__(number_of_states)
@@ -155,7 +152,7 @@ class StoredState(_State):
 
 
 class _Expanded(dict[int, Any]):
-    """States by number, each expanded to the rows of the batch when it is asked for."""
+    """States by number, each expanded to the rows of the batch when it is read."""
 
     def __init__(self, states: dict[int, Any], index: Tensor) -> None:
         super().__init__(states)
@@ -167,7 +164,7 @@ class _Expanded(dict[int, Any]):
 
 
 class ExpandedState(_State):
-    """Stored states, given to every row of a batch; never written."""
+    """Stored states, expanded to every row of a batch; read-only."""
 
     def __init__(self, stored: StoredState, index: Tensor) -> None:
         super().__init__(stored.number_of_states)
@@ -185,42 +182,48 @@ class ExpandedState(_State):
 
 
 def is_stateless_layer(layer: Any) -> bool:
-    """Whether the layer takes its keys and values from another layer of a pass; older releases have none such."""
+    """Whether a cache layer reads the keys and values of another layer; older releases have no such layers."""
     return type(layer).__name__ == "DummyLayer"
 
 
 class WrittenPrefix(Cache):
-    """Empty layers for a model with `config`, which one forward pass over the unique prompts fills.
+    """A cache that one forward pass over the unique prompts fills.
 
-    Attributes:
-        groups: row of the batch -> number of its prompt.
+    Args:
+        config: of the model.
+        groups: (N,) row of the batch -> number of its prompt.
     """
 
     layers: list[Any]
 
     def __init__(self, config: PretrainedConfig, groups: Sequence[int]) -> None:
         layers = DynamicCache(config=config).layers
-        kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or [""] * len(layers)
+        kinds = layer_types(config) or [""] * len(layers)
         super().__init__(layers=[_stored(layer, kind) for layer, kind in zip(layers, kinds, strict=False)])
         self.groups = list(groups)
 
     def check(self, length: int, hidden: Tensor | None) -> None:
-        """Raise `UnsupportedModel` unless every layer holds the whole prompt, in the graph if gradients are wanted.
+        """Raise `UnsupportedModel` unless every layer holds the whole prompt, and its graph if gradients are on.
 
         Args:
-            length: positions it has to hold.
-            hidden: (U, P - 1, D) last hidden states; None: the pass ended with the last layer's keys and values.
+            length: number of positions of the prompt.
+            hidden: (U, P - 1, D) last hidden states; None: the pass stopped at the last layer's keys and values.
         """
         layers = [layer for layer in self.layers if not is_stateless_layer(layer)]
         require(all(layer.holds(length) for layer in layers), "the model did not keep the whole prompt in its cache")
         if not torch.is_grad_enabled():
             return
-        # From the first trained weight on, everything is in the graph: a later layer that is not has been cut off.
+        # Every layer behind the first trained weight is in the graph, unless the model has cut it off.
         trained = hidden is None or hidden.requires_grad
         in_graph = [*(layer.is_in_graph() for layer in layers), trained]
         with_gradients = all(layer.written_with_grad for layer in layers) and in_graph == sorted(in_graph)
         require(with_gradients, "the model kept the prompt without its gradients")
         require(any(in_graph[:-1]) or not trained, "only weights behind the last cache are trained")
+
+
+def layer_types(config: Any) -> list[str]:
+    """Return the type of each layer of a language model; empty where its config names none."""
+    return list(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
 def _stored(layer: Any, kind: str) -> Any:
@@ -232,16 +235,18 @@ def _stored(layer: Any, kind: str) -> Any:
 
 
 class ReadPrefix(Cache):
-    """A written prefix for rows of a batch, of which the i-th continues prompt `index[i]`; index (B,), int64.
+    """A written prefix for rows of a batch.
 
-    Attributes:
-        rows: numbers of these rows in the batch.
+    Args:
+        written: cache of the unique prompts.
+        index: (B,) int64, number of the prompt of each row.
+        rows: (B,) number of each row in the batch.
     """
 
     layers: list[Any]
 
     def __init__(self, written: WrittenPrefix, index: Tensor, rows: Sequence[int]) -> None:
-        kinds: dict[type, Any] = {StoredKeys: ExpandedKeys, StoredState: ExpandedState}  # others keep nothing
+        kinds: dict[type, Any] = {StoredKeys: ExpandedKeys, StoredState: ExpandedState}  # other layers store nothing
         layers = [kinds[type(layer)](layer, index) if type(layer) in kinds else layer for layer in written.layers]
         super().__init__(layers=layers)
         self.rows = list(rows)

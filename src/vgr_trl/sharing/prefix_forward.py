@@ -17,28 +17,31 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from vgr_trl.patching import patched_attribute
 from vgr_trl.pixels import on_device
 from vgr_trl.sharing.attention import prefers_cudnn, wrap_attention
-from vgr_trl.sharing.model_support import cache_name, is_reentrant
+from vgr_trl.sharing.model_support import cache_name, has_rope_deltas, is_reentrant
 from vgr_trl.sharing.prefix_cache import PackedKeys, PromptsStored, ReadPrefix, StoredKeys, WrittenPrefix
-from vgr_trl.sharing.prefix_split import PrefixSplit, _is_constant, first_rows, take_pixels
+from vgr_trl.sharing.prefix_split import PrefixSplit, first_rows, is_constant, take_pixels
 from vgr_trl.sharing.report import require
 
-# What a pass costs beside its tokens, in tokens.
+# Fixed cost of a pass, in tokens.
 _PASS_COST = {"cpu": 32}
 _PASS_COST_ON_GPU = 256
-_FEW_SHAPES = 64  # tokens, of which lengths are made multiples where shapes cost
+_FEW_SHAPES = 64  # lengths become multiples of so many tokens where each new shape costs time
 
 
 def cut_by_length(lengths: Sequence[int], pass_cost: int) -> list[list[int]]:
-    """Return the rows of each pass, of which every row is as long as the longest, such that together they cost least.
+    """Divide rows among passes so that the passes cost least; each is as wide as its longest row.
 
-    Rows stand by length, the longest first, unless one pass is cheapest: it has them as they are.
+    Rows are sorted by length, the longest first. A single pass keeps their order.
 
     Args:
         lengths: (N,) tokens of each row.
-        pass_cost: what a pass costs besides its tokens, in tokens.
+        pass_cost: fixed cost of a pass, in tokens.
+
+    Returns:
+        The rows of each pass.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    best: dict[int, tuple[int, list[list[int]]]] = {len(order): (0, [])}  # place -> cost and passes of rows from there
+    best: dict[int, tuple[int, list[list[int]]]] = {len(order): (0, [])}  # place -> cost and passes from there on
     for start in reversed(range(len(order))):
         longest = lengths[order[start]]
         if start and longest == lengths[order[start - 1]]:
@@ -52,30 +55,30 @@ def cut_by_length(lengths: Sequence[int], pass_cost: int) -> list[list[int]]:
 
 
 class Prefill:
-    """The U unique prompts of a batch, computed once when this is made.
+    """Runs the U unique prompts of a batch and keeps their cache.
 
     Args:
         base: base model (without head) of a transformers model.
         plain: its forward pass.
         inputs: of the pass over the whole batch, by name.
         split: of the batch.
-        wants_hidden: whether the last layer has to run, for hidden states of the prompts or because all processes have
-            to run it; otherwise the pass ends once completions have all that they read.
+        wants_hidden: whether the last layer has to run to its end, for hidden states of the prompts or because all
+            processes have to run it; otherwise the pass stops once it has stored everything that completions read.
 
     Attributes:
         written: keys, values and states.
-        hidden: (U, start, D) last hidden states; None if the pass has ended before.
-        deltas: (U, 1), what a Qwen-VL model adds to positions behind images; None for other models, without images.
-        skips_padding: whether each prompt has run without its padding.
+        hidden: (U, start, D) last hidden states; None: the pass stopped early.
+        deltas: (U, 1) offset of Qwen-VL's positions behind images; None: other models, or no images.
+        skips_padding: whether each prompt ran without its padding.
 
     Raises:
-        UnsupportedModel: the model turns out not to keep its prompts.
+        UnsupportedModel: the model does not cache its prompts.
     """
 
     def __init__(
         self, base: Any, plain: Callable[..., Any], inputs: Mapping[str, Any], split: PrefixSplit, wants_hidden: bool
     ) -> None:
-        common = {name: value for name, value in inputs.items() if _is_constant(value)}
+        common = {name: value for name, value in inputs.items() if is_constant(value)}
         common.pop("logits_to_keep", None)  # Gemma 4 would keep that many of each pass
         self.plain, self.split, self.cache_name = plain, split, str(cache_name(base))
         self.common = {**common, "use_cache": False, "return_dict": True}
@@ -83,23 +86,23 @@ class Prefill:
         self.written = WrittenPrefix(base.config, split.groups)
         self.hidden: Tensor | None = None
         self.skips_padding = False
-        if hasattr(base, "rope_deltas"):
+        if has_rope_deltas(base):
             base.rope_deltas = None
         last = None if wants_hidden else _end_early(base, self.written)
         with suppress(PromptsStored), _cache_through_checkpoints(self.layers, last):
             outputs = plain(**self.common, **split.prompt_inputs(inputs), **{self.cache_name: self.written})
             self.hidden = hidden_states(outputs)
         self.written.check(split.start, self.hidden)
-        self.deltas: Tensor | None = getattr(base, "rope_deltas", None)
+        self.deltas: Tensor | None = base.rope_deltas if has_rope_deltas(base) else None
 
 
 class CompletionPass:
-    """Computes rows of a batch behind the prompts of a `Prefill`.
+    """Runs rows of a batch behind their cached prompts.
 
     Args:
-        base: as `Prefill` takes it.
-        prefill: of the batch.
-        inputs: likewise.
+        base: base model (without head) of a transformers model.
+        prefill: prompts of the batch.
+        inputs: of the pass over the whole batch, by name.
     """
 
     def __init__(self, base: Any, prefill: Prefill, inputs: Mapping[str, Any]) -> None:
@@ -115,7 +118,7 @@ class CompletionPass:
             self.positions = self.mask.long().cumsum(-1)[:, self.split.start : self.split.stop] - 1  # (N, columns)
 
     def lengths(self) -> list[int]:
-        """Columns from `start` on that emit a token of each row, at least one."""
+        """Return the number of columns from `start` on that emit a token of each row, at least 1; (N,)."""
         if self.mask is None:
             return [self.split.stop - self.split.start] * len(self.ids)
         emitted = self.mask[:, self.split.start + 1 : self.split.stop + 1].bool().sum(1)  # (N,)
@@ -125,8 +128,12 @@ class CompletionPass:
     def padded(self, rows: Sequence[int], length: int) -> Any:
         """Return the outputs of one pass over `length` columns of some rows.
 
+        Args:
+            rows: their numbers.
+            length: number of columns from `start` on.
+
         Raises:
-            UnsupportedModel: the model turns out not to read the prompts.
+            UnsupportedModel: the model does not read the prompts from its cache.
         """
         at = slice(None) if list(rows) == list(range(len(self.ids))) else on_device(rows, self.ids.device)
         stop, positions = self.split.start + length, self.positions
@@ -146,9 +153,9 @@ class CompletionPass:
         return outputs
 
     def run_by_length(self, lengths: Sequence[int]) -> Any:
-        """Return the outputs of all rows (N, stop - start, D), each pass as wide as the longest of its rows."""
+        """Run rows of similar lengths together; return the outputs of all rows, (N, stop - start, D)."""
         columns = self.split.stop - self.split.start
-        if prefers_cudnn():  # which builds a plan for every new shape, 0.4 to 0.6 s each (FunASR#3704)
+        if prefers_cudnn():  # which plans every new shape for 0.4 to 0.6 s (FunASR#3704)
             lengths = [min(length + -length % _FEW_SHAPES, columns) for length in lengths]
         passes = cut_by_length(lengths, _PASS_COST.get(self.ids.device.type, _PASS_COST_ON_GPU))
         parts = [self.padded(rows, max(lengths[row] for row in rows)) for rows in passes]
@@ -158,10 +165,10 @@ class CompletionPass:
         return type(parts[0])(last_hidden_state=wide[0] if len(wide) == 1 else torch.cat(wide)[back])
 
     def packed(self, lengths: Sequence[int]) -> Any:
-        """Return the outputs of all rows (N, stop - start, D), which pass as one without padding; 0 for padding.
+        """Run all rows as one row without padding; return their outputs, (N, stop - start, D), 0 for padding.
 
         Raises:
-            UnsupportedModel: the model does not pass the bounds of completions on to its attention.
+            UnsupportedModel: the model does not pass cu_seqlens on to its attention.
         """
         ids, positions = self.ids[:, self.split.start : self.split.stop], self.positions  # (N, columns)
         if positions is None:
@@ -169,7 +176,7 @@ class CompletionPass:
         positions = positions.expand(*positions.shape[:-2], *ids.shape).flatten(-2)  # (..., N * columns)
         tokens, keys, bounds = find_packing(self.split, lengths, self.mask, ids.device)
         cache = Cache(layers=[PackedKeys(layer, keys) for layer in self.prefill.written.layers])
-        reason, attended = "a model that does not tell its attention where packed completions begin", []
+        reason, attended = "a model that does not pass cu_seqlens on to its attention", []
 
         def wrap(attend: Callable[..., Any]) -> Callable[..., Any]:
             def attend_within_bounds(*args: Any, **kwargs: Any) -> Any:
@@ -203,19 +210,21 @@ def prefix_forward(
     alike: bool,
     packs: bool = False,
 ) -> Any:
-    """Return the outputs of a base model for all rows and columns; those of padding behind completions are 0.
+    """Run a split batch; return the outputs of the base model for all rows and columns, (N, S, D).
 
     Args:
         base: base model (without head) of a transformers model.
         plain: its forward pass.
-        whole: whether outputs of prompts and of padding are wanted, which are 0 otherwise.
-        alike: whether all processes have to make equally many passes.
-        packs: whether completions pass as one row without padding, unless outputs of padding are wanted.
+        inputs: of the pass, by name.
+        split: of the batch.
+        whole: whether outputs of prompts and padding are wanted; otherwise they are 0.
+        alike: whether all processes have to run equally many passes.
+        packs: whether completions run as one row without padding, unless outputs of padding are wanted.
 
     Raises:
-        UnsupportedModel: the model turns out not to keep its prompts, or not to read them.
+        UnsupportedModel: the model does not cache its prompts, or does not read them from its cache.
     """
-    if split.behind and inputs.get("position_ids") is None:  # those of prompts, too: without images they count padding
+    if split.behind and inputs.get("position_ids") is None:  # positions without images would count padding
         names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
         positions, _ = base.get_rope_index(**{name: inputs.get(name) for name in names})  # (3, N, S)
         inputs = {**inputs, "position_ids": positions}
@@ -239,7 +248,7 @@ def prefix_forward(
 
 
 def hidden_states(outputs: Any) -> Tensor:
-    """Return the last hidden states of a pass, or raise `UnsupportedModel`."""
+    """Return the last hidden states of a pass, (B, Q, D), or raise `UnsupportedModel` if it has none."""
     require(hasattr(outputs, "last_hidden_state"), "a model that does not return its last hidden states")
     hidden: Tensor = outputs.last_hidden_state
     return hidden
@@ -248,14 +257,24 @@ def hidden_states(outputs: Any) -> Tensor:
 def positions_behind(
     base: Any, inputs: Mapping[str, Any], split: PrefixSplit, deltas: Tensor | None = None
 ) -> Tensor | None:
-    """Position ids of the columns behind prompts; None where the model counts on from its cache, as in a plain pass."""
+    """Return the position ids of the columns behind prompts.
+
+    Args:
+        base: base model (without head) of a transformers model.
+        inputs: of the pass, by name.
+        split: of the batch.
+        deltas: (N, 1) offset of Qwen-VL's positions behind images; None: no images.
+
+    Returns:
+        (N, T), for Qwen-VL (3, N, T); None: the model counts on from the length of its cache, as in a plain pass.
+    """
     given: Tensor | None = inputs.get("position_ids")
     if given is not None:
         return given[..., split.start : split.stop]
-    if not hasattr(base, "rope_deltas"):
+    if not has_rope_deltas(base):
         return None
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    if deltas is None:  # the plain pass of these models does not skip padding unless there are images
+    if deltas is None:  # these models count padding in a pass without images
         return torch.arange(split.start, split.stop, device=ids.device).expand(len(ids), -1)  # (N, T)
     mask = torch.ones_like(ids) if mask is None else mask
     positions = mask.long().cumsum(-1)[:, split.start : split.stop] - 1 + deltas.to(ids.device)
@@ -267,7 +286,7 @@ def _end_early(base: Any, written: WrittenPrefix) -> GradientCheckpointingLayer 
 
     Completions read neither its queries nor its outputs. It runs to its end if a hook waits for its outputs.
     """
-    modules = dict(base.named_modules())  # of large models thousands, which a pass goes through once
+    modules = dict(base.named_modules())  # thousands in large models, so listed once
     number = len(written.layers) - 1
     last = [
         (name, layer)
@@ -275,7 +294,7 @@ def _end_early(base: Any, written: WrittenPrefix) -> GradientCheckpointingLayer 
         if isinstance(layer, GradientCheckpointingLayer)
         and any(getattr(module, "layer_idx", None) == number for module in layer.modules())
     ]
-    # Keys and values of the last layer have to be the last thing that completions read of their prompts.
+    # Completions must read nothing behind the last layer's keys and values.
     if len(last) != 1 or type(written.layers[-1]) is not StoredKeys:
         return None
     ((name, layer),) = last
@@ -309,7 +328,7 @@ def _cache_through_checkpoints(
 
 
 def why_not_pack(base: Any) -> str | None:
-    """Why completions of a base model cannot be packed; None if they can. Positions have to be relative."""
+    """Return why completions of a base model cannot be packed; None: they can."""
     attention = str(base.config.get_text_config(decoder=True)._attn_implementation)
     if "flash" not in attention:
         return f"{attention} attention; flash attention packs them"
@@ -327,17 +346,19 @@ def why_not_pack(base: Any) -> str | None:
 def find_packing(
     split: PrefixSplit, lengths: Sequence[int], mask: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return where the tokens of packed completions, and the keys that they see, come from.
+    """Return gather indices and cu_seqlens for packing completions.
 
     Args:
+        split: of the batch.
         lengths: (N,) tokens of each row behind its prompt.
-        mask: attention mask of the batch, (N, S); prompts are padded on the left. None: there is no padding.
+        mask: (N, S) attention mask of the batch, whose prompts are padded on the left; None: there is no padding.
         device: of the batch.
 
     Returns:
-        (Q,) index of each token among the N rows of the columns behind the prompts, flattened; (K,) index of each key
-        among the U prompts, flattened, and the Q tokens behind these: a row's prompt, without its padding, is followed
-        by the row's own tokens; arguments of flash attention: where tokens and keys of each row begin, and the longest.
+        (Q,) index of each token among the flattened columns behind the prompts of N rows.
+        (K,) index of each key among the flattened keys of U prompts and the Q tokens: each row reads its prompt without
+            padding, then its own tokens.
+        Arguments of flash attention: cu_seqlens and the longest row, of tokens and of keys.
     """
     columns, width = split.stop - split.start, split.start
     firsts = first_rows(split.groups)

@@ -25,15 +25,20 @@ from vgr_trl.token_types import TOKEN_TYPES
 PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
 _KNOWN = {*PER_TOKEN, *IMAGE_INPUTS, "position_ids"}
 _EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
-# Families in which completions may hold images: their positions are those of the whole row by `get_rope_index`.
+# Families whose completions may hold images: `get_rope_index` gives the positions of whole rows.
 IMAGES_BEHIND = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
 
 
 def find_groups(ids: Tensor, mask: Tensor | None = None, pixels: Sequence[Sequence[Tensor]] | None = None) -> list[int]:
-    """Number of the group of each row: rows with equal tokens, mask and pixels; groups in order of first appearance.
+    """Group rows with equal tokens, mask and pixels.
 
     Args:
         ids: (N, P) tokens of the prompts.
+        mask: (N, P) attention mask; None: there is no padding.
+        pixels: pixel inputs of each row; None: no row has an image.
+
+    Returns:
+        (N,) number of the group of each row, in order of first appearance.
     """
     texts = ids.tolist() if mask is None else torch.stack([ids, mask.to(ids.dtype)], dim=1).flatten(1).tolist()
     alike: dict[tuple[int, ...], list[int]] = {}  # text -> its rows
@@ -52,12 +57,12 @@ def find_groups(ids: Tensor, mask: Tensor | None = None, pixels: Sequence[Sequen
 
 
 def first_rows(groups: Sequence[int]) -> list[int]:
-    """The first row of each group, in the order of the groups."""
+    """Return the first row of each group, in the order of the groups."""
     return [row for row, group in enumerate(groups) if group not in groups[:row]]
 
 
 def _equal(pixels: Sequence[Sequence[Tensor]] | None, pairs: Sequence[tuple[int, int]]) -> list[bool]:
-    """Whether both rows of each pair have the same pixels; all are compared before the host waits for the answers."""
+    """Return whether both rows of each pair have the same pixels; the host waits once, after all comparisons."""
     if pixels is None or not pairs:
         return [True] * len(pairs)
     found = []
@@ -71,31 +76,31 @@ def _equal(pixels: Sequence[Sequence[Tensor]] | None, pairs: Sequence[tuple[int,
 
 
 def image_token_ids(config: Any) -> tuple[int, ...]:
-    """Ids of the placeholder tokens of images in a model's config; empty for a text model.
+    """Return the ids of a model's image placeholders; empty for a text model.
 
-    Batches with videos are not shared, and without a video its placeholder, which can be sampled, is a token like any.
+    Video placeholders are left out: batches with videos are not shared, and without a video they are ordinary tokens.
     """
     ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
     return tuple({token for token in ids if isinstance(token, int)})
 
 
 def is_image_token(input_ids: Tensor, config: Any) -> Tensor:
-    """Bool, shape of `input_ids` (N, S): placeholder of an image."""
+    """Return which tokens, (N, S), are image placeholders, (N, S) bool."""
     return torch.isin(input_ids, on_device(image_token_ids(config), input_ids.device).to(input_ids.dtype))
 
 
 @dataclass(frozen=True)
 class PrefixSplit:
-    """Columns [0, start) are computed once per prompt, columns [start, stop) once per row.
+    """A batch whose columns [0, start) run once per prompt, and columns [start, stop) once per row.
 
     Attributes:
-        start: columns of the prompts that are computed once, at least 1.
-        stop: end of the columns that are computed at all.
-        groups: (N,) row -> number of its prompt.
-        pixels: per pixel input, the slice of it that belongs to the prompt of each row.
-        behind: likewise to its completion; empty where no completion has an image.
-        copies: completions that `generate` makes of each row.
-        lent: a `MicroBatch` where prompts are lent to several micro-batches; None: all run in this pass.
+        start: number of columns that run once per prompt, at least 1.
+        stop: end of the columns that run.
+        groups: (N,) number of the prompt of each row.
+        pixels: pixel input -> slice of each row's prompt in it.
+        behind: pixel input -> slice of each row's completion in it; empty where no completion has an image.
+        copies: number of completions that `generate` samples for each row.
+        lent: a `MicroBatch` where prompts are lent to several micro-batches; None: all prompts run in this pass.
     """
 
     start: int
@@ -108,21 +113,21 @@ class PrefixSplit:
 
     @property
     def computed(self) -> int:
-        """The number of prompts that run in this pass."""
+        """Number of prompts that run in this pass."""
         return self.prompts if self.lent is None else int(self.lent.computed)
 
     @property
     def rows(self) -> int:
-        """Completions of all rows."""
+        """Number of completions of all rows."""
         return len(self.groups) * self.copies
 
     @property
     def prompts(self) -> int:
-        """U, the number of different prompts."""
+        """U, the number of unique prompts."""
         return max(self.groups) + 1
 
     def prompt_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs of the unique prompts, (U, start), with their images."""
+        """Return the inputs of the unique prompts, (U, start), with their images."""
         rows = first_rows(self.groups)
         index = on_device(rows, inputs["input_ids"].device)  # (U,)
         chosen = {name: inputs[name][index, : self.start] for name in PER_TOKEN if inputs.get(name) is not None}
@@ -134,7 +139,13 @@ class PrefixSplit:
 
 
 def take_pixels(inputs: Mapping[str, Any], parts: Parts, rows: Sequence[int]) -> dict[str, Tensor]:
-    """Return the pixel inputs of some rows, given the slices of all; nothing if they have no image."""
+    """Return the pixel inputs of some rows; empty if they have no image.
+
+    Args:
+        inputs: of the pass, by name.
+        parts: pixel input -> slice of each row of the batch.
+        rows: numbers of the rows.
+    """
     found = {name: torch.cat([inputs[name][slices[row]] for row in rows]) for name, slices in parts.items()}
     return found if any(map(len, found.values())) else {}
 
@@ -142,12 +153,13 @@ def take_pixels(inputs: Mapping[str, Any], parts: Parts, rows: Sequence[int]) ->
 def find_split(
     inputs: Mapping[str, Any], config: Any, columns: tuple[int, int] | None = None, *, alone: bool = False
 ) -> PrefixSplit:
-    """Return how a batch is split.
+    """Split a batch into unique prompts and the columns behind them.
 
     Args:
-        inputs: tokens (N, S), and what else a pass gets for each token and image.
+        inputs: of the pass, by name; tokens are (N, S).
+        config: of the model.
         columns: (start, stop) of a `PrefixSplit`; None: the split that saves most, up to the last column.
-        alone: whether a batch in which no prompt occurs twice is split as well, at given columns.
+        alone: whether to split also a batch in which no prompt occurs twice.
 
     Raises:
         UnsupportedModel: the batch has no equal prompts, or computing them once would not be exact.
@@ -181,9 +193,9 @@ def find_split(
 
 
 def _parts_of_prompts(given: ImageInputs, is_image: Tensor, start: int) -> tuple[Parts, Parts]:
-    """Return which part of each pixel input belongs to the columns of each row before `start`, and to those behind.
+    """Return the parts of each pixel input that belong to the columns before `start`, and to the columns behind.
 
-    Only where patches tell images apart; elsewhere all are those of prompts.
+    Only patches can be assigned to columns. Other pixel inputs belong to prompts.
     """
     if "image_grid_thw" not in given:
         return parts_by_tokens(given, is_image) if given else {}, {}
@@ -195,10 +207,10 @@ def _parts_of_prompts(given: ImageInputs, is_image: Tensor, start: int) -> tuple
 
 
 def _best_start(ids: Tensor, mask: Tensor, is_image: Tensor, pixels: Sequence[Sequence[Tensor]] | None) -> int:
-    """Return where to split a batch whose prompt lengths are not known, so that the fewest tokens are computed.
+    """Return the split that computes the fewest tokens, for a batch with unknown prompt lengths.
 
-    That is the number of columns p, behind padding and images, with the largest p * (N - number of different rows in
-    columns [0, p)). Rows with different pixels share nothing.
+    The split is the number of columns p, behind padding and images, with the largest p * (N - number of different rows
+    in columns [0, p)). Rows with different pixels share nothing.
     """
     columns = torch.arange(ids.size(1), device=ids.device)
     earliest = int(torch.where(is_image | (mask == 0).cumprod(1).bool(), columns, -1).max()) + 2
@@ -218,7 +230,7 @@ def _best_start(ids: Tensor, mask: Tensor, is_image: Tensor, pixels: Sequence[Se
 
 
 def check_inputs(inputs: Mapping[str, Any], config: Any) -> None:
-    """Raise `UnsupportedModel` for inputs that a split would compute otherwise, and for outputs that it lacks."""
+    """Raise `UnsupportedModel` for inputs that a split pass would compute differently, or outputs that it lacks."""
     ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         raise UnsupportedModel("inputs without input_ids")
@@ -233,14 +245,20 @@ def check_inputs(inputs: Mapping[str, Any], config: Any) -> None:
         require(not wanted, f"{name}=True")
     require(inputs.get("return_dict") is not False, "return_dict=False")
     check_token_types(inputs, config)
-    known = {*_KNOWN, "labels"} if config.model_type == "gemma3" else _KNOWN  # it leaves labels to the head
+    known = {*_KNOWN, "labels"} if config.model_type == "gemma3" else _KNOWN  # it passes labels on to its head
     for name, value in inputs.items():
-        require(name in known or value is None or _is_constant(value), f"the input {name}")
+        require(name in known or value is None or is_constant(value), f"the input {name}")
     require(inputs.get("pixel_values") is None or image_token_ids(config), "images without image tokens")
 
 
 def check_equal_prompts(inputs: Mapping[str, Any], groups: list[int], start: int) -> None:
-    """Raise `UnsupportedModel` if rows with the same tokens differ in what else is given per token of the prompt."""
+    """Raise `UnsupportedModel` if equal prompts differ in their token types or positions.
+
+    Args:
+        inputs: of the pass, by name.
+        groups: (N,) number of the prompt of each row.
+        start: number of columns of the prompts.
+    """
     firsts = first_rows(groups)
     leaders = on_device([firsts[group] for group in groups], inputs["input_ids"].device)
     for name in (*TOKEN_TYPES, "position_ids"):
@@ -250,6 +268,6 @@ def check_equal_prompts(inputs: Mapping[str, Any], groups: list[int], start: int
             require(torch.equal(prompts, prompts[..., leaders, :]), f"equal prompts with different {name}")
 
 
-def _is_constant(value: object) -> bool:
-    """Whether an input is the same for prompts and completions: a number, a flag, a name."""
+def is_constant(value: object) -> bool:
+    """Whether an input is the same for prompts and completions: a number, a flag or a name."""
     return isinstance(value, bool | int | float | str) or (isinstance(value, Tensor) and value.ndim == 0)

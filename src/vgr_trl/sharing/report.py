@@ -7,17 +7,17 @@ from typing import Any
 
 
 class UnsupportedModel(Exception):
-    """Raised inside this package only: this call runs plainly, for the reason given as a message."""
+    """A call runs without sharing, for the reason in the message; raised and caught within this package."""
 
 
 def require(condition: Any, otherwise: str) -> None:
-    """Raise `UnsupportedModel` with the reason `otherwise` unless a condition holds."""
+    """Raise `UnsupportedModel` with the reason `otherwise` unless the condition holds."""
     if not condition:
         raise UnsupportedModel(otherwise)
 
 
 def why_unsupported(check: Callable[..., Any], *args: Any) -> str | None:
-    """Return the reason for which a check raises `UnsupportedModel`; None if it passes."""
+    """Return the message of the `UnsupportedModel` that a check raises, or None if the check passes."""
     try:
         check(*args)
     except UnsupportedModel as error:
@@ -27,13 +27,13 @@ def why_unsupported(check: Callable[..., Any], *args: Any) -> str | None:
 
 @dataclass
 class SharingReport:
-    """Counts over the calls made while sharing was on.
+    """Counts of the rows and prompts of all calls while sharing was on.
 
     Attributes:
-        rows: rows of all forward passes and generations that could have been shared.
-        prompts: prompts that were computed for them; equal to `rows` where nothing was shared.
-        plain: reason -> number of calls that ran plainly because of it.
-        in_training: (prompts, rows) of the calls of a model in training mode.
+        rows: rows of all forward passes and generations.
+        prompts: prompts computed for these rows; as many as rows where nothing was shared.
+        plain: reason -> number of calls that ran without sharing for this reason.
+        in_training: (prompts, rows) of calls with the model in training mode.
     """
 
     rows: int = 0
@@ -43,9 +43,9 @@ class SharingReport:
 
     @property
     def prompts_per_row(self) -> float:
-        """Prompts computed per row, in (0, 1]; 1 / G where all G completions of each prompt were shared.
+        """Prompts computed per row, in (0, 1]; 1 / G where each prompt was shared by its G completions.
 
-        Of a model that has been in training mode those calls alone count, so that evaluation is left out.
+        Evaluation is left out: if the model was in training mode in some calls, only these calls count.
         """
         prompts, rows = self.in_training if self.in_training[1] else (self.prompts, self.rows)
         return prompts / rows if rows else 1.0
@@ -55,7 +55,14 @@ class SharingReport:
         return f"computed {self.prompts} prompts for {self.rows} rows{reasons}"
 
     def add(self, rows: int, prompts: int, plain: Iterable[str] = (), *, trains: bool = False) -> None:
-        """Count `rows` rows, for which `prompts` prompts were computed, and the reasons of calls that ran plainly."""
+        """Add the counts of a call.
+
+        Args:
+            rows: rows of the call.
+            prompts: prompts computed for these rows.
+            plain: reasons why the call ran without sharing.
+            trains: whether the model is in training mode.
+        """
         self.rows += rows
         self.prompts += prompts
         self.plain.update(plain)

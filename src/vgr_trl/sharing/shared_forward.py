@@ -29,18 +29,18 @@ from vgr_trl.sharing.report import SharingReport, UnsupportedModel, require, why
 
 
 class ModelChecks:
-    """Answers about all modules of a model, thousands of them, found once while it stays wrapped as it is.
+    """Answers about the thousands of modules of a model, valid while its wrappers stay the same.
 
     Args:
-        model: as `share_prompts` takes it.
+        model: transformers model, also wrapped.
 
     Attributes:
         reason: why no pass shares prompts; None: it depends on the pass.
-        gathers: whether FSDP2 gathers a layer's weights for the backward pass when a gradient reaches its output.
+        gathers: whether FSDP2 shards the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # The passes of a sharded model may not begin below its wrapper, so it is not asked.
+        # The probe would run a sharded model without its wrapper.
         sharded = has_sharded_parameters(model)
         self.reason = why_no_pass_shares(model) if sharded else why_not_share(model, gradients=False)
         self._base = base_of(causal_model(model))
@@ -48,33 +48,35 @@ class ModelChecks:
 
     @cached_property
     def why_not_train(self) -> str | None:
-        """Why no pass with gradients shares prompts."""
+        """Why no pass with gradients shares prompts; None: it depends on the pass."""
         return why_unsupported(check_model, self._base, True)
 
 
 @dataclass(eq=False)
 class SharedForward:
-    """A base model's forward pass that computes equal prompts once, and runs plainly where that is not exact.
+    """A base model's forward pass that computes equal prompts once where that is exact.
 
     Args:
         base: base model (without head) of a transformers model.
         plain: its forward pass.
-        report: where calls are counted.
-        completion_length: T, if every batch is P + T columns of prompt and completion; None finds the longest common
-            beginnings of the rows itself.
-        agree: given an answer of this process, returns whether it is that of all; needed where all processes have to
-            share a batch or none: with sharded parameters, whose forward passes have to be equally many, and under
-            DeepSpeed, which adds up gradients in the order in which they come.
-        sharded: whether parameters are; a pass in which some processes have images and others none is refused then.
-        packs: whether completions pass behind their prompts as one row without padding, where `completion_length` is
-            given. Only where `why_not_pack` of the model gives no reason.
-        lending: prompts that are lent to several micro-batches with gradients; None: none are.
-        again: (N,) whether a later micro-batch of the optimizer step reads the prompt of a row; None: any may.
-        checks: of the model, where it stays wrapped as it is; None: they are made in each pass.
+        report: counts all calls.
+        completion_length: T, if every batch has P + T columns of prompt and completion; None: the longest common
+            beginnings of the rows are shared.
+        agree: returns whether an answer is True in all processes. They have to share a batch together: with sharded
+            parameters they run equally many passes, and DeepSpeed reduces gradients in the order of arrival.
+            None: each process decides alone.
+        sharded: whether parameters are sharded; a pass with images in some processes only is refused then.
+        packs: whether completions of a given length run behind their prompts as one row without padding, for models
+            without a reason in `why_not_pack`.
+        lending: prompts lent to several micro-batches with gradients; None: no prompt is lent.
+        again: (N,) whether a later micro-batch of the optimizer step reads the prompt of a row; None: unknown.
+        checks: of the model; None: every pass checks anew.
 
     Attributes:
-        first_step: counts by kind of call, until they are printed after the first step; None: nothing is printed.
-        labelled: T of the call that runs, where only completions have labels; otherwise None.
+        first_step: counts by kind of call, printed after the first step; None: nothing is printed.
+        labelled: T of the next call, where only completions have labels; otherwise None.
+        paused: whether calls run plainly, as within `generate`.
+        refused: kind of call -> why the model turned out to be unsupported.
     """
 
     base: Any
@@ -89,12 +91,12 @@ class SharedForward:
     checks: ModelChecks | None = None
     first_step: dict[str, SharingReport] | None = None
     labelled: int | None = None
-    paused: bool = False  # `generate` makes its own arrangements
-    refused: dict[str, str] = field(default_factory=dict)  # kind of call -> why the model turned out to be unsupported
+    paused: bool = False
+    refused: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.alike = self.sharded and self.agree is not None
-        self.warns = self.checks is None  # of dropout, once; `DAPOTrainer` does it at the start of a run
+        self.warns = self.checks is None  # of dropout, once; `DAPOTrainer` warns at the start of a run
         self.names = list(signature(self.plain).parameters)
         self.agree_on_images = self.agree if self.sharded and "pixel_values" in self.names else None
         self.lock = RLock()  # the model keeps the offsets of one batch at a time
@@ -103,7 +105,7 @@ class SharedForward:
         if torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
         with self.lock:
-            width, self.labelled = self.completion_length or self.labelled, None  # labels are those of one call
+            width, self.labelled = self.completion_length or self.labelled, None  # labels belong to one call
             if self.paused:
                 return self.plain(*args, **kwargs)
             inputs = drop_empty_images(dict(zip(self.names, args, strict=False)) | kwargs, self.agree_on_images)
@@ -112,7 +114,7 @@ class SharedForward:
             gradients = torch.is_grad_enabled()
             if gradients and self.lending is not None:
                 self.lending.begin_pass()
-            # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches the layer's output.
+            # FSDP2 gathers a layer's weights when a gradient reaches the layer's output, so all outputs are needed.
             gathers = gradients and (shards_layers(self.base) if self.checks is None else self.checks.gathers)
             whole = width is None or gathers
             run = partial(prefix_forward, self.base, self.plain, inputs)
@@ -129,13 +131,14 @@ class SharedForward:
             return outputs
 
     def _split(self, inputs: dict[str, Any], width: int | None) -> PrefixSplit:
+        """Split a batch, and lend its prompts to other micro-batches where that is possible."""
         if self.checks is None or not torch.is_grad_enabled():
             check_model(self.base, torch.is_grad_enabled())
         else:
             require(self.checks.why_not_train is None, str(self.checks.why_not_train))
         check_inputs(inputs, self.base.config)
         stop = inputs["input_ids"].size(1) - 1
-        columns = None if width is None else (stop - width, stop)  # the last column emits nothing
+        columns = None if width is None else (stop - width, stop)  # the last column emits no token
         lends = self.lending is not None and torch.is_grad_enabled() and columns is not None and self.agree is None
         lends = lends and inputs.get("attention_mask") is not None and inputs.get("position_ids") is None
         split = find_split(inputs, self.base.config, columns, alone=lends or self.agree is not None)
@@ -154,11 +157,14 @@ class SharedForward:
         shared: Callable[[PrefixSplit], Any],
         plain: Callable[[], Any],
     ) -> Any:
-        """Return what `shared` makes of a split, or `plain` where that is not supported or not by all processes.
+        """Share prompts, or fall back to the plain call if this or another process cannot.
 
         Args:
-            kind: of call; what the model turns out not to support is not tried again for calls of this kind.
+            kind: of call; after a failure no call of this kind shares prompts.
             rows: tensor with one entry per row.
+            split: splits the batch, or raises `UnsupportedModel`.
+            shared: runs a split batch, or raises `UnsupportedModel`.
+            plain: runs the batch without sharing.
         """
         found, reason = None, self.refused.get(kind, "")
         try:
@@ -178,7 +184,7 @@ class SharedForward:
             else:
                 self._count(kind, found.rows, found.computed)
                 if self.warns and has_active_dropout(self.base):
-                    warnings.warn("The completions of a prompt share its dropout, or noise of routers.", stacklevel=2)
+                    warnings.warn("The completions of a prompt share its dropout or router noise.", stacklevel=2)
                     self.warns = False
                 return outputs
         count = len(rows) if isinstance(rows, Tensor) else 0

@@ -1,4 +1,4 @@
-"""A model's `generate` that computes equal prompts once, and the caches from which it goes on."""
+"""A model's `generate` that computes equal prompts once, and the caches that it continues."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,23 +17,24 @@ from vgr_trl.sharing.empty_images import drop_empty_images
 from vgr_trl.sharing.model_support import (
     check_model,
     check_token_types,
+    has_rope_deltas,
     is_checkpointed,
 )
 from vgr_trl.sharing.prefix_split import PER_TOKEN, PrefixSplit, find_split
 from vgr_trl.sharing.report import UnsupportedModel, require
 from vgr_trl.sharing.shared_forward import SharedForward
 
-_OPTIONS = {*GenerationConfig().to_dict(), "generation_config"}  # of `generate`
-ROOM = 128  # tokens for which there is room before the next copy
-_CACHE_LENGTHS = 256  # tokens, of which the lengths of static caches are multiples
+_OPTIONS = {*GenerationConfig().to_dict(), "generation_config"}  # arguments of `generate`
+ROOM = 128  # tokens that fit before the next copy
+_CACHE_LENGTHS = 256  # static caches are multiples of so many tokens long
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values of some rows of a filled layer, to which tokens are added; for `generate` without beams.
+    """Keys and values of rows of a filled layer, with room for new tokens; for `generate` without beams.
 
     Args:
-        filled: the other layer.
-        index: (N,) row -> row of the other layer.
+        filled: layer with the keys and values of prompts.
+        index: (N,) row of the filled layer for each row.
     """
 
     keys: Any
@@ -61,7 +62,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def _grow_buffer(filled: Tensor, at_least: int = 0) -> Tensor:
-    """Return a tensor that begins with (N, H, S, D), and has more tokens."""
+    """Return a copy of keys or values, (N, H, S, D), with room for at least so many tokens behind them."""
     rows, heads, length, width = filled.shape
     longer = filled.new_empty(rows, heads, length + max(at_least, ROOM), width)
     longer[:, :, :length] = filled
@@ -69,28 +70,28 @@ def _grow_buffer(filled: Tensor, at_least: int = 0) -> Tensor:
 
 
 def grow_in_place(cache: Cache, index: Tensor) -> None:
-    """Give a filled cache rows `index`, (N,), of its own, with room behind them in layers that keep all tokens."""
+    """Select rows `index`, (N,), of a filled cache, and make room for new tokens in layers that keep all tokens."""
     for number, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and layer.is_initialized:
             cache.layers[number] = GrowingLayer(layer, index)
         else:
-            layer.reorder_cache(index)  # type: ignore[arg-type]  # a LongTensor, which no tensor is for mypy
+            layer.reorder_cache(index)  # type: ignore[arg-type]  # annotated as a LongTensor
 
 
 def why_not_static(config: Any) -> str | None:
-    """Return why a model with this config generates with a static cache without shared prompts; None: with them."""
+    """Return why a model with this config cannot share prompts with a static cache; None: it can."""
     if not all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers):
-        return "a static cache of layers that see a window, or keep a state"
+        return "a static cache of layers with a window or a state"
     return None if hasattr(StaticLayer(1), "cumulative_length") else "a static cache of a transformers before 5.17"
 
 
 class SharedGeneration:
-    """A model's `generate` that computes equal prompts once, and runs plainly where that is not exact.
+    """A model's `generate` that computes equal prompts once where that is exact.
 
     Args:
         model: transformers model with a head.
         plain: its `generate`.
-        forward: the shared forward pass of its base model, which is paused meanwhile.
+        forward: the shared forward pass of its base model, paused during `generate`.
     """
 
     def __init__(self, model: Any, plain: Callable[..., Any], forward: SharedForward) -> None:
@@ -107,7 +108,7 @@ class SharedGeneration:
             return self.forward.share("generation", inputs["input_ids"], split, generate, plain)
 
     def _split(self, inputs: dict[str, Any]) -> PrefixSplit:
-        """Prompts without their last tokens, which begin the completions."""
+        """Split prompts from their last tokens, which run with the completions."""
         plain_generate = getattr(self.plain, "__func__", None) is GenerationMixin.generate
         require(plain_generate, "a generate method of its own")
         check_model(self.forward.base, gradients=False)
@@ -134,7 +135,7 @@ class SharedGeneration:
         return config
 
     def _check_config(self, config: GenerationConfig) -> int:
-        """Raise `UnsupportedModel` unless `generate` samples token by token; completions per input row."""
+        """Return the completions per row, or raise `UnsupportedModel` unless `generate` samples token by token."""
         modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         require(config.get_generation_mode(None) in modes, "generate with beams or an assistant")
         known = config.use_cache and config.cache_implementation in (None, "static")
@@ -146,7 +147,7 @@ class SharedGeneration:
         return config.num_return_sequences or 1
 
     def _generate(self, inputs: dict[str, Any], split: PrefixSplit) -> Any:
-        """Generate from the prompts in a cache: the images are in it, and must not be given again."""
+        """Generate from cached prompts, without their images, which the cache contains."""
         cache: Cache = self._prefill(inputs, split)
         inputs = {name: value for name, value in inputs.items() if name not in IMAGE_INPUTS}
         if split.copies > 1:
@@ -159,11 +160,11 @@ class SharedGeneration:
         inputs = {name: value for name, value in inputs.items() if name not in _OPTIONS}
         cache, config.cache_implementation = self._fixed(cache, inputs["input_ids"], config), None
         for longer, new in (("max_length", config.max_new_tokens), ("min_length", config.min_new_tokens)):
-            if new is not None:  # transformers has filled in its default, and would warn of two lengths
+            if new is not None:  # transformers would warn of two lengths, of which one is its default
                 setattr(config, longer, None)
         base, shared = self.forward.base, vars(self.forward.base)["forward"]
         of_class = getattr(self.forward.plain, "__func__", None) is type(base).forward
-        # Whatever stands in the place of the class's method is another object in each block, and compiled again.
+        # A replaced method is a new object in each block, for which torch would compile again.
         if of_class:
             del base.forward
         try:
@@ -172,14 +173,14 @@ class SharedGeneration:
             base.forward = shared
 
     def _continue(self, cache: Cache, inputs: dict[str, Any]) -> Any:
-        # Beside a cache transformers takes no kind of cache, which it would fill in from the model's own defaults.
+        # transformers accepts either a cache or its kind, which it would take from the model's defaults.
         with patched_attribute(self.model.generation_config, "cache_implementation", None):
             return self.plain(**inputs, past_key_values=cache)
 
     def _fixed(self, filled: Any, ids: Tensor, config: GenerationConfig) -> Any:
-        """Return a static cache that begins with what a cache of as many rows holds, with room for all new tokens."""
+        """Return a static cache with the keys and values of a filled cache, and room for all new tokens."""
         longest = config.max_length if config.max_new_tokens is None else ids.size(1) + config.max_new_tokens
-        # A cache as long as the one before is not compiled for again, which takes half a minute for a 7B.
+        # torch compiles again for a cache of another length, half a minute for a 7B.
         longest += -longest % _CACHE_LENGTHS
         longest = max(longest, getattr(self.model, "_previous_max_cache_length", 0))
         self.model._previous_max_cache_length = longest
@@ -189,11 +190,11 @@ class SharedGeneration:
         return cache
 
     def _prefill(self, inputs: dict[str, Any], split: PrefixSplit) -> DynamicCache:
-        """The cache of all rows to be generated, after all tokens of their prompts but the last."""
+        """Return a cache of all rows to generate, filled with their prompts except for the last tokens."""
         others = {"synced_gpus": inputs["synced_gpus"]} if "synced_gpus" in inputs else {}
         cache = DynamicCache(config=self.model.config)
-        # One greedy step draws no random numbers, and prepares positions and masks as the family's own generate does.
-        # Whatever it leaves out it would take from the model's own defaults, which are for completions.
+        # One greedy step draws no random numbers, and lets the family's own generate prepare positions and masks.
+        # Options that are not given would come from the model's defaults.
         greedy = {"do_sample": False, "num_beams": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
         step = GenerationConfig(max_new_tokens=1, num_return_sequences=1, return_dict_in_generate=True, **greedy)
         with torch.no_grad():
@@ -203,6 +204,6 @@ class SharedGeneration:
         index = on_device(split.groups, inputs["input_ids"].device).repeat_interleave(split.copies)  # (N * copies,)
         grow_in_place(cache, index)
         base = self.forward.base
-        if getattr(base, "rope_deltas", None) is not None:
+        if has_rope_deltas(base) and base.rope_deltas is not None:
             base.rope_deltas = base.rope_deltas.index_select(0, index.to(base.rope_deltas.device))  # (N, 1)
         return cache

@@ -1,4 +1,4 @@
-"""Share prompts in the passes of a run."""
+"""Share prompts in all forward passes of a training run."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,24 +16,27 @@ from vgr_trl.sharing.shared_forward import ModelChecks
 
 
 class SharedPasses:
-    """Shares prompts in the passes of a run.
+    """Shares prompts in all forward passes of a training run.
 
     Args:
-        agree: as `SharedForward` takes it.
-        sharded: whether parameters are.
-        in_order: whether gradients are added up in the order in which they come, which has to be that of all processes.
-        evens_images: whether the caller lets the vision tower run in every process if it does in one.
+        agree: returns whether an answer is True in all processes.
+        sharded: whether parameters are sharded.
+        in_order: whether gradients are reduced in the order of arrival, which has to be equal in all processes.
+        evens_images: whether the caller runs the vision tower in every process if it runs in one.
+
+    Attributes:
+        lending: prompts lent to several micro-batches of the trained model; None: no prompt is lent.
     """
 
     def __init__(self, agree: Callable[[bool], bool], *, sharded: bool, in_order: bool, evens_images: bool) -> None:
         self._agree, self._sharded, self._in_order = agree, sharded, in_order
         self._refuses_uneven = sharded and not evens_images
         self._report = SharingReport()
-        self.lending: Lending | None = None  # of the model that is trained
+        self.lending: Lending | None = None
         self._checks: WeakKeyDictionary[nn.Module, ModelChecks] = WeakKeyDictionary()
 
     def reset(self) -> None:
-        """Forget the prompts of a training that was interrupted, and how models are wrapped."""
+        """Forget the prompts of an interrupted training, and how models are wrapped."""
         if self.lending is not None:
             self.lending.clear()
         self._checks.clear()
@@ -53,11 +56,12 @@ class SharedPasses:
 
         Args:
             why_not: why no prompts are shared; None: they are.
-            model: as `share_prompts` takes it.
-            completion_length: T of a scored batch; None where the model generates.
-            packs: as `SharedForward` takes it.
+            model: transformers model, also wrapped.
+            completion_length: T of a scored batch; None: the model generates.
+            packs: whether completions run as one row without padding.
             counts: whether `metrics` counts these passes.
-            again: as `SharedForward` takes it; None: no prompt is lent to several micro-batches.
+            again: (N,) whether a later micro-batch of the optimizer step reads the prompt of a row; None: no prompt is
+                lent to several micro-batches.
         """
         refuses = self._refuses_uneven
         if why_not is not None:
@@ -74,11 +78,11 @@ class SharedPasses:
             self._report.add(report.rows, report.prompts)
 
     def metrics(self) -> dict[str, float]:
-        """Return what was shared since the last call."""
+        """Return the prompts computed per row since the last call; empty without passes."""
         report, self._report = self._report, SharingReport()
         return {"sharing/prompts_per_row": report.prompts_per_row} if report.rows else {}
 
 
 def whole_groups(batch_size: int, num_generations: int) -> int:
-    """The smallest multiple of `num_generations` that is at least `batch_size`: rows of a pass without gradients."""
+    """Round a batch size up to a multiple of `num_generations`, for passes without gradients."""
     return -(-batch_size // num_generations) * num_generations

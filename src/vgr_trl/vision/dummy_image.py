@@ -19,34 +19,37 @@ from vgr_trl.vision.feature_cache import tower_trains
 
 
 class DummyImage:
-    """Runs the vision tower on a dummy image in processes without images, if another process has some.
+    """Runs the vision tower on a dummy image in processes without images, if another process has images.
 
-    Engines expect all processes to use the same parameters: under ZeRO-3 and FSDP2 their parts are gathered by all,
-    under ZeRO-2 and DDP with checkpointing the gradients are. A process that left the tower out would wait for the
-    others, or mix its gradients up with theirs. The features of the dummy image are added to the embeddings of the
-    pass, times 0: where those of images are inserted, so that parts of parameters and gradients come in the same order.
-    With gradients of 0 an optimizer moves a tower that trains as it would for images without a loss.
+    Engines expect all processes to use the same parameters: ZeRO-3 and FSDP2 gather shards in all processes, ZeRO-2 and
+    DDP with checkpointing reduce gradients. A process without the tower would wait for the others, or mix up gradients.
+    The features of the dummy image, times 0, are added to the embeddings, where features of images are inserted, so
+    that shards and gradients come in the same order. With gradients of 0 an optimizer treats a trained tower as it
+    would for images without a loss.
 
     Args:
-        sharded: whether passes without gradients need the tower, too.
+        processor: of prompts.
+        accelerator: of the trainer.
+        sharded: whether parameters are sharded, so that passes without gradients need the tower, too.
 
     Attributes:
-        stands_in: whether the latest training pass of this process leaves its images out.
+        stands_in: whether the latest training pass of this process drops its images.
     """
 
     stands_in = False
 
     def __init__(self, processor: Any, accelerator: Accelerator, sharded: bool) -> None:
         self._accelerator, self._sharded = accelerator, sharded
-        gray = Image.new("RGB", (56, 56), (127, 127, 127))  # which processors enlarge to what they take
+        gray = Image.new("RGB", (56, 56), (127, 127, 127))  # which processors resize
         self._inputs = dict(processor(images=[gray], return_tensors="pt"))
 
     @contextmanager
     def around(self, model: nn.Module, generates: bool) -> Iterator[None]:
-        """Take part in the passes of this block.
+        """Run the tower on the dummy image where needed, in passes of this block.
 
         Args:
-            generates: whether the passes are those of `generate`, in which that cannot be had.
+            model: transformers model, also wrapped.
+            generates: whether the model generates, where no dummy image can run.
 
         Raises:
             DataError: parameters are sharded, and only some processes generate for images; it is raised in all.
@@ -54,9 +57,9 @@ class DummyImage:
         causal = causal_model(model)
         base = base_of(causal)
         owner, name = (causal, "generate") if generates else (base, "forward")
-        plain = getattr(owner, name)
+        plain = causal.generate if generates else base.forward
 
-        def taking_part(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if generates:
                 self._refuse_uneven(kwargs)
             elif self._is_due(base, kwargs):
@@ -64,7 +67,7 @@ class DummyImage:
                     return plain(*args, **kwargs)
             return plain(*args, **kwargs)
 
-        with patched_method(owner, name, taking_part):
+        with patched_method(owner, name, run):
             yield
 
     def _refuse_uneven(self, inputs: Mapping[str, Any]) -> None:
@@ -75,17 +78,17 @@ class DummyImage:
             )
 
     def _is_due(self, base: Any, inputs: Mapping[str, Any]) -> bool:
-        """Whether the tower is to run though the pass has no images."""
+        """Whether the tower has to run although the pass has no images."""
         mine = has_images(inputs)
         learns = torch.is_grad_enabled() and tower_trains(base)
         if learns and self._accelerator.distributed_type == DistributedType.DEEPSPEED:
-            return not mine  # ZeRO-3 adds to what an earlier step has left where the first micro-batch has no gradient
+            return not mine  # without a gradient in the first micro-batch, ZeRO-3 would add to an earlier step's
         if not (learns or self._sharded):
             return False
         return self._count_with_images(mine or self.stands_in) > 0 and not mine
 
     def _count_with_images(self, mine: bool) -> int:
-        """How many processes have images."""
+        """Return how many processes have images."""
         if self._accelerator.num_processes == 1:
             return mine
         return int(self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).sum())
@@ -98,12 +101,19 @@ class DummyImage:
 
 @contextmanager
 def add_zero_features(base: Any, features: Callable[[Any], Any]) -> Iterator[None]:
-    """Add 0 times what `features` returns, called with `base`, to the first embeddings of this block."""
+    """Add image features times 0 to the first embeddings of this block.
+
+    Args:
+        base: base model (without head) of a transformers model.
+        features: returns image features, given `base`.
+    """
 
     def add(module: nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
         hook.remove()
         outputs = features(base)
-        if (pooled := getattr(outputs, "pooler_output", None)) is not None:  # all that decoders read, but for deepstack
+        if (
+            pooled := getattr(outputs, "pooler_output", None)
+        ) is not None:  # and deepstack features are all that decoders read
             outputs = pooled, getattr(outputs, "deepstack_features", None)
         found = [value for value in tree_leaves(outputs) if torch.is_tensor(value) and value.is_floating_point()]
         nothing = sum((tensor.float() * 0).sum() for tensor in found)

@@ -26,42 +26,42 @@ from vgr_trl.sharing.model_support import (
 
 
 def parts_of_tower(base: Any) -> list[nn.Module]:
-    """The modules of a base model beside its decoder: vision tower and merger."""
+    """Return the modules of a base model beside its decoder: vision tower and merger."""
     decoder = getattr(base, "language_model", None)
     return [] if decoder is None else [module for module in base.children() if module is not decoder]
 
 
 def parameters_of_tower(base: Any) -> Iterator[nn.Parameter]:
-    """Yield the parameters of the modules, and those of the base model itself (the newline of LLaVA-NeXT)."""
+    """Yield the parameters of tower and merger, and of the base model itself (the newline of LLaVA-NeXT)."""
     own = base.parameters(recurse=False)
     return chain(own, chain.from_iterable(part.parameters() for part in parts_of_tower(base)))
 
 
 def tower_trains(base: Any) -> bool:
-    """Whether a parameter of tower or merger gets a gradient, adapters included."""
+    """Whether a parameter of tower or merger is trained, adapters included."""
     return any(parameter.requires_grad for parameter in parameters_of_tower(base))
 
 
-# Families whose image features have been seen to be all that their decoders read of images (transformers 5.23, tested).
+# Families whose decoders read nothing of images but their features (tested with transformers 5.23).
 FAMILIES = frozenset({
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "gemma3", "llava", "llava_next",
     "internvl", "mistral3", "paligemma",
 })  # fmt: skip
 
-PixelInputs = dict[str, torch.Tensor]  # pixel inputs of an image (a tile, where images are cut into tiles) by name
-Form = tuple[type, bool, bool]  # class of outputs, whether pooled ones are one tensor, whether deepstack ones are
-Features = list[torch.Tensor]  # of an image, (tokens, D) each: of its placeholder tokens, and of each deepstack layer
+PixelInputs = dict[str, torch.Tensor]  # pixel inputs of an image, or of a tile, by name
+Form = tuple[type, bool, bool]  # class of outputs; whether pooled and deepstack features are one tensor each
+Features = list[torch.Tensor]  # of an image: pooled features and those of each deepstack layer, (tokens, D) each
 
 
 class VisionCache:
-    """Keeps the image features of a policy during a rollout; printed as the line that says so.
+    """Keeps the image features of a policy during a rollout; its text says whether it does.
 
-    A separate reference model computes its own: its weights need not be the policy's, and it scores a rollout once.
+    A separate reference model computes its own features: its weights may differ, and it scores a rollout once.
 
     Args:
-        base: of the policy, below its head.
-        megabytes: of features; those that find no room are computed in every pass.
-        reason: why all are computed in every pass; None: they are not.
+        base: base model (without head) of the policy.
+        megabytes: capacity; features beyond it are computed in every pass.
+        reason: why all features are computed in every pass; None: they are kept.
     """
 
     def __init__(self, base: Any, megabytes: int, reason: str | None = None) -> None:
@@ -75,15 +75,16 @@ class VisionCache:
         return f"vision_cache_megabytes={self.megabytes}: image features are computed {where}"
 
     def clear(self) -> None:
-        """Drop all features, when a rollout begins."""
+        """Drop all features at the start of a rollout."""
         self._kept.clear()
         self._bytes = 0
 
     @contextmanager
     def around(self, model: Any, *, counts: bool = True) -> Iterator[None]:
-        """Compute features of images once in passes of this block; `model` may be wrapped.
+        """Compute the features of each image once in passes of this block.
 
         Args:
+            model: transformers model, also wrapped; models other than the policy compute their own features.
             counts: whether `metrics` counts these passes.
         """
         if self.reason is not None or base_of(causal_model(model)) is not self.base or tower_trains(self.base):
@@ -101,13 +102,13 @@ class VisionCache:
             self._wanted, self._computed = before
 
     def metrics(self) -> dict[str, float]:
-        """Return what was computed since the last call."""
+        """Return the share of images whose features were computed since the last call; empty without images."""
         found = {"vision/computed_per_image": self._computed / self._wanted} if self._wanted else {}
         self._wanted = self._computed = 0
         return found
 
     def _outputs(self, plain: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Return the part of the output of `get_image_features` that decoders read."""
+        """Return outputs of `get_image_features`, as far as decoders read them."""
         images = _images_of(arguments)
         if images is None:
             return plain(**arguments)
@@ -133,20 +134,20 @@ class VisionCache:
 
 
 def why_not_once(base: Any) -> str | None:
-    """Why the image features of a base model cannot be computed once per rollout; None if they can."""
+    """Return why the image features of a base model cannot be kept during a rollout; None: they can."""
     if base.config.model_type not in FAMILIES or not hasattr(base, "get_image_features") or not parts_of_tower(base):
         return f"not tested with models of the type {base.config.model_type}"
     if tower_trains(base):
         return "the vision tower trains"
     modules = [module for part in parts_of_tower(base) for module in part.modules()]
     if any(isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) for module in modules):
-        return "adapters in the vision tower, which the reference may leave out"
+        return "adapters in the vision tower, which the reference may not have"
     draws = any(has_active_dropout(part, when_training=True) for part in parts_of_tower(base))
     return "dropout in the vision tower" if draws else None
 
 
 def _images_of(arguments: Mapping[str, Any]) -> list[PixelInputs] | None:
-    """The images that `get_image_features` is called with; None if they cannot be separated."""
+    """Return the pixel inputs of each image passed to `get_image_features`; None: they cannot be separated."""
     given = image_inputs_of(arguments)
     if any(isinstance(value, torch.Tensor) for name, value in arguments.items() if name not in given):
         return None
@@ -154,7 +155,7 @@ def _images_of(arguments: Mapping[str, Any]) -> list[PixelInputs] | None:
         unit = find_layout(given).units["pixel_values"]
     except UnknownParts:
         return None
-    if unit == "row":  # of images, padded to the most of a row
+    if unit == "row":  # padded to the most images of a row
         return None
     patches = given["image_grid_thw"].prod(-1).tolist() if unit == "patch" else 1
     parts = {name: value.split(patches if name == "pixel_values" else 1) for name, value in given.items()}
@@ -162,7 +163,7 @@ def _images_of(arguments: Mapping[str, Any]) -> list[PixelInputs] | None:
 
 
 def _split(outputs: Any) -> tuple[Form, list[Features]]:
-    """Copies of the features of each image: outputs may hold parts of one tensor, which would stay as a whole."""
+    """Return copies of the features of each image; views would keep the tensor of all images in memory."""
     pooled: Any = outputs.pooler_output
     levels = list(getattr(outputs, "deepstack_features", None) or ())
     behind = any(isinstance(level, torch.Tensor) for level in levels)  # before transformers 5.20
@@ -173,7 +174,14 @@ def _split(outputs: Any) -> tuple[Form, list[Features]]:
 
 
 def _join(features: Sequence[Features], kind: type, stacks: bool, behind: bool) -> Any:
-    """Outputs that hold these features and nothing else."""
+    """Return outputs of `get_image_features` with these features alone.
+
+    Args:
+        features: of each image.
+        kind: class of the outputs.
+        stacks: whether pooled features are one tensor.
+        behind: whether deepstack features are one tensor per layer.
+    """
     pooled, *levels = zip(*features, strict=True)
     outputs = kind()
     outputs.pooler_output = torch.stack(pooled) if stacks else pooled

@@ -18,20 +18,20 @@ from vgr_trl.pixels import (
     stack_images,
 )
 
-# What processors of transformers return beside pixel inputs: one entry per image, or per row of images.
+# Outputs of transformers' processors beside pixel inputs: one entry per image, or per row of images.
 _LISTED = {"num_patches", "num_crops", "num_soft_tokens_per_image", "rows", "cols"}
-_EXACT = "transformers.models."  # where processors are deterministic
+_EXACT = "transformers.models."  # packages whose processors are deterministic
 
 
 @contextmanager
 def images_processed_once(processor: Any) -> Iterator[None]:
     """Memoise image preprocessing in this block: equal rows of images are processed once.
 
-    What it returns is what it returns otherwise, in tensors of PyTorch also where none are asked for. Rows are lists of
-    images of Pillow; everything else, and processors from elsewhere than transformers, are left alone.
+    Outputs are unchanged, but always tensors. Only lists of Pillow images are memoised, and only by processors of
+    transformers.
 
     Args:
-        processor: of prompts; one without an image processor is left alone, too.
+        processor: of prompts; it may have no image processor.
     """
     images: Any = getattr(processor, "image_processor", None)
     if not type(images).__module__.startswith(_EXACT):
@@ -43,7 +43,7 @@ def images_processed_once(processor: Any) -> Iterator[None]:
 
 @dataclass
 class _ProcessedOnce:
-    """An image processor's `preprocess`, which remembers what it has returned for a row of images."""
+    """An image processor's `preprocess` with a memory of the outputs of each row of images."""
 
     processor: Any
     plain: Callable[..., Any]
@@ -62,13 +62,13 @@ class _ProcessedOnce:
         return BatchFeature(dict(self._known[call]))
 
     def _outputs(self, images: list[Any], calls: Sequence[Hashable], options: dict[str, Any]) -> dict[str, Any]:
-        """For all rows, from those of each; as they are where it is not known how they lie together."""
+        """Combine the outputs of the rows, or process all rows at once if the outputs have an unknown layout."""
         for call, row in zip(calls, images, strict=True):
             if row and call not in self._known:
                 self._known[call] = dict(self.plain([row], **options))
         rows = [self._known[call] if row else {} for call, row in zip(calls, images, strict=True)]
         first = next(filter(None, rows))
-        one_per_row = "pixel_attention_mask" in first and not all(rows)  # for a row without images too
+        one_per_row = "pixel_attention_mask" in first and not all(rows)  # which rows without images have too
         if one_per_row or first.keys() - {*IMAGE_INPUTS, *_LISTED}:
             return dict(self.plain(images, **options))
         joined: dict[str, Any] = stack_images([image_inputs_of(row) for row in rows], one_per_row=False)
@@ -80,7 +80,7 @@ class _ProcessedOnce:
 
 
 def _keys(images: Any) -> list[Hashable] | None:
-    """Return a key for each row of images; None unless all are lists of plain images."""
+    """Return a hashable key for each row of images; None unless all rows are lists of images without palettes."""
     if not isinstance(images, list) or not all(isinstance(row, list) for row in images):
         return None
     flat = {id(image): image for row in images for image in row}
