@@ -9,7 +9,8 @@ from trl import ModelConfig
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, load_processor, parse
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, load_processor
+from vgr_trl.cli.parser import parse
 from vgr_trl.utils import ConfigError
 
 

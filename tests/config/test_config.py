@@ -9,7 +9,7 @@ import pytest
 from trl import TrlParser
 
 from vgr_trl import DAPOConfig
-from vgr_trl.cli.train import describe_run
+from vgr_trl.cli.plan import describe_run
 from vgr_trl.options import changed_options, check_value, unused_options
 from vgr_trl.utils import ConfigError
 

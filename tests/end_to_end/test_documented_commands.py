@@ -23,7 +23,7 @@ from support.trainers import OPTIONS, letters_reward
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import COMMANDS, main
-from vgr_trl.cli.arguments import parse
+from vgr_trl.cli.parser import parse
 from vgr_trl.data.convert import convert_rows
 from vgr_trl.demo.demo import Questions, draw_questions, run_demo
 

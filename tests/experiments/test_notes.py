@@ -16,7 +16,8 @@ from PIL import Image
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments, parse
+from vgr_trl.cli.arguments import DataArguments
+from vgr_trl.cli.parser import parse
 from vgr_trl.config import PerturbationOptions
 from vgr_trl.config_converters import convert
 from vgr_trl.credit import CreditOptions

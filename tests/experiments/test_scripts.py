@@ -11,8 +11,9 @@ import pytest
 from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
+from vgr_trl.cli.arguments import DataArguments, RewardArguments
 from vgr_trl.cli.data import make_parser
+from vgr_trl.cli.parser import parse
 from vgr_trl.demo.write_folder import write_folder
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
