@@ -20,7 +20,7 @@ from vgr_trl.utils import ConfigError, DataError
 
 
 class RolloutScorer:
-    """Scores completions with a transformers model, and measures on the way what their tokens looked at.
+    """Scores completions with a transformers model, and measures in the same pass which tokens looked at the image.
 
         scorer = RolloutScorer(model, special_token_ids=special_token_ids(processor))
         signals = scorer.score(prompt_ids, prompt_mask, completion_ids, completion_mask, num_generations=8, **images)
@@ -131,7 +131,7 @@ class RolloutScorer:
             batch |= counts_by_tokens(image_inputs_of(given), is_image)
         want = Want(entropies=True, attention=self._attention_plan(attention, similarity, regions))
         shared = nullcontext(SharingReport()) if self.share_prompts == "off" else share_prompts(self.model, length)
-        with _evaluating(self.model), shared as report:
+        with torch.no_grad(), _evaluating(self.model), shared as report:
             scores = score(self.causal, batch, want, rows_per_pass=step, temperature=self.temperature)
         reasons = report.plain.keys() - {"no prompt occurs twice"}
         if self.share_prompts == "on" and reasons:
@@ -151,7 +151,7 @@ class RolloutScorer:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout and gradient checkpointing off for the duration."""
+    """Switch dropout and gradient checkpointing off in this block."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -32,8 +32,8 @@ def test_rates_and_kl_start_a_new_window_after_each_reading():
         "old_per_token_logps": torch.tensor([[-2.0, -1.0], [-1.0, -1.0]]),
     }  # fmt: skip
     for _ in range(2):
-        passed = TrainingPass(inputs)
-        passed.logps = inputs["old_per_token_logps"] + torch.tensor([[math.log(2), 0.0], [0.0, 5.0]])
+        logps = inputs["old_per_token_logps"] + torch.tensor([[math.log(2), 0.0], [0.0, 5.0]])
+        passed = TrainingPass(inputs, None, logps)
         assert steps.measure(passed, {}) == {"approx_kl": pytest.approx(0.306853 / 3, abs=1e-6)}
     rest = {
         "skipped/rows": 0.0, "skipped/tokens": 0.0, "reward_weights/accuracy": 0.5, "reward_weights/format": 2.0,
@@ -48,9 +48,9 @@ def test_rates_and_kl_start_a_new_window_after_each_reading():
 def test_means_over_tokens_that_were_scored():
     """Of three valid tokens in two rows one row of two ran; TRL's mean over the three becomes one over the two."""
     steps = alone()
-    passed = TrainingPass({"prompt_mask": torch.ones(2, 1), "completion_mask": torch.tensor([[1, 1], [1, 0]])})
-    passed.logps, passed.rows_run = torch.zeros(2, 2), 1
-    passed.loss_mask = torch.tensor([[True, True], [False, False]])
+    inputs = {"prompt_mask": torch.ones(2, 1), "completion_mask": torch.tensor([[1, 1], [1, 0]])}
+    loss_mask = torch.tensor([[True, True], [False, False]])
+    passed = TrainingPass(inputs, None, torch.zeros(2, 2), loss_mask, rows_run=1)
     metrics = {"entropy": [9.0, 2.0]}
     assert steps.measure(passed, metrics) == {"approx_kl": 0.0}
     assert metrics == {"entropy": [9.0, 3.0]}
@@ -64,9 +64,9 @@ def test_weights_of_vespo_are_averaged_over_completions_that_train(by_token):
     steps = alone(loss_type="vespo", vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0)
     advantages, ones = torch.tensor([1.0, 0.0]), torch.ones(2, 2)
     inputs = {"prompt_mask": ones, "completion_mask": ones, "old_per_token_logps": torch.zeros(2, 2)}
-    passed = TrainingPass(inputs | {"advantages": advantages.unsqueeze(1) * ones if by_token else advantages})
-    passed.logps, passed.rows_run = torch.tensor([[math.log(2), 0.0], [0.0, 0.0]]), 1
-    passed.loss_mask = torch.tensor([[True, True], [False, False]])
+    inputs["advantages"] = advantages.unsqueeze(1) * ones if by_token else advantages
+    logps, loss_mask = torch.tensor([[math.log(2), 0.0], [0.0, 0.0]]), torch.tensor([[True, True], [False, False]])
+    passed = TrainingPass(inputs, None, logps, loss_mask, rows_run=1)
     metrics = {"vespo/phi_seq_mean": [9.0]}
     steps.measure(passed, metrics)
     assert metrics == {"vespo/phi_seq_mean": [pytest.approx(4 * math.exp(-3))]}
