@@ -15,6 +15,7 @@ from vgr_trl.config import LEARNING_RATES
 from vgr_trl.errors import ConfigError
 from vgr_trl.loss import average_as_loss
 from vgr_trl.metrics.totals import Totals
+from vgr_trl.passes.run_pass import Purpose
 from vgr_trl.rollout import ConstructedTrainer, Rollout, TrainingPass
 from vgr_trl.sampling.zero_variance import sum_task_rewards
 from vgr_trl.scoring_inputs import scoring_inputs, valid_tokens
@@ -102,15 +103,18 @@ class Critic:
         values = None if rollout.scores is None else rollout.scores.values
         if values is None:
             self.module.eval()
-            values = trainer.score(scoring_inputs(batch), Want(), self.module, stage="values").logps
+            values = trainer.score(scoring_inputs(batch), Want(), self.module, purpose=Purpose.CRITIC).logps
         sums = sum_task_rewards(trainer, rollout.rewards)  # (N of all,)
         first = trainer.accelerator.process_index * len(mask)
         rewards = token_rewards(sums[first : first + len(mask)], mask, rollout.kl_penalty)
         advantages, returns = gae(rewards.nan_to_num(), values, mask, args.gamma, args.lam)
         unscored = rewards.isnan().any(dim=1, keepdim=True) & mask
-        batch["values"] = values.masked_fill(~mask, 0)
-        batch["returns"] = returns.masked_fill(unscored, torch.nan)
-        batch["token_advantages"] = advantages.masked_fill(unscored, torch.nan)
+        rollout.batch = {
+            **batch,
+            "values": values.masked_fill(~mask, 0),
+            "returns": returns.masked_fill(unscored, torch.nan),
+            "token_advantages": advantages.masked_fill(unscored, torch.nan),
+        }
 
     def estimate(self, rollout: Rollout) -> dict[str, float]:
         """Give a rollout advantages (N, T), whitened over what is trained on in all processes; return metrics."""
@@ -138,17 +142,24 @@ class Critic:
             "critic/explained_variance": 1 - unexplained / variance if variance > 1e-12 else float("nan"),
         }
 
-    def learn(self, passed: TrainingPass) -> dict[str, float]:
-        """Take in the value loss of a micro-batch, step at the end of an optimizer step, and return its metrics."""
+    def learn(self, passed: TrainingPass, weight: float) -> dict[str, float]:
+        """Back-propagate the value loss of a micro-batch, step at the end of an optimizer step, and return metrics.
+
+        Args:
+            passed: whose values are read, unless the critic is a model of its own.
+            weight: of the mean loss in that of the micro-batch that it is a part of.
+        """
         inputs, trainer, args = passed.inputs, self.trainer, self.trainer.args
         mask, values = valid_tokens(inputs).bool() & ~inputs["returns"].isnan(), passed.values
         if values is None:
             self.module.train()
-            values = trainer._get_per_token_logps_and_entropies(self.module, **scoring_inputs(inputs))[0]
+            run_pass = trainer.passes.run_pass
+            scores = run_pass(self.module, scoring_inputs(inputs), Want(), purpose=Purpose.CRITIC, gradients=True)
+            values = scores.logps
         values = nn.functional.pad(values, (0, mask.size(1) - values.size(1)))  # columns that the pass left out
         per_token = value_loss(values, inputs["values"], inputs["returns"], mask, args.cliprange_value)  # (N, T)
         steps, processes = trainer.current_gradient_accumulation_steps, trainer.accelerator.num_processes
-        (average_as_loss(per_token, mask, inputs, args, steps, processes) * passed.weight).backward()
+        (average_as_loss(per_token, mask, inputs, args, steps, processes) * weight).backward()
         self.totals.add_mean("critic/value_loss", per_token.detach(), mask)
         moved = (values.detach() - inputs["values"]).abs() > args.cliprange_value
         self.totals.add_mean("critic/clipped", moved.float(), mask)

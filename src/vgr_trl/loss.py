@@ -5,7 +5,7 @@ Terms are per token, (N, T), and 0 on invalid tokens: the caller sums and divide
 """
 
 import math
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 from accelerate import Accelerator
@@ -18,11 +18,14 @@ from vgr_trl.config import KLKind
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics.totals import Totals
 from vgr_trl.passes.parts import PER_WINDOW
+from vgr_trl.passes.run_pass import Purpose
 from vgr_trl.pixels import joined
 from vgr_trl.scoring_inputs import scoring_inputs, valid_tokens
+from vgr_trl.sharing.lending import READ_AGAIN
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.head import Head
 from vgr_trl.signals.ratios import visual_dependency
+from vgr_trl.signals.scoring import Want
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
@@ -273,7 +276,8 @@ class KLControl(SavedState):
     def keep_reference(self, rollout: "Rollout") -> None:
         """Put the reference's hidden states into the batch of a scored rollout, if a loss over all words needs them."""
         if self.in_loss and rollout.reference is not None and rollout.reference.hidden is not None:
-            rollout.batch["reference_hidden"] = rollout.reference.hidden.transpose(1, 2).contiguous()  # (N, D, T)
+            hidden = rollout.reference.hidden.transpose(1, 2).contiguous()  # (N, D, T)
+            rollout.batch = {**rollout.batch, "reference_hidden": hidden}
 
     def term(self, passed: "TrainingPass", mask: Tensor) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics."""
@@ -376,8 +380,10 @@ def _perception_term(trainer: "ConstructedTrainer", passed: "TrainingPass", mask
     if args.uses_perception_loss:
         pixels = inputs.get("perturbed_pixel_values")
         perturbed = scoring_inputs(inputs if pixels is None else inputs | {"pixel_values": joined(pixels)})
-        score = trainer._get_per_token_logps_and_entropies
-        perturbed_logps, entropies, _ = score(passed.model, **perturbed, compute_entropy=True)
+        perturbed[READ_AGAIN] = inputs.get(READ_AGAIN)
+        want = Want(entropies=True, tokens=passed.loss_mask)
+        scores = trainer.passes.run_pass(passed.model, perturbed, want, purpose=Purpose.VIEW, gradients=True)
+        perturbed_logps, entropies = scores.logps, cast("Tensor", scores.entropies)
         divergence = perception_divergence(logps.detach(), perturbed_logps.detach(), mask)
         totals.add_mean("perturbed_entropy", entropies.detach(), mask.bool())
         totals.add_mean("perception_loss", -divergence, mask.bool())

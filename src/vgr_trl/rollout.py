@@ -27,6 +27,7 @@ from vgr_trl.signals.scoring import Scores, Want
 from vgr_trl.vision.feature_cache import VisionCache
 
 if TYPE_CHECKING:
+    from vgr_trl.passes.run_pass import ForwardPasses, Purpose
     from vgr_trl.run_facts import Features
 
 
@@ -99,7 +100,7 @@ class ConstructedTrainer(GRPOTrainer):
     measurement: Measurement
     features: "Features"
     reward_schedule: Any
-    passes: Any
+    passes: "ForwardPasses"
     rows_per_pass: Any
     vision_cache: VisionCache
     shared_passes: SharedPasses
@@ -127,7 +128,7 @@ class ConstructedTrainer(GRPOTrainer):
         def new_rollout(self, rows: list[dict[str, Any]], **options: Any) -> AbstractContextManager["Rollout"]: ...
         def generate_and_score(self, rollout: "Rollout") -> None: ...
         def score(
-            self, inputs: dict[str, Any], want: Want, model: nn.Module | None = None, *, stage: str = "old_logps"
+            self, batch: dict[str, Any], want: Want, model: nn.Module | None = None, *, purpose: "Purpose" = ...
         ) -> Scores: ...
         def tokenize(self, prompts: list[Any]) -> Prompts: ...
         def greedy_rewards(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor: ...
@@ -264,29 +265,27 @@ class Rollout:
 _SET_ONCE = {"messages", "prompts", "scores", "reference", "rewards", "kl_penalty", "selection", "with_gradient"}
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingPass:
-    """One micro-batch while TRL's `_compute_loss` runs on it.
+    """Micro-batch whose training pass has run, with what the pass gave.
 
     Attributes:
-        inputs: of the loss.
-        model: that is trained on it, as the loss got it.
-        logps: (N, T) with gradients, of the first pass through the model, which sets it.
-        values: (N, T) with gradients, that a critic has read off that pass.
-        hidden: (N, T', D) with gradients, of its positions that emit; T' is T but for columns without loss.
-        loss_mask: (N, T) bool, the tokens whose log-probabilities the loss reads; None before the first pass.
-        rows_run: rows that the first pass ran.
-        weight: of its mean in the mean over the micro-batch that it is a part of.
+        inputs: of TRL's `_compute_loss`.
+        model: likewise.
+        logps: (N, T) with gradients; tokens without loss have a constant.
+        loss_mask: (N, T) bool, the tokens whose log-probabilities the loss reads; None: all valid tokens.
+        hidden: (N, T', D) with gradients, of the positions that emit; T' is T without the last columns without loss.
+        values: (N, T) with gradients, that a critic's head has read off the pass.
+        rows_run: number of rows that ran.
     """
 
     inputs: dict[str, Any]
-    model: nn.Module | None = None
-    logps: torch.Tensor = field(init=False)
-    values: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None
+    model: nn.Module
+    logps: torch.Tensor
     loss_mask: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+    values: torch.Tensor | None = None
     rows_run: int = 0
-    weight: float = 1.0
 
 
 def normalise_image_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

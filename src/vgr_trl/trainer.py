@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import nn
 from transformers import Trainer
 from transformers.utils import logging
 from trl import GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 
 from vgr_trl.blind_answers import blind_answers
@@ -32,8 +32,9 @@ from vgr_trl.metrics.micro_batches import StepMetrics
 from vgr_trl.metrics.stage_clock import OptimizerClock, StageClock
 from vgr_trl.passes.joining import join_micro_batches
 from vgr_trl.passes.parts import loss_in_parts
-from vgr_trl.passes.run_pass import ForwardPasses, refuse_nan, rows_per_pass
-from vgr_trl.passes.training_pass import shuffle_rows, training_pass
+from vgr_trl.passes.row_order import plan_shuffle
+from vgr_trl.passes.run_pass import ForwardPasses, Purpose, refuse_nan
+from vgr_trl.passes.skipping import Skipping
 from vgr_trl.patches.trl import (
     enable_reference_model,
     enlarge_tables,
@@ -41,7 +42,6 @@ from vgr_trl.patches.trl import (
     images_logged_by_all,
     keep_pixel_rows_whole,
     keep_training_table,
-    make_completions_causal,
     mark_images,
     mark_scored_images,
     mark_turn,
@@ -71,18 +71,19 @@ from vgr_trl.rollout import (
     normalise_image_columns,
     refuse_files_in_prompts,
 )
+from vgr_trl.rows import OLD_LOGPS
 from vgr_trl.run_facts import RunFacts, read_facts
 from vgr_trl.sample import measure_sample
 from vgr_trl.sampling.dynamic_sampling import FurtherPrompts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import ZeroVarianceStreak, select_groups
 from vgr_trl.scoring_inputs import Prompts, pad_rows, split_perturbed_pixels, valid_tokens
-from vgr_trl.sharing.lending import Lending
+from vgr_trl.sharing.lending import READ_AGAIN, Lending
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.shared_passes import SharedPasses
 from vgr_trl.signals.columns import SINGLE_COLUMNS
 from vgr_trl.signals.rollout_signals import build_unmeasured_signals
-from vgr_trl.signals.scoring import Scores, Want, policy_is_active, score
+from vgr_trl.signals.scoring import Scores, Want, policy_is_active
 from vgr_trl.tool_turns import TURN_COLUMNS, collect_turns, count_turns, guarded
 from vgr_trl.validate.features import (
     announce,
@@ -155,7 +156,9 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         args = validate_config(args, model, options)
         rewards, self.reward_schedule = plan_rewards(reward_funcs, args, lambda: self.completions_per_prompt)
         self._rollouts: list[Rollout] = []  # the current one, behind those it is a further round of
-        self._pass: TrainingPass | None = None
+        self._purpose = Purpose.EVALUATION  # of the passes of TRL's methods
+        self._micro_batch: dict[str, Any] = {}  # that TRL's loss runs on
+        self._pass: TrainingPass | None = None  # of that micro-batch
         self._rewards_with_nan: set[str] = set()
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
         with enable_reference_model(args, args), patched_attribute(args, "reward_weights", weights):
@@ -190,7 +193,18 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         )
         if self.features.share_over_micro_batches.enabled:
             self.shared_passes.lending = Lending(base_of(causal_model(self.model)))
-        self.passes = ForwardPasses(self.features, self.vision_cache, self.shared_passes, self.dummy_image)
+        self.passes = ForwardPasses(
+            plain=super()._get_per_token_logps_and_entropies,
+            policy=self.model,
+            args=self.args,
+            accelerator=self.accelerator,
+            clock=self.clock,
+            skipping=Skipping(self.features, bool(self.tools), self.pad_to_multiple_of),
+            rows=self.rows_per_pass,
+            vision_cache=self.vision_cache,
+            shared=self.shared_passes,
+            dummy_image=self.dummy_image,
+        )
         self.vllm_images = plan_vllm_images(self, facts.has_images)
         self.pixels_unchecked = facts.args.check_pixels and facts.is_vlm and facts.has_images
         forget_with_new_weights(self)
@@ -283,22 +297,22 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
         Pixels of a prompt are kept once until a micro-batch needs them, unless it comes back and has to remember more.
         """
-        if (shuffle := shuffle_rows(self)) is None:
+        if (shuffle := plan_shuffle(self)) is None:
             return super()._prepare_inputs(generation_batch)
         with shuffle_by(shuffle, joins_pixels=self.num_iterations > 1):
             inputs = super()._prepare_inputs(generation_batch)
         return grpo_trainer.unsplit_pixel_values_by_grid(inputs)
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-        """Keep the prompts, refuse prompts that name files, and return [] for rows without images among others."""
+        """Refuse prompts that name files, and return [] for rows without images among others."""
         refuse_files_in_prompts(prompts)
-        if self._rollout is not None and not hasattr(self._rollout, "messages"):
-            self._rollout.messages = [*map(copy, prompts)]  # TRL adds the turns of tools to its own
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         return prompt_ids, None if images is None else [row_images or [] for row_images in images], fields
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """Keep which tokens are the policy's own, and the images that tools have returned."""
+        """Keep the prompts, which tokens are the policy's own, and the images that tools have returned."""
+        if self._rollout is not None:
+            self._rollout.messages = [*map(copy, prompts)]  # TRL adds the turns of tools to its own
         with guarded(self) if self.tools else nullcontext():
             generated = super()._generate(prompts)
         if self._rollout is not None and self.tools:
@@ -405,7 +419,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         once = images_processed_once(self.processing_class)
         reference = enable_reference_model(self, self.args) if self.model.training else nullcontext()
         options = process_with_options(self.processing_class) if self.tools else nullcontext()
-        with images_logged_by_all(self, rollout.rows), reference, options, once:
+        purpose = patched_attribute(self, "_purpose", Purpose.ROLLOUT)
+        with images_logged_by_all(self, rollout.rows), reference, options, once, purpose:
             batch = super()._generate_and_score_completions(rollout.rows)
         if rollout.turns is not None and rollout.turns.fields:
             ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
@@ -434,52 +449,78 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Share prompts and train the tokens with loss; read the signals of a rollout off the policy's scoring pass."""
+        """Run the pass that the method around TRL's has stated the purpose of."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep, **kwargs}
-        plain, rollout = super()._get_per_token_logps_and_entropies, self._rollout
-        if rollout is not None and rollout.turns is not None and rollout.turns.fields:
-            inputs = mark_scored_images(model, input_ids, inputs)
-        inputs = make_completions_causal(inputs, causal_model(model).config, logits_to_keep)
-        if torch.is_grad_enabled() or self._pass is not None:
-            return training_pass(self, model, plain, inputs, batch_size, self._pass)
-        is_policy = model is self.model and policy_is_active(model)
-        if is_policy and rollout is not None and self.features.reuse_first_pass.enabled and self.model.training:
-            # The first training pass gives them.
-            return torch.full((len(input_ids), logits_to_keep), torch.nan, device=input_ids.device), None, None
-        entropies = bool(inputs.pop("compute_entropy", False))
-        if is_policy and rollout is not None and self.measurement.scoring:
-            if rollout.turns is not None:
-                own, _ = pad_rows(rollout.turns.own, 1, "right", self.pad_to_multiple_of)
-                inputs["tool_mask"] = own.to(input_ids.device)
-            scores = self._score_rollout(rollout, inputs)
-            return scores.logps, scores.entropies, None
-        want = Want(entropies, hidden=rollout is not None and not is_policy and self.kl.full is not None)
-        scores = self.score(inputs, want, model, stage="old_logps" if is_policy else "reference")
-        if rollout is not None and not is_policy:
-            rollout.reference = scores
-        return scores.logps, scores.entropies, None
+        entropies, router_loss = (bool(inputs.pop(f"compute_{name}", False)) for name in ("entropy", "aux_loss"))
+        if self._purpose is Purpose.ROLLOUT:
+            scores = self._score_for_rollout(self._rollouts[-1], model, inputs, entropies)
+            return (None, None, None) if scores is None else (scores.logps, scores.entropies, None)
+        want, gradients = Want(entropies, router_loss=router_loss), torch.is_grad_enabled()
+        if self._purpose is Purpose.EVALUATION:
+            scores = self.passes.run_pass(model, inputs, want, purpose=self._purpose, gradients=gradients)
+            return scores.logps, scores.entropies, scores.router_loss
+        batch = self._micro_batch
+        want = replace(
+            want,
+            hidden=self.kl.full is not None,
+            values=None if self.critic is None else self.critic.head,
+            tokens=self.passes.skipping.loss_mask(batch),
+        )
+        inputs[READ_AGAIN] = batch.get(READ_AGAIN)
+        scores = self.passes.run_pass(model, inputs, want, purpose=self._purpose, gradients=gradients)
+        logps, old = scores.logps, batch.get(OLD_LOGPS)
+        if old is not None:  # constants for tokens without loss, at a ratio of 1
+            logps = torch.where(scores.mask, logps, old.to(logps))
+        read = {name: getattr(scores, name) for name in ("hidden", "values", "rows_run")}
+        self._pass = TrainingPass(batch, model, logps, scores.mask, **read)
+        return logps, scores.entropies, scores.router_loss
+
+    def _score_for_rollout(
+        self, rollout: Rollout, model: nn.Module, inputs: dict[str, Any], entropies: bool
+    ) -> Scores | None:
+        """Score a rollout by the policy or its reference; None: the first training pass gives its log-probabilities."""
+        if rollout.turns is not None and rollout.turns.fields:
+            inputs = mark_scored_images(model, inputs["input_ids"], inputs)
+        if model is self.ref_model or not policy_is_active(model):
+            want = Want(entropies, hidden=self.kl.full is not None)
+            rollout.reference = scores = self.score(inputs, want, model, purpose=Purpose.REFERENCE)
+            return scores
+        if self.model.training and self.features.reuse_first_pass.enabled:
+            return None
+        if not self.measurement.scoring:
+            return self.score(inputs, Want(entropies), model)
+        if rollout.turns is not None:
+            own, _ = pad_rows(rollout.turns.own, 1, "right", self.pad_to_multiple_of)
+            inputs["tool_mask"] = own.to(inputs["input_ids"].device)
+        return self._score_rollout(rollout, inputs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Add the loss terms beside TRL's, cut micro-batches into passes, and measure the step."""
         if not self.model.training:
-            return self._loss_of_part(model, inputs)
+            return super()._compute_loss(model, inputs)
         return loss_in_parts(self, model, inputs, self._loss_of_part)
 
     def _loss_of_part(self, model: Any, inputs: dict[str, Any], weight: float = 1.0) -> Any:
-        passed = TrainingPass(inputs, model, weight=weight)
-        with patched_attribute(self, "_pass", passed):
+        """Return the weighted loss of a part of a micro-batch; keep old log-probabilities that its pass has given."""
+        with patched_attribute(self, "_purpose", Purpose.TRAINING), patched_attribute(self, "_micro_batch", inputs):
             loss = super()._compute_loss(model, inputs)
-            if not hasattr(passed, "logps") or not self.model.training:
-                return loss * weight
-            scored = passed.loss_mask, passed.rows_run
-            self._log_metrics(self.step_metrics.measure(inputs, passed.logps, self._metrics["train"], *scored))
-            terms, metrics = auxiliary_loss(self, passed)
-            loss = (loss + terms) * weight
-            if self.critic is not None:
-                metrics |= self.critic.learn(passed)
-                loss = loss * (self.state.global_step >= self.args.critic_warmup)  # before it the policy stands still
-            self._log_metrics(metrics)
-            return loss
+        passed, self._pass = self._pass, None
+        if passed is None:  # a subclass has made the pass itself
+            return loss * weight
+        self._log_metrics(
+            self.step_metrics.measure(
+                passed.inputs, passed.logps, self._metrics["train"], passed.loss_mask, passed.rows_run
+            )
+        )
+        terms, metrics = auxiliary_loss(self, passed)
+        loss = (loss + terms) * weight
+        if self.critic is not None:
+            metrics |= self.critic.learn(passed, weight)
+            loss = loss * (self.state.global_step >= self.args.critic_warmup)  # before it the policy stands still
+        self._log_metrics(metrics)
+        if self.features.reuse_first_pass.enabled:
+            inputs.setdefault(OLD_LOGPS, passed.logps.detach())
+        return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log rates, timings and reward weights with TRL's metrics; store conversations in tables as text."""
@@ -530,40 +571,27 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self._rollouts.pop()
 
     def score(
-        self, inputs: dict[str, Any], want: Want, model: nn.Module | None = None, *, stage: str = "old_logps"
+        self,
+        batch: dict[str, Any],
+        want: Want,
+        model: nn.Module | None = None,
+        *,
+        purpose: Purpose = Purpose.ROLLOUT,
     ) -> Scores:
-        """Score completions in chunks, without gradients; prompts are shared and image features cached.
+        """Score completions in chunks, without gradients.
 
         Args:
-            inputs: as `scoring_inputs` gives them.
-            model: another one to score with, which TRL's scoring can call; None: the policy.
-            stage: which timing counts it.
+            batch: as `scoring_inputs` returns it.
+            want: quantities to return beside log-probabilities.
+            model: another model to score with, which TRL's scoring can call; None: the policy.
+            purpose: of the pass.
+
+        Raises:
+            NotFiniteError: log-probabilities are NaN.
         """
-        args, trains = self.args, self.model.training
-        scored = self.model if model is None else model
-        inputs = Trainer._prepare_inputs(self, {name: value for name, value in inputs.items() if value is not None})
-        length = inputs["logits_to_keep"]
-        rows = rows_per_pass(
-            self.rows_per_pass.given if trains else args.per_device_eval_batch_size,
-            self.completions_per_prompt if self.features.share_scoring.enabled else None,
-            most_tokens=args.max_tokens_per_micro_batch,
-            columns=(inputs["input_ids"].size(1), length),
-            gather=self.accelerator.gather,
-            device=self.accelerator.device,
-        )
-        plain = super()._get_per_token_logps_and_entropies
-
-        def compute(model: nn.Module, inputs: dict[str, Any], entropies: bool) -> Any:
-            return plain(model, **inputs, compute_entropy=entropies)[:2]
-
-        checkpointing: Any = args.gradient_checkpointing_kwargs
-        with (
-            self.clock.stage(stage, trains),
-            disable_gradient_checkpointing(self.model, checkpointing),
-            torch.no_grad(),
-            self.passes.around(scored, length, counts=trains),
-        ):
-            scores = score(scored, inputs, want, compute=compute, rows_per_pass=rows)
+        model = self.model if model is None else model
+        inputs = Trainer._prepare_inputs(self, {name: value for name, value in batch.items() if value is not None})
+        scores = self.passes.run_pass(model, inputs, want, purpose=purpose, gradients=False)
         refuse_nan(scores.logps, scores.mask, self.state.global_step)
         return scores
 

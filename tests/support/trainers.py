@@ -104,17 +104,18 @@ def emitted(model, inputs, output="logits"):
 
 @contextmanager
 def scored_passes(trainer):
-    """What each pass over completions gives in this block; log-probabilities, the first of it, keep their gradients."""
-    found, score = [], trainer._get_per_token_logps_and_entropies
+    """The log-probabilities of each pass over completions in this block, which keep their gradients."""
+    found, run_pass = [], trainer.passes.run_pass
 
     def keep(*args, **kwargs):
-        found.append(score(*args, **kwargs))
-        found[-1][0].retain_grad()
-        return found[-1]
+        scores = run_pass(*args, **kwargs)
+        found.append(scores.logps)
+        found[-1].retain_grad()
+        return scores
 
-    trainer._get_per_token_logps_and_entropies = keep
+    trainer.passes.run_pass = keep
     yield found
-    trainer._get_per_token_logps_and_entropies = score
+    trainer.passes.run_pass = run_pass
 
 
 replace_missing_head()

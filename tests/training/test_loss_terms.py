@@ -26,7 +26,7 @@ def test_terms_are_averaged_as_trl_averages_its_loss(make, loss_type):
         inputs["advantages"] = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
         with scored_passes(trainer) as scored:
             loss = trainer._compute_loss(trainer.model, inputs)
-        logps = scored[0][0].detach()
+        logps = scored[0].detach()
         values = inputs["advantages"] * (logps if loss_type in ("cispo", "vespo") else 1)
         values = values * (trainer.epsilon_high if loss_type == "cispo" else 1)  # which clips the ratio itself
         expected = -average_as_loss(
@@ -86,7 +86,7 @@ def test_gradients_of_the_entropy_penalty_and_of_the_perception_loss_through_bot
     with scored_passes(trainer) as scored:
         trainer._compute_loss(trainer.model, inputs).backward()
     mask = valid_tokens(inputs).bool()
-    (logps, _, _), (perturbed, _, _) = scored
+    logps, perturbed = scored
     tokens = inputs["num_items_in_batch"].item()
     slope = 0.5 * ((perturbed - logps).detach().exp() - 1)[mask]
     # d/dlogp of -(w (e^d - d - 1)) / M with d = perturbed - original, by hand; of -0.3 logp, -0.2 logp, -0.1 perturbed

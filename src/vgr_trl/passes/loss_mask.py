@@ -17,7 +17,7 @@ from vgr_trl.sharing.prefix_split import PER_TOKEN
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a micro-batch of (N, P + T) tokens that runs.
+    """The rows and columns of a micro-batch (N, P + T) that run.
 
     Attributes:
         rows: numbers of the rows, ascending, at least one.
@@ -65,9 +65,9 @@ def find_window(
     rows: bool,
     padding: bool,
     multiple: int | None = None,
-    images: torch.Tensor | None = None,
+    read: torch.Tensor | None = None,
 ) -> Window:
-    """Return the smallest part that has all tokens with loss, and all image tokens of its rows.
+    """Return the smallest window with all tokens with loss.
 
     Without any it is one row and one column: every process makes a pass, in which all parameters take part. For the
     same reason a row with an image stays if there was one.
@@ -76,8 +76,10 @@ def find_window(
         loss_mask: (N, T) bool.
         prompt_mask: (N, P), padded on the left.
         num_images: images of each row; None: there are none, or none has to run.
-        multiple: of which the columns of prompts and of completions are kept, as far as there are.
-        images: (N, T) bool, image tokens of the completions; None: they have none.
+        rows: whether rows without loss are left out.
+        padding: whether columns without loss are left out.
+        multiple: the columns of prompts and of completions are multiples of it, unless the batch has fewer.
+        read: (N, T) bool, tokens that rows with loss have to run beside; None: `loss_mask`.
     """
     lengths = _prompt_lengths(prompt_mask)
     kept = list(range(len(loss_mask)))
@@ -88,19 +90,20 @@ def find_window(
             kept = sorted([*kept, min(candidates, key=lengths.tolist().__getitem__)])
     if not padding:
         return Window(kept, prompt_mask.size(1), loss_mask.size(1))
-    runs = loss_mask if images is None else (loss_mask | images)[kept]
-    columns = runs.any(0).nonzero().flatten().tolist()
+    columns = (loss_mask if read is None else read)[kept].any(0).nonzero().flatten().tolist()
     completion = _up_to_multiple(max(columns, default=0) + 1, multiple, loss_mask.size(1))
     return Window(kept, _up_to_multiple(int(lengths[kept].max()), multiple, prompt_mask.size(1)), completion)
 
 
 def find_text(is_image: torch.Tensor, completion: int, multiple: int | None = None) -> Window | None:
-    """Return the end of a prompt and the beginning of its completion, to run without images; None if they are some.
+    """Return a text-only window, the end of a prompt and the beginning of its completion, or None.
 
-    Two tokens of the prompt: where others share prompts, this process can do as they do.
+    It has two tokens of the prompt, so that this process can share prompts where others do.
 
     Args:
-        is_image: (N, P + T) bool, tokens that stand for images.
+        is_image: (N, P + T) bool, image tokens.
+        completion: T.
+        multiple: as for `find_window`.
     """
     prompt = is_image.size(1) - completion
     before, behind = _up_to_multiple(2, multiple, prompt), _up_to_multiple(1, multiple, completion)
@@ -109,7 +112,7 @@ def find_text(is_image: torch.Tensor, completion: int, multiple: int | None = No
 
 
 def extents_of(loss_mask: torch.Tensor, prompt_mask: torch.Tensor, *, rows: bool, padding: bool) -> list[Extent]:
-    """Return what runs of each row; arguments as those of `find_window`."""
+    """Return the columns computed per row; arguments as for `find_window`."""
     runs = (loss_mask.any(1) | (not rows)).tolist()
     if not padding:
         return [Extent(prompt_mask.size(1), loss_mask.size(1), ran) for ran in runs]
@@ -127,16 +130,15 @@ def _up_to_multiple(length: int, multiple: int | None, largest: int) -> int:
 
 
 def group_by_length(order: Sequence[int], groups: Sequence[int], lengths: Sequence[int], window: int) -> list[int]:
-    """Return a permutation in which rows of similar length follow each other, and the rows of a group, too.
+    """Return a permutation in which rows of similar length, and the rows of a group, stand together.
 
-    Groups stand by the length of their longest row, the longest first, and rows within a group likewise; where those
-    are equal, by the order given.
+    Groups are sorted by their longest row, the longest first, and so are the rows of a group; ties keep their order.
 
     Args:
         order: permutation of the N rows.
         groups: (N,) number of the group of each row.
         lengths: (N,) length of each row.
-        window: number of successive rows of `order` that change places with each other only.
+        window: rows are only permuted within blocks of this many rows of `order`.
     """
     arranged: list[int] = []
     for start in range(0, len(order), window):
@@ -150,10 +152,12 @@ def group_by_length(order: Sequence[int], groups: Sequence[int], lengths: Sequen
 
 
 def pack_rows(count: int, load: Callable[[Sequence[int]], float], most: float) -> list[list[int]]:
-    """Return rows in order, cut into parts of at most so much load, and of one row at least.
+    """Cut rows, in order, into parts whose load is within a limit; a part has one row at least.
 
     Args:
-        load: of a pass over some rows, such as the tokens that it computes.
+        count: N.
+        load: returns the load of a pass over some rows, such as the tokens that it computes.
+        most: limit of the load.
     """
     parts: list[list[int]] = [[0]]
     for row in range(1, count):
@@ -166,12 +170,13 @@ def pack_rows(count: int, load: Callable[[Sequence[int]], float], most: float) -
 
 
 def tokens_of(rows: Sequence[int], extents: Sequence[Extent], groups: Sequence[int] | None) -> int:
-    """Return the tokens, padding included, that a pass over some rows computes; rows that do not run cost nothing.
+    """Count the tokens that a pass over some rows computes, padding included; skipped rows cost nothing.
 
-    Prompts, as wide as the longest, are computed once per group, and completions, as wide as the longest.
+    Prompts are as wide as the longest and computed once per group; completions are as wide as the longest.
 
     Args:
-        extents: (N,) what of each row runs.
+        rows: numbers of the rows.
+        extents: (N,) columns computed per row.
         groups: (N,) number of the prompt of each row; None: every row computes its own.
     """
     running = [row for row in rows if extents[row].runs]
@@ -182,12 +187,13 @@ def tokens_of(rows: Sequence[int], extents: Sequence[Extent], groups: Sequence[i
 
 @contextmanager
 def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> Iterator[None]:
-    """Restrict TRL's fused head to these tokens; others get log-probability and entropy 0, and no gradient.
+    """Restrict TRL's fused head to the wanted tokens; others get log-probability and entropy 0, and no gradient.
 
-    TRL leaves out positions only where it has Triton, and scores all that have a label.
+    TRL skips positions without a label only where it has Triton, and cannot skip others.
 
     Args:
         causal: transformers model with TRL's fused head.
+        base: the model below the head.
         wanted: (N, T) bool, of the last T columns of every batch that passes in this block. None: all with a label.
     """
     forward: Callable[..., Any] = causal.forward
@@ -209,11 +215,11 @@ def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> It
             scored[:, : -wanted.size(1)] = False
             scored[:, -wanted.size(1) :] &= wanted
 
-        def emitting(hidden: torch.Tensor) -> torch.Tensor:
-            """(1, K, D) of (N, S or more, D)."""
+        def select_emitting(hidden: torch.Tensor) -> torch.Tensor:
+            """Return (1, K, D) of (N, S or more, D)."""
             return hidden[:, : scored.size(1)][scored.to(hidden.device)].unsqueeze(0)
 
-        with replace_hidden_states(base, emitting):
+        with replace_hidden_states(base, select_emitting):
             outputs = forward(*args, fused_lm_head=True, shift_labels=next_tokens[scored].unsqueeze(0), **kwargs)
         for name in ("log_probs", "entropy"):
             if (value := getattr(outputs, name)) is not None:
@@ -229,14 +235,15 @@ _OF_IMAGES = {*IMAGE_INPUTS, "num_images", "num_tiles"}
 
 
 def trim_inputs(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tensor | None = None) -> dict[str, Any]:
-    """Return the inputs of TRL's `_get_per_token_logps_and_entropies` for a part of its rows and columns.
+    """Cut a window out of the arguments of TRL's `_get_per_token_logps_and_entropies`.
 
     Args:
-        inputs: its named arguments but for the model: `logits_to_keep` is T; None where there is nothing.
-        loss_mask: (N, T) bool; what is behind the last of these tokens of a row becomes padding. None: nothing does.
+        inputs: its named arguments but for the model: `logits_to_keep` is T; an input may be None.
+        window: rows and columns to keep.
+        loss_mask: (N, T) bool; in each row, columns behind the last of these tokens become padding. None: none do.
 
     Raises:
-        DataError: pixel inputs cannot be assigned to rows, some of which are left out.
+        DataError: rows are left out, and pixel inputs cannot be assigned to rows.
     """
     ids = inputs["input_ids"]  # (N, P + T)
     start = ids.size(1) - inputs["logits_to_keep"] - window.prompt
@@ -257,17 +264,14 @@ def trim_inputs(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tens
     return take_images(window.rows, inputs, part, len(ids))
 
 
-def scatter_back(
-    values: torch.Tensor, window: Window, loss_mask: torch.Tensor, rest: torch.Tensor | None
-) -> torch.Tensor:
-    """Return what a pass over a part gives for the tokens with loss of all rows and columns, (N, T).
+def scatter_back(values: torch.Tensor, window: Window, loss_mask: torch.Tensor) -> torch.Tensor:
+    """Scatter windowed results back to (N, T), with 0 for tokens without loss.
 
     Args:
-        values: (rows, columns) of the part.
+        values: (rows, columns) of the window.
+        window: rows and columns that ran.
         loss_mask: (N, T) bool.
-        rest: (N, T), values of the other tokens; None: 0.
     """
     wide = torch.nn.functional.pad(values, (0, loss_mask.size(1) - values.size(1)))
-    index = on_device(window.rows, values.device)
-    every = wide.new_zeros(loss_mask.shape).index_copy(0, index, wide)
-    return torch.where(loss_mask, every, every.new_zeros(()) if rest is None else rest.detach().to(every).nan_to_num())
+    every = wide.new_zeros(loss_mask.shape).index_copy(0, on_device(window.rows, values.device), wide)
+    return torch.where(loss_mask, every, 0)

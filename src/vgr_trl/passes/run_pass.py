@@ -1,36 +1,160 @@
-"""Wrap the forward passes of a run: cached image features, narrow head, shared prompts, dummy image."""
+"""Run the forward passes of a run, each for a stated purpose: `ForwardPasses.run_pass`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
 
 import torch
-from torch import nn
+from accelerate import Accelerator, DistributedType
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from trl.models.utils import disable_gradient_checkpointing
 
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import NotFiniteError
-from vgr_trl.passes.loss_mask import score_only_tokens
-from vgr_trl.run_facts import Features
+from vgr_trl.metrics.stage_clock import StageClock
+from vgr_trl.passes.joining import RowsPerPass
+from vgr_trl.passes.loss_mask import scatter_back, score_only_tokens
+from vgr_trl.passes.skipping import Skipping
+from vgr_trl.patches.trl import make_completions_causal
+from vgr_trl.sharing.empty_images import has_images
+from vgr_trl.sharing.lending import READ_AGAIN, is_last_micro_batch
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.shared_passes import SharedPasses, whole_groups
+from vgr_trl.signals.scoring import Scores, Want, score
 from vgr_trl.vision.dummy_image import DummyImage
 from vgr_trl.vision.feature_cache import VisionCache
 
 
+class Purpose(Enum):
+    """Purpose of a pass, which the method that asks for the pass states; the value is the stage that times it."""
+
+    ROLLOUT = "old_logps"
+    REFERENCE = "reference"
+    VIEW = "perturbed"
+    TRAINING = "update"
+    EVALUATION = "evaluation"
+    CRITIC = "values"
+
+
 @dataclass
 class ForwardPasses:
-    """Wraps the forward passes of a run, in this order: image features, the narrow head, shared prompts, a dummy image.
+    """Runs the forward passes of a run, with whatever they share and skip.
 
     Attributes:
-        features: what passes share and skip.
+        plain: TRL's `_get_per_token_logps_and_entropies`.
+        policy: the model that trains; passes in its evaluation mode are not counted and not timed.
+        args: options of the run.
+        accelerator: of the trainer.
+        clock: times the passes without gradients.
+        skipping: decides which tokens of a micro-batch run.
+        rows: rows of a training pass.
         vision_cache: keeps image features.
         shared: shares prompts.
         dummy_image: lets a process without images run the vision tower; None: not needed.
     """
 
-    features: Features
+    plain: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
+    policy: PreTrainedModel
+    args: DAPOConfig
+    accelerator: Accelerator
+    clock: StageClock
+    skipping: Skipping
+    rows: RowsPerPass
     vision_cache: VisionCache
     shared: SharedPasses
     dummy_image: DummyImage | None
+
+    def __post_init__(self) -> None:
+        self.features = self.skipping.features
+
+    def run_pass(
+        self, model: nn.Module, batch: Mapping[str, Any], want: Want, *, purpose: Purpose, gradients: bool
+    ) -> Scores:
+        """Run a model over completions, and return what is wanted.
+
+        Without gradients, rows pass in chunks, but those of an evaluation's loss. With `want.tokens`, only the rows and
+        columns of these tokens run.
+
+        Args:
+            model: the policy, its reference or a critic, also wrapped.
+            batch: arguments of TRL's scoring, but for the model, (N, P + T); with tools `tool_mask`; where prompts are
+                lent to several micro-batches, whether a later one reads the prompt of each row.
+            want: quantities to return, and tokens that are read.
+            purpose: of the pass.
+            gradients: whether a backward pass follows.
+        """
+        given = {name: value for name, value in batch.items() if value is not None}
+        again: Sequence[bool] | None = given.pop(READ_AGAIN, None)
+        length, counts = given["logits_to_keep"], self.policy.training
+        inputs = make_completions_causal(given, causal_model(model).config, length)
+        with torch.set_grad_enabled(gradients):
+            if want.tokens is not None:
+                return self._run_on_tokens(model, inputs, want, want.tokens, again)
+            if gradients or purpose is Purpose.EVALUATION:
+                with self.around(model, length, counts=counts):
+                    return score(model, inputs, want, compute=self._compute)
+            checkpointing: Any = self.args.gradient_checkpointing_kwargs
+            rows = self._rows_of_chunk(inputs)
+            with (
+                self.clock.stage(purpose.value, counts),
+                disable_gradient_checkpointing(self.policy, checkpointing),
+                self.around(model, length, counts=counts),
+            ):
+                return score(model, inputs, want, compute=self._compute, rows_per_pass=rows)
+
+    def _compute(
+        self, model: nn.Module, inputs: dict[str, Any], want: Want
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.plain(model, **inputs, compute_entropy=want.entropies, compute_aux_loss=want.router_loss)
+
+    def _rows_of_chunk(self, inputs: Mapping[str, Any]) -> int:
+        args, trains = self.args, self.policy.training
+        group = args.num_generations if trains else args.num_generations_eval or args.num_generations
+        return rows_per_pass(
+            self.rows.given if trains else args.per_device_eval_batch_size,
+            group if self.features.share_scoring.enabled else None,
+            most_tokens=args.max_tokens_per_micro_batch,
+            columns=(inputs["input_ids"].size(1), inputs["logits_to_keep"]),
+            gather=self.accelerator.gather,
+            device=self.accelerator.device,
+        )
+
+    def _run_on_tokens(
+        self, model: nn.Module, inputs: dict[str, Any], want: Want, tokens: Tensor, again: Sequence[bool] | None
+    ) -> Scores:
+        """Run the rows and columns of the tokens with loss; other tokens get 0, without a gradient."""
+        reads_states = want.hidden or want.values is not None
+        if not (self.skipping.runs_images(inputs) or tokens.any() or reads_states) and self._can_skip_pass():
+            anchor = torch.zeros(tokens.shape, device=tokens.device, requires_grad=True)
+            return Scores(0 * anchor, tokens, torch.zeros_like(anchor) if want.entropies else None, rows_run=0)
+        part, window = self.skipping.trim(inputs, tokens, causal_model(model).config)
+        if self.dummy_image is not None:
+            self.dummy_image.stands_in = has_images(inputs) and not has_images(part)
+        again = again and [again[row] and window.images for row in window.rows]
+        packs, scored = self.features.pack_completions.enabled, tokens[window.rows, : window.completion]
+        with self.around(model, window.completion, tokens=scored, packs=packs, again=again):
+            scores = score(model, part, want, compute=self._compute)
+        found = {"logps": scores.logps, "entropies": scores.entropies, "values": scores.values}
+        wide: dict[str, Any] = {
+            name: scatter_back(each, window, tokens) for name, each in found.items() if each is not None
+        }
+        return replace(scores, **wide, mask=tokens)
+
+    def _can_skip_pass(self) -> bool:
+        """Whether a micro-batch without loss can be skipped: all weights have gradients, to which it would add 0.
+
+        Where processes exchange gradients, or parts of weights, all have to run the model.
+        """
+        kind, lending = self.accelerator.distributed_type, self.shared.lending
+        alone = self.accelerator.num_processes == 1 or not is_last_micro_batch()
+        whole = kind in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+        closes = lending is not None and lending.open and is_last_micro_batch()  # its pass runs open prompts backward
+        if not (alone and whole and self.skipping.rows and self.skipping.padding) or closes:
+            return False
+        return all(weight.grad is not None for weight in self.policy.parameters() if weight.requires_grad)
 
     @contextmanager
     def around(
@@ -38,14 +162,17 @@ class ForwardPasses:
         model: nn.Module,
         completion_length: int | None = None,
         *,
+        tokens: Tensor | None = None,
         packs: bool = False,
         counts: bool = True,
         again: Sequence[bool] | None = None,
     ) -> Iterator[None]:
-        """Wrap the passes of this block.
+        """Wrap the passes of this block, in this order: image features, narrow head, shared prompts, dummy image.
 
         Args:
+            model: that passes, also wrapped.
             completion_length: T of a scored batch; None where the model generates.
+            tokens: (N, T) bool, tokens with loss of a training pass.
             packs: whether completions pass without padding between them.
             counts: whether metrics count these passes; those of an evaluation are left out.
             again: (N,) whether a later micro-batch of the optimizer step reads the prompt of a row; None: no prompt is
@@ -55,18 +182,14 @@ class ForwardPasses:
         stage = "generation" if generates else "training" if trains else "scoring"
         causal = causal_model(model)
         base = base_of(causal)
-        headless = base is causal or is_compiled(model)  # else scoring skips padding, which TRL scores without Triton
+        # Without Triton, TRL scores padding, too.
+        narrows = not (trains or generates or base is causal or is_compiled(model))
+        narrows = narrows if tokens is None else self.features.skip_head.enabled
+        sharing = self.features.sharing[stage].reason
         with (
             self.vision_cache.around(model, counts=counts),
-            nullcontext() if generates or trains or headless else score_only_tokens(causal, base, None),
-            self.shared.around(
-                self.features.sharing[stage].reason,
-                model,
-                completion_length,
-                packs=packs,
-                counts=counts,
-                again=again,
-            ),
+            score_only_tokens(causal, base, tokens) if narrows else nullcontext(),
+            self.shared.around(sharing, model, completion_length, packs=packs, counts=counts, again=again),
             nullcontext() if self.dummy_image is None else self.dummy_image.around(model, generates),
         ):
             yield
@@ -78,23 +201,24 @@ def rows_per_pass(
     *,
     most_tokens: int | None,
     columns: tuple[int, int],
-    gather: Callable[[torch.Tensor], torch.Tensor],
+    gather: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> int:
-    """Return how many rows pass at a time in scoring, the same on every process.
+    """Return the rows of a scoring chunk, the same on every process.
 
     Args:
-        batch_size: as TRL asks for.
+        batch_size: rows that the user's options ask for.
         group: G where prompts are shared, so that whole groups pass; None: they are not.
         most_tokens: `max_tokens_per_micro_batch`.
         columns: P + T and T of this process.
+        gather: over processes.
+        device: of the tensors that are gathered.
     """
     size = group or 1
     batch_size = whole_groups(batch_size, size)
     if most_tokens is None:
         return batch_size
-    every = gather(torch.tensor(columns, device=device)).view(-1, 2).amax(0)
-    longest, completion = map(int, every.tolist())
+    longest, completion = map(int, gather(torch.tensor(columns, device=device)).view(-1, 2).amax(0).tolist())
     if group is None:
         return min(batch_size, max(most_tokens // longest, 1))
     if (groups := most_tokens // (longest + (size - 1) * completion)) > 0:
@@ -102,8 +226,14 @@ def rows_per_pass(
     return min(batch_size, max((most_tokens - longest) // completion + 1, 1))
 
 
-def refuse_nan(logps: torch.Tensor, mask: torch.Tensor, step: int) -> None:
-    """Raise `NotFiniteError` if log-probabilities are NaN; signals would take them for those of rows without images."""
+def refuse_nan(logps: Tensor, mask: Tensor, step: int) -> None:
+    """Raise `NotFiniteError` if log-probabilities (N, T) are NaN, which would count as those of rows without images.
+
+    Args:
+        logps: of a scoring pass.
+        mask: (N, T) bool, tokens that count.
+        step: optimizer steps so far.
+    """
     if count := int((logps.isnan() & mask).any(dim=1).sum()):
         raise NotFiniteError(
             f"The model's log-probabilities of {count} of {len(mask)} completions are NaN at step {step + 1}: its "

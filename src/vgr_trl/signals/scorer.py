@@ -21,7 +21,7 @@ from vgr_trl.token_types import TOKEN_TYPES, extend_token_types
 
 
 class RolloutScorer:
-    """Scores completions with a transformers model, and measures on the way what their tokens looked at.
+    """Scores completions with a transformers model, and measures in the same pass which tokens looked at the image.
 
     Example:
         >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
@@ -138,7 +138,7 @@ class RolloutScorer:
             batch |= counts_by_tokens(image_inputs_of(given), is_image)
         want = Want(entropies=True, attention=self._attention_plan(attention, similarity, regions))
         shared = nullcontext(SharingReport()) if self.share_prompts == "off" else share_prompts(self.model, length)
-        with _evaluating(self.model), shared as report:
+        with torch.no_grad(), _evaluating(self.model), shared as report:
             scores = score(self.causal, batch, want, rows_per_pass=step, temperature=self.temperature)
         reasons = report.plain.keys() - {"no prompt occurs twice"}
         if self.share_prompts == "on" and reasons:
@@ -158,7 +158,7 @@ class RolloutScorer:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout and gradient checkpointing off for the duration."""
+    """Switch dropout and gradient checkpointing off in this block."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,6 +1,7 @@
-"""Score completions without gradients: log-probabilities, entropies, hidden states, values and attention.
+"""Score completions: log-probabilities, entropies, hidden states, values and attention.
 
-`score` is the one scoring function, of the trainer and of the public `RolloutScorer`.
+The trainer's `run_pass` and the public `RolloutScorer` both call `score`, which sets no context: sharing, gradients and
+dropout are the caller's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,18 +23,18 @@ from vgr_trl.signals.ratios import AttentionMass, build_modality_masks, join_mas
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Attention to be measured by a scoring pass.
+    """Attention that a scoring pass measures.
 
     Attributes:
         vision_token_ids: placeholder tokens of images and videos.
         special_token_ids: tokens that belong to no modality.
         mass: whether the attention mass is measured.
         region: (N, P) bool, vision tokens whose attention is measured apart; None: none.
-        keep_rows: rows of which attention over the vision tokens is kept token by token.
-        keep_layers: of the layers with attention, those it is kept of; None: all.
+        keep_rows: rows whose attention to the vision tokens is kept token by token.
+        keep_layers: layers that it is kept of, by their number among the layers with attention; None: all.
         measure_prompt: whether the prompt's instruction tokens are measured as queries too.
         similarity: layer and pooling of `SimilarityProbe`; None: hidden states are not compared with the image.
-        per_image: whether the attention on each image is measured apart.
+        per_image: whether the attention to each image is measured apart.
     """
 
     vision_token_ids: Sequence[int]
@@ -49,36 +50,42 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class Want:
-    """Quantities to read off a scoring pass beside log-probabilities.
+    """Quantities that a pass returns beside log-probabilities, and the tokens that it returns them for.
 
     Attributes:
         entropies: entropies of the distributions that tokens are drawn from.
         hidden: hidden states of the emitting positions.
         values: head of a critic, which maps hidden states (N, T, D) to values (N, T); None: no values.
         attention: attention to measure; None: none.
+        router_loss: load-balancing loss of a mixture of experts.
+        tokens: (N, T) bool, tokens that the caller reads; `run_pass` skips the others. None: all valid tokens.
     """
 
     entropies: bool = False
     hidden: bool = False
     values: Callable[[Tensor], Tensor] | None = None
     attention: AttentionPlan | None = None
+    router_loss: bool = False
+    tokens: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Result of a scoring pass over N completions of T tokens; a field is None unless it was wanted.
+    """Result of a pass over N completions of T tokens; a field is None unless it was wanted.
 
     Attributes:
         logps: (N, T), log-probabilities of the tokens.
-        mask: (N, T) bool, tokens that count.
+        mask: (N, T) bool, tokens that count: the valid tokens, or the wanted ones.
         entropies: (N, T), in nats.
-        hidden: (N, T, D), of the positions that emit the tokens.
+        hidden: (N, T, D), of the positions that emit the tokens; of wanted tokens the rows and columns that ran.
         values: (N, T).
         attention: attention mass (L, N, T), whose mask is `mask`.
-        prompt_attention: that of the prompt's instruction tokens, (L, N, 1).
-        maps: row -> attention over its vision tokens, (layers, T, V).
+        prompt_attention: attention mass of the prompt's instruction tokens, (L, N, 1).
+        maps: row -> attention to its vision tokens, (layers, T, V).
         similarity: (N, T) float32.
-        per_image: per row, the attention on each of its images in [0, 1], None where it is undefined or unknown.
+        per_image: per row, the attention to each of its images in [0, 1]; None where it is undefined or unknown.
+        router_loss: scalar.
+        rows_run: number of rows that ran.
     """
 
     logps: Tensor
@@ -91,13 +98,14 @@ class Scores:
     maps: Mapping[int, Tensor] | None = None
     similarity: Tensor | None = None
     per_image: list[list[float | None]] | None = None
+    router_loss: Tensor | None = None
+    rows_run: int = 0
 
 
-# (model, inputs, whether entropies are wanted) -> log-probabilities and entropies (N, T) of the completions
-Compute = Callable[[nn.Module, dict[str, Any], bool], tuple[Tensor, Tensor | None]]
+# (model, inputs, want) -> log-probabilities, entropies (N, T), router loss
+Compute = Callable[[nn.Module, dict[str, Any], Want], tuple[Tensor, Tensor | None, Tensor | None]]
 
 
-@torch.no_grad()
 def score(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -107,61 +115,86 @@ def score(
     rows_per_pass: int | None = None,
     temperature: float = 1.0,
 ) -> Scores:
-    """Score completions in passes without gradients, and read off them whatever else is wanted.
+    """Score completions in chunks, and read what else is wanted off the same passes.
 
     Args:
         model: transformers model, also wrapped.
         batch: `input_ids` and `attention_mask` (N, P + T), `logits_to_keep` T, token types, the pixel inputs of the N
-            rows, and where they pass in parts `num_images` and `num_tiles` of each row. With tools, `tool_mask` (N, T)
-            is 0 for their tokens: these do not count, their images are vision and their texts instruction.
-        want: what is returned beside log-probabilities.
+            rows, and for several chunks `num_images` and `num_tiles` of each row. With tools, `tool_mask` (N, T) is 0
+            for their tokens: these do not count, their images are vision and their texts instruction.
+        want: quantities to return beside log-probabilities.
         compute: runs one forward pass, as TRL's trainer does. None: the base model runs, and `Head` scores its hidden
             states.
-        rows_per_pass: rows that pass at a time; None: all.
+        rows_per_pass: rows of a chunk; None: all.
         temperature: logits are divided by it, where `compute` is None.
 
     Raises:
-        DataError: pixel inputs cannot be assigned to the rows of a part.
+        DataError: pixel inputs cannot be assigned to the rows of a chunk.
         ConfigError: the attention of the model cannot be measured.
     """
-    count, length = len(batch["input_ids"]), batch["logits_to_keep"]
-    step, parts = rows_per_pass or count, []
-    for start in range(0, count, step):
-        rows = range(start, min(start + step, count))
-        inputs = take_scoring_rows(batch, rows)
-        own = inputs.pop("tool_mask", None)
-        mask = inputs["attention_mask"][:, -length:].bool()  # (B, T)
-        mask = mask if own is None else mask & own.bool()
-        probe, similar = _build_probes(model, inputs, want.attention, rows, own)
-        reads = want.hidden or want.values or compute is None
-        with ExitStack() as stack:
-            states = stack.enter_context(read_hidden_states(model, length)) if reads else []
-            stack.enter_context(probe or nullcontext())
-            stack.enter_context(similar or nullcontext())
-            if compute is not None:
-                logps, entropies = compute(model, inputs, want.entropies)
-            else:
-                names = inputs.keys() - {"logits_to_keep", "num_images", "num_tiles"}
-                causal_model(model).base_model(**{name: inputs[name] for name in names}, use_cache=False)
-        if compute is None:
-            head, tokens = Head(causal_model(model)), inputs["input_ids"][:, -length:]
-            logps, entropies = head.score(states[0], tokens, mask, temperature)
-        found: dict[str, Any] = {"logps": logps, "mask": mask, "entropies": entropies if want.entropies else None}
-        found |= {"hidden": states[0] if want.hidden else None, "values": want.values and want.values(states[0])}
-        if probe is not None:
-            found["attention"] = replace(probe.mass, mask=mask, **({} if own is None else _seen(probe.sets, length)))
-            if want.attention is not None and want.attention.per_image:
-                found["per_image"] = _per_image(probe, mask, want.attention.keep_layers, inputs.get("num_images"))
-            found["prompt_attention"] = probe.prompt_mass if probe.plan.measure_prompt else None
-            found["maps"] = {rows[row]: kept for row, kept in probe.kept.items()}
-        parts.append(Scores(**found, similarity=None if similar is None else similar.similarity))
+    count = len(batch["input_ids"])
+    step = rows_per_pass or count
+    chunks = [range(start, min(start + step, count)) for start in range(0, count, step)]
+    parts = [_score_chunk(model, batch, want, rows, compute, temperature) for rows in chunks]
     return parts[0] if len(parts) == 1 else _join(parts)
+
+
+def _score_chunk(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    want: Want,
+    rows: range,
+    compute: Compute | None,
+    temperature: float,
+) -> Scores:
+    inputs, length = take_scoring_rows(batch, rows), batch["logits_to_keep"]
+    own = inputs.pop("tool_mask", None)
+    mask = inputs["attention_mask"][:, -length:].bool()  # (B, T)
+    mask = mask if own is None else mask & own.bool()
+    probe, similar = _build_probes(model, inputs, want.attention, rows, own)
+    entropies = router_loss = None
+    with ExitStack() as stack:
+        reads_states = want.hidden or want.values is not None or compute is None
+        states = stack.enter_context(read_hidden_states(model, length)) if reads_states else []
+        for each in (probe, similar):
+            stack.enter_context(each or nullcontext())
+        if compute is not None:
+            logps, entropies, router_loss = compute(model, inputs, want)
+        else:
+            names = inputs.keys() - {"logits_to_keep", "num_images", "num_tiles"}
+            causal_model(model).base_model(**{name: inputs[name] for name in names}, use_cache=False)
+    if compute is None:
+        head, tokens = Head(causal_model(model)), inputs["input_ids"][:, -length:]
+        logps, entropies = head.score(states[0], tokens, mask, temperature)
+    found: dict[str, Any] = {}
+    if probe is not None:
+        found["attention"] = replace(probe.mass, mask=mask, **({} if own is None else _seen(probe.sets, length)))
+        if want.attention is not None and want.attention.per_image:
+            found["per_image"] = _per_image(probe, mask, want.attention.keep_layers, inputs.get("num_images"))
+        found["prompt_attention"] = probe.prompt_mass if probe.plan.measure_prompt else None
+        found["maps"] = {rows[row]: kept for row, kept in probe.kept.items()}
+    return Scores(
+        logps,
+        mask,
+        entropies=entropies if want.entropies else None,
+        hidden=states[0] if want.hidden else None,
+        values=None if want.values is None else want.values(states[0].detach()),
+        similarity=None if similar is None else similar.similarity,
+        router_loss=router_loss,
+        rows_run=len(rows),
+        **found,
+    )
 
 
 def _build_probes(
     model: nn.Module, inputs: Mapping[str, Any], plan: AttentionPlan | None, rows: range, own: Tensor | None
 ) -> tuple[AttentionProbe | None, SimilarityProbe | None]:
-    """Return the probes of a pass over these rows of the batch; `own`, (B, T), is 0 for the tokens of tools."""
+    """Build the probes of a chunk.
+
+    Args:
+        rows: numbers of its rows in the batch.
+        own: (B, T), 0 for the tokens of tools; None without tools.
+    """
     if plan is None:
         return None, None
     prompt = inputs["input_ids"].size(1) - inputs["logits_to_keep"]
@@ -185,14 +218,24 @@ def _build_probes(
 
 
 def given_tokens(inputs: Mapping[str, Any], own: Tensor | None) -> Tensor:
-    """Return the tokens that the policy has not written, (N, P + T) bool: those of prompts and of tools."""
+    """Return the tokens that the policy has not written, (N, P + T) bool: prompts and the tokens of tools.
+
+    Args:
+        inputs: with `attention_mask` (N, P + T) and `logits_to_keep` T.
+        own: (N, T), 0 for the tokens of tools; None without tools.
+    """
     given, length = inputs["attention_mask"].bool(), inputs["logits_to_keep"]
     of_tools = torch.zeros_like(given[:, -length:]) if own is None else given[:, -length:] & ~own.bool()
     return torch.cat([given[:, :-length], of_tools], dim=1)
 
 
 def _seen(sets: Tensor, length: int) -> dict[str, Tensor]:
-    """Return how many vision and instruction tokens of whole rows (N, S, 2 or more) each of T tokens sees."""
+    """Count the vision and instruction tokens in front of each completion token, (N, T) int each.
+
+    Args:
+        sets: (N, S, 2 or more) bool, whole rows.
+        length: T.
+    """
     seen = sets[..., :2].cumsum(1)[:, -length - 1 : -1].int()  # (N, T, 2)
     return {"seen_vision": seen[..., 0], "seen_instruction": seen[..., 1]}
 
@@ -200,10 +243,12 @@ def _seen(sets: Tensor, length: int) -> dict[str, Tensor]:
 def _per_image(
     probe: AttentionProbe, mask: Tensor, layers: Sequence[int] | None, num_images: Sequence[int] | None
 ) -> list[list[float | None]]:
-    """Return the attention on each image, the mean over layers and over the tokens that count and come after it.
+    """Return each row's mean attention to each of its images, over layers and over the valid tokens behind it.
 
     Args:
-        mask: (N, T) bool, tokens that count.
+        mask: (N, T) bool, valid tokens.
+        layers: numbers of the layers; None: all.
+        num_images: (N,) images of each row; None: no row has any.
     """
     mass = probe.image_mass if layers is None else probe.image_mass[list(layers)]
     images = probe.sets[..., probe.sides :].cumsum(1)  # (N, P or S, K)
@@ -217,7 +262,7 @@ def _per_image(
 
 
 def _join(parts: Sequence[Scores]) -> Scores:
-    """Return the scores of all rows of the parts, in which the same was wanted."""
+    """Concatenate the scores of chunks in which the same was wanted."""
     found: dict[str, Any] = {}
     for name, first in vars(parts[0]).items():
         values = [getattr(part, name) for part in parts]
@@ -225,6 +270,8 @@ def _join(parts: Sequence[Scores]) -> Scores:
             found[name] = join_masses(values)
         elif isinstance(first, Tensor):
             found[name] = torch.cat(values)
+        elif isinstance(first, int):
+            found[name] = sum(values)
         elif isinstance(first, list):
             found[name] = [row for value in values for row in value]
         elif first is not None:
@@ -233,7 +280,7 @@ def _join(parts: Sequence[Scores]) -> Scores:
 
 
 def policy_is_active(model: torch.nn.Module) -> bool:
-    """Whether the adapters of `model`, if it has any, are those being trained: not switched off, not a reference."""
+    """Whether a model without adapters, or with the adapters that train: not switched off, and no reference."""
     for module in model.modules():
         if isinstance(module, PeftModel):
             return module.has_active_enabled_adapter and "ref" not in module.active_adapters
