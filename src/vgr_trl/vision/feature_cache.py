@@ -141,7 +141,7 @@ def why_not_once(base: Any) -> str | None:
         return "the vision tower trains"
     modules = [module for part in parts_of_tower(base) for module in part.modules()]
     if any(isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) for module in modules):
-        return "adapters in the vision tower, which the reference may not have"
+        return "adapters in the vision tower, which the reference may leave out"
     draws = any(has_active_dropout(part, when_training=True) for part in parts_of_tower(base))
     return "dropout in the vision tower" if draws else None
 
