@@ -1,6 +1,6 @@
-"""Pixel inputs of a batch: which part of each belongs to which row, by one table of layouts.
+"""Assign the pixel inputs of a batch to its rows, by a table of layouts.
 
-`LAYOUTS`: a family of models whose pixel inputs lie otherwise is one more `Layout`.
+A family of models with another layout needs one more `Layout`.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,12 +21,12 @@ IMAGE_INPUTS = (
 )
 
 ImageInputs = Mapping[str, torch.Tensor]  # pixel inputs by name
-Parts = dict[str, list[slice]]  # pixel input -> the slice of its first dimension that belongs to each row
+Parts = dict[str, list[slice]]  # pixel input -> slice of its first dimension for each row
 Unit = Literal["row", "image", "tile", "patch"]
 
 
 class UnknownParts(DataError):
-    """Pixel inputs cannot be assigned to rows with certainty; `reason` names them, for a sentence of the caller."""
+    """Pixel inputs cannot be assigned to rows with certainty; `reason` is part of a sentence."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -38,11 +38,11 @@ class UnknownParts(DataError):
 
 @dataclass(frozen=True)
 class Layout:
-    """How the pixel inputs of some families of models lie.
+    """Layout of the pixel inputs of some families of models.
 
     Attributes:
-        units: of each input that there may be, what it has an entry for.
-        count: the rows' images or tiles, from the inputs and the placeholder tokens of images, (N, S) bool.
+        units: what the first dimension of each pixel input indexes.
+        count: returns the images or tiles of each row, given pixel inputs and image placeholders, (N, S) bool.
     """
 
     units: Mapping[str, Unit]
@@ -50,20 +50,20 @@ class Layout:
 
 
 def image_inputs_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the pixel inputs among `inputs`."""
+    """Return the pixel inputs among the inputs of a pass."""
     return {name: inputs[name] for name in IMAGE_INPUTS if inputs.get(name) is not None}
 
 
 def parts_by_counts(given: ImageInputs, num_images: Sequence[int], num_tiles: Sequence[int] | None = None) -> Parts:
-    """Return which part of each pixel input belongs to which row, given what the rows have.
+    """Assign pixel inputs to rows by the number of images of each row.
 
     Args:
         given: pixel inputs by name.
-        num_images: (N,) images of each row.
-        num_tiles: (N,) tiles of each row; None: an image is a tile.
+        num_images: (N,) number of images of each row.
+        num_tiles: (N,) number of tiles of each row; None: each image is one tile.
 
     Raises:
-        UnknownParts: the inputs do not fit the counts.
+        UnknownParts: the inputs do not match the counts.
     """
     images = [int(count) for count in num_images]
     tiles = images if num_tiles is None else [int(count) for count in num_tiles]
@@ -72,20 +72,25 @@ def parts_by_counts(given: ImageInputs, num_images: Sequence[int], num_tiles: Se
 
 
 def parts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> Parts:
-    """Return which part of each pixel input belongs to which row, given placeholder tokens of images, (N, S) bool.
+    """Assign pixel inputs to rows by image placeholders, (N, S) bool.
 
     Raises:
-        UnknownParts: the tokens do not tell with certainty.
+        UnknownParts: the assignment is ambiguous.
     """
     layout = find_layout(given)
     return _slice_inputs(given, layout, dict.fromkeys(("row", "image", "tile"), layout.count(given, is_image)))
 
 
 def tiles_by_tokens(given: ImageInputs, num_images: Sequence[int], is_image: torch.Tensor) -> list[int] | None:
-    """Return the tiles of each row, None where there is one to an image or pixel inputs do not lie by tiles.
+    """Return the number of tiles of each row; None: each image is a tile, or the model has no tiles.
+
+    Args:
+        given: pixel inputs by name.
+        num_images: (N,) number of images of each row.
+        is_image: (N, S) bool, image placeholders.
 
     Raises:
-        UnknownParts: the tokens do not tell with certainty.
+        UnknownParts: the assignment is ambiguous.
     """
     layout, pixels = find_layout(given, sum(num_images)), given["pixel_values"]
     if layout.units["pixel_values"] != "tile" or not ("spatial_shapes" in given or pixels.ndim == 4):
@@ -96,16 +101,24 @@ def tiles_by_tokens(given: ImageInputs, num_images: Sequence[int], is_image: tor
 
 
 def on_device(numbers: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    """Return numbers as int64 on a device, without making the host wait for it as `torch.tensor(…, device=…)` does."""
+    """Return numbers as an int64 tensor on a device; unlike `torch.tensor(…, device=…)` it does not block the host."""
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def find_layout(given: ImageInputs, images: int | None = None) -> Layout:
-    """Return how the pixel inputs lie; `images` are those of all rows, where they are known."""
+    """Return the layout of pixel inputs.
+
+    Args:
+        given: pixel inputs by name.
+        images: number of images of all rows; None: unknown.
+
+    Raises:
+        UnknownParts: no layout matches.
+    """
     if "pixel_values" not in given or any(not isinstance(value, torch.Tensor) for value in given.values()):
         raise UnknownParts("pixel inputs of an unknown form")
     pixels = given["pixel_values"]
-    # Images of a row lie together, padded to the most images, with a mask. PerceptionLM has tiles there, and no mask.
+    # Rows are padded to the most images of a row, with a mask. PerceptionLM has tiles in this place, and no mask.
     of_rows = "pixel_attention_mask" in given or len(pixels) != images
     if "image_grid_thw" in given:
         layout = PATCHES
@@ -121,10 +134,10 @@ def find_layout(given: ImageInputs, images: int | None = None) -> Layout:
 
 
 def _slice_inputs(given: ImageInputs, layout: Layout, counts: dict[Unit, list[int]]) -> Parts:
-    slices = {unit: _slices(of_rows) for unit, of_rows in counts.items()}
+    slices = {unit: _make_slices(of_rows) for unit, of_rows in counts.items()}
     if "patch" in layout.units.values():
         patches = given["image_grid_thw"].prod(-1).tolist()
-        slices["patch"] = _slices([sum(patches[images]) for images in slices["image"]])
+        slices["patch"] = _make_slices([sum(patches[images]) for images in slices["image"]])
     parts = {name: slices[layout.units[name]] for name in given}
     for name, value in given.items():
         if (parts[name][-1].stop if parts[name] else 0) != len(value):
@@ -132,19 +145,19 @@ def _slice_inputs(given: ImageInputs, layout: Layout, counts: dict[Unit, list[in
     return parts
 
 
-def _slices(counts: Sequence[int]) -> list[slice]:
+def _make_slices(counts: Sequence[int]) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise([0, *accumulate(counts)])]
 
 
 def _count_by(name: str) -> Callable[[ImageInputs, torch.Tensor], list[int]]:
-    """Images or tiles in order, each worth patches / merge tokens; the input `name` holds their sides in patches."""
+    """Return a counter of images or tiles of patches / merge tokens; the input `name` has their sides in patches."""
 
     def count(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
         if name not in given:
             raise UnknownParts("image tokens and images that do not match")
         tokens, patches = is_image.sum(1).tolist(), given[name].prod(-1).tolist()  # (N,)
         merge, rest = divmod(sum(patches), sum(tokens)) if any(tokens) else (0, 1)
-        ends = [0, *accumulate(patches)]  # patches in front of each image, and of all
+        ends = [0, *accumulate(patches)]  # patches before each image, and in all
         wanted = [merge * count for count in accumulate(tokens)]  # patches up to the end of each row
         if rest or not set(wanted) <= set(ends):
             raise UnknownParts("image tokens and image sizes that do not match")
@@ -154,21 +167,21 @@ def _count_by(name: str) -> Callable[[ImageInputs, torch.Tensor], list[int]]:
 
 
 def _count_runs(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
-    """An image per uninterrupted run of tokens; by area where families mark the rows of an image by other tokens."""
+    """Count runs of placeholders, or divide by area where families separate the rows of an image by other tokens."""
     starts = is_image & ~pad(is_image, (1, 0))[:, :-1]  # (N, S)
     counts: list[int] = starts.sum(1).tolist()
     return counts if sum(counts) == len(given["pixel_values"]) else _count_by("image_sizes")(given, is_image)
 
 
 def _count_equal(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
-    """Images or tiles that are all worth the same number of tokens."""
+    """Count images or tiles with equally many placeholders each."""
     tokens, tiles = is_image.sum(1).tolist(), len(given["pixel_values"])
     if not tiles or not any(tokens) or sum(tokens) % tiles or any(count % (sum(tokens) // tiles) for count in tokens):
         raise UnknownParts("image tokens and images that do not match")
     return [count * tiles // sum(tokens) for count in tokens]
 
 
-# Qwen, GLM: patches of all images one behind the other.
+# Qwen, GLM: patches of all images, concatenated.
 PATCHES = Layout({"pixel_values": "patch", "image_grid_thw": "image"}, _count_by("image_grid_thw"))
 # LFM2-VL.
 UNEQUAL_TILES = Layout(
@@ -185,23 +198,27 @@ EQUAL_TILES = Layout({"pixel_values": "tile"}, _count_equal)
 
 
 def counts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> dict[str, list[int]]:
-    """Return `num_images` and `num_tiles` of rows by their placeholder tokens of images, (N, S) bool.
+    """Return `num_images` and `num_tiles` of rows by their image placeholders, (N, S) bool.
 
     Raises:
-        UnknownParts: the tokens do not tell with certainty.
+        UnknownParts: the assignment is ambiguous.
     """
     counts, has_image = find_layout(given).count(given, is_image), is_image.any(1).tolist()
     return {"num_images": [count * has for count, has in zip(counts, has_image, strict=True)], "num_tiles": counts}
 
 
 def number_images(given: ImageInputs, num_images: Sequence[int], is_image: torch.Tensor) -> torch.Tensor:
-    """Return which image of its row a placeholder token stands for, (N, S) int64 from 1; 0 for others and if unknown.
+    """Number the image of each placeholder within its row.
 
-    Known are images in patches, and images of equally many tokens each.
+    Images with patches, or with equally many placeholders each, can be numbered.
 
     Args:
-        num_images: (N,) images of each row; empty: unknown.
-        is_image: (N, S) bool, placeholder tokens of images.
+        given: pixel inputs by name.
+        num_images: (N,) number of images of each row; empty: unknown.
+        is_image: (N, S) bool, image placeholders.
+
+    Returns:
+        (N, S) int64, from 1; 0 for other tokens and unknown images.
     """
     numbers = torch.zeros_like(is_image, dtype=torch.int64)
     if not given or not num_images:
@@ -212,7 +229,7 @@ def number_images(given: ImageInputs, num_images: Sequence[int], is_image: torch
         sizes = [1] * sum(num_images)
     else:
         return numbers
-    for row, images in enumerate(_slices(num_images)):
+    for row, images in enumerate(_make_slices(num_images)):
         tokens, worth = int(is_image[row].sum()), sum(sizes[images])
         if worth and not any(tokens * size % worth for size in sizes[images]):
             counts = [tokens * size // worth for size in sizes[images]]
@@ -222,30 +239,31 @@ def number_images(given: ImageInputs, num_images: Sequence[int], is_image: torch
 
 
 def joined(pixels: list[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-    """Return pixels of rows as the one tensor that a model takes."""
+    """Concatenate the pixels of rows to the tensor that a model takes."""
     return torch.cat(pixels) if isinstance(pixels, list) else pixels
 
 
 def image_tensors(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the pixel inputs that a processor has made, which may be lists of arrays, as tensors."""
+    """Return the pixel inputs of a processor as tensors; some processors return lists of arrays."""
     return {
         name: value if isinstance(value, torch.Tensor) else torch.tensor(np.array(value))
         for name, value in image_inputs_of(fields).items()
     }
 
 
-PERTURBED = "perturbed_pixel_values"  # lie as `pixel_values` do
+PERTURBED = "perturbed_pixel_values"  # has the layout of `pixel_values`
 ROW_INPUTS = (*IMAGE_INPUTS, PERTURBED)
-_PADDING = {"image_position_ids": -1}  # Gemma 4's mark of a patch that is none; everything else is padded with zeros
+_PADDING = {"image_position_ids": -1}  # Gemma 4 marks padding by -1; all other inputs are padded with 0
 
 Images = dict[str, torch.Tensor]  # the image inputs of one row, empty for a row without images
 
 
 def split_images(batch: Mapping[str, Any], count: int) -> tuple[list[Images], bool]:
-    """Return the image inputs of each row, and whether every row has an entry of its own even without an image.
+    """Return the image inputs of each row, and whether rows without an image have an entry, too.
 
     Args:
-        batch: as TRL trains on it; `num_images` and `num_tiles` are lists with one number per row.
+        batch: a training batch of TRL; `num_images` and `num_tiles` are lists with one number per row.
+        count: N, the number of rows.
 
     Raises:
         DataError: an input cannot be assigned to rows.
@@ -263,18 +281,19 @@ def split_images(batch: Mapping[str, Any], count: int) -> tuple[list[Images], bo
 
 
 def stack_images(rows: Sequence[Images], one_per_row: bool) -> Images:
-    """Return the image inputs of a batch of these rows; the inverse of `split_images`.
+    """Combine the image inputs of rows into a batch; the inverse of `split_images`.
 
-    Sizes that differ between rows (padding to the largest image, the most patches or the most images) are padded.
+    Rows of different sizes are padded to the largest image, or to the most patches or images.
 
     Args:
-        one_per_row: rows without images get an entry of zeros.
+        rows: image inputs of each row.
+        one_per_row: whether rows without images get an entry of zeros.
     """
     names = [name for name in ROW_INPUTS if any(name in row for row in rows)]
-    return {name: _stack([row.get(name) for row in rows], _PADDING.get(name, 0), one_per_row) for name in names}
+    return {name: _stack_parts([row.get(name) for row in rows], _PADDING.get(name, 0), one_per_row) for name in names}
 
 
-def _stack(parts: Sequence[torch.Tensor | None], padding: int, one_per_row: bool) -> torch.Tensor:
+def _stack_parts(parts: Sequence[torch.Tensor | None], padding: int, one_per_row: bool) -> torch.Tensor:
     present = [part for part in parts if part is not None]
     shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in present), strict=True)]
     if one_per_row:
@@ -288,12 +307,12 @@ def _stack(parts: Sequence[torch.Tensor | None], padding: int, one_per_row: bool
 
 
 def move_images(rows: Sequence[Images], device: torch.device | str) -> list[Images]:
-    """Return the rows on `device`; rows that shared a tensor share it again."""
+    """Move rows to a device; rows that shared a tensor share it again."""
     return _map_shared_tensors(rows, lambda value: value.to(device))
 
 
 def store_images(rows: Sequence[Images]) -> list[Images]:
-    """Return copies on the CPU that keep no batch in memory; equal tensors become one object."""
+    """Copy rows to the CPU without the batches that they are views of; equal tensors become the same object."""
     return _map_shared_tensors(rows, lambda value: clone_to(value, "cpu"), fingerprint)
 
 
@@ -310,11 +329,11 @@ def _map_shared_tensors(
 
 
 def fingerprint(value: torch.Tensor) -> Hashable:
-    """Return what tells a tensor from others: its form and a hash of its bytes."""
+    """Return a hashable key of a tensor: dtype, shape and a hash of its content."""
     data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
     return value.dtype, value.shape, xxhash.xxh3_128_digest(data)
 
 
 def clone_to(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return a copy of `value` on `device` that shares no memory with it and keeps nothing but its elements."""
+    """Return a copy of a tensor on a device, without the storage of which the tensor is a view."""
     return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value.detach())

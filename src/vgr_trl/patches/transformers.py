@@ -1,4 +1,4 @@
-"""Faults of transformers and torch: each with its link, and what makes the repair removable."""
+"""Repairs of faults in transformers and torch, each with its link and the condition under which it can be removed."""
 
 import atexit
 import copy
@@ -20,12 +20,12 @@ from vgr_trl.errors import ConfigError, error_text
 from vgr_trl.patching import patched_attribute
 from vgr_trl.sharing.attention import prefers_cudnn
 
-# Old checkpoints are deleted before the new one is complete: a kill in between would leave none to continue from.
+# transformers deletes old checkpoints before the new one is complete: a kill in between would leave none to resume.
 
 
 @contextmanager
 def rotate_at_end() -> Iterator[None]:
-    """Delete the checkpoints that transformers deletes in this block at its end."""
+    """Postpone the deletion of old checkpoints to the end of this block."""
     postponed: list[dict[str, Any]] = []
     with patched_attribute(trainer_module, "rotate_checkpoints", lambda **options: postponed.append(options)):
         yield
@@ -35,23 +35,23 @@ def rotate_at_end() -> Iterator[None]:
 
 # Weights of a vision-language model resumed under the names they were saved with.
 #
-# transformers saves vision-language models under other names than their parameters have. `from_pretrained` renames
-# them back; the trainer's own loading does not, and then keeps the weights of the start with a warning (seen with
-# transformers 5.23 and Qwen2.5-VL). Removable when `Trainer._load_from_checkpoint` renames.
+# transformers saves parameters of vision-language models under other names, and `from_pretrained` renames them back.
+# The trainer's loading does not: it warns and keeps the weights of the start (seen with transformers 5.23 and
+# Qwen2.5-VL). Removable when `Trainer._load_from_checkpoint` renames.
 
 
 def whole_model(trainer: Trainer, model: Any) -> PreTrainedModel | None:
-    """Return the model inside, if it is whole and unsharded: where the trainer would keep the weights of the start."""
+    """Return the unwrapped model if it is unsharded, so that the trainer would not load its weights; or None."""
     target = trainer.accelerator.unwrap_model(model)
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     return target if isinstance(target, PreTrainedModel) and not sharded else None
 
 
 def load_weights(model: PreTrainedModel, checkpoint: str) -> None:
-    """Set the weights of `model`, in place, to those saved in the folder `checkpoint`.
+    """Load the weights of a checkpoint into a model, in place.
 
     Raises:
-        ConfigError: the checkpoint cannot be read, is of another architecture or size, or lacks weights.
+        ConfigError: the checkpoint cannot be read, has another architecture or size, or lacks weights.
     """
     loading: Any = type(model)
     try:
@@ -76,13 +76,13 @@ def load_weights(model: PreTrainedModel, checkpoint: str) -> None:
 
 # Attention by cuDNN, which `sdpa` takes first with torch 2.11 and later on Hopper and Blackwell.
 #
-# Where a mask is passed, as it is behind every shared prompt, and a length is 64 modulo 128, its gradient of queries
-# can be NaN (pytorch#196678, trl#7181); and it builds a plan for every new shape, of which uneven lengths make several
-# a step. Remove this when the oldest supported torch has the fix of the first.
+# With a mask, as behind every shared prompt, and a length of 64 modulo 128, its gradient of queries can be NaN
+# (pytorch#196678, trl#7181). It also plans every new shape, several per step with uneven lengths. Removable when the
+# oldest supported torch has the fix of the first fault.
 
 
 def disable_cudnn_attention() -> str | None:
-    """Switch it off in this process, and return a sentence that says so; None where it would not be taken."""
+    """Switch cuDNN's attention off in this process; return a sentence that says so, or None if it was not in use."""
     if not prefers_cudnn():
         return None
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -90,39 +90,38 @@ def disable_cudnn_attention() -> str | None:
     return f"cuDNN's attention is off: {why}; cudnn_attention turns it on."
 
 
-# `ddp_timeout` on a CPU, where transformers 5.23 does not hand it to the process group: it stays at 30 minutes.
+# `ddp_timeout` on a CPU: transformers 5.23 does not pass it to the process group, which waits for 30 minutes.
 
 
 def give_timeout(seconds: int) -> None:
-    """Let processes that talk by gloo wait for each other as long as `ddp_timeout` says."""
+    """Set the timeout of a gloo process group to `ddp_timeout`, in seconds."""
     if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo":
         _set_pg_timeout(timedelta(seconds=seconds))
 
 
-# The end of a process of several: its group is closed while the interpreter still runs.
+# Process groups, closed while the interpreter still runs.
 #
-# Gloo frees a finished collective in a thread of its own, which needs the interpreter's lock. After the interpreter
-# has shut down that thread is ended in the middle of it (`terminate called without an active exception`,
-# pytorch/pytorch #190489); while the lock is held by whoever destroys the group, both wait forever. The thread
-# outlives a group that was destroyed but is still referred to, as by DDP and DeepSpeed. Removable when torch waits
-# for it.
+# Gloo frees a finished collective in a thread of its own, which needs the interpreter's lock. If the interpreter has
+# shut down, the thread aborts the process (`terminate called without an active exception`, pytorch/pytorch #190489). If
+# another thread destroys the group with the lock held, both wait forever. The thread outlives a destroyed group to
+# which DDP or DeepSpeed still refers. Removable when torch waits for the thread.
 
 _STATUS_LINES = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
-_SECONDS, _MOST = 0.1, 60.0  # between two looks at the threads, and in all
+_SECONDS, _MOST = 0.1, 60.0  # between two looks at the threads; in all
 
 
 def close_group_at_exit() -> None:
-    """Close the process group there is when this process ends by itself; if it was closed before, let gloo finish."""
+    """Destroy the process group at a normal exit; if it was destroyed before, let gloo finish."""
     atexit.unregister(_close)
     if distributed.is_available() and distributed.is_initialized():
         atexit.register(_close)
 
 
 def wait_for_gloo() -> None:
-    """Let go of the interpreter's lock until gloo has freed the last collective, so that the group can be destroyed.
+    """Release the interpreter's lock until gloo has freed the last collective, so that the group can be destroyed.
 
-    Its threads are at rest then: they sleep, and between two looks none was woken, as one is that waits for the lock.
-    Where threads cannot be looked at the time of two looks has to do.
+    Gloo's threads then sleep, and none wakes between two looks, as a thread does that waits for the lock. Where the
+    threads are not visible, the time of two looks has to do.
     """
     before: list[str] | None = None
     for _ in range(int(_MOST / _SECONDS)):
@@ -134,10 +133,10 @@ def wait_for_gloo() -> None:
 
 
 def _gloo_thread_states() -> list[str]:
-    """Return for each of gloo's threads (Linux) whether it sleeps, and how often it was scheduled."""
+    """Return the state of each thread of gloo (Linux), and how often it was scheduled."""
     found: list[str] = []
     for status in sorted(Path("/proc/self/task").glob("*/status")):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             name, *lines = status.read_text().splitlines()
             if name.endswith("pt_gloo_runloop"):
                 found += [line for line in lines if line.startswith(_STATUS_LINES)]
@@ -146,6 +145,6 @@ def _gloo_thread_states() -> list[str]:
 
 def _close() -> None:
     wait_for_gloo()
-    failed = getattr(sys, "last_value", None) is not None  # a collective may be pending then, for ever
+    failed = getattr(sys, "last_value", None) is not None  # a collective may then be pending forever
     if distributed.is_initialized() and not failed:
         distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Faults of TRL: each with its link, and what makes the repair removable."""
+"""Repairs of faults in TRL, each with its link and the condition under which it can be removed."""
 
 import json
 import math
@@ -32,34 +32,32 @@ from vgr_trl.token_types import TOKEN_TYPES, causal_type
 
 logger = logging.get_logger(__name__)
 
-# Prompts and completions in the form that tables of completions can hold and show.
+# Prompts and completions as texts, for tables of completions.
 
 
 def conversation_text(messages: Any) -> str:
-    """Return a conversation as one text, with `<image>` for an image, and characters that do not show as their numbers.
+    """Return a conversation as a printable text, with `<image>` for each image.
 
-    A column of a table has one type, and trackers show texts. The messages of a prompt with images are lists of parts,
-    one of which has no text: wandb 0.31 refuses them, trackio 0.43 shows `[object Object]`, and Parquet cannot hold
-    them beside prompts without images, whose content is a text (seen with TRL 1.16).
-
-    TRL prints the table too, and passes on what clears a terminal, renames its window or reorders a line.
+    A column of a table has one type, and trackers show texts. Messages with images are lists of parts: wandb 0.31
+    refuses them, trackio 0.43 shows `[object Object]`, and Parquet cannot store them beside messages that are texts
+    (seen with TRL 1.16). TRL prints the table, too, with characters that clear a terminal or reorder a line.
 
     Args:
-        messages: with a `role` and a `content` that is a text or a list of parts; a text is a text.
+        messages: with a `role` and a `content`, a text or a list of parts; or a text.
 
     Returns:
-        The content of a single message; of several, each behind its role.
+        The content of a single message; several messages with their roles.
     """
     if isinstance(messages, str):
         return printable(messages)
     if len(messages) == 1:
-        return printable(_content(messages[0]))
-    return printable("\n\n".join(f"{message['role']}: {_content(message)}" for message in messages))
+        return printable(_content_text(messages[0]))
+    return printable("\n\n".join(f"{message['role']}: {_content_text(message)}" for message in messages))
 
 
 @contextmanager
 def flatten_conversations(columns: dict[str, Any]) -> Iterator[None]:
-    """In this block, prompts and completions are the texts of their conversations; afterwards what they were."""
+    """Replace prompts and completions by texts in this block, and restore them afterwards."""
     kept = {name: columns[name] for name in ("prompt", "completion")}
     columns.update({name: [conversation_text(messages) for messages in column] for name, column in kept.items()})
     try:
@@ -70,14 +68,16 @@ def flatten_conversations(columns: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def keep_training_table(output_dir: str | None, step: int, evaluates: bool) -> Iterator[None]:
-    """In this block TRL writes its table of completions; that of an evaluation then gets a name of its own, `…_eval`.
+    """Write the table of completions of an evaluation to a file of its own, `…_eval`, in this block.
 
-    TRL 1.16 names both by the step, so that an evaluation replaced the table of training of its step.
+    TRL 1.16 names both tables by the step, so that an evaluation would overwrite the table of training.
 
     Args:
-        evaluates: whether it is one of an evaluation, which this process writes.
+        output_dir: of the run.
+        step: number of the step.
+        evaluates: whether this process writes the table of an evaluation.
     """
-    file = _folder(output_dir) / f"completions_{step:05d}.parquet"
+    file = _tables_folder(output_dir) / f"completions_{step:05d}.parquet"
     kept = file.with_suffix(".training")
     if evaluates and file.exists():
         file.replace(kept)
@@ -92,9 +92,13 @@ def keep_training_table(output_dir: str | None, step: int, evaluates: bool) -> I
 
 @contextmanager
 def warn_of_lost_table(trainer: GRPOTrainer, mode: str) -> Iterator[None]:
-    """Warn if TRL cannot write its table of completions in this block, or a tracker cannot take it.
+    """Warn if TRL cannot write its table of completions in this block, or a tracker refuses it.
 
-    TRL 1.16 clears the metrics once they are logged, and then makes the table: errors before that are raised.
+    TRL 1.16 clears the metrics once they are logged, then writes the table: earlier errors are raised.
+
+    Args:
+        trainer: that logs.
+        mode: `train` or `eval`.
     """
     try:
         yield
@@ -105,8 +109,8 @@ def warn_of_lost_table(trainer: GRPOTrainer, mode: str) -> Iterator[None]:
 
 
 def remove_oldest_tables(output_dir: str | None, max_bytes: float) -> None:
-    """Remove the oldest tables of completions, except the first, until all have at most `max_bytes` together."""
-    paths = _folder(output_dir).glob("completions_[0-9]*.parquet")
+    """Remove the oldest tables of completions, except the first, until all tables have at most `max_bytes`."""
+    paths = _tables_folder(output_dir).glob("completions_[0-9]*.parquet")
     sizes = {path: path.stat().st_size for path in sorted(paths, key=lambda path: (int(path.stem.split("_")[1]), path))}
     total = sum(sizes.values())
     for path in list(sizes)[1:-1]:
@@ -116,36 +120,39 @@ def remove_oldest_tables(output_dir: str | None, max_bytes: float) -> None:
         total -= sizes[path]
 
 
-def _folder(output_dir: str | None) -> Path:
+def _tables_folder(output_dir: str | None) -> Path:
     return Path(output_dir or "trainer_output", "completions")
 
 
-def _content(message: dict[str, Any]) -> str:
+def _content_text(message: dict[str, Any]) -> str:
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     text = "".join(str(part["text"]) if part.get("type") == "text" else f"<{part.get('type')}>" for part in parts)
     return text + (f" {message['tool_calls']}" if message.get("tool_calls") else "")
 
 
-# The images of the table of completions, gathered by all processes or by none.
+# Images of the table of completions, gathered by all processes or none.
 #
-# TRL gathers them where the rows of a process have images, so rows with images on one process and without on another
-# end in a hang or an abort (grpo_trainer of TRL 1.16, `log_multimodal`); and where only some batches have images,
-# those of a table stand beside the wrong completions.
+# TRL 1.16 (`log_multimodal`) gathers images in processes whose rows have images. If only some processes have images,
+# it hangs or aborts. If only some batches have images, the table shows them beside the wrong completions.
 
 
 @contextmanager
 def images_logged_by_all(trainer: GRPOTrainer, rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Log the images of these rows in place of TRL, which is about to log the completions; all processes call this.
+    """Log the images of rows instead of TRL, which logs their completions in this block; all processes call it.
 
-    Runs with tools keep TRL's way, which knows the images that tools return.
+    With tools TRL logs the images, as it knows those that tools return.
+
+    Args:
+        trainer: that logs.
+        rows: of this process.
     """
     if not trainer.log_multimodal or trainer.tools or trainer.environment_factories:
         yield
         return
     with patched_attribute(trainer, "log_multimodal", False):
         yield
-    gathered = gather_object([images_of(row) or _images_in_messages(row.get("prompt")) for row in rows])
+    gathered = gather_object([images_of(row) or _find_images_in_messages(row.get("prompt")) for row in rows])
     logged: Any = trainer._logs["images"]
     if any(gathered) or logged:
         without = len(trainer._logs["prompt"]) - len(gathered) - len(logged)
@@ -153,26 +160,27 @@ def images_logged_by_all(trainer: GRPOTrainer, rows: Sequence[Mapping[str, Any]]
         logged.extend(gathered)
 
 
-def _images_in_messages(prompt: Any) -> list[Any]:
+def _find_images_in_messages(prompt: Any) -> list[Any]:
     messages = prompt if isinstance(prompt, list) else []
     parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     return [part["image"] for part in parts if part.get("type") == "image" and part.get("image") is not None]
 
 
-# What TRL logs of a rollout batch, where further rounds of prompts belong to the same batch.
+# TRL's metrics of a rollout batch with further rounds of prompts.
 
 
 @contextmanager
 def merge_round_metrics(trainer: GRPOTrainer, completions: int) -> Iterator[list[int]]:
-    """Make one entry of what TRL logs for a rollout batch and for each further round that is generated in this block.
+    """Merge TRL's metrics of a rollout batch and of further rounds, generated in this block.
 
-    Means are weighted by completions; of smallest and largest values the smallest and the largest is kept.
+    Means are weighted by completions; minima and maxima are kept.
 
     Args:
-        completions: of that batch, on this process.
+        trainer: that logs.
+        completions: number of completions of the batch in this process.
 
     Yields:
-        Completions of a process in that batch, and in each further round, for which the block adds an entry.
+        Number of completions of the batch and of each further round; the block appends those of its rounds.
     """
     metrics, rounds = trainer._metrics["train"], [completions]
     before = {name: len(values) for name, values in metrics.items()}
@@ -194,21 +202,21 @@ def _merge_rounds(name: str, values: Sequence[float], counts: Sequence[int]) -> 
 
 
 def replace_newest(values: deque[Any], newest: list[Any]) -> None:
-    """Put `newest` in the place of the last values of a column, as many."""
+    """Replace the last values of a column by as many new values."""
     for _ in newest:
         values.pop()
     values.extend(newest)
 
 
 def enlarge_tables(logs: dict[str, Any], count: int) -> None:
-    """Make room for `count` rows in the table of completions, in place; TRL's holds one rollout batch."""
+    """Make room for `count` rows in the table of completions, in place; TRL's table holds a single rollout batch."""
     for name, values in logs.items():
         is_column = isinstance(values, deque)
         logs[name] = deque(values, count) if is_column else defaultdict(lambda: deque(maxlen=count), values)
 
 
 def keep_newest(logs: dict[str, Any], count: int) -> None:
-    """Drop all but the last `count` rows of the table of completions, in place: those of earlier rollouts."""
+    """Drop rows of earlier rollouts from the table of completions, in place, and keep the last `count` rows."""
     for values in logs.values():
         for column in [values] if isinstance(values, deque) else values.values():
             while len(column) > count:
@@ -227,17 +235,22 @@ def unlogged(trainer: GRPOTrainer) -> Iterator[None]:
         yield
 
 
-# What TRL's constructor and generation read off the trainer, where ours has options beside.
+# Attributes that TRL's constructor and generation read, overridden by options of this library.
 
 
 def enable_reference_model(owner: Any, args: DAPOConfig) -> AbstractContextManager[None]:
-    """Set beta to 1 in this block if a KL needs the reference, so that TRL builds and scores it."""
+    """Set beta to 1 in this block if a KL term needs the reference model, so that TRL builds and scores it."""
     return patched_attribute(owner, "beta", 1.0 if args.kl_coef > 0 else owner.beta)
 
 
 @contextmanager
 def override_sampling(trainer: GRPOTrainer, wanted: Mapping[str, float]) -> Iterator[None]:
-    """Override `temperature` and `top_p` of vLLM or transformers in this block; a temperature of 0 is greedy."""
+    """Override `temperature` and `top_p` of vLLM or transformers in this block; temperature 0 is greedy.
+
+    Args:
+        trainer: that generates.
+        wanted: `temperature`, `top_p`, both or neither.
+    """
 
     def change(options: dict[str, Any]) -> dict[str, Any]:
         if wanted.get("temperature") != 0:
@@ -258,15 +271,16 @@ def override_sampling(trainer: GRPOTrainer, wanted: Mapping[str, float]) -> Iter
 
 # Completions without image tokens: TRL before 1.16 lets the policy sample them.
 #
-# A sampled image token stands for an image that is not there, and the next pass fails (`Image features and image
-# tokens do not match`). TRL 1.16 suppresses it; this does the same. Removable with TRL 1.15.
+# A sampled image token has no image, and the next pass fails (`Image features and image tokens do not match`). TRL 1.16
+# suppresses image tokens in the same way. Removable with TRL 1.15.
 
 
 def suppress_image_tokens(trainer: GRPOTrainer, installed: str | None = None) -> None:
-    """Let the constructed `trainer` generate no image tokens, where TRL does not see to it.
+    """Suppress image tokens in a trainer's generation, where TRL does not.
 
     Args:
-        trainer: with transformers' generation; one with vLLM's is left alone, as by TRL.
+        trainer: constructed; generation by vLLM is unchanged, as in TRL.
+        installed: version of TRL; None: of the installed package.
     """
     model: Any = trainer.model
     token = getattr(model.config, "image_token_id", None)
@@ -278,14 +292,14 @@ def suppress_image_tokens(trainer: GRPOTrainer, installed: str | None = None) ->
         trainer.generation_config = GenerationConfig(**options, disable_compile=True)
 
 
-# Compiled decoding. TRL's generation config says `disable_compile`, so that a static cache is no faster than another:
-# 5.1 s instead of 1.7 s for 128 tokens of 8 completions of a 7B on an H200.
+# Compiled decoding. TRL sets `disable_compile`, which makes a static cache slow: 5.1 s instead of 1.7 s for 128 tokens
+# of 8 completions of a 7B on an H200.
 
 
 def let_decoding_compile(trainer: GRPOTrainer) -> None:
-    """Let transformers compile the decoding step of the constructed `trainer` where the user chose a static cache.
+    """Let transformers compile a trainer's decoding step with a static cache.
 
-    Sharded parameters are gathered and dropped around each generation, and a compiled step would hold on to them.
+    Sharded parameters are gathered and freed around each generation; a compiled step would keep them.
     """
     sharded = trainer.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
     args: Any = trainer.args
@@ -293,20 +307,20 @@ def let_decoding_compile(trainer: GRPOTrainer) -> None:
         trainer.generation_config.disable_compile = None
 
 
-# Pixels of Idefics and SmolVLM, which lie by rows, padded to the most images of a row.
+# Pixels of Idefics and SmolVLM, which have one entry per row, padded to the most images of a row.
 #
-# TRL 1.16 cuts them by images where a batch has as many images as rows, though rows differ (2, 1, 1, 0): rows then get
-# pixels of their neighbours, and nothing fails. Removable with a TRL that tells the two apart.
+# TRL 1.16 cuts them by images where a batch has as many images as rows, even if rows differ (2, 1, 1, 0): rows then get
+# pixels of their neighbours without an error. Removable with a TRL that distinguishes the two layouts.
 
 
 def has_pixels_by_row(inputs: Mapping[str, Any]) -> bool:
-    """Whether the pixel inputs of a batch or a pass have one entry per row, as TRL too has it of their mask."""
+    """Whether the pixel inputs of a batch or a pass have an entry for each row."""
     return inputs.get("pixel_attention_mask") is not None and inputs.get("spatial_shapes") is None
 
 
 @contextmanager
 def keep_pixel_rows_whole() -> Iterator[None]:
-    """In this block TRL shuffles pixels that lie by rows with their rows."""
+    """Let TRL shuffle pixels that have an entry for each row with their rows, in this block."""
     name, plain = "split_pixel_values_by_grid", grpo_trainer.split_pixel_values_by_grid
     with patched_attribute(grpo_trainer, name, lambda batch: batch if has_pixels_by_row(batch) else plain(batch)):
         yield
@@ -314,9 +328,13 @@ def keep_pixel_rows_whole() -> Iterator[None]:
 
 @contextmanager
 def shuffle_by(shuffle: Callable[[dict[str, Any]], dict[str, Any]], joins_pixels: bool) -> Iterator[None]:
-    """In this block TRL shuffles rollouts by `shuffle`, and joins the pixels of all micro-batches, or of none.
+    """Replace TRL's shuffle of rollouts in this block, and choose whether it joins the pixels of rows again.
 
-    It generates in this block, too: pixels of a turn behind texts of tools are always joined.
+    TRL also generates in this block: pixels of a turn behind results of tools are always joined.
+
+    Args:
+        shuffle: returns a rollout with its rows in another order.
+        joins_pixels: whether TRL joins the pixels of micro-batches.
     """
     plain = grpo_trainer.unsplit_pixel_values_by_grid
 
@@ -332,7 +350,7 @@ def shuffle_by(shuffle: Callable[[dict[str, Any]], dict[str, Any]], joins_pixels
 
 @keep_pixel_rows_whole()
 def split_anew(batches: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return the rows of some micro-batches as so many others; the run that saved them has joined more or fewer."""
+    """Divide the rows of micro-batches into `count` others, if the run that saved them joined more or fewer."""
     by_row: list[Any] = [grpo_trainer.split_pixel_values_by_grid(batch) for batch in batches]
     whole: dict[str, Any] = dict(by_row[0])
     for name, value in whole.items():
@@ -344,14 +362,14 @@ def split_anew(batches: list[dict[str, Any]], count: int) -> list[dict[str, Any]
     return [grpo_trainer.unsplit_pixel_values_by_grid(part) for part in parts]
 
 
-# Calls of tools that the policy writes. In TRL 1.16, nested brackets overrun the parser, and names are echoed.
+# Tool calls of the policy. In TRL 1.16 nested brackets exhaust the parser's stack, and names are echoed.
 
-_MOST_NESTED = 50  # lists and dicts in the arguments of a call; copies and reports of a rollout recurse into them
-_BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}  # those within texts count too
+_MOST_NESTED = 50  # depth of lists and dicts in a call's arguments, into which copies and reports of a rollout recurse
+_BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}  # brackets within texts count, too
 
 
 def readable_calls(clean: Callable[[str], str]) -> AbstractContextManager[None]:
-    """In this block, a call that cannot be read is text, and the name of a tool is cleaned.
+    """Treat tool calls that cannot be parsed as text, and clean the names of tools, in this block.
 
     Args:
         clean: replaces special tokens and lone surrogates.
@@ -362,29 +380,29 @@ def readable_calls(clean: Callable[[str], str]) -> AbstractContextManager[None]:
         try:
             parsed: dict[str, Any] = plain(tokenizer, ids, *args, **kwargs)
             for call in parsed.get("tool_calls") or ():
-                function = _checked_call(call["function"])
+                function = _check_call(call["function"])
                 call.update(type=call["type"], function=function | {"name": clean(function["name"])})
-        except Exception:  # whatever a parser raises
+        except Exception:  # parsers raise errors of any type
             return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
         return parsed
 
     return patched_attribute(grpo_trainer, "parse_response", parse)
 
 
-def _checked_call(function: dict[str, Any]) -> Any:
-    """Return a call without lone surrogates, or raise an error if its arguments are nested too deeply."""
+def _check_call(function: dict[str, Any]) -> Any:
+    """Return a tool call without lone surrogates, or raise an error if its arguments are nested too deeply."""
     text = json.dumps(function, ensure_ascii=False).encode("utf-8", "replace").decode()
     if max(accumulate(_BRACKETS.get(character, 0) for character in text)) > _MOST_NESTED:
         raise DataError(f"The arguments of a call are nested deeper than {_MOST_NESTED}.")
     return json.loads(text)
 
 
-# Images that tools return, beside Qwen-VL: made as the processor makes them, and marked as the model reads them.
+# Images that tools return to models other than Qwen-VL.
 #
-# TRL 1.16 has the image processor make them without the options of the processor around it (InternVL writes the tokens
-# of several tiles and gets one), hands on whatever else that returns (`num_crops` of Gemma 3, which generation
-# refuses), and marks only tokens named <|image_pad|> or <|image|>, as `token_type_ids` also where a model takes none
-# (LLaVA). See https://github.com/huggingface/trl/pull/6906; removable with a TRL that does the three otherwise.
+# TRL 1.16 calls the image processor without the options of its processor (InternVL writes tokens of several tiles and
+# gets one tile), passes all its outputs on (`num_crops` of Gemma 3, which generation refuses), and marks only tokens
+# named <|image_pad|> or <|image|>, by `token_type_ids` even where a model has none (LLaVA). See
+# https://github.com/huggingface/trl/pull/6906; removable with a TRL that mends all three.
 
 _SCORING_ARGUMENTS = frozenset(signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
 
@@ -401,11 +419,12 @@ def process_with_options(processor: Any) -> Iterator[None]:
 
 
 def mark_images(model: nn.Module, ids: torch.Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return inputs of a pass with the token types (N, S) of their tokens, under each name that the model takes.
+    """Return the inputs of a pass with token types, (N, S), under each name that the model accepts.
 
     Args:
-        ids: tokens of whole rows, (N, S).
-        given: by name; token types among them are replaced.
+        model: transformers model, also wrapped.
+        ids: (N, S) tokens of whole rows.
+        given: inputs by name; token types among them are replaced.
     """
     causal = causal_model(model)
     types, taken = is_image_token(ids, causal.config).long(), signature(type(causal).forward).parameters
@@ -414,10 +433,15 @@ def mark_images(model: nn.Module, ids: torch.Tensor, given: Mapping[str, Any]) -
 
 
 def mark_turn(model: nn.Module, prompt_ids: Sequence[Sequence[int]], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with which a turn behind images of tools is generated, with token types for each row.
+    """Return multimodal fields for a turn behind images of tools, with token types of each row.
+
+    Args:
+        model: transformers model, also wrapped.
+        prompt_ids: tokens of each row.
+        fields: outputs of the image processor.
 
     Raises:
-        DataError: pixels lie by rows, and TRL has the image processor make one row of all images.
+        DataError: the model pads the images of a row, and TRL would put all images into one row.
     """
     if has_pixels_by_row(fields):
         shown = f"TRL would show all rows one row of images to {type(model).__name__}, which pads the images of a row"
@@ -427,20 +451,28 @@ def mark_turn(model: nn.Module, prompt_ids: Sequence[Sequence[int]], fields: Map
 
 
 def mark_scored_images(model: nn.Module, ids: torch.Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of TRL's scoring as `mark_images` does, without those that it does not have."""
+    """Return the arguments of TRL's scoring pass with token types, without arguments that it does not accept.
+
+    Args:
+        model: transformers model, also wrapped.
+        ids: (N, S) tokens of whole rows.
+        given: arguments by name.
+    """
     return mark_images(model, ids, {name: value for name, value in given.items() if name in _SCORING_ARGUMENTS})
 
 
-# Token types of completions, where prompts have some: they must not let a completion see what comes after it.
+# Token types of completions, which must not let a token attend to later tokens.
 
 
 def make_completions_causal(inputs: Mapping[str, Any], config: Any, completion_length: int) -> dict[str, Any]:
-    """Return inputs of a pass whose token types (N, P + T) are `causal_type` in the completions.
+    """Return the inputs of a pass with causal token types, (N, P + T), in the completions.
 
-    TRL pads them with 0 there, which in PaliGemma lets completions see their own future.
+    TRL pads token types with 0, by which completions of PaliGemma attend to later tokens.
 
     Args:
-        inputs: by name; those without token types are returned as they are.
+        inputs: by name, with or without token types.
+        config: of the model.
+        completion_length: T.
     """
     changed = dict(inputs)
     value = changed.get("token_type_ids")

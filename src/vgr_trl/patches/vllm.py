@@ -1,4 +1,4 @@
-"""Faults of TRL with vLLM: each with its link, and what makes the repair removable."""
+"""Repairs of faults in TRL with vLLM, each with its link and the condition under which it can be removed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,19 +14,21 @@ from trl.generation import vllm_client
 from vgr_trl.errors import ConfigError, VLLMServerError, error_text
 from vgr_trl.patching import patched_attribute
 
-# Features of images that vLLM keeps: forgotten when it gets new weights.
+# vLLM's cache of image features, reset with new weights.
 #
-# vLLM keeps what the vision tower makes of an image, by the content of the image alone. After new weights TRL 1.16
-# has it forget the prompts it has read, not the images, so an image that came in an earlier step is answered as the
-# earlier weights saw it. Nothing fails. See https://github.com/huggingface/trl/issues/7198; to be removed with a TRL
-# that calls `reset_encoder_cache` itself.
+# vLLM keeps image features by the content of the image alone. With new weights TRL 1.16 resets vLLM's prefix cache, but
+# not this cache, so an image of an earlier step is answered with features of the earlier weights, without an error. See
+# https://github.com/huggingface/trl/issues/7198; removable with a TRL that calls `reset_encoder_cache` itself.
 
 
 def forget_with_new_weights(trainer: GRPOTrainer) -> None:
-    """Have the vLLM of a constructed trainer of images forget their features whenever it gets new weights.
+    """Reset vLLM's cache of image features whenever it gets new weights.
 
-    Raises, when it gets them:
-        VLLMServerError: the server refuses.
+    Args:
+        trainer: constructed.
+
+    Raises, with new weights:
+        VLLMServerError: the server refuses to reset its cache.
     """
     if not (trainer.use_vllm and trainer._is_vlm):
         return
@@ -42,21 +44,19 @@ def forget_with_new_weights(trainer: GRPOTrainer) -> None:
             answer = client.session.post(f"{client.base_url}/reset_encoder_cache")
             if answer.status_code != 200:
                 answers = f"The vLLM server at {client.base_url} answers reset_encoder_cache with {answer.status_code}"
-                effect = "would go on with features of images from older weights"
+                effect = "would keep image features of older weights"
                 cure = "start a release from 0.22 on, with VLLM_SERVER_DEV_MODE=1"
                 raise VLLMServerError(f"{answers}, and {effect}: {cure}.")
 
     generation.sync_weights = sync_weights
 
 
-# Prompts with images for vLLM: one placeholder token per image where vLLM writes the others itself.
+# Prompts with images for vLLM, with one placeholder token per image.
 #
-# TRL 1.15 and 1.16 give a colocated vLLM the images, and prompts in which every image already takes n placeholder
-# tokens. vLLM reads the first of them as the whole image and writes n tokens in its place, so the model is prompted
-# with 2n - 1 of them, n - 1 of which stand for nothing. Nothing fails; the completions answer another prompt than the
-# one trained on. The release of vLLM makes no difference: 0.11 to 0.32 write the placeholders of any prompt of tokens,
-# one per image is the input they document, and a release that left other prompts alone would take these too. See
-# https://github.com/huggingface/trl/issues/6294.
+# TRL 1.15 and 1.16 give a colocated vLLM prompts in which every image already has n placeholder tokens. vLLM expands
+# the first of them to n tokens, so the prompt gets 2n - 1 placeholders, n - 1 of them without features. Nothing fails,
+# but completions answer another prompt than training uses. vLLM 0.11 to 0.32 all expand the placeholders of token
+# prompts, and document one placeholder per image as their input. See https://github.com/huggingface/trl/issues/6294.
 
 PROBE_SIZE = (64, 64)
 AFTER_IMAGES = (
@@ -71,14 +71,14 @@ def collapse_images(
     image_token_id: int,
     tokens_per_image: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Return the prompts with one placeholder token for each image; images that touch stay apart.
+    """Collapse the placeholders of each image to a single placeholder token.
 
     Args:
         prompt_ids: tokens of N prompts.
-        images_per_prompt: images of each of the N prompts.
-        image_token_id: the placeholder token, which stands once or more for each image.
-        tokens_per_image: placeholder tokens of every image, prompt after prompt; None: not known, which is enough as
-            long as no two images touch.
+        images_per_prompt: (N,) number of images.
+        image_token_id: the placeholder token, once or more for each image.
+        tokens_per_image: number of placeholder tokens of every image, prompt after prompt; None: unknown, which is
+            enough if no two images are adjacent.
 
     Raises:
         ConfigError: it is ambiguous which placeholder tokens of a prompt belong to which image.
@@ -98,7 +98,13 @@ def collapse_images(
 
 
 def _images_per_run(runs: Sequence[int], images: int, sizes: Sequence[int]) -> list[int] | None:
-    """How many images, of `sizes` tokens if that is known, each run of placeholders stands for; None: ambiguous."""
+    """Return the number of images in each run of placeholders; None: ambiguous.
+
+    Args:
+        runs: length of each run.
+        images: number of images of the prompt.
+        sizes: number of placeholders of each image; empty: unknown.
+    """
     if len(runs) == images:
         return [1] * images
     ends, image_ends = list(accumulate(runs)), list(accumulate(sizes))
@@ -109,7 +115,7 @@ def _images_per_run(runs: Sequence[int], images: int, sizes: Sequence[int]) -> l
 
 
 def _replace_runs(ids: Sequence[int], token: int, lengths: Sequence[int]) -> Iterator[int]:
-    """The tokens `ids`, in which the runs of `token` get other lengths."""
+    """Yield tokens, with new lengths for the runs of `token`."""
     remaining = iter(lengths)
     for is_token, run in groupby(ids, token.__eq__):
         yield from [token] * next(remaining) if is_token else run
@@ -117,13 +123,13 @@ def _replace_runs(ids: Sequence[int], token: int, lengths: Sequence[int]) -> Ite
 
 @dataclass(frozen=True)
 class VLLMImages:
-    """Prompts and images in the form that TRL needs to generate with vLLM.
+    """Prepares prompts and images for TRL's generation with vLLM.
 
     Attributes:
-        image_token_id: the placeholder token of images; None if prompts stay as the processor wrote them.
-        merge_size: of the image processor, which merges so many patches along each side into one token; None if it has
-            none, and no `image_grid_thw`.
-        why_not: why prompts with images cannot be generated from, if they cannot.
+        image_token_id: placeholder token of images; None: prompts are unchanged.
+        merge_size: number of patches along each side that the image processor merges into one token; None: it does not
+            return `image_grid_thw`.
+        why_not: why prompts with images cannot be used; None: they can.
     """
 
     image_token_id: int | None = None
@@ -131,10 +137,12 @@ class VLLMImages:
     why_not: str | None = None
 
     def prepared(self, prompt_ids: Any, images: Any, fields: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return prompts and images as TRL has to hand them to vLLM.
+        """Return prompts and images for vLLM.
 
         Args:
-            fields: what the processor made beside the tokens; `image_grid_thw`, if there is one, is (images, 3).
+            prompt_ids: tokens of N prompts.
+            images: lists of images of N prompts; None: no prompt has images.
+            fields: other outputs of the processor; `image_grid_thw` is (images, 3).
 
         Raises:
             ConfigError: see `collapse_images` and `plan_vllm_images`.
@@ -148,20 +156,24 @@ class VLLMImages:
             if grid is not None and self.merge_size is not None:
                 tokens = [int(t) * int(h) * int(w) // self.merge_size**2 for t, h, w in grid]
             prompt_ids = collapse_images(prompt_ids, [len(row or ()) for row in images], self.image_token_id, tokens)
-        return prompt_ids, [row or None for row in images]  # of an empty list TRL would take the first image
+        return prompt_ids, [row or None for row in images]  # TRL reads the first image of every list
 
 
 def plan_vllm_images(trainer: GRPOTrainer, has_images: bool) -> VLLMImages | None:
-    """Return what stands between the prompts and vLLM in the constructed `trainer`; None if nothing does.
+    """Return how to prepare prompts for vLLM; None: no preparation is needed.
+
+    Args:
+        trainer: constructed.
+        has_images: whether the data have images.
 
     Raises:
         ConfigError: prompts with images have to be collapsed, but the processor does not write images as repetitions
-            of one token. If the data have no images, this is raised when the first arrives.
+            of one token. Without images in the data, the first image raises it.
     """
     if not (trainer.use_vllm and trainer._is_vlm):
         return None
     args: Any = trainer.args
-    if args.vllm_mode != "colocate":  # to a server TRL sends processed images with their places in the prompt
+    if args.vllm_mode != "colocate":  # TRL sends a server processed images with their positions
         return VLLMImages()
     processor: Any = trainer.processing_class
     if repeats_one_token(processor):
@@ -176,11 +188,11 @@ def plan_vllm_images(trainer: GRPOTrainer, has_images: bool) -> VLLMImages | Non
 
 
 def repeats_one_token(processor: Any) -> bool:
-    """Return whether `processor` writes every image as repetitions of its token `image_token`, and nothing else.
+    """Return whether a processor writes every image as repetitions of its `image_token` alone.
 
-    True of LLaVA, LLaVA-Next and the Qwen-VL family. False of Gemma 3, InternVL, Idefics3 and SmolVLM, which add tokens
-    around an image or between its tiles, of processors without an `image_token`, and of those that want another token
-    in a text for an image (Gemma 3 before transformers 5.11).
+    True for LLaVA, LLaVA-Next and the Qwen-VL family. False for Gemma 3, InternVL, Idefics3 and SmolVLM, which add
+    tokens around an image or between its tiles, for processors without an `image_token`, and for processors that expect
+    another token in the text (Gemma 3 before transformers 5.11).
     """
     text = getattr(processor, "image_token", None)
     if not isinstance(text, str):
@@ -195,27 +207,27 @@ def repeats_one_token(processor: Any) -> bool:
     return runs == 1 and list(_replace_runs(written, token, [1])) == list(unexpanded)
 
 
-# Log-probabilities of prompts with images as a server of vLLM 0.32 sends them, for TRL 1.16 to read.
+# Log-probabilities of a server of vLLM 0.32, for TRL 1.16.
 #
-# TRL looks for each token's `token`, a text such as "token_id:17", which vLLM sent up to 0.31; from 0.32 on
-# `/inference/v1/generate` sends its `token_id`, a number, and TRL ends with a KeyError. To be removed with a TRL that
+# TRL reads each token's `token`, a text such as "token_id:17", which vLLM sent up to 0.31. From 0.32 on
+# `/inference/v1/generate` sends its `token_id`, a number, and TRL fails with a KeyError. Removable with a TRL that
 # reads both.
 
 
 @contextmanager
 def answers_of_server(trainer: GRPOTrainer) -> Iterator[None]:
-    """Read log-probabilities of a server in both forms in this block, and explain the error if it cannot be reached.
+    """Read both forms of a server's log-probabilities in this block, and explain connection errors.
 
-    TRL's client has then asked it again for about a minute.
+    TRL's client retries for about a minute before it fails.
 
     Raises:
-        VLLMServerError: in the process that asks it.
+        VLLMServerError: the server does not answer; raised in the process that calls it.
     """
     plain = vllm_client.parse_logprobs
     try:
         with patched_attribute(vllm_client, "parse_logprobs", lambda choices: plain([*map(fill_texts, choices)])):
             yield
-    except OSError as error:  # as are all errors of requests
+    except OSError as error:  # base of all errors of requests
         server = f"The vLLM server at {trainer.vllm_generation.vllm_client.base_url}"
         found = f"did not answer in step {trainer.state.global_step + 1} ({error_text(error)})"
         cure = "start it again, then continue with --resume_from_checkpoint"
@@ -223,7 +235,7 @@ def answers_of_server(trainer: GRPOTrainer) -> Iterator[None]:
 
 
 def fill_texts(logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the log-probabilities of a completion with a `token` for every `token_id`, also among the most likely."""
+    """Add a `token` for every `token_id` to the log-probabilities of a completion, the likeliest tokens included."""
     if logprobs is None or "content" not in logprobs:
         return logprobs
     content = [

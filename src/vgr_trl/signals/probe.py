@@ -1,15 +1,15 @@
-"""Attention on the image and the instruction, and similarity to the image, measured while a model computes.
+"""Measure attention on image and instruction, and similarity to the image, while a model runs.
 
-The mass on a set of keys is the attention output for a value vector that is 1 on the set and 0 elsewhere. While an
-`AttentionProbe` is active, every attention call of the language model runs as always, and then once more for the
-queries of interest, with indicator columns as values. No (H, T, S) matrix is made, except by eager attention.
+The attention mass on a set of keys is the attention output for values that are 1 on the set and 0 elsewhere. While an
+`AttentionProbe` is active, every attention call of the language model runs as usual, and then once more for the
+queries of interest, with indicator columns as values. Only eager attention makes an (H, T, S) matrix.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -34,39 +34,54 @@ SUPPORTED = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
 
 def find_decoder(model: nn.Module) -> Any:
-    """Return the language model of a transformers model, also a wrapped one (DDP, DeepSpeed, PEFT)."""
-    inside: Any = causal_model(model)
-    decoder = inside.get_decoder() if hasattr(inside, "get_decoder") else None
-    return inside if decoder is None else decoder
+    """Return the language model of a transformers model, also wrapped by DDP, DeepSpeed or PEFT."""
+    causal = causal_model(model)
+    return causal.get_decoder() or causal
 
 
 def count_attention_layers(model: nn.Module) -> int:
-    """Return L, the layers of the language model that have attention; layers of another kind are not measured."""
+    """Return L, the number of layers of the language model with attention; other layers are not measured."""
     return len({module.layer_idx for module in attention_modules(find_decoder(model))})
 
 
 def why_not_measurable(model: nn.Module) -> str | None:
-    """Return why the attention of `model` cannot be measured, None if it can."""
+    """Return why the attention of a model cannot be measured; None: it can."""
     if is_compiled(model):
         return "the model is compiled, and a compiled pass calls no other attention; switch torch.compile off."
     if (adapter := why_adapter_reads_whole_rows(model)) is not None:
         return f"the model has an adapter of the type {adapter}; use another type."
-    if getattr(causal_model(model).config, "is_encoder_decoder", False):
+    if causal_model(model).config.is_encoder_decoder:
         return f"{type(causal_model(model)).__name__} has an encoder for prompts; use a decoder-only model."
     decoder = find_decoder(model)
-    used = getattr(getattr(decoder, "config", None), "_attn_implementation", None)
-    if used not in SUPPORTED:
+    if (used := decoder.config._attn_implementation) not in SUPPORTED:
         return f"the attention implementation is {used!r}; load the model with one of {', '.join(SUPPORTED)}."
-    can_change: Any = getattr(decoder, "_can_set_attn_implementation", None)
-    if can_change is not None and not can_change():
+    if not decoder._can_set_attn_implementation():
         return f"{type(decoder).__name__} does not use the attention registry of transformers; use another model."
     if not count_attention_layers(model):
         return f"{type(decoder).__name__} has no attention layers with a layer_idx."
     return None
 
 
-class AttentionProbe:
-    """Measures, while it is active, how much attention the queries of a batch pay to vision and instruction tokens.
+class _Probe:
+    """Hooks a model in its block, and measures its passes."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._hook(self._stack)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _hook(self, stack: ExitStack) -> None:
+        """Hook the model until `stack` is closed."""
+        raise NotImplementedError
+
+
+class AttentionProbe(_Probe):
+    """Measures how much attention the queries of a batch pay to vision and instruction tokens, within its block.
 
     Example:
         >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
@@ -79,24 +94,24 @@ class AttentionProbe:
         >>> vision_gain_ratio(probe.mass).shape
         torch.Size([1])
 
-    The batch may pass through the model in several calls of consecutive rows, with gradient checkpointing, and with its
-    prompts shared (`share_prompts`). What the model returns is what it returns without a probe.
+    The batch may run in several calls of consecutive rows, with gradient checkpointing, and with `share_prompts`. The
+    model returns the same outputs as without a probe.
 
     Args:
         model: transformers model, also wrapped, with sdpa, flash or eager attention.
         masks: of the prompts (N, P), or of whole sequences (N, S).
-        rows: query positions to measure: a slice, or a sequence of integers. None: with masks (N, P) the emitting rows
-            of the completion, P - 1 to S - 2; with masks of whole sequences all S.
-        keep_rows: rows of the batch whose attention over the vision tokens is kept: `kept[row]` is (L, T, V) float32,
-            the mean over heads, with V the vision tokens of that row in order.
-        keep_layers: of the L layers with attention, those whose attention is kept; None: all.
-        measure_prompt: measure the queries of the instruction tokens too, for `prompt_mass`.
-        packed: a row may be several sequences, whose positions start again at 0; `masks` are then of whole sequences.
-        prompt: P, if `masks` are of whole sequences and `rows` is None: the emitting rows are measured all the same.
+        rows: query positions to measure, a slice or a sequence of integers. None: with masks (N, P) the positions that
+            emit completions, P - 1 to S - 2; with masks (N, S) all S.
+        keep_rows: rows of the batch whose attention over vision tokens is kept: `kept[row]` is (L, T, V) float32, the
+            mean over heads, for the V vision tokens of this row in order.
+        keep_layers: layers whose attention is kept, of the L layers with attention; None: all.
+        measure_prompt: whether to measure the queries of instruction tokens, for `prompt_mass`.
+        packed: whether a row may be several sequences, with positions that restart at 0; then masks are (N, S).
+        prompt: P, for masks (N, S): only positions that emit completions are measured, if `rows` is None.
 
     Raises:
-        ConfigError: the attention of the model cannot be measured, or other rows or positions pass through it than
-            `masks` has.
+        ConfigError: the attention of the model cannot be measured, or the model runs on rows or positions without a
+            mask.
     """
 
     def __init__(
@@ -113,10 +128,11 @@ class AttentionProbe:
         if (why := why_not_measurable(model)) is not None:
             raise ConfigError(f"Attention cannot be measured: {why}")
         sets = [each for each in (masks.vision, masks.instruction, masks.region) if each is not None]
-        self.sides = len(sets)  # 2, with a region 3; each image is one more set
+        self.sides = len(sets)  # 2, or 3 with a region; each image is one more set
         images = () if masks.images is None else masks.images.unbind(-1)
         self.sets = torch.stack([*sets, *images], dim=-1)  # (N, P or S, C)
         self.plan = PassPlan(self.sets, rows, measure_prompt, prompt)
+        super().__init__()
         self.keep_rows, self.packed = tuple(keep_rows), packed
         self._base: Any = causal_model(model).base_model
         decoder = find_decoder(model)
@@ -125,26 +141,21 @@ class AttentionProbe:
         self._kept_layers = set(numbers if keep_layers is None else map(numbers.__getitem__, keep_layers))
         self._modules = set(indexed_modules(decoder))
         self._masses: dict[int, torch.Tensor] = {}  # layer -> (N, T, 2)
-        self._prompts: dict[int, torch.Tensor] = {}  # layer -> (N, 2), sums over instruction queries
+        self._prompts: dict[int, torch.Tensor] = {}  # layer -> (N, 2), sums over instruction tokens as queries
         self._maps: dict[tuple[int, int], torch.Tensor] = {}  # (row, layer) -> (T, V)
-        self._stack = ExitStack()
 
-    def __enter__(self) -> "AttentionProbe":
-        self.plan.hook(self._stack, self._base, self._attention[0])
-        # A hook on the last layer makes shared prompts run it, too.
-        self._stack.callback(self._attention[-1].register_forward_hook(lambda *call: None).remove)
-        self._stack.enter_context(wrap_attention(self._wrap))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+    def _hook(self, stack: ExitStack) -> None:
+        self.plan.hook(stack, self._base, self._attention[0])
+        # With a hook on the last layer, shared prompts run this layer to its end.
+        stack.callback(self._attention[-1].register_forward_hook(lambda *call: None).remove)
+        stack.enter_context(wrap_attention(_pass_calls_to(self._measure, self.packed)))
 
     @property
     def mass(self) -> AttentionMass:
-        """Attention mass (L, N, T) of the layers that have attention; `mask` counts every token as valid.
+        """Attention mass (L, N, T) of the layers with attention; every token is valid.
 
         Raises:
-            ConfigError: fewer rows have passed through the model than `masks` has.
+            ConfigError: the model has run on fewer rows than the masks have.
         """
         sides = self._stack_layers(self._masses)  # (L, N, T', 2)
         sides = sides[:, :, on_device(self.plan.picks, sides.device)]  # (L, N, T, 2)
@@ -157,13 +168,12 @@ class AttentionProbe:
 
     @property
     def prompt_mass(self) -> AttentionMass:
-        """The mean over the queries of a row's instruction tokens, (L, N, 1), with `measure_prompt`.
+        """Mean attention mass of a row's instruction tokens as queries, (L, N, 1), with `measure_prompt`.
 
-        Each query sees what comes before it: one in front of the image pays it no attention. A row without instruction
-        tokens has no valid token.
+        Queries before the image pay it no attention. A row without instruction tokens has no valid token.
 
         Raises:
-            ConfigError: as `mass`.
+            ConfigError: the model has run on fewer rows than the masks have.
         """
         sets = self.sets[:, : self.plan.prompt]
         queries = sets[..., 1].sum(1)  # (N,)
@@ -172,7 +182,7 @@ class AttentionProbe:
 
     @property
     def kept(self) -> dict[int, torch.Tensor]:
-        """Row -> (L, T, V) float32, attention over its vision tokens, for rows and layers of which it is kept."""
+        """Row -> attention over its vision tokens, (L, T, V) float32, for `keep_rows` and `keep_layers`."""
         self.plan.check_complete()
         layers = sorted(self._kept_layers & set(self._masses))
         picks = self.plan.picks
@@ -186,17 +196,6 @@ class AttentionProbe:
         counts = sets.sum(1)  # (N, C)
         region = (sides[..., 2], counts[:, 2]) if self.sides == 3 else ()
         return AttentionMass(sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1], mask.to(sides.device), *region)
-
-    def _wrap(self, attention: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an attention function that measures its calls."""
-
-        def measured(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
-            outputs = attention(module, query, key, value, *args, **kwargs)
-            self._measure(module, AttentionCall(attention, module, query, key, options, self.packed))
-            return outputs
-
-        return measured
 
     @torch.no_grad()
     def _measure(self, module: Any, call: "AttentionCall") -> None:
@@ -221,7 +220,7 @@ class AttentionProbe:
                 if (row, layer) not in self._maps:
                     self._maps[row, layer] = torch.zeros(len(self.plan.positions), vision, device=device)
                 attention = call.mass_on_keys(each, current.emitting, slice(index, index + 1))[0]  # (T', V')
-                # Keys that a cache with a window has dropped are the first ones, and get no attention.
+                # A cache with a window drops the first keys, which get no attention.
                 self._maps[row, layer][current.columns, vision - len(keys) :] = attention
         if current.instruction is not None:
             mass = call.mass_on_keys(sets, current.instruction)  # (B, P', 2)
@@ -233,21 +232,21 @@ class AttentionProbe:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of a registered attention function, and how much of its attention goes to sets of keys.
+    """A call of an attention function, which can be repeated to measure attention on sets of keys.
 
     Attributes:
-        function: as transformers registers it.
-        module: attention module that it was called for.
+        function: attention function of transformers.
+        module: attention layer that called it.
         query: (B, H, Q, D).
-        key: (B, H of keys, K, D).
-        options: the other arguments of the call; `attention_mask` among them is (B or 1, 1 or H, Q, K), for flash
-            attention (B, K), or None.
-        packed: several sequences may stand in one row, which flash attention separates by their positions: the
+        key: (B, key heads, K, D).
+        options: other arguments of the call; `attention_mask` is (B or 1, 1 or H, Q, K), for flash attention (B, K), or
+            None.
+        packed: whether a row may be several sequences, which flash attention separates by their positions; then the
             function runs again for all queries.
     """
 
     function: Callable[..., Any]
-    module: nn.Module
+    module: Any
     query: torch.Tensor
     key: torch.Tensor
     options: dict[str, Any]
@@ -255,31 +254,31 @@ class AttentionCall:
 
     @property
     def shape(self) -> tuple[int, int, int, torch.device]:
-        """B, Q and K, and the device."""
+        """B, Q, K and the device."""
         return self.query.size(0), self.query.size(2), self.key.size(2), self.key.device
 
     def mass_on_keys(self, sets: torch.Tensor, queries: Queries, rows: slice = slice(None)) -> torch.Tensor:
         """Return the attention on sets of keys, the mean over heads, (B', T', C) float32.
 
         Args:
-            sets: (B', K, C) of ones and zeros, for B' of the B rows.
-            queries: the queries of interest, T' of Q.
-            rows: which of the B rows.
+            sets: (B', K, C), 1 for keys in a set and 0 for others, for B' of the B rows.
+            queries: queries of interest, T' of Q.
+            rows: the B' rows.
         """
-        width = self.key.size(-1)  # fused kernels want values as wide as keys
-        return torch.cat([self._outputs(part, queries, rows) for part in sets.split(width, dim=-1)], dim=-1)
+        width = self.key.size(-1)  # fused kernels require values as wide as keys
+        return torch.cat([self._run_with_sets(part, queries, rows) for part in sets.split(width, dim=-1)], dim=-1)
 
-    def _outputs(self, sets: torch.Tensor, queries: Queries, rows: slice) -> torch.Tensor:
-        """Run the function on at most D sets: (B', T', C)."""
+    def _run_with_sets(self, sets: torch.Tensor, queries: Queries, rows: slice) -> torch.Tensor:
+        """Run the function with at most D sets as values; return (B', T', C)."""
         key, query, options = self.key, self.query, {**self.options, "dropout": 0.0}
-        flash = "flash" in (getattr(self.module.config, "_attn_implementation", None) or "")
+        flash = "flash" in self.module.config._attn_implementation
         if not self.packed:
             # Causal kernels align the last query with the last key, so the keys end with those of the last query.
             last = queries.stop if self._is_causal() else query.size(2)
             stop = key.size(2) - query.size(2) + last
-            chosen = slice(queries.first, last) if flash else queries.index  # flash needs them without gaps
+            chosen = slice(queries.first, last) if flash else queries.index  # flash attention takes consecutive queries
             key, query, sets = key[rows, :, :stop], query[rows, :, chosen], sets[:, :stop]
-            options = self._options(chosen, stop, rows, flash)
+            options = self._select_options(chosen, stop, rows, flash)
         values = sets.to(key.dtype)
         if (missing := key.size(-1) - sets.size(-1)) > 0:
             values = torch.nn.functional.pad(values, (0, missing))  # (B', K', D)
@@ -291,8 +290,15 @@ class AttentionCall:
             return mass[rows, queries.index]
         return mass[:, queries.index - queries.first] if flash else mass
 
-    def _options(self, chosen: slice | torch.Tensor, stop: int, rows: slice, flash: bool) -> dict[str, Any]:
-        """Return the arguments for some rows and queries, and the keys up to `stop`."""
+    def _select_options(self, chosen: slice | torch.Tensor, stop: int, rows: slice, flash: bool) -> dict[str, Any]:
+        """Return the arguments of the call for some rows and queries.
+
+        Args:
+            chosen: the queries.
+            stop: number of keys.
+            rows: the rows.
+            flash: whether the function is flash attention.
+        """
         if any(self.options.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
             raise ConfigError("Attention cannot be measured in packed sequences: pass one sequence per row, padded.")
         left_out = "position_ids", "output_attentions"
@@ -302,7 +308,7 @@ class AttentionCall:
                 of_rows = per_query[rows] if per_query.size(0) > 1 else per_query
                 kept[name] = of_rows[:, :, chosen, :stop]
         mask = kept.get("attention_mask")
-        if mask is None and not flash and self._is_causal():  # what the function does by itself for all queries
+        if mask is None and not flash and self._is_causal():  # which the function masks by itself for all queries
             before, device = self.key.size(2) - self.query.size(2), self.key.device
             position = torch.arange(before, self.key.size(2), device=device)[chosen]  # (T',)
             kept["attention_mask"] = (position.unsqueeze(1) >= torch.arange(stop, device=device))[None, None]
@@ -311,23 +317,40 @@ class AttentionCall:
         return {**kept, "dropout": 0.0}
 
     def _is_causal(self) -> bool:
-        """Whether no query sees what comes behind it, by the kernel's own rule; a mask may say otherwise."""
+        """Whether the kernel itself hides later keys from each query; a mask may do so otherwise."""
         mask = self.options.get("attention_mask")
         causal = self.options.get("is_causal")
         causal = getattr(self.module, "is_causal", True) if causal is None else causal
         return bool(causal) and self.query.size(2) > 1 and (mask is None or mask.ndim == 2)
 
 
+def _pass_calls_to(
+    measure: Callable[[Any, AttentionCall], None], packed: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a wrapper for attention functions that calls `measure` with the module and each of its calls."""
+
+    def wrap(attention: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs = attention(module, query, key, value, *args, **kwargs)
+            options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
+            measure(module, AttentionCall(attention, module, query, key, options, packed))
+            return outputs
+
+        return measured
+
+    return wrap
+
+
 def cosine_similarity(
     emitting: torch.Tensor, image: torch.Tensor, over: str, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return how similar each of T hidden states is to those of an image, (T,) float32 in [-1, 1].
+    """Return the cosine similarity of T hidden states to the hidden states of an image, (T,) float32 in [-1, 1].
 
     Args:
-        emitting: (T, D), of the positions that emit tokens.
-        image: (V, D), of the image tokens; V = 0: all is undefined, NaN.
+        emitting: (T, D) hidden states of the positions that emit tokens.
+        image: (V, D) hidden states of the image tokens; if V is 0, all similarities are NaN.
         over: `max` or `mean` of the V cosines, or `centre`: the cosine to the mean of the V states.
-        seen: (T,) how many of the V states each position sees, the first ones; None: all.
+        seen: (T,) number of leading image tokens that each position sees; None: all V.
     """
     if not len(image):
         return torch.full((len(emitting),), torch.nan, device=emitting.device)
@@ -344,22 +367,22 @@ def cosine_similarity(
     return found.masked_fill(seen == 0, torch.nan)
 
 
-class SimilarityProbe:
-    """Measures, while it is active, `cosine_similarity` of the positions that emit completions.
+class SimilarityProbe(_Probe):
+    """Measures the `cosine_similarity` to the image of positions that emit completions, within its block.
 
         with SimilarityProbe(model, vision) as probe:
             model(**inputs)
         probe.similarity
 
-    The batch may pass in several calls of consecutive rows, and with its prompts shared; then the states of an image
-    are those of the pass over the prompts.
+    The batch may run in several calls of consecutive rows, and with `share_prompts`; hidden states of an image are then
+    those of the pass over the prompts.
 
     Args:
         model: transformers model, also wrapped.
-        vision: (N, P) bool, image tokens of the prompts; with `prompt` (N, S), those of whole rows.
-        layer: which hidden states, in [-L - 1, L].
-        over: as `cosine_similarity` takes it.
-        prompt: P, where completions hold images: each position is compared with those before it.
+        vision: (N, P) bool, image tokens of the prompts; with `prompt` (N, S), of whole rows.
+        layer: number of the hidden states, in [-L - 1, L].
+        over: `max`, `mean` or `centre`, see `cosine_similarity`.
+        prompt: P, where completions hold images: each position is compared with earlier images.
 
     Raises:
         ConfigError: the model has no such hidden states.
@@ -373,6 +396,7 @@ class SimilarityProbe:
         over: str = "max",
         prompt: int | None = None,
     ) -> None:
+        super().__init__()
         self.vision, self.over = vision, over
         self._plan = PassPlan(vision.unsqueeze(-1), None, measure_prompt=False, prompt=prompt)
         self._seen = None if prompt is None else vision.cumsum(1)  # (N, S)
@@ -382,24 +406,19 @@ class SimilarityProbe:
         layers = decoder_layers(self._decoder)
         self._number = hidden_state_number(layer, len(layers))
         self._read = self._decoder if self._number == len(layers) else layers[max(self._number - 1, 0)]
-        self._images: dict[int, torch.Tensor] = {}  # row -> (V, D), of the rows that pass or are still to come
+        self._images: dict[int, torch.Tensor] = {}  # row -> (V, D), of present and later rows
         self._found: list[tuple[Pass, torch.Tensor]] = []
-        self._stack = ExitStack()
 
-    def __enter__(self) -> "SimilarityProbe":
-        self._plan.hook(self._stack, self._base, self._attention)
-        self._stack.callback(self._read.register_forward_hook(self._measure, with_kwargs=True).remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+    def _hook(self, stack: ExitStack) -> None:
+        self._plan.hook(stack, self._base, self._attention)
+        stack.callback(self._read.register_forward_hook(self._measure, with_kwargs=True).remove)
 
     @property
     def similarity(self) -> torch.Tensor:
-        """(N, T) float32; NaN for rows without an image.
+        """Similarity (N, T) float32; NaN for rows without an image.
 
         Raises:
-            ConfigError: fewer rows have passed through the model than `vision` has.
+            ConfigError: the model has run on fewer rows than `vision` has.
         """
         self._plan.check_complete()
         result = torch.full((len(self.vision), len(self._plan.positions)), torch.nan, device=self.vision.device)
@@ -423,7 +442,7 @@ class SimilarityProbe:
         own = self.vision[current.owners.to(self.vision.device), current.seen :].to(states.device)  # (B, P or less)
         width = min(own.size(1), states.size(1))
         images = [row[:width][seen[:width]] for row, seen in zip(states, own, strict=True)]
-        before = self._images if current.seen else {}  # those of the prompts, which have passed
+        before = self._images if current.seen else {}  # of the prompts, which have run
         passed = {row: images[group] for row, group in zip(current.numbers, current.groups, strict=True)}
         found = {row: torch.cat([before[row], image]) if row in before else image for row, image in passed.items()}
         self._images = self._images | found if current.seen else found
@@ -440,7 +459,7 @@ def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
     """Return the layers of a language model.
 
     Raises:
-        ConfigError: it keeps them otherwise than in a list.
+        ConfigError: the model has no list of layers.
     """
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and attention_modules(module):
@@ -449,10 +468,10 @@ def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
 
 
 def hidden_state_number(layer: int, layers: int) -> int:
-    """Return a number in [0, L] for one in [-L - 1, L].
+    """Convert a number of hidden states in [-L - 1, L] to a number in [0, L].
 
     Raises:
-        ConfigError: it is outside of that.
+        ConfigError: the number is outside [-L - 1, L].
     """
     if not -layers - 1 <= layer <= layers:
         accepted = f"a number in [{-layers - 1}, {layers}], 0 for the embeddings"
@@ -460,25 +479,25 @@ def hidden_state_number(layer: int, layers: int) -> int:
     return layer % (layers + 1)
 
 
-class GenerationProbe:
-    """Measures, while it is active, the tokens that `model.generate` makes, each in the pass that makes it.
+class GenerationProbe(_Probe):
+    """Measures the tokens that `model.generate` samples, each in the pass that samples it, within its block.
 
         with GenerationProbe(model, vision_token_ids=..., special_token_ids=...) as probe:
             model.generate(**inputs)
         probe.mass, probe.logps, probe.entropies
 
-    Goes around `share_prompts`, if both are used: enter it last.
+    With `share_prompts`, enter the probe last.
 
     Args:
         model: transformers model, also wrapped by DDP or PEFT.
         vision_token_ids: placeholder tokens of images and videos.
-        special_token_ids: tokens that belong to no modality.
-        temperature: logits are divided by it.
+        special_token_ids: tokens without a modality.
+        temperature: divisor of the logits.
 
     Attributes:
-        logps: (N, T) float32, log-probabilities of the tokens of the latest generation under the model's own
-            distribution, whatever `top_p` and the like leave of it.
-        entropies: (N, T) float32, of that distribution, in nats.
+        logps: (N, T) float32, log-probabilities of the latest generation under the model's full distribution, without
+            `top_p` and other filters.
+        entropies: (N, T) float32, entropies of this distribution in nats.
 
     Raises:
         ConfigError: the attention of the model cannot be measured, or it generates with beams, an assistant or a cache
@@ -498,28 +517,24 @@ class GenerationProbe:
     ) -> None:
         if (why := why_not_measurable(model)) is not None:
             raise ConfigError(f"Attention cannot be measured: {why}")
+        super().__init__()
         self.causal: Any = causal_model(model)
         decoder = find_decoder(model)
         self._attention, self._modules = attention_modules(decoder), set(indexed_modules(decoder))
         self._ids = {"vision_token_ids": vision_token_ids, "special_token_ids": special_token_ids}
         self._temperature = temperature
         self._mass: AttentionMass | None = None
-        self._stack = ExitStack()
 
-    def __enter__(self) -> "GenerationProbe":
+    def _hook(self, stack: ExitStack) -> None:
         generate = partial(self._generate, self.causal.generate)
-        self._stack.enter_context(patched_method(self.causal, "generate", generate))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        stack.enter_context(patched_method(self.causal, "generate", generate))
 
     @property
     def mass(self) -> AttentionMass:
-        """Attention mass of the latest generation, (L, N, T); `mask` counts every token as valid.
+        """Attention mass of the latest generation, (L, N, T); every token is valid.
 
         Raises:
-            ConfigError: nothing has been generated.
+            ConfigError: `generate` was not called.
         """
         if self._mass is None:
             raise ConfigError("Nothing was generated while the probe was active: call generate in its block.")
@@ -536,17 +551,17 @@ class GenerationProbe:
         self._sets = torch.stack([masks.vision, masks.instruction], dim=-1)  # (prompts, P, 2)
         self._masses: dict[int, list[torch.Tensor]] = {}  # layer -> per token (N, 2)
         self._scored: list[torch.Tensor] = []  # per token (2, N): log-probability and entropy
-        self._drawn_from: torch.Tensor | None = None  # (N, vocabulary), of the token that is drawn next
+        self._drawn_from: torch.Tensor | None = None  # (N, vocabulary), distribution of the next token
         with ExitStack() as stack:
             hook = self._attention[0].register_forward_pre_hook(self._begin_step, with_kwargs=True)
             stack.callback(hook.remove)
             stack.callback(self.causal.register_forward_hook(self._read_logits, with_kwargs=True).remove)
-            stack.enter_context(wrap_attention(self._wrap))
+            stack.enter_context(wrap_attention(_pass_calls_to(self._measure)))
             outputs = generate(*args, **kwargs)
         sequences: torch.Tensor = outputs if isinstance(outputs, torch.Tensor) else outputs.sequences
         self._score(sequences[:, -1])
         self._drawn_from = None
-        made = sequences.size(1) - ids.size(1)  # T; with sharded parameters, passes go on until all processes end
+        made = sequences.size(1) - ids.size(1)  # T; with sharded parameters passes continue until all processes end
         self.logps, self.entropies = torch.stack(self._scored[:made], dim=-1)
         by_layer = [torch.stack(steps[:made], dim=1) for _, steps in sorted(self._masses.items())]  # L of (N, T, 2)
         sides = torch.stack(by_layer)
@@ -556,33 +571,24 @@ class GenerationProbe:
         return outputs
 
     def _begin_step(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before tokens pass: number the new token that comes of them; the pass that fills a shared cache has none."""
+        """Count the tokens seen; the pass that fills a shared cache samples no token."""
         passing = (args[0] if args else kwargs["hidden_states"]).size(1)
         self._seen = positions_seen(cache_of(kwargs)) + passing
         self._makes_token = self._seen >= self._sets.size(1)
         self._of_keys: dict[int, torch.Tensor] = {}
 
-    def _wrap(self, attention: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an attention function that measures the last query of its calls."""
-
-        def measured(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            outputs = attention(module, query, key, value, *args, **kwargs)
-            if module in self._modules and self._makes_token:
-                options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
-                self._measure(module, AttentionCall(attention, module, query, key, options))
-            return outputs
-
-        return measured
-
     @torch.no_grad()
     def _measure(self, module: Any, call: AttentionCall) -> None:
+        """Measure the last query of a call."""
+        if module not in self._modules or not self._makes_token:
+            return
         rows, queries, keys, device = call.shape
         if keys not in self._of_keys:
-            first = self._seen - keys  # a cache with a window has dropped the keys before
+            first = self._seen - keys  # a cache with a window drops earlier keys
             if first < 0:
                 raise ConfigError("Attention cannot be measured with a cache of fixed length: use a dynamic one.")
             sets = self._sets.repeat_interleave(rows // len(self._sets), dim=0)[:, first:]  # (N, K', 2)
-            columns = call.key.size(-1) - sets.size(-1)  # those that kernels want, once for all layers
+            columns = call.key.size(-1) - sets.size(-1)  # padding that kernels require, once for all layers
             wide = nn.functional.pad(sets, (0, columns, 0, keys - sets.size(1)))
             self._of_keys[keys] = wide.to(device, call.key.dtype)
         last = Queries(torch.tensor([queries - 1], device=device), queries - 1, queries)
@@ -597,7 +603,7 @@ class GenerationProbe:
             self._drawn_from = torch.log_softmax(outputs.logits[:, -1].float() / self._temperature, dim=-1)
 
     def _score(self, tokens: torch.Tensor) -> None:
-        """Take the log-probability of the tokens (N,) that were drawn."""
+        """Store log-probabilities and entropies of the sampled tokens, (N,)."""
         logps = self._drawn_from
         assert logps is not None
         self._scored.append(torch.stack([logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropies_of(logps)]))
