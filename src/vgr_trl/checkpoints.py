@@ -24,7 +24,7 @@ from accelerate.utils import send_to_device
 from datasets import Dataset, IterableDataset
 from torch import distributed, nn
 from torch.utils.data import Sampler
-from transformers import TrainerState
+from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils import logging
 
@@ -41,9 +41,11 @@ from vgr_trl.utils import (
 )
 
 if TYPE_CHECKING:
-    from vgr_trl.rollout import ConstructedTrainer
+    from trl import GRPOTrainer
+
+    from vgr_trl.dapo_config import DAPOConfig
 else:
-    ConstructedTrainer = object  # a mixin: the KL controller's state is saved where there is no TRL, too
+    GRPOTrainer = object  # a mixin: the KL controller's state is saved where there is no TRL, too
 
 fcntl: Any
 try:
@@ -329,7 +331,7 @@ def _is_locked(lock: int) -> bool:
 _TRIES = 15
 
 
-class ResumableTrainer(ConstructedTrainer):
+class ResumableTrainer(GRPOTrainer):
     """Methods of a TRL trainer that save and load complete checkpoints.
 
     Attributes:
@@ -342,6 +344,10 @@ class ResumableTrainer(ConstructedTrainer):
     resumed: Sequence[Any] = ()
     termination: Any
     train_sampler: Any = None
+    args: "DAPOConfig"
+    model: PreTrainedModel
+    train_dataset: Dataset | IterableDataset
+    _buffered_inputs: Any
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> TrainOutput:
         """Train; `True` and `latest` resume from the newest complete checkpoint, and an incomplete one is refused.
@@ -501,7 +507,7 @@ def load_place(trainer: ResumableTrainer, folder: Path) -> None:
         _continue_generation(trainer, folder, batches % _generates_every(trainer))
 
 
-def _order_of(trainer: ConstructedTrainer) -> dict[str, Any]:
+def _order_of(trainer: ResumableTrainer) -> dict[str, Any]:
     """Return the facts that decide the order of the prompts: options, the length of the data, texts of some rows."""
     found: dict[str, Any] = {"seed": trainer.args.seed, "shuffle_dataset": trainer.shuffle_dataset}
     if isinstance(dataset := trainer.train_dataset, Dataset):
@@ -513,12 +519,12 @@ def _order_of(trainer: ConstructedTrainer) -> dict[str, Any]:
     return found
 
 
-def _generates_every(trainer: ConstructedTrainer) -> int:
+def _generates_every(trainer: ResumableTrainer) -> int:
     """Micro-batches of a process from one generation to the next."""
     return int(trainer.args.steps_per_generation or 1) * trainer.num_iterations
 
 
-def _behind(trainer: ConstructedTrainer, folder: Path) -> tuple[int, int]:
+def _behind(trainer: ResumableTrainer, folder: Path) -> tuple[int, int]:
     """Whole epochs that are behind the run, and micro-batches since the last generation that began an epoch."""
     args, step = trainer.args, trainer.state.global_step
     window = args.gradient_accumulation_steps
@@ -533,7 +539,7 @@ def _behind(trainer: ConstructedTrainer, folder: Path) -> tuple[int, int]:
     return epochs, 0 if args.ignore_data_skip else steps * window
 
 
-def _continue_generation(trainer: ConstructedTrainer, folder: Path, micro_batch: int) -> None:
+def _continue_generation(trainer: ResumableTrainer, folder: Path, micro_batch: int) -> None:
     """Take up the generation batch of a checkpoint that was saved after so many micro-batches of it."""
     processes, every = trainer.accelerator.num_processes, _generates_every(trainer)
     saved = len([*folder.glob(SHARE.format(GENERATION, "*", "*"))])

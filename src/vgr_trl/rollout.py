@@ -1,27 +1,20 @@
 """Per-rollout and per-micro-batch state, which the trainer's hooks fill in."""
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
-from vgr_trl.efficiency.vision import VisionCache
-from vgr_trl.metrics import StageClock
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rows import Placement, Prompts, Turns
-from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal, RolloutSignals
-from vgr_trl.signals.scoring import Scores, Want
-from vgr_trl.utils import DataError, Feature
+from vgr_trl.signals.scoring import Scores
+from vgr_trl.utils import DataError
 
 
 @dataclass(frozen=True)
@@ -78,56 +71,7 @@ class Measurement:
 
 
 if TYPE_CHECKING:
-    from vgr_trl.passes.run_pass import ForwardPasses, Purpose
-
-    class ConstructedTrainer(GRPOTrainer):
-        """For annotations: a constructed trainer of TRL with the attributes and methods that `DAPOTrainer` adds."""
-
-        args: DAPOConfig
-        model: PreTrainedModel
-        train_dataset: Dataset | IterableDataset
-        num_generations: int
-        num_generations_eval: int
-        pad_to_multiple_of: int | None
-        _logs: dict[str, Any]
-        _buffered_inputs: Any
-
-        # Planned before the first generation; types that depend on this class are Any.
-        measurement: Measurement
-        features: dict[str, Feature]
-        reward_schedule: Any
-        passes: ForwardPasses
-        rows_per_pass: Any
-        vision_cache: VisionCache
-        shared_passes: SharedPasses
-        dummy_image: Any
-        vllm_images: Any
-        idle_options: dict[str, str]
-        # Kept from step to step.
-        clock: StageClock
-        step_metrics: Any
-        zero_variance_streak: Any
-        replay: Any
-        further_prompts: Any
-        kl: Any
-        critic: Any
-        pixels_unchecked: bool
-
-        @property
-        def mode(self) -> str: ...
-        @property
-        def completions_per_prompt(self) -> int: ...
-        def newest_metrics(self) -> dict[str, float]: ...
-        def named_reward_weights(self) -> dict[str, float]: ...
-        def new_rollout(self, rows: list[dict[str, Any]], **options: Any) -> AbstractContextManager["Rollout"]: ...
-        def generate_and_score(self, rollout: "Rollout") -> None: ...
-        def score(
-            self, batch: dict[str, Any], want: Want, model: nn.Module | None = None, *, purpose: Purpose = ...
-        ) -> Scores: ...
-        def tokenize(self, prompts: list[Any]) -> Prompts: ...
-        def greedy_rewards(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor: ...
-        def answer(self, rows: list[dict[str, Any]], conversations: list[Any]) -> list[str]: ...
-
+    from vgr_trl.trainer import DAPOTrainer as ConstructedTrainer  # in annotations of the layers below it
 else:
     ConstructedTrainer = GRPOTrainer
 

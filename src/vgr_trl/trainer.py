@@ -64,7 +64,6 @@ from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.functions import WholeGroups
 from vgr_trl.rewards.loading import ScoredFile, collect_token_weights, wrap_reward
 from vgr_trl.rollout import (
-    ConstructedTrainer,
     Rollout,
     TrainingPass,
     describe_row,
@@ -96,7 +95,7 @@ from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unf
 logger = logging.get_logger(__name__)
 
 
-class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
+class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     """TRL's `GRPOTrainer` with DAPO's defaults, signals of what the model looked at, and credit by them.
 
     Takes the arguments of `GRPOTrainer`; `args` is a `DAPOConfig`. With its own options at their defaults it trains as
@@ -133,6 +132,11 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     _name = "DAPO"
     _paper = TRL_PAPER
     data_source: str | None = None  # where the data come from, for the model card
+    num_generations: int
+    num_generations_eval: int
+    pad_to_multiple_of: int | None
+    further_prompts: Any = None
+    _logs: dict[str, Any]
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: DAPOConfig | None = None, *rest: Any, **options: Any
@@ -202,7 +206,6 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         self.has_reward_files = any(isinstance(reward, ScoredFile) for reward in self.reward_funcs)
         self.zero_variance_streak = ZeroVarianceStreak(args)
         self.replay = Replay(self) if args.replay_buffer_size > 0 else None
-        self.further_prompts = None
         if args.dynamic_sampling == "resample":
             enlarge_tables(self._logs, int(args.generation_batch_size or 0) * (1 + args.dynamic_sampling_max_rounds))
             self.further_prompts = FurtherPrompts.from_trainer(self)
