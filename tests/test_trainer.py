@@ -2,6 +2,7 @@ import copy
 import math
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.config import SWITCHES
-from vgr_trl.passes.run_pass import rows_per_pass
+from vgr_trl.passes.run_pass import ForwardPasses
 from vgr_trl.rows import scoring_inputs
-from vgr_trl.utils import ConfigError
+from vgr_trl.utils import ConfigError, Feature
 
 LONGER = {"max_steps": 2, "learning_rate": 0.1}
 
@@ -170,10 +171,16 @@ def test_rows_of_a_scoring_pass():
 
     def rows(batch_size, group, most, others=(14, 6)):
         """Where another process has so many columns."""
-        gathered = lambda mine: torch.cat([mine, torch.tensor(others)])  # noqa: E731
-        return rows_per_pass(
-            batch_size, group, most_tokens=most, columns=(14, 6), gather=gathered, device=torch.device("cpu")
-        )
+        passes = SimpleNamespace(
+            args=SimpleNamespace(max_tokens_per_micro_batch=most, num_generations=group),
+            policy=SimpleNamespace(training=True), rows=SimpleNamespace(given=batch_size),
+            features={"share_scoring": Feature(None if group else "off")},
+            accelerator=SimpleNamespace(
+                device=torch.device("cpu"), gather=lambda mine: torch.cat([mine, torch.tensor(others)])
+            ),
+        )  # fmt: skip
+        inputs = {"input_ids": torch.zeros(1, 14), "logits_to_keep": 6}
+        return ForwardPasses._rows_of_chunk(passes, inputs)
 
     assert [rows(2, None, None), rows(2, 4, None), rows(8, 4, None)] == [2, 4, 8]
     assert [rows(8, 4, 40), rows(8, 4, 64), rows(8, 4, 26)] == [4, 8, 3]

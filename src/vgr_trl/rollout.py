@@ -264,5 +264,9 @@ def weighted_sums(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def find_completion_maker(trainer: ConstructedTrainer) -> str | None:
     """Return the option by which completions are more than the policy's answer to its prompt, if one is on."""
-    makers = {"rollout_func": "rollout_func", "environment_factories": "environment_factory", "tools": "tools"}
-    return next((option for name, option in makers.items() if getattr(trainer, name, None)), None)
+    makers = {
+        "rollout_func": trainer.rollout_func,
+        "environment_factory": trainer.environment_factories,
+        "tools": trainer.tools,
+    }
+    return next((option for option, maker in makers.items() if maker), None)

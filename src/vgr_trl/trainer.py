@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -299,7 +298,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     def _generate(self, prompts: list[Any]) -> Any:
         """Keep the prompts, which tokens are the policy's own, and the images that tools have returned."""
         if self._rollout is not None:
-            self._rollout.messages = [*map(copy, prompts)]  # TRL adds the turns of tools to its own
+            self._rollout.messages = prompts
         with guarded(self) if self.tools else nullcontext():
             generated = super()._generate(prompts)
         if self._rollout is not None and self.tools:
@@ -458,8 +457,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         logps, old = scores.logps, batch.get(OLD_LOGPS)
         if old is not None:  # constants for tokens without loss, at a ratio of 1
             logps = torch.where(scores.mask, logps, old.to(logps))
-        read = {name: getattr(scores, name) for name in ("hidden", "values", "rows_run")}
-        self._pass = TrainingPass(batch, model, logps, scores.mask, **read)
+        self._pass = TrainingPass(batch, model, logps, scores.mask, scores.hidden, scores.values, scores.rows_run)
         return logps, scores.entropies, scores.router_loss
 
     def _score_for_rollout(

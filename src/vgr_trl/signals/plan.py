@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from vgr_trl.pixels import on_device
+from vgr_trl.sharing.prefix_cache import ReadPrefix, WrittenPrefix
 from vgr_trl.utils import ConfigError
 
 
@@ -152,8 +153,8 @@ class PassPlan:
             self._plan_positions(length)
         cache = cache_of(kwargs)
         seen = positions_seen(cache)
-        groups: list[int] | None = getattr(cache, "groups", None)  # of a prefix that is written
-        some: list[int] | None = getattr(cache, "rows", None)  # of one that is read
+        groups = cache.groups if isinstance(cache, WrittenPrefix) else None
+        some = cache.rows if isinstance(cache, ReadPrefix) else None
         self._to_come = len(groups) if groups is not None else self._to_come if some is not None else count
         start, stop = self._next_row, self._next_row + self._to_come
         self._check_rows(stop <= len(self.sets), stop)
@@ -187,5 +188,5 @@ def cache_of(kwargs: dict[str, Any]) -> Any:
 
 def positions_seen(cache: Cache | None) -> int:
     """Return how many positions of a row are in a cache."""
-    layers = [] if cache is None else cache.layers
-    return max((int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")), default=0)
+    layers: Any = [] if cache is None else cache.layers
+    return max((int(layer.get_seq_length()) for layer in layers if isinstance(layer, CacheLayerMixin)), default=0)

@@ -136,8 +136,8 @@ class RolloutScorer:
         reasons = report.plain.keys() - {"no prompt occurs twice"}
         if self.share_prompts == "on" and reasons:
             raise ConfigError(f"share_prompts is on, but prompts could not be shared: {min(reasons)}; use auto or off.")
-        measured = ("logps", "entropies", "mask", "attention", "similarity")
-        return RolloutSignals(**{name: getattr(scores, name) for name in measured})
+        entropies: Any = scores.entropies
+        return RolloutSignals(scores.logps, entropies, scores.mask, scores.attention, similarity=scores.similarity)
 
     def _attention_plan(self, attention: bool, similarity: bool, regions: Tensor | None) -> AttentionPlan | None:
         if not (attention or similarity):
