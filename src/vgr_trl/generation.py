@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from vgr_trl.data.prompts import format_question, special_tokens, texts_of
+from vgr_trl.passes.run_pass import Purpose
 from vgr_trl.patches.trl import override_sampling, process_with_options, readable_calls
 from vgr_trl.patches.vllm import answers_of_server
 from vgr_trl.pixels import image_tensors, joined
@@ -196,7 +197,8 @@ def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         if seen is not None and seen.images is not None:
             pixels = pixels_of_rows(seen.fields, seen.images, range(len(rollout.rows)), batch)
             batch = batch | {"pixel_values": joined(pixels)}
-        rollout.batch = rollout.batch | {OLD_LOGPS: trainer.score(scoring_inputs(batch), Want()).logps}
+        scores = trainer.score(scoring_inputs(batch), Want(), purpose=Purpose.VIEW)
+        rollout.batch = rollout.batch | {OLD_LOGPS: scores.logps}
     rollout.metrics |= {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
     if noise.generations:
         rewards = weighted_sums(rollout.rewards, trainer.reward_weights).nan_to_num()  # (N of all,)

@@ -16,6 +16,7 @@ from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.generation import perturb_turns, process_images, rows_perturbed
 from vgr_trl.metrics import ENGINE_BOUND
 from vgr_trl.passes.loss_mask import find_window, trim_inputs
+from vgr_trl.passes.run_pass import Purpose
 from vgr_trl.patches.trl import mark_images
 from vgr_trl.pixels import image_inputs_of, image_tensors, joined, parts_by_counts, tiles_by_tokens
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row, find_completion_maker
@@ -265,7 +266,8 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     every = range(len(batch["prompt_ids"]))
     if "perception" in measurement.needed:
         pixels = _inputs_under(args.perturbation, trainer, rollout, every).get("pixel_values")
-        batch |= {} if pixels is None else {"perturbed_pixel_values": pixels}
+        if pixels is not None:
+            rollout.batch = batch = batch | {"perturbed_pixel_values": pixels}
     if not measurement.views:
         return
     rollout.signals = signals = rollout.signals or build_unmeasured_signals(valid_tokens(batch).bool())
@@ -274,6 +276,7 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         trainer.score(
             stacked_inputs([_inputs_under(name, trainer, rollout, rows) for name in measurement.views]),
             Want(hidden=measurement.needs("shift")),
+            purpose=Purpose.VIEW,
         )
         for rows in (every[start : start + size] for start in every[::size])
     ]
