@@ -1,4 +1,4 @@
-"""A critic beside the policy: values of tokens, the advantages made of them, and how they are learned."""
+"""Train a critic beside the policy: values of tokens, and advantages by generalised advantage estimation."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -27,7 +27,7 @@ FILE = "critic.pt"  # in a checkpoint
 
 
 class ValueHead(nn.Module):
-    """One number for each hidden state, in float32 whatever the passes run in; 0 before it is trained."""
+    """Maps each hidden state to a value, in float32 under any autocast; 0 before it is trained."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -36,19 +36,20 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(N, T) float32, for hidden states (N, T, D)."""
+        """Return values (N, T) float32 for hidden states (N, T, D)."""
         with torch.autocast(hidden.device.type, enabled=False):
             values: Tensor = self.linear(hidden.float())  # (N, T, 1)
             return values.squeeze(-1)
 
 
 class ValueModel(nn.Module):
-    """A copy of the policy with a scalar head in place of its own, which TRL's scoring can call.
+    """A copy of the policy with a scalar head in place of its LM head, which TRL's scoring can call.
 
-    It trains what the policy trains when it is copied.
+    The weights that train are the weights that train in the policy when it is copied.
 
     Args:
-        policy: the model, not wrapped by DDP yet.
+        policy: the model, before DDP wraps it.
+        head: the scalar head.
     """
 
     def __init__(self, policy: nn.Module, head: ValueHead) -> None:
@@ -57,15 +58,18 @@ class ValueModel(nn.Module):
         self.head = head
 
     def forward(self, input_ids: Tensor, labels: Tensor, fused_lm_head: bool, **inputs: Any) -> FusedCausalLMOutput:
-        """Return values (N, S - 1) of the tokens that each position emits where TRL expects log-probabilities."""
+        """Return values (N, S - 1) of the tokens that positions emit, where TRL expects log-probabilities."""
         outputs = self.module(input_ids=input_ids, **inputs, use_cache=False, return_dict=True)
         return FusedCausalLMOutput(log_probs=self.head(outputs.last_hidden_state[:, :-1]))
 
 
 class Critic:
-    """Learns the values of tokens beside the policy of a trainer, which is not wrapped yet.
+    """Learns the values of tokens beside the policy of a trainer.
 
-    Each process has its module whole: gradients are averaged over processes, then clipped.
+    Each process has the whole module: gradients are averaged over processes, then clipped.
+
+    Args:
+        trainer: whose policy is not wrapped yet.
     """
 
     def __init__(self, trainer: ConstructedTrainer) -> None:
@@ -88,15 +92,15 @@ class Critic:
             eps=args.adam_epsilon,
             weight_decay=args.weight_decay,
         )
-        self.steps, self.totals = 0, Totals()  # of the micro-batches since the last optimizer step
+        self.steps, self.totals = 0, Totals()  # since the last optimizer step
         if accelerator.num_processes > 1:
             for value in self.named.values():  # an adapter is drawn by each process
                 value.data.copy_(broadcast(value.data))
 
     def value_tokens(self, rollout: Rollout) -> None:
-        """Put values, returns and advantages of the tokens (N, T) into the batch of a rollout.
+        """Add values, returns and advantages of the tokens (N, T) to the batch of a rollout.
 
-        Completions that no reward applies to get NaN, and train nothing.
+        Completions that no reward applies to get NaN, and are not trained on.
         """
         trainer, args, batch = self.trainer, self.trainer.args, rollout.batch
         mask = valid_tokens(batch).bool()
@@ -117,7 +121,7 @@ class Critic:
         }
 
     def estimate(self, rollout: Rollout) -> dict[str, float]:
-        """Give a rollout advantages (N, T), whitened over what is trained on in all processes; return metrics."""
+        """Set advantages (N, T) of a rollout, whitened over the trained tokens of all processes; return metrics."""
         batch = dict(rollout.batch)
         advantages = batch.pop("token_advantages")
         trained = rollout.with_gradient.to(advantages.device).unsqueeze(1)  # (N, 1)
@@ -169,7 +173,7 @@ class Critic:
         return metrics | self._step()
 
     def _step(self) -> dict[str, float]:
-        """Update the module by the gradients that have been gathered, unless they are not finite; return metrics."""
+        """Update the module by the averaged gradients, if they are finite; return metrics."""
         args = self.trainer.args
         for value in self.named.values():
             gradient = torch.zeros_like(value) if value.grad is None else value.grad
@@ -192,10 +196,10 @@ class Critic:
             torch.save(state, folder / FILE)
 
     def load(self, folder: Path) -> None:
-        """Continue with the critic of a checkpoint, which any number of processes may have written.
+        """Load the critic of a checkpoint, which any number of processes may have written.
 
         Raises:
-            ConfigError: it is of another model or adapter.
+            ConfigError: the checkpoint's critic has another model or adapter.
         """
         if not (folder / FILE).exists():
             logger.warning(f"{folder} has no critic, which starts from scratch: it was written with another estimator.")

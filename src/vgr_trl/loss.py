@@ -1,7 +1,7 @@
 """Loss terms beside TRL's: KL divergences of all kinds, perception loss, entropy penalty.
 
 Terms are per token, (N, T), and 0 on invalid tokens: the caller sums and divides them as it does its policy loss.
-`KLControl` and `auxiliary_loss` are those of a run of `DAPOTrainer`; nothing here needs TRL to be imported.
+`DAPOTrainer` uses `KLControl` and `auxiliary_loss`.
 """
 
 import math
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 KINDS = get_args(KLKind)
 _LARGEST = 10.0  # of `low_var_kl`
 _LARGEST_DIFFERENCE = 20.0
-_ROUNDING = 1e-6  # below it the sign of a difference is that of float32 rounding
+_ROUNDING = 1e-6  # smaller differences have the sign of a float32 rounding error
 
 
 def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: str = "low_var_kl") -> Tensor:
     """Return an estimate of KL(policy ‖ reference) for every token, as EasyR1 and verl define its kinds.
 
-    With d = log π − log π_ref of the sampled token: `kl` is d (k1), `abs` |d| with gradient 0 where |d| < 1e-6,
+    With d = log π − log π_ref of the sampled token, `kl` is d (k1), `abs` |d| with gradient 0 where |d| < 1e-6,
     `mse` d²/2 (k2), `low_var_kl` is exp(−d) + d − 1 with d clamped to ±20 and the result to 10 (k3; Schulman,
     http://joschu.net/blog/kl-approx.html).
     `full` is the divergence itself, Σ_v π(v) (log π(v) − log π_ref(v)), from the logits of all words.
@@ -86,28 +86,29 @@ class AdaptiveKLController:
 
     Args:
         coefficient: at the start, at least 0.
-        target: KL to be kept, in nats, above 0.
-        horizon: completions over which the coefficient follows, above 0; infinity: it stays as it is.
+        target: KL that the control aims at, in nats, above 0.
+        horizon: completions over which the coefficient follows, above 0; infinity: it is constant.
     """
 
     def __init__(self, coefficient: float, target: float = 6.0, horizon: float = 10_000) -> None:
         self.coefficient, self.target, self.horizon = coefficient, target, horizon
 
     def update(self, mean_kl: float, num_samples: int) -> None:
-        """Take in the mean KL of `num_samples` completions; both must be the same on every process."""
+        """Update the coefficient by the mean KL of `num_samples` completions, the same on every process."""
         error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
         self.coefficient *= 1 + error * num_samples / self.horizon
 
 
 def perception_divergence(logps: Tensor, perturbed_logps: Tensor, mask: Tensor) -> Tensor:
-    """Return the KL divergence of the policy that sees the image from itself with the perturbed one, token by token.
+    """Return, per token, the KL divergence between the policy given the image and given the perturbed image.
 
-    It is the `visual_dependency` with gradients, which are 0 where that is clamped (at 10, or at a difference of 20).
+    It is the `visual_dependency` with gradients, which are 0 where the dependency is clamped (at 10, or at a difference
+    of 20).
 
     Args:
         logps: (N, T), log-probabilities of the completion tokens given the image.
         perturbed_logps: (N, T), of the same tokens given the perturbed image, under the same policy.
-        mask: (N, T) bool, valid tokens; what stands elsewhere is not read, NaN included.
+        mask: (N, T) bool, valid tokens; other values are ignored, NaN included.
 
     Returns:
         (N, T) float32 in [0, 10], 0 outside `mask`.
@@ -117,7 +118,7 @@ def perception_divergence(logps: Tensor, perturbed_logps: Tensor, mask: Tensor) 
 
 
 def surprisal(logps: Tensor, mask: Tensor) -> Tensor:
-    """Return -log p of every valid token, 0 elsewhere: for tokens that the policy has sampled, a guess of its entropy.
+    """Return -log p of every valid token, 0 elsewhere: of sampled tokens, an estimate of the policy's entropy.
 
     Args:
         logps: (N, T), log-probabilities of the completion tokens.
@@ -138,14 +139,14 @@ def perception_loss(
     """Return the implicit perception loss and double entropy loss of PAPO (https://huggingface.co/papers/2507.06448).
 
     -gamma · KL(original, perturbed) - eta_1 · log p_original - eta_2 · log p_perturbed: minimising it makes the
-    completion depend on the image, while the entropy terms keep both distributions sharp, without which the policy can
-    win by writing unrelated tokens. Gradients flow through both log-probabilities. In the published code the perturbed
-    ones carry none by default, so that its entropy term on them trains nothing.
+    completion depend on the image. The entropy terms keep both distributions sharp; without them the policy can win by
+    writing unrelated tokens. Gradients flow through both log-probabilities. In the published code the perturbed
+    log-probabilities carry no gradient by default, so that its entropy term on them trains nothing.
 
     Args:
         logps: (N, T), log-probabilities of the completion tokens given the image.
         perturbed_logps: (N, T), of the same tokens given the perturbed image, under the same policy.
-        mask: (N, T) bool, valid tokens; what stands elsewhere is not read, NaN included.
+        mask: (N, T) bool, valid tokens; other values are ignored, NaN included.
         coefficient: gamma, at least 0. The paper uses 0.01 and 0.02 and saw collapse at 0.04.
         entropy_coefficient: eta_1, at least 0. The paper uses 0.03 and 0.05.
         perturbed_entropy_coefficient: eta_2, at least 0, likewise.
@@ -196,11 +197,11 @@ class FullKL:
         self._temperature = temperature
 
     def between(self, hidden: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-        """Return the divergence at every position (N, T), 0 where `mask` is False; with gradients of the policy.
+        """Return the divergence at every position (N, T), 0 where `mask` is False, with gradients of the policy.
 
         Args:
-            hidden: (N, T', D) of the policy; T' is T, or less if the others are not in the mask.
-            reference: (N, T, D).
+            hidden: (N, T', D) of the policy; T' is T, or less if the mask is False in the last columns.
+            reference: (N, T, D) of the reference model.
             mask: (N, T) bool.
         """
         found = torch.zeros(mask.shape, device=hidden.device)
@@ -223,7 +224,7 @@ class FullKL:
 def kl_penalty_reward(
     completions: list[Any], kl_penalty: list[float] | None = None, **columns: Any
 ) -> list[float | None]:
-    """Return what the KL takes from each completion's reward, None without a reference pass (in evaluation)."""
+    """Return the KL penalty of each completion, None without a reference pass (in evaluation)."""
     return [None] * len(completions) if kl_penalty is None else list(kl_penalty)
 
 
@@ -234,7 +235,7 @@ class KLControl(SavedState):
     """KL penalty of a run, in its rewards or its loss, with a fixed or adaptive coefficient.
 
     Attributes:
-        penalises, in_loss: which of the two it does, if any.
+        penalises, in_loss: whether the KL is in the rewards, or in the loss.
     """
 
     kind = "kl"
@@ -249,10 +250,10 @@ class KLControl(SavedState):
 
     @torch.no_grad()
     def penalise(self, rollout: "Rollout") -> dict[str, list[float]]:
-        """Return the column that `kl_penalty_reward` reads; empty where there is no penalty.
+        """Return the column that `kl_penalty_reward` reads, or {} without a penalty.
 
         Args:
-            rollout: scored by the policy and its reference; keeps the penalty of each token.
+            rollout: scored by the policy and its reference; its `kl_penalty` is set.
         """
         policy, reference = rollout.scores, rollout.reference
         if not self.penalises or policy is None or reference is None:
@@ -263,10 +264,10 @@ class KLControl(SavedState):
         return {"kl_penalty": rollout.kl_penalty.sum(dim=1).tolist()}
 
     def drop_unscored_penalties(self, rewards: Tensor) -> Tensor:
-        """Return rewards (N of all, F) in which a completion that no other reward applies to has no penalty either.
+        """Drop the penalty of completions that no other reward applies to.
 
         Args:
-            rewards: the last column is that of the penalty, where there is one.
+            rewards: (N of all, F); the last column is the penalty, if the run has one.
         """
         if self.penalises:
             rewards = rewards.clone()
@@ -274,13 +275,13 @@ class KLControl(SavedState):
         return rewards
 
     def keep_reference(self, rollout: "Rollout") -> None:
-        """Put the reference's hidden states into the batch of a scored rollout, if a loss over all words needs them."""
+        """Add the reference's hidden states to the batch of a scored rollout, if the full KL in the loss needs them."""
         if self.in_loss and rollout.reference is not None and rollout.reference.hidden is not None:
             hidden = rollout.reference.hidden.transpose(1, 2).contiguous()  # (N, D, T)
             rollout.batch = {**rollout.batch, "reference_hidden": hidden}
 
     def term(self, passed: "TrainingPass", mask: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics."""
+        """Return the KL loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics."""
         mask, coefficient, inputs = mask.bool(), self.controller.coefficient, passed.inputs
         theirs = inputs["ref_per_token_logps"] if self.full is None else inputs["reference_hidden"].transpose(1, 2)
         kl = self._kl(passed, theirs, mask)
@@ -288,10 +289,12 @@ class KLControl(SavedState):
         return coefficient * kl, self.update() if self.accelerator.sync_gradients else {}
 
     def _kl(self, policy: Any, theirs: Any, mask: Tensor) -> Tensor:
-        """Return the KL of every token (N, T), 0 outside `mask`, of what a pass of the policy gave.
+        """Return the KL of every token (N, T), 0 outside `mask`.
 
         Args:
+            policy: scores of the policy, `logps` or for the full KL `hidden`.
             theirs: log-probabilities of the reference, for the full KL its hidden states.
+            mask: (N, T) bool.
         """
         if self.full is not None:
             return self.full.between(policy.hidden, theirs, mask)
@@ -304,7 +307,7 @@ class KLControl(SavedState):
         self._completions += len(kl) * self.accelerator.num_processes
 
     def update(self) -> dict[str, float]:
-        """Update the coefficient by the completions since the last update; return metrics of them."""
+        """Update the coefficient by the completions since the last update; return their metrics."""
         metrics = {"kl/coefficient": self.controller.coefficient} | self._totals.metrics(self.accelerator.gather)
         mean = metrics.get("kl/completion", math.nan)
         if not math.isnan(mean):
@@ -313,7 +316,7 @@ class KLControl(SavedState):
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the coefficient, which an adaptive control saves."""
+        """Return the coefficient, which an adaptive control saves in checkpoints."""
         return {"coefficient": self.controller.coefficient}
 
     def load_states(self, states: list[dict[str, Any]]) -> None:
@@ -327,15 +330,17 @@ _PER_COMPLETION = ("grpo", "sapo")
 def average_as_loss(
     per_token: Tensor, mask: Tensor, inputs: dict[str, Any], args: "DAPOConfig", steps: int, num_processes: int
 ) -> Tensor:
-    """Return the average of a term such that it has the scale of the loss it is added to, as TRL 1.16 divides.
+    """Average a term as TRL 1.16 averages the loss that it is added to.
 
-    TRL computes its normaliser within `_compute_loss` and gives it nobody; tests/training/test_loss_terms.py compares.
+    TRL does not return its normaliser, which is local to `_compute_loss`; tests/training/test_loss_terms.py compares.
 
     Args:
         per_token: (N, T) values of the term.
         mask: (N, T) tokens that count in the loss.
         inputs: the micro-batch, with `num_items_in_batch`, the valid tokens of the rollout over all processes.
+        args: options of the run.
         steps: micro-batches of the current optimizer step.
+        num_processes: number of processes.
     """
     sums, counts = (per_token * mask).sum(-1), mask.sum(-1)  # (N,)
     if args.loss_type in PER_WINDOW:
@@ -354,7 +359,7 @@ def average_as_loss(
 
 
 def auxiliary_loss(trainer: "ConstructedTrainer", passed: "TrainingPass") -> tuple[Tensor | float, dict[str, float]]:
-    """Return the terms of a micro-batch that are no advantages, averaged as TRL averages its own loss, and metrics."""
+    """Return the terms of a micro-batch beside TRL's loss, averaged as TRL averages it, and metrics."""
     args, accelerator, totals = trainer.args, trainer.accelerator, Totals()
     mask, terms, metrics = valid_tokens(passed.inputs), list[Tensor](), dict[str, float]()  # terms (N, T) each
     if args.use_entropy_penalty:
@@ -374,7 +379,7 @@ def auxiliary_loss(trainer: "ConstructedTrainer", passed: "TrainingPass") -> tup
 
 
 def _perception_term(trainer: "ConstructedTrainer", passed: "TrainingPass", mask: Tensor, totals: Totals) -> Tensor:
-    """The perception loss of every token (N, T), the one term that takes a further pass, through perturbed images."""
+    """Return the perception loss of every token (N, T); it alone takes a further pass, with perturbed images."""
     args, inputs, logps = trainer.args, passed.inputs, passed.logps
     perturbed_logps = logps
     if args.uses_perception_loss:

@@ -1,34 +1,26 @@
-"""Per-rollout and per-micro-batch state, which the trainer's hooks fill in."""
+"""State of a rollout and of a micro-batch, which the trainer's hooks fill in."""
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
 from vgr_trl.errors import DataError
-from vgr_trl.metrics.stage_clock import StageClock
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rows import Placement
 from vgr_trl.scoring_inputs import Prompts, Turns
-from vgr_trl.sharing.shared_passes import SharedPasses
 from vgr_trl.signals.columns import SIGNAL_COLUMNS
 from vgr_trl.signals.named import NamedSignal
 from vgr_trl.signals.rollout_signals import RolloutSignals
-from vgr_trl.signals.scoring import Scores, Want
-from vgr_trl.vision.feature_cache import VisionCache
+from vgr_trl.signals.scoring import Scores
 
 if TYPE_CHECKING:
-    from vgr_trl.passes.run_pass import ForwardPasses, Purpose
-    from vgr_trl.run_facts import Features
+    pass
 
 
 @dataclass(frozen=True)
@@ -36,15 +28,15 @@ class Measurement:
     """Measurements of every rollout batch.
 
     Attributes:
-        needed: name of a measurement -> the first option, reward or rule that needs it. `shift` is how distributions
-            differ under the perturbation, `views` log-probabilities under perturbations, `regions` attention on what
-            the question is about, `per_image` attention on each image, `values` those of a critic's head, `blind`
-            answers without the image, `perception` perturbed images for the loss.
+        needed: name of a measurement -> the first option, reward or rule that needs it. `shift` is the shift of
+            distributions under the perturbation, `views` log-probabilities under perturbations, `regions` attention to
+            the regions of the question, `per_image` attention to each image, `values` values of a critic's head,
+            `blind` answers without the image, `perception` perturbed images for the loss.
         vision_token_ids: placeholder tokens of images and videos.
         special_token_ids: tokens that belong to no modality.
         views: perturbations under which completions are scored.
-        named: signals that are asked for by name, or read by plug-ins.
-        layers: of the model, those that have attention; 0 where attention is not measured.
+        named: signals that options name, or plug-ins read.
+        layers: number of the model's layers with attention; 0 where attention is not measured.
         samples_curves: whether attention that only metrics read is measured for a sample.
     """
 
@@ -57,7 +49,7 @@ class Measurement:
     samples_curves: bool = False
 
     def needs(self, *names: str) -> bool:
-        """Whether any of these is needed."""
+        """Whether any of these measurements is needed."""
         return not self.needed.keys().isdisjoint(names)
 
     @property
@@ -78,61 +70,16 @@ class Measurement:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns that rewards get beside those of the data."""
+        """Columns that rewards get beside the columns of the data."""
         of_attention = (*SIGNAL_COLUMNS, "mdi_balance_ratio") if "attention" in self.needed else ()
         answers = (BLIND_ANSWERS,) if "blind" in self.needed else ()
         return (*of_attention, *answers, *(signal.name for signal in self.named if not signal.is_late))
 
 
-class ConstructedTrainer(GRPOTrainer):
-    """TRL's trainer with the attributes and methods that `DAPOTrainer` adds, for functions that take a trainer."""
-
-    args: DAPOConfig
-    model: PreTrainedModel
-    train_dataset: Dataset | IterableDataset
-    num_generations: int
-    num_generations_eval: int
-    pad_to_multiple_of: int | None
-    _logs: dict[str, Any]
-    _buffered_inputs: Any
-
-    # Planned before the first generation; types that depend on this class are Any.
-    measurement: Measurement
-    features: "Features"
-    reward_schedule: Any
-    passes: "ForwardPasses"
-    rows_per_pass: Any
-    vision_cache: VisionCache
-    shared_passes: SharedPasses
-    dummy_image: Any
-    vllm_images: Any
-    idle_options: dict[str, str]
-    # Kept from step to step.
-    clock: StageClock
-    step_metrics: Any
-    zero_variance_streak: Any
-    replay: Any
-    further_prompts: Any
-    kl: Any
-    critic: Any
-    pixels_unchecked: bool
-
-    if TYPE_CHECKING:
-
-        @property
-        def mode(self) -> str: ...
-        @property
-        def completions_per_prompt(self) -> int: ...
-        def newest_metrics(self) -> dict[str, float]: ...
-        def named_reward_weights(self) -> dict[str, float]: ...
-        def new_rollout(self, rows: list[dict[str, Any]], **options: Any) -> AbstractContextManager["Rollout"]: ...
-        def generate_and_score(self, rollout: "Rollout") -> None: ...
-        def score(
-            self, batch: dict[str, Any], want: Want, model: nn.Module | None = None, *, purpose: "Purpose" = ...
-        ) -> Scores: ...
-        def tokenize(self, prompts: list[Any]) -> Prompts: ...
-        def greedy_rewards(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor: ...
-        def answer(self, rows: list[dict[str, Any]], conversations: list[Any]) -> list[str]: ...
+if TYPE_CHECKING:
+    from vgr_trl.trainer import DAPOTrainer as ConstructedTrainer  # in annotations of the layers below it
+else:
+    ConstructedTrainer = GRPOTrainer
 
 
 @dataclass
@@ -140,12 +87,12 @@ class GroupSelection:
     """Groups of a rollout batch that have a gradient; the same on all processes.
 
     Attributes:
-        placement: of the batch.
+        placement: of the batch on the processes.
         rewards: weighted sums, (N of all,), NaN where no function applied.
-        task_rewards: likewise, without what the KL adds; they decide which groups have zero variance.
+        task_rewards: likewise, without the penalty of the KL; they decide which groups have zero variance.
         advantages: (N of all,).
-        dropped: numbers of the zero-variance groups, and of those that online filtering leaves out.
-        filtered: the latter without the former.
+        dropped: numbers of the zero-variance groups and of the groups that online filtering drops.
+        filtered: numbers of the groups that online filtering alone drops.
         bounds: mean rewards between which online filtering keeps groups.
     """
 
@@ -169,7 +116,11 @@ class GroupSelection:
         return self.advantages[first : first + self.placement.rows]
 
     def rows_with_gradient(self, replaced: Iterable[int] = ()) -> torch.Tensor:
-        """Return the rows of this process with a gradient, (N,) bool, once the groups `replaced` have been replaced."""
+        """Return the rows of this process with a gradient, (N,) bool.
+
+        Args:
+            replaced: numbers of the groups that others have replaced.
+        """
         found = torch.ones(self.placement.rows, dtype=torch.bool)
         for group in set(self.dropped).difference(replaced):
             found[[row for row, _ in self.placement.here(group)]] = False
@@ -181,10 +132,10 @@ class Noise:
     """Completions of a rollout that were sampled from perturbed images.
 
     Attributes:
-        rows: of this process, whether each was.
-        generations: completions of each prompt that were.
+        rows: (N,), whether the completion of each row of this process is noisy.
+        generations: noisy completions of each prompt.
         strength: of the perturbation, in [0, 1].
-        prompts: as they were given to generation, perturbed ones among them; None if there were none.
+        prompts: prompts sampled from, noisy rows with perturbed images; None: no row is noisy.
     """
 
     rows: list[bool]
@@ -195,40 +146,40 @@ class Noise:
 
 @dataclass(repr=False)
 class Rollout:
-    """One rollout batch of this process, in stages; the attributes of a stage are set once, when it is reached.
+    """One rollout batch of this process; each stage sets its attributes once.
 
     Attributes:
-        rows: of the data, one per completion.
-        recorded: rows that are recorded, whose attention over the image is kept token by token; None if nothing of the
-            batch is recorded in any process.
-        greedy: whether there is one greedy completion per row, of which nothing is logged (ReMax).
+        rows: rows of the data, one per completion.
+        recorded: numbers of the recorded rows, whose attention to the image is kept token by token; None if no process
+            records a row of the batch.
+        greedy: whether there is one greedy completion per row, which is not logged (ReMax).
         blind: whether questions are answered without their images, for rewards of another rollout.
 
         Generated:
         messages: the prompts as conversations with their images.
-        prompts: of the first generation of the batch, with their own images.
-        noise: how some were perturbed for generation; None: they were not.
-        generated: signals of the tokens as they were generated, (N, T'); None: they were not measured then.
-        turns: of completions that may call tools; None without tools.
+        prompts: prompts of the first turn, with their own images.
+        noise: perturbation of some rows for generation; None: no row was perturbed.
+        generated: signals measured during generation, (N, T'); None: none were.
+        turns: turns of completions that may call tools; None without tools.
 
         Scored:
-        scores: of the completions under the policy; None: nothing needs them.
+        scores: scores of the completions under the policy; None: nothing needs them.
         reference: likewise under the reference model.
-        signals: of the completions; later those of the groups that are trained on.
+        signals: signals of the completions, and after the selection of the groups that are trained on.
 
         Rewarded:
         rewards: unweighted, of all processes, (N of all, number of functions).
-        token_weights: that reward files have returned, by completion of this process; None without such a file.
+        token_weights: weights that reward files have returned, by completion of this process; None without a file.
         kl_penalty: (N, T), at most 0 for most kinds: the KL in the reward of each token.
-        batch: TRL's training batch.
+        batch: TRL's training batch; a stage that adds to it replaces it.
         perturbed_images: row -> its images as they were perturbed for the dependency.
-        changes: of the log-probabilities when images are perturbed, (N, T).
+        changes: (N, T), changes of the log-probabilities when images are perturbed.
 
         Selected:
-        selection: which groups have a gradient.
-        replaced: numbers of the groups whose place others have taken.
-        with_gradient: rows with a gradient, (N,) bool.
-        metrics: of the perturbed views.
+        selection: groups with a gradient, and their rewards.
+        replaced: numbers of the groups that others have replaced.
+        with_gradient: (N,) bool, rows with a gradient.
+        metrics: metrics of the perturbed views.
         credit: name of a credit rule -> its weights, (N, T).
     """
 
@@ -289,7 +240,7 @@ class TrainingPass:
 
 
 def normalise_image_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows of which those with a null image have an empty list of images, which TRL knows; null fails there."""
+    """Replace null images with [], which TRL reads as no image; null fails there."""
     columns = [name for name in IMAGE_COLUMNS if name in rows[0]]
     if columns and not all(any(row.get(name) for name in columns) for row in rows):
         return [{**row, "images": images_of(row)} for row in rows]
@@ -316,12 +267,16 @@ def describe_row(row: Mapping[str, Any]) -> str:
 
 
 def weighted_sums(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sums of rewards (N, F), (N,); NaN for a completion that none applies to."""
+    """Return the weighted sums (N,) of rewards (N, F); NaN for a completion that no reward applies to."""
     sums = (rewards * weights.to(rewards)).nansum(dim=1)
     return sums.masked_fill(rewards.isnan().all(dim=1), torch.nan)
 
 
 def find_completion_maker(trainer: ConstructedTrainer) -> str | None:
-    """Return the option by which completions are more than the policy's answer to its prompt, if one is on."""
-    makers = {"rollout_func": "rollout_func", "environment_factories": "environment_factory", "tools": "tools"}
-    return next((option for name, option in makers.items() if getattr(trainer, name, None)), None)
+    """Return the first option that is on and adds other text than the policy's to completions, or None."""
+    makers = {
+        "rollout_func": trainer.rollout_func,
+        "environment_factory": trainer.environment_factories,
+        "tools": trainer.tools,
+    }
+    return next((option for option, maker in makers.items() if maker), None)

@@ -1,9 +1,7 @@
-"""`DAPOTrainer`: TRL's `GRPOTrainer` with DAPO's defaults, signals of what the model looked at, and credit by them."""
+"""`DAPOTrainer`: TRL's `GRPOTrainer` with DAPO's defaults, signals of visual attention, and credit by the signals."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -64,7 +62,6 @@ from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.functions import WholeGroups
 from vgr_trl.rewards.loading import ScoredFile, collect_token_weights, wrap_reward
 from vgr_trl.rollout import (
-    ConstructedTrainer,
     Rollout,
     TrainingPass,
     describe_row,
@@ -102,24 +99,24 @@ from vgr_trl.wants import completion_inputs, make_signals, pad_signals, signals_
 logger = logging.get_logger(__name__)
 
 
-class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
-    """TRL's `GRPOTrainer` with DAPO's defaults, signals of what the model looked at, and credit by them.
+class DAPOTrainer(ResumableTrainer, GRPOTrainer):
+    """TRL's `GRPOTrainer` with DAPO's defaults, signals of visual attention, and credit by the signals.
 
     Takes the arguments of `GRPOTrainer`; `args` is a `DAPOConfig`. With its own options at their defaults it trains as
     `GRPOTrainer` does with `loss_type="dapo"`, `epsilon_high=0.28` and `beta=0`. It overrides these methods, and calls
     TRL's in each:
 
     - `_get_dataloader`, `_prepare_inputs`: read each row once; keep the rows of a prompt in one micro-batch.
-    - `_tokenize_prompts`, `_generate_single_turn`: keep the prompts; share them in generation; measure attention.
-    - `_generate`: keep the turns of completions that call tools.
-    - `_calculate_rewards`: run the scoring pass, pass signals to rewards as columns, check what rewards return.
+    - `_tokenize_prompts`, `_generate_single_turn`: refuse prompts that name files; share prompts; measure attention.
+    - `_generate`: keep the prompts, and the turns of completions that call tools.
+    - `_calculate_rewards`: run the scoring pass, pass signals to rewards as columns, check returned rewards.
     - `_generate_and_score_completions`: score perturbed views, select groups, apply token credit, record.
-    - `_get_per_token_logps_and_entropies`: share prompts; read signals; train only tokens with loss.
+    - `_get_per_token_logps_and_entropies`: run the pass of the stated purpose.
     - `_compute_loss`: add loss terms; measure the step; cut micro-batches into passes.
     - `log`, `create_model_card`: log metrics, tables and records; write the model card.
     - by `ResumableTrainer`, `train`, `_get_train_sampler`, `_save_checkpoint`, `_save_rng_state`,
-      `_load_optimizer_and_scheduler`, `_load_from_checkpoint`, `_load_best_model`: complete checkpoints, from which a
-      run goes on as if undisturbed.
+      `_load_optimizer_and_scheduler`, `_load_from_checkpoint`, `_load_best_model`: save complete checkpoints, and
+      continue from them to the same bits.
 
     Example:
         >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
@@ -130,15 +127,16 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         1
 
     Attributes:
-        measurement: what is measured of rollouts.
+        measurement: quantities that are measured of rollouts.
         features: where prompts are computed once and what training passes skip, or why not.
+        passes: runs every forward pass.
         replay, further_prompts, critic: None where they are off.
         kl: the KL to the reference, and the coefficient that follows it.
-        termination: whether SIGTERM `stopped` the training, at the end of whose step a checkpoint was saved.
-        idle_options: why options that are not at their defaults have no effect, by name.
+        termination: callback that saves a checkpoint after SIGTERM; `stopped` says whether it has.
+        idle_options: name of an option that is not at its default -> why it has no effect.
 
     Raises:
-        UnsupportedTRLError: the installed TRL is not one this library is tested with.
+        UnsupportedTRLError: this library is not tested with the installed TRL.
         ConfigError: an option does not fit the reward functions, the model or the data.
         DataError: no row is within `max_prompt_length`, or fewer than a rollout takes.
     """
@@ -146,7 +144,12 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     _tag_names = GRPOTrainer._tag_names + list(TAGS)
     _name = "DAPO"
     _paper = TRL_PAPER
-    data_source: str | None = None  # where the data come from, for the model card
+    data_source: str | None = None  # source of the data, for the model card
+    num_generations: int
+    num_generations_eval: int
+    pad_to_multiple_of: int | None
+    further_prompts: Any = None
+    _logs: dict[str, Any]
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: DAPOConfig | None = None, *rest: Any, **options: Any
@@ -155,16 +158,16 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         check_release()
         args = validate_config(args, model, options)
         rewards, self.reward_schedule = plan_rewards(reward_funcs, args, lambda: self.completions_per_prompt)
-        self._rollouts: list[Rollout] = []  # the current one, behind those it is a further round of
-        self._purpose = Purpose.EVALUATION  # of the passes of TRL's methods
-        self._micro_batch: dict[str, Any] = {}  # that TRL's loss runs on
-        self._pass: TrainingPass | None = None  # of that micro-batch
+        self._rollouts: list[Rollout] = []  # nested, the current rollout last
+        self._purpose = Purpose.EVALUATION  # of the next pass that a method of TRL makes
+        self._micro_batch: dict[str, Any] = {}  # inputs of TRL's loss while it runs
+        self._pass: TrainingPass | None = None  # the pass over them
         self._rewards_with_nan: set[str] = set()
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
         with enable_reference_model(args, args), patched_attribute(args, "reward_weights", weights):
             super().__init__(model, rewards, args, *rest, **options)
         self.beta = args.beta
-        self._video_pad_token_id = None  # with tools TRL 1.16 marks it as of a video, and no row or tool has one
+        self._video_pad_token_id = None  # with tools TRL 1.16 would mark it as a video, and no row has one
         prepare_trainer(self, options.get("peft_config"))
         facts = read_facts(self)
         self.clock, self.step_metrics = StageClock(), StepMetrics(args, self.accelerator)
@@ -210,12 +213,11 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         forget_with_new_weights(self)
 
     def _add_state(self) -> None:
-        """Create the state that is kept across steps and saved in checkpoints."""
+        """Create the state that checkpoints save."""
         args = self.args
         self.has_reward_files = any(isinstance(reward, ScoredFile) for reward in self.reward_funcs)
         self.zero_variance_streak = ZeroVarianceStreak(args)
         self.replay = Replay(self) if args.replay_buffer_size > 0 else None
-        self.further_prompts = None
         if args.dynamic_sampling == "resample":
             enlarge_tables(self._logs, int(args.generation_batch_size or 0) * (1 + args.dynamic_sampling_max_rounds))
             self.further_prompts = FurtherPrompts.from_trainer(self)
@@ -244,12 +246,12 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     @property
     def mode(self) -> str:
-        """`train` or `eval`, as in the names of TRL's metrics."""
+        """Return `train` or `eval`, as TRL names its metrics."""
         return "train" if self.model.training else "eval"
 
     @property
     def completions_per_prompt(self) -> int:
-        """G in this mode."""
+        """Return G in this mode."""
         return int(self.num_generations if self.model.training else self.num_generations_eval)
 
     def named_reward_weights(self) -> dict[str, float]:
@@ -257,7 +259,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         return dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
 
     def newest_metrics(self) -> dict[str, float]:
-        """Return the last value of everything that waits to be logged in this mode."""
+        """Return the last value of each metric that waits to be logged in this mode."""
         return {name: values[-1] for name, values in self._metrics[self.mode].items() if values}
 
     def _log_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -265,7 +267,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self._metrics[self.mode][name].append(value)
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Read rows that the sampler repeats once; let workers end with this process."""
+        """Read repeated rows once, and end workers with this process."""
         if is_repeatable(dataset):
             dataset = ReadOnce(dataset, kwargs.get("description", "training").lower())
         loader = super()._get_dataloader(dataset, *args, **kwargs)
@@ -276,7 +278,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     # A step, in its order
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; prompts that an interruption leaves without their backward pass are forgotten."""
+        """Train; forget prompts that an interruption has left without their backward pass."""
         self.shared_passes.reset()
         try:
             return super().train(*args, **kwargs)
@@ -284,7 +286,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self.shared_passes.reset()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Time the step, without the stages within it; measure the memory of an update."""
+        """Time the step without its stages, and measure the memory of an update."""
         with self.clock.stage("update"):
             loss = super().training_step(*args, **kwargs)
         if self.rows_per_pass.memory is not None and self.accelerator.sync_gradients:
@@ -293,9 +295,9 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     @keep_pixel_rows_whole()
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Keep completions of a prompt, and rows of one length, in one micro-batch where that changes nothing.
+        """Put completions of a prompt, and rows of one length, into one micro-batch where the update stays the same.
 
-        Pixels of a prompt are kept once until a micro-batch needs them, unless it comes back and has to remember more.
+        Pixels of a prompt are stored once until a micro-batch needs them, unless several iterations do.
         """
         if (shuffle := plan_shuffle(self)) is None:
             return super()._prepare_inputs(generation_batch)
@@ -304,15 +306,15 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         return grpo_trainer.unsplit_pixel_values_by_grid(inputs)
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-        """Refuse prompts that name files, and return [] for rows without images among others."""
+        """Refuse prompts that name files, and return [] for rows without images in a batch with images."""
         refuse_files_in_prompts(prompts)
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         return prompt_ids, None if images is None else [row_images or [] for row_images in images], fields
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """Keep the prompts, which tokens are the policy's own, and the images that tools have returned."""
+        """Keep the prompts, and with tools the turns: the policy's own tokens, and returned images."""
         if self._rollout is not None:
-            self._rollout.messages = [*map(copy, prompts)]  # TRL adds the turns of tools to its own
+            self._rollout.messages = prompts
         with guarded(self) if self.tools else nullcontext():
             generated = super()._generate(prompts)
         if self._rollout is not None and self.tools:
@@ -322,7 +324,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Share prompts during generation and measure attention; sample evaluations with their own options.
+        """Share prompts during generation and measure attention; sample with the options of the mode.
 
         Raises:
             ConfigError: vLLM would have to read an image that a tool has returned.
@@ -336,7 +338,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         return generate(self, self._rollout, prompts, num_generations, lambda *batch: plain(*batch, *args, **kwargs))
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
-        """Score completions, give rewards the signals as columns, and check what rewards return."""
+        """Score completions, pass signals to rewards as columns, and check returned rewards."""
         rollout = self._rollout
         with self.clock.stage("reward", self.model.training):
             columns = {} if rollout is None else self._columns_for_rewards(rollout, completion_ids_list)
@@ -393,7 +395,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         return {**columns, **measured, **self.kl.penalise(rollout)}
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Score perturbed views, select groups and apply token credit when training; record the rollout."""
+        """Select groups and apply token credit when training, and record the rollout."""
         self.step_metrics.rows_replaced += pop_replaced(inputs) * self.model.training
         recorded_rows = self.recorder.rows_due(len(inputs))
         with self.new_rollout(inputs, recorded=recorded_rows) as rollout, self._weights_of_mode():
@@ -415,7 +417,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             return split_perturbed_pixels(rollout.batch)
 
     def generate_and_score(self, rollout: Rollout) -> None:
-        """Fill in a rollout by TRL's generation, scoring and rewards, and when training by perturbed images."""
+        """Generate, score and reward a rollout by TRL's method; when training, score perturbed views."""
         once = images_processed_once(self.processing_class)
         reference = enable_reference_model(self, self.args) if self.model.training else nullcontext()
         options = process_with_options(self.processing_class) if self.tools else nullcontext()
@@ -449,36 +451,35 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the pass that the method around TRL's has stated the purpose of."""
+        """Run the pass for the purpose that the calling method has stated."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep, **kwargs}
         entropies, router_loss = (bool(inputs.pop(f"compute_{name}", False)) for name in ("entropy", "aux_loss"))
         if self._purpose is Purpose.ROLLOUT:
             scores = self._score_for_rollout(self._rollouts[-1], model, inputs, entropies)
             return (None, None, None) if scores is None else (scores.logps, scores.entropies, None)
-        want, gradients = Want(entropies, router_loss=router_loss), torch.is_grad_enabled()
-        if self._purpose is Purpose.EVALUATION:
-            scores = self.passes.run_pass(model, inputs, want, purpose=self._purpose, gradients=gradients)
-            return scores.logps, scores.entropies, scores.router_loss
+        trains = self._purpose is Purpose.TRAINING and self._pass is None  # else a subclass makes a pass of its own
         batch = self._micro_batch
-        want = replace(
-            want,
-            hidden=self.kl.full is not None,
-            values=None if self.critic is None else self.critic.head,
-            tokens=self.passes.skipping.loss_mask(batch),
+        want = Want(
+            entropies,
+            hidden=trains and self.kl.full is not None,
+            values=self.critic.head if trains and self.critic is not None else None,
+            router_loss=router_loss,
+            tokens=self.passes.skipping.loss_mask(batch) if trains else None,
         )
         inputs[READ_AGAIN] = batch.get(READ_AGAIN)
-        scores = self.passes.run_pass(model, inputs, want, purpose=self._purpose, gradients=gradients)
+        scores = self.passes.run_pass(model, inputs, want, purpose=self._purpose, gradients=torch.is_grad_enabled())
         logps, old = scores.logps, batch.get(OLD_LOGPS)
-        if old is not None:  # constants for tokens without loss, at a ratio of 1
-            logps = torch.where(scores.mask, logps, old.to(logps))
-        read = {name: getattr(scores, name) for name in ("hidden", "values", "rows_run")}
-        self._pass = TrainingPass(batch, model, logps, scores.mask, **read)
+        if trains:
+            if old is not None:  # constants for tokens without loss, at a ratio of 1
+                logps = torch.where(scores.mask, logps, old.to(logps))
+            given = scores.hidden, scores.values, scores.rows_run
+            self._pass = TrainingPass(batch, model, logps, scores.mask, *given)
         return logps, scores.entropies, scores.router_loss
 
     def _score_for_rollout(
         self, rollout: Rollout, model: nn.Module, inputs: dict[str, Any], entropies: bool
     ) -> Scores | None:
-        """Score a rollout by the policy or its reference; None: the first training pass gives its log-probabilities."""
+        """Score a rollout by the policy or its reference; return None if the first training pass will score it."""
         if rollout.turns is not None and rollout.turns.fields:
             inputs = mark_scored_images(model, inputs["input_ids"], inputs)
         if model is self.ref_model or not policy_is_active(model):
@@ -495,13 +496,13 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         return self._score_rollout(rollout, inputs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Add the loss terms beside TRL's, cut micro-batches into passes, and measure the step."""
+        """Cut micro-batches into passes, add further loss terms, and measure the step."""
         if not self.model.training:
             return super()._compute_loss(model, inputs)
         return loss_in_parts(self, model, inputs, self._loss_of_part)
 
     def _loss_of_part(self, model: Any, inputs: dict[str, Any], weight: float = 1.0) -> Any:
-        """Return the weighted loss of a part of a micro-batch; keep old log-probabilities that its pass has given."""
+        """Return the weighted loss of a part of a micro-batch; keep its log-probabilities for later iterations."""
         with patched_attribute(self, "_purpose", Purpose.TRAINING), patched_attribute(self, "_micro_batch", inputs):
             loss = super()._compute_loss(model, inputs)
         passed, self._pass = self._pass, None
@@ -523,7 +524,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log rates, timings and reward weights with TRL's metrics; store conversations in tables as text."""
+        """Log rates, timings and reward weights with TRL's metrics, and conversations as text."""
         training = self.model.training
         if training and (seconds := sum(times := self._metrics["train"].get("step_time", []))):
             logs |= self.step_metrics.summarise_window(seconds, self.named_reward_weights())
@@ -561,7 +562,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
 
     @contextmanager
     def new_rollout(self, rows: list[dict[str, Any]], **options: Any) -> Iterator[Rollout]:
-        """Open a new rollout for the hooks in this block; a nested one is a further round."""
+        """Open a new rollout for the hooks in this block; rollouts may be nested."""
         if not self._rollouts:
             self.vision_cache.clear()
         self._rollouts.append(Rollout(normalise_image_columns(rows), **options))
@@ -571,12 +572,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self._rollouts.pop()
 
     def score(
-        self,
-        batch: dict[str, Any],
-        want: Want,
-        model: nn.Module | None = None,
-        *,
-        purpose: Purpose = Purpose.ROLLOUT,
+        self, batch: dict[str, Any], want: Want, model: nn.Module | None = None, *, purpose: Purpose = Purpose.ROLLOUT
     ) -> Scores:
         """Score completions in chunks, without gradients.
 
@@ -596,24 +592,24 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         return scores
 
     def _score_rollout(self, rollout: Rollout, inputs: dict[str, Any]) -> Scores:
-        """Make the scoring pass of a rollout, which gives its signals too."""
+        """Score a rollout, and set its signals."""
         rollout.scores = scores = self.score(inputs, wanted_scores(self, rollout, inputs))
         rollout.signals = make_signals(scores, rollout.generated)
         return scores
 
     def tokenize(self, prompts: list[Any]) -> Prompts:
-        """Return conversations as they are given to generation, past the hook that keeps the prompts of a rollout."""
+        """Tokenize conversations for generation."""
         return Prompts(*GRPOTrainer._tokenize_prompts(self, prompts))
 
     def greedy_rewards(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor:
-        """Return the rewards of a greedy completion of each row, (N of all, F); nothing of it is logged."""
+        """Return the rewards of a greedy completion of each row, (N of all, F), without logging them."""
         with unlogged(self), override_sampling(self, {"temperature": 0}), self.new_rollout(rows, greedy=True):
             _, completion_ids, _, completions, *_ = self._generate(messages)
             rewards: torch.Tensor = self._calculate_rewards(rows, messages, completions, completion_ids)
             return rewards
 
     def answer(self, rows: list[dict[str, Any]], conversations: list[Any]) -> list[str]:
-        """Return one completion of each conversation without images, sampled as in rollouts; none of it is logged."""
+        """Sample one completion of each conversation without images, without logging it."""
         with unlogged(self), self.new_rollout(rows, blind=True):
             _, _, _, completions, *_ = self._generate(conversations)
         return [completion_text(completion) for completion in completions]
@@ -624,7 +620,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self._log_completion_extra(name, values)
 
     def _weights_of_mode(self) -> AbstractContextManager[Any]:
-        """Set the reward weights of this step; an evaluation has the late ones, so that all its scores compare."""
+        """Set the reward weights of this step; evaluations have the late weights, so that their scores compare."""
         if not self.reward_schedule.changes:
             return nullcontext()
         weights, late = self.reward_weights.clone(), self.reward_schedule.regular
@@ -638,10 +634,9 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         return nullcontext()
 
     def _checked_rewards(self, rollout: Rollout | None) -> list[Any]:
-        """The reward functions, such that they return one number or None per completion, or fail by name.
+        """Wrap the reward functions, so that they return one number or None per completion, or an error names them.
 
-        One greedy completion has no others to be compared with: rewards that compare a group are 0 for it, or
-        None beside others.
+        A single greedy completion has no group: rewards that compare a group are 0 for it, or None beside others.
         """
         alone = rollout is not None and rollout.greedy
         tasks = self.reward_funcs[: len(self.reward_schedule.regular)]  # without the KL, which follows them
@@ -667,15 +662,15 @@ def _repeat(value: float | None, completions: list[Any], **kwargs: Any) -> list[
 
 
 def keep_returned_weights(trainer: DAPOTrainer, rollout: Rollout) -> None:
-    """Put the token weights that reward files have returned among a rollout's signals.
+    """Add the token weights that reward files have returned to a rollout's signals.
 
     Raises:
-        RewardError: there are some, but token weights are off.
+        RewardError: a file has returned weights, but token weights are off.
     """
     returned = rollout.token_weights or []
     missing = torch.tensor([each is None for each in returned], dtype=torch.bool)
     if "token_weights" in builtin_rules(trainer.args):
-        if rollout.signals is not None and returned:  # on all processes alike, whatever is returned there
+        if rollout.signals is not None and returned:  # on all processes, whichever of them have weights
             mask = valid_tokens(rollout.batch)
             weights = stack_weights([mask.new_ones(mask.size(1)) if each is None else each for each in returned], mask)
             rollout.signals.extra[OF_REWARD] = weights.masked_fill(missing.to(mask.device).unsqueeze(1), torch.nan)
@@ -685,7 +680,7 @@ def keep_returned_weights(trainer: DAPOTrainer, rollout: Rollout) -> None:
 
 
 def apply_token_credit(trainer: DAPOTrainer, rollout: Rollout) -> dict[str, float]:
-    """Give a rollout advantages (N, T) instead of (N,) by the rules of credit; return metrics."""
+    """Turn a rollout's advantages (N,) into (N, T) by the rules of credit; return metrics."""
     signals = rollout.signals or build_unmeasured_signals(valid_tokens(rollout.batch).bool())
     rows, device = len(signals.mask), signals.mask.device
     first = trainer.accelerator.process_index * rows
@@ -704,11 +699,13 @@ def apply_token_credit(trainer: DAPOTrainer, rollout: Rollout) -> dict[str, floa
 
 
 def refuse_infinite(rewards: torch.Tensor, names: Sequence[str], rows: Sequence[Mapping[str, Any]], first: int) -> None:
-    """Raise `RewardError` if a reward is infinite; NaN stands for one that does not apply.
+    """Raise `RewardError` on all processes if a reward is infinite; a reward that does not apply is NaN.
 
     Args:
-        rewards: of all processes, (N of all, number of functions); all processes raise together.
-        first: number of the first of them among all.
+        rewards: of all processes, (N of all, number of functions).
+        names: names of the functions.
+        rows: rows of this process.
+        first: number of the first of these rows among all.
     """
     infinite = rewards.isinf().nonzero().tolist()
     if not infinite:

@@ -1,8 +1,8 @@
 """Join micro-batches into passes of whole groups, as large as memory allows.
 
-Joined micro-batches are one: `per_device_train_batch_size` is multiplied, `gradient_accumulation_steps` and
-`steps_per_generation` are divided by the same number, so rollouts, their order and optimizer steps stay the same.
-`parts.loss_in_parts` cuts what memory does not allow.
+Joining multiplies `per_device_train_batch_size` and divides `gradient_accumulation_steps` and `steps_per_generation` by
+one number, so rollouts, their order and optimizer steps stay the same. `parts.loss_in_parts` cuts passes that exceed
+the memory.
 """
 
 import math
@@ -18,13 +18,13 @@ from vgr_trl.rollout import ConstructedTrainer
 
 @dataclass
 class RowsPerPass:
-    """How many rows run in one training pass.
+    """Number of rows that run in one training pass.
 
     Attributes:
-        given: rows of a micro-batch, as the user's options have it.
-        joined: how many of these are one micro-batch now.
-        most: rows of a pass, as the user has limited them; None: memory decides.
-        memory: limits the passes on a GPU; None: nothing does.
+        given: rows of a micro-batch in the user's options.
+        joined: number of these micro-batches that are joined into one.
+        most: the user's limit of the rows of a pass; None: memory decides.
+        memory: limits the passes on a GPU; None: no limit.
         reason: why no more micro-batches are joined; None: groups are whole.
     """
 
@@ -43,11 +43,12 @@ class RowsPerPass:
         return f" {self.joined} micro-batches of {self.given} are joined into one{short}{passes}."
 
     def load(self, rows: int, computed: int, attended: int) -> float:
-        """Return how full a pass is; above 1 it has too many rows.
+        """Return the load of a pass; above 1 it has too many rows.
 
         Args:
             rows: of the pass.
-            computed, attended: its positions, with every prompt once and once per row.
+            computed: its positions, with every prompt once.
+            attended: its positions, with the prompt once per row.
         """
         if self.most is not None:
             return rows / self.most
@@ -60,9 +61,9 @@ class UpdateMemory:
     """Measures the memory of updates, and limits the next passes so that they fit on the device of every process.
 
     Attributes:
-        computed, attended: positions that a pass may have, as `RowsPerPass.load` counts them; only the user's rows
-            may have more.
-        peak: highest memory before the last time that the device's peak was reset, in bytes.
+        computed, attended: limits of the positions of a pass, as `RowsPerPass.load` counts them; a micro-batch of the
+            user's size may exceed them.
+        peak: highest memory before the last reset of the device's peak, in bytes.
     """
 
     def __init__(self, device: torch.device, gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -87,7 +88,7 @@ class UpdateMemory:
         self.computed, self.attended = self._gather(limits).view(-1, 2).amin(0).tolist()
 
     def measure(self, passes: Sequence[tuple[int, int]]) -> None:
-        """Measure the update, whose passes have been cut.
+        """Measure the memory of an update whose micro-batches are cut into passes.
 
         Args:
             passes: computed and attended positions of each pass of this process.
@@ -108,21 +109,21 @@ class UpdateMemory:
 
 
 def growth_that_fits(room: int, total: int, needed: int) -> float:
-    """Return how much larger than the largest pass so far the next ones may be, at most twice.
+    """Return the factor by which the next passes may be larger than the largest so far, at most 2.
 
-    peak = fixed + cost of a position * positions. A part of what an update needs is fixed, such as gradients, so that a
-    pass of so many times the positions needs at most so many times as much. A tenth of the device is left.
+    peak = fixed + cost of a position * positions. Gradients are among the fixed part, so a pass with k times the
+    positions needs at most k times the memory. A tenth of the device is left.
 
     Args:
         room: bytes that can be allocated before the update.
-        total: of the device.
-        needed: bytes that an update has needed; 0: none has been measured.
+        total: bytes of the device.
+        needed: bytes that an update has needed; 0: no update has been measured.
     """
     return min(2.0, max(room - total / 10, 0) / needed) if needed > 0 else 0.0
 
 
 def join_micro_batches(trainer: ConstructedTrainer) -> RowsPerPass:
-    """Join as many micro-batches of a constructed trainer as its features allow; its options become a copy."""
+    """Join as many micro-batches of a constructed trainer as its features allow, in a copy of its options."""
     args, group, device = trainer.args, trainer.num_generations, trainer.accelerator.device
     given, most, reason = args.per_device_train_batch_size, args.most_rows_per_pass, None
     accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
@@ -135,7 +136,7 @@ def join_micro_batches(trainer: ConstructedTrainer) -> RowsPerPass:
     if joined < limit:
         reason = f"no more divide gradient_accumulation_steps {accumulated} and steps_per_generation {generated}"
     if joined > 1:
-        trainer.args = args = copy(args)  # those of the user stay as they are, for another trainer
+        trainer.args = args = copy(args)  # the user may give the same options to another trainer
         args.per_device_train_batch_size = given * joined
         args.gradient_accumulation_steps, args.steps_per_generation = accumulated // joined, generated // joined
         trainer._train_batch_size = args.train_batch_size
@@ -151,7 +152,13 @@ def join_micro_batches(trainer: ConstructedTrainer) -> RowsPerPass:
 
 
 def describe_spread_groups(args: DAPOConfig, num_generations: int, processes: int) -> str:
-    """Return that groups are spread over processes, and the numbers that make them whole; "" if they are whole."""
+    """Return a sentence on groups that are spread over processes, with the numbers that make them whole, or "".
+
+    Args:
+        args: options of the run.
+        num_generations: G.
+        processes: number of processes.
+    """
     rows = args.per_device_train_batch_size * (args.steps_per_generation or 1)  # of a process in a rollout
     common = math.gcd(rows, num_generations)
     if processes == 1 or common == num_generations:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,8 +32,7 @@ class Window:
     images: bool = True
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """Columns of the prompt and of the completion of a row that run, and whether it runs at all."""
 
     prompt: int
@@ -81,18 +80,17 @@ def find_window(
         multiple: the columns of prompts and of completions are multiples of it, unless the batch has fewer.
         read: (N, T) bool, tokens that rows with loss have to run beside; None: `loss_mask`.
     """
-    lengths = _prompt_lengths(prompt_mask)
-    kept = list(range(len(loss_mask)))
-    if rows:
-        candidates = [row for row, count in enumerate(num_images or ()) if count > 0] or list(kept)
-        kept = loss_mask.any(1).nonzero().flatten().tolist()
-        if not set(kept).intersection(candidates):
-            kept = sorted([*kept, min(candidates, key=lengths.tolist().__getitem__)])
-    if not padding:
-        return Window(kept, prompt_mask.size(1), loss_mask.size(1))
-    columns = (loss_mask if read is None else read)[kept].any(0).nonzero().flatten().tolist()
-    completion = _up_to_multiple(max(columns, default=0) + 1, multiple, loss_mask.size(1))
-    return Window(kept, _up_to_multiple(int(lengths[kept].max()), multiple, prompt_mask.size(1)), completion)
+    extents = extents_of(loss_mask, prompt_mask, rows=rows, padding=padding, read=read)
+    kept = [row for row, extent in enumerate(extents) if extent.runs]
+    candidates = [row for row, count in enumerate(num_images or ()) if count > 0] or range(len(extents))
+    if not set(kept).intersection(candidates):
+        kept = sorted([*kept, min(candidates, key=lambda row: extents[row].prompt)])
+    prompt, completion = (max(columns) for columns in zip(*(extents[row][:2] for row in kept), strict=True))
+    return Window(
+        kept,
+        _up_to_multiple(prompt, multiple, prompt_mask.size(1)),
+        _up_to_multiple(max(completion, 1), multiple, loss_mask.size(1)),
+    )
 
 
 def find_text(is_image: torch.Tensor, completion: int, multiple: int | None = None) -> Window | None:
@@ -111,18 +109,17 @@ def find_text(is_image: torch.Tensor, completion: int, multiple: int | None = No
     return Window(rows[:1], before, behind, images=False) if rows else None
 
 
-def extents_of(loss_mask: torch.Tensor, prompt_mask: torch.Tensor, *, rows: bool, padding: bool) -> list[Extent]:
+def extents_of(
+    loss_mask: torch.Tensor, prompt_mask: torch.Tensor, *, rows: bool, padding: bool, read: torch.Tensor | None = None
+) -> list[Extent]:
     """Return the columns computed per row; arguments as for `find_window`."""
     runs = (loss_mask.any(1) | (not rows)).tolist()
     if not padding:
         return [Extent(prompt_mask.size(1), loss_mask.size(1), ran) for ran in runs]
     columns = torch.arange(1, loss_mask.size(1) + 1, device=loss_mask.device)
-    completions = (loss_mask * columns).amax(1).tolist()  # (N,)
-    return [Extent(*of_row) for of_row in zip(_prompt_lengths(prompt_mask).tolist(), completions, runs, strict=True)]
-
-
-def _prompt_lengths(prompt_mask: torch.Tensor) -> torch.Tensor:
-    return prompt_mask.size(1) - prompt_mask.int().argmax(1)  # (N,)
+    completions = ((loss_mask if read is None else read) * columns).amax(1).tolist()  # (N,)
+    prompts = (prompt_mask.size(1) - prompt_mask.int().argmax(1)).tolist()  # (N,)
+    return [Extent(*of_row) for of_row in zip(prompts, completions, runs, strict=True)]
 
 
 def _up_to_multiple(length: int, multiple: int | None, largest: int) -> int:

@@ -90,17 +90,14 @@ class ForwardPasses:
         again: Sequence[bool] | None = given.pop(READ_AGAIN, None)
         length, counts = given["logits_to_keep"], self.policy.training
         inputs = make_completions_causal(given, causal_model(model).config, length)
+        checkpointing: Any = self.args.gradient_checkpointing_kwargs
         with torch.set_grad_enabled(gradients):
             if want.tokens is not None:
                 return self._run_on_tokens(model, inputs, want, want.tokens, again)
-            if gradients or purpose is Purpose.EVALUATION:
-                with self.around(model, length, counts=counts):
-                    return score(model, inputs, want, compute=self._compute)
-            checkpointing: Any = self.args.gradient_checkpointing_kwargs
-            rows = self._rows_of_chunk(inputs)
+            rows = None if gradients or purpose is Purpose.EVALUATION else self._rows_of_chunk(inputs)
             with (
-                self.clock.stage(purpose.value, counts),
-                disable_gradient_checkpointing(self.policy, checkpointing),
+                self.clock.stage(purpose.value, counts and not gradients),
+                nullcontext() if gradients else disable_gradient_checkpointing(self.policy, checkpointing),
                 self.around(model, length, counts=counts),
             ):
                 return score(model, inputs, want, compute=self._compute, rows_per_pass=rows)
@@ -111,16 +108,16 @@ class ForwardPasses:
         return self.plain(model, **inputs, compute_entropy=want.entropies, compute_aux_loss=want.router_loss)
 
     def _rows_of_chunk(self, inputs: Mapping[str, Any]) -> int:
-        args, trains = self.args, self.policy.training
-        group = args.num_generations if trains else args.num_generations_eval or args.num_generations
-        return rows_per_pass(
-            self.rows.given if trains else args.per_device_eval_batch_size,
-            group if self.features.share_scoring.enabled else None,
-            most_tokens=args.max_tokens_per_micro_batch,
-            columns=(inputs["input_ids"].size(1), inputs["logits_to_keep"]),
-            gather=self.accelerator.gather,
-            device=self.accelerator.device,
-        )
+        """Return how many rows pass at a time in scoring, the same on every process."""
+        args, trains, most = self.args, self.policy.training, self.args.max_tokens_per_micro_batch
+        size = args.num_generations if trains else args.num_generations_eval or args.num_generations
+        group = size if self.features.share_scoring.enabled else None
+        rows = whole_groups(self.rows.given if trains else args.per_device_eval_batch_size, group or 1)
+        if most is None:
+            return rows
+        columns = torch.tensor([inputs["input_ids"].size(1), inputs["logits_to_keep"]], device=self.accelerator.device)
+        longest, completion = self.accelerator.gather(columns).view(-1, 2).amax(0).tolist()
+        return min(rows, rows_within(most, group, longest, completion))
 
     def _run_on_tokens(
         self, model: nn.Module, inputs: dict[str, Any], want: Want, tokens: Tensor, again: Sequence[bool] | None
@@ -195,35 +192,20 @@ class ForwardPasses:
             yield
 
 
-def rows_per_pass(
-    batch_size: int,
-    group: int | None,
-    *,
-    most_tokens: int | None,
-    columns: tuple[int, int],
-    gather: Callable[[Tensor], Tensor],
-    device: torch.device,
-) -> int:
-    """Return the rows of a scoring chunk, the same on every process.
+def rows_within(most_tokens: int, group: int | None, longest: int, completion: int) -> int:
+    """Return how many rows have at most so many tokens together, one at least.
 
     Args:
-        batch_size: rows that the user's options ask for.
-        group: G where prompts are shared, so that whole groups pass; None: they are not.
         most_tokens: `max_tokens_per_micro_batch`.
-        columns: P + T and T of this process.
-        gather: over processes.
-        device: of the tensors that are gathered.
+        group: G where prompts are shared, so that whole groups pass if one fits; None: they are not.
+        longest: P + T.
+        completion: T.
     """
-    size = group or 1
-    batch_size = whole_groups(batch_size, size)
-    if most_tokens is None:
-        return batch_size
-    longest, completion = map(int, gather(torch.tensor(columns, device=device)).view(-1, 2).amax(0).tolist())
     if group is None:
-        return min(batch_size, max(most_tokens // longest, 1))
-    if (groups := most_tokens // (longest + (size - 1) * completion)) > 0:
-        return min(batch_size, groups * size)
-    return min(batch_size, max((most_tokens - longest) // completion + 1, 1))
+        return max(most_tokens // longest, 1)
+    if (groups := most_tokens // (longest + (group - 1) * completion)) > 0:
+        return groups * group
+    return max((most_tokens - longest) // completion + 1, 1)
 
 
 def refuse_nan(logps: Tensor, mask: Tensor, step: int) -> None:

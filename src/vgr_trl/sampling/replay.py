@@ -109,8 +109,9 @@ def insert_groups(trainer: ConstructedTrainer, rollout: Rollout, replacements: M
             source[row] = first + index
     padding = {"pad_token_id": trainer._tokenizer.pad_token_id, "pad_to_multiple_of": trainer.pad_to_multiple_of}
     joined = join_rows(parts, **padding).take(source)
-    rollout.batch, rollout.signals = joined.into_batch(rollout.batch), columns_to_signals(joined.columns)
-    rollout.batch["num_items_in_batch"] = trainer.accelerator.gather(valid_tokens(rollout.batch).sum()).sum()
+    batch, rollout.signals = joined.into_batch(rollout.batch), columns_to_signals(joined.columns)
+    count = trainer.accelerator.gather(valid_tokens(batch).sum()).sum()
+    rollout.batch = batch | {"num_items_in_batch": count}
 
 
 def _bring_rows(replacements: Mapping[int, Group], placement: Placement) -> dict[int, Rows]:

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from hidden states, by the model's own head, a few positions at a time."""
+"""Compute log-probabilities and entropies from hidden states, by the model's own head, a few positions at a time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32;
 
 
 class _HiddenStates(dict[str, Any]):
-    """Stands in for the outputs of a base model: the last hidden states by name and by index, None for the rest."""
+    """Stands in for the outputs of a base model: last hidden states by name and by index, None for other outputs."""
 
     def __init__(self, states: Tensor) -> None:
         super().__init__(last_hidden_state=states)
@@ -65,10 +65,10 @@ class Head:
         return logits
 
     def score(self, hidden: Tensor, tokens: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities of `tokens` and entropies of what they are drawn from, 0 where `mask` is False.
+        """Return log-probabilities of tokens and entropies of their distributions, 0 where `mask` is False.
 
         Args:
-            hidden: (N, T, D), of the queries that emit the tokens.
+            hidden: (N, T, D), of the positions that emit the tokens.
             tokens: (N, T) int64.
             mask: (N, T) bool.
             temperature: logits are divided by it.
@@ -84,11 +84,11 @@ class Head:
         return self._measure_by_position(measure, mask, hidden, tokens)
 
     def shift(self, hidden: Tensor, others: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return how far two passes differ in what tokens are drawn from, and the entropies of the other pass.
+        """Return how far the distributions of two passes differ, and the entropies of the other pass.
 
         Args:
-            hidden: (N, T, D), of the queries that emit the tokens.
-            others: (N, T, D), of the same queries in the other pass.
+            hidden: (N, T, D), of the positions that emit the tokens.
+            others: (N, T, D), of the same positions in the other pass.
             mask: (N, T) bool.
             temperature: logits are divided by it.
 
@@ -103,13 +103,13 @@ class Head:
         return self._measure_by_position(measure, mask, hidden, others, passes=2)
 
     def positions_at_a_time(self, device: torch.device, passes: int = 1) -> int:
-        """Return for how many positions there is room for logits of so many passes."""
+        """Return the number of positions whose logits, of so many passes, fit into memory at once."""
         return max(LOGITS_AT_A_TIME.get(device.type, LOGITS_AT_A_TIME["cpu"]) // (passes * self.vocabulary), 1)
 
     def _measure_by_position(
         self, measure: Callable[..., Tensor], mask: Tensor, *of_tokens: Tensor, passes: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """The two numbers of each position of the mask, some at a time, 0 elsewhere."""
+        """Measure two numbers of each position of the mask, (N, T) each, 0 elsewhere."""
         device = of_tokens[0].device
         found = torch.zeros(2, *mask.shape, device=device)
         if mask.any():
@@ -121,7 +121,12 @@ class Head:
 
 @contextmanager
 def read_hidden_states(model: nn.Module, completion_length: int) -> Iterator[list[Tensor]]:
-    """Yield a list that gets the hidden states (N, T, D) of the emitting positions of every pass in this block."""
+    """Yield a list to which each pass of this block adds the hidden states (N, T, D) of its emitting positions.
+
+    Args:
+        model: transformers model, also wrapped.
+        completion_length: T.
+    """
     states: list[Tensor] = []
 
     def read(hidden: Tensor) -> Tensor:

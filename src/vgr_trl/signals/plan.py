@@ -1,4 +1,4 @@
-"""Plan of a measured pass: which queries and keys belong to which rows of the batch."""
+"""Map the queries and keys of a measured pass to the rows of the batch."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.pixels import on_device
+from vgr_trl.sharing.prefix_cache import ReadPrefix, WrittenPrefix
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Some queries of a pass: `index` (T',) int64, increasing, from `first` up to but without `stop`."""
+    """Queries of a pass: `index` (T',) int64, increasing, from `first` up to but without `stop`."""
 
     index: Tensor
     first: int
@@ -25,19 +26,20 @@ class Queries:
 
 @dataclass
 class Pass:
-    """A pass through the decoder, of B rows that stand for rows of the batch.
+    """A pass of B rows through the decoder, which stand for rows of the batch.
 
     Attributes:
-        numbers: rows of the batch that what is measured belongs to.
-        groups: for each of `numbers` its number among the B; several have the same where their prompt passes once.
-        shape: B, and the positions Q that pass.
-        seen: positions of these rows that are in a cache, in front of those that pass.
-        emitting: queries whose attention mass is wanted, None if there are none in this pass.
-        columns: which of the wanted positions they are.
+        numbers: batch rows measured by this pass.
+        groups: for each of `numbers` its number among the B; rows whose prompt passes once have the same.
+        shape: B, and the number Q of positions that pass.
+        seen: number of positions in the cache, in front of the positions that pass.
+        emitting: queries whose attention mass is wanted; None if this pass has none.
+        columns: places of the emitting queries among the wanted positions.
         instruction: queries of instruction tokens of any row; None if they are not wanted, or not in this pass.
-        indices: `numbers` and `groups` on the device of the pass.
-        owners: (B,) there, a row of the batch that has the tokens of each.
-        done: layers that have been measured; recomputation comes to them again.
+        device: of the pass.
+        done: numbers of the measured layers; a checkpoint's recomputation calls them again.
+        indices: `numbers` and `groups` on the device.
+        owners: (B,) on the device, for each row that passes a batch row with its tokens.
     """
 
     numbers: list[int]
@@ -57,19 +59,18 @@ class Pass:
         self.owners = on_device(owners, self.device)
 
     def sets_of_keys(self, sets: Tensor, queries: tuple[int, ...], num_keys: int, device: torch.device) -> Tensor:
-        """The part of `sets` (N, P or S, 2) that belongs to the keys of an attention call, (B, K, 2).
+        """Return the sets of the keys of an attention call, (B, K, 2) bool.
 
         Args:
-            sets: of the batch.
-            queries: rows and queries of the call.
+            sets: (N, P or S, 2) bool, of the batch.
+            queries: number of rows and queries of the call.
             num_keys: K.
             device: of the call.
 
         Raises:
-            ConfigError: a layer gets other rows or queries than passed into the decoder, or there are more keys than
-                positions, so that nobody knows what they are.
+            ConfigError: a layer gets other rows or queries than the decoder, or more keys than there are positions.
         """
-        first = self.seen + self.shape[1] - num_keys  # a cache with a window has dropped what comes before
+        first = self.seen + self.shape[1] - num_keys  # a sliding-window cache has dropped earlier keys
         if queries != self.shape or first < 0:
             call = f"A layer attends with rows and queries {queries} to {num_keys} keys, where {self.shape} pass behind"
             raise ConfigError(f"{call} {self.seen} positions: cross attention and fixed caches cannot be measured.")
@@ -81,18 +82,19 @@ class Pass:
 
 
 class PassPlan:
-    """Follows a batch through the decoder, from hooks in front of the base model and of its first attention module.
+    """Follows a batch through the decoder, by hooks on the base model and on its first attention module.
 
     Args:
         sets: (N, P or S, 2) bool, vision and instruction tokens.
         rows: wanted positions, as `AttentionProbe` takes them.
         measure_prompt: whether the queries of instruction tokens are wanted.
-        prompt: P, if `sets` are of whole rows whose completions are measured; None: they are of prompts, or `rows` say.
+        prompt: P, if `sets` are of whole rows whose completions are measured; None: `sets` are of prompts, or `rows`
+            says which positions are measured.
 
     Attributes:
-        positions: wanted, increasing.
-        picks: their order in `rows`.
-        current: the pass that is under way; None: none has begun.
+        positions: wanted positions, increasing.
+        picks: for each entry of `rows`, its place among the positions.
+        current: the running pass; None: no pass has begun.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class PassPlan:
         self._instruction = sets[:, :prompt, 1].any(0).nonzero().flatten().tolist() if measure_prompt else []
         self._length: int | None = None
         self._base_seen = False
-        self._next_row = self._to_come = self._passed = 0  # rows that come in several passes; those that have come
+        self._next_row = self._to_come = self._passed = 0  # rows of a split batch, and rows of it so far
 
     def hook(self, stack: ExitStack, base: nn.Module, attention: nn.Module) -> None:
         """Follow the batch until `stack` is closed."""
@@ -121,7 +123,7 @@ class PassPlan:
             raise ConfigError(f"The probe has masks for {len(self.sets)} rows, but {passed} pass: pass all of them.")
 
     def _begin_batch(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before rows pass through the whole model: find out which positions are wanted."""
+        """Find the wanted positions before rows pass through the whole model."""
         self._base_seen = True
         inputs: Any = kwargs.get("input_ids", args[0] if args else None)
         inputs = kwargs["inputs_embeds"] if inputs is None else inputs
@@ -143,17 +145,17 @@ class PassPlan:
         self.picks = [bisect_left(self.positions, position) for position in wanted]
 
     def _begin_pass(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before rows pass through the decoder: once for a plain batch, twice or more where prompts are shared."""
+        """Assign rows before they pass through the decoder, which they do once, or more often with shared prompts."""
         if torch._C._current_graph_task_id() != -1:  # a backward pass recomputes checkpointed layers
             return
         hidden = args[0] if args else kwargs["hidden_states"]
         count, length, _ = hidden.shape
-        if not self._base_seen:  # a head that calls the decoder inside of its base model: the batch passes as it is
+        if not self._base_seen:  # a head that calls the decoder of its base model
             self._plan_positions(length)
         cache = cache_of(kwargs)
         seen = positions_seen(cache)
-        groups: list[int] | None = getattr(cache, "groups", None)  # of a prefix that is written
-        some: list[int] | None = getattr(cache, "rows", None)  # of one that is read
+        groups = cache.groups if isinstance(cache, WrittenPrefix) else None
+        some = cache.rows if isinstance(cache, ReadPrefix) else None
         self._to_come = len(groups) if groups is not None else self._to_come if some is not None else count
         start, stop = self._next_row, self._next_row + self._to_come
         self._check_rows(stop <= len(self.sets), stop)
@@ -168,7 +170,7 @@ class PassPlan:
             instruction=_queries([at for at in self._instruction if 0 <= at - seen < length], seen, hidden.device),
             device=hidden.device,
         )
-        if groups is None:  # else the same rows are still to come, behind their prompts
+        if groups is None:  # else these rows pass again, behind their prompts
             self._passed += count
             if self._passed == self._to_come:
                 self._next_row, self._passed = stop, 0
@@ -186,6 +188,6 @@ def cache_of(kwargs: dict[str, Any]) -> Any:
 
 
 def positions_seen(cache: Cache | None) -> int:
-    """Return how many positions of a row are in a cache."""
-    layers = [] if cache is None else cache.layers
-    return max((int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")), default=0)
+    """Return the number of positions in a cache."""
+    layers: Any = [] if cache is None else cache.layers
+    return max((int(layer.get_seq_length()) for layer in layers if isinstance(layer, CacheLayerMixin)), default=0)

@@ -34,12 +34,12 @@ class RolloutScorer:
         torch.Size([2])
 
     Args:
-        model: any transformers model with a head, also wrapped by DDP or PEFT, or patched by TRL; whole parameters.
-        vision_token_ids: placeholder tokens of images and videos. None: those of the model's configuration.
-        special_token_ids: tokens that belong to no modality, needed for attention; those of a processor are found by
-            `vgr_trl.signals.ratios.special_token_ids`.
+        model: any transformers model with a head and whole parameters, also wrapped by DDP or PEFT, or patched by TRL.
+        vision_token_ids: placeholder tokens of images and videos. None: the ones that the model's configuration names.
+        special_token_ids: tokens that belong to no modality, needed for attention;
+            `vgr_trl.signals.ratios.special_token_ids` finds the special tokens of a processor.
         share_prompts: `auto` computes each prompt once where that is exact, `on` raises where it is not, `off` never.
-        batch_size: rows that pass at a time, made whole groups where prompts are shared. None: all.
+        batch_size: rows of a chunk, rounded to whole groups where prompts are shared. None: all.
         temperature: logits are divided by it; above 0.
         similarity_layer: hidden states that are compared, as `SimilarityProbe` takes it.
         similarity_over: how they are compared, likewise.
@@ -92,18 +92,18 @@ class RolloutScorer:
             prompt_ids: (N, P), padded on the left; the G completions of a prompt stand together.
             prompt_mask: (N, P), 0 for padding.
             completion_ids: (N, T), padded on the right.
-            completion_mask: (N, T), 1 for the tokens of a completion, 0 for the padding behind them, or for all tokens
-                of a completion that is left out.
+            completion_mask: (N, T), 1 for the tokens of a completion, 0 for the padding behind them; all 0 for a
+                completion that does not count.
             num_generations: G.
             attention: measure attention mass.
             similarity: measure the similarity of hidden states to the image.
             regions: (N, P) bool, vision tokens whose attention is measured apart; None: none.
-            num_images: (N,) images of each row, where rows pass in chunks. None: as many as its tokens are worth.
+            num_images: (N,) images of each row, where rows pass in chunks. None: counted from its image tokens.
             num_tiles: (N,) entries of `pixel_values` of each row, where images are cut into tiles and `num_images` is
                 given.
-            image_inputs: what the processor returns beside the tokens for the N rows; token types are (N, P), or
-                (N, P + T), which are taken as they are: for PaliGemma they are 1 in completions (TRL pads with 0, under
-                which a completion sees its own future; `DAPOTrainer` corrects that).
+            image_inputs: other outputs of the processor for the N rows; token types are (N, P), or (N, P + T), which
+                are used unchanged: for PaliGemma they are 1 in completions (TRL pads with 0, under which a completion
+                sees its own future; `DAPOTrainer` corrects that).
 
         Returns:
             Log-probabilities and entropies (0 where the mask is), the attention mass and the similarity.
@@ -113,10 +113,7 @@ class RolloutScorer:
             ConfigError: attention is wanted and cannot be measured, or `share_prompts` is `on` and prompts cannot be
                 shared.
         """
-        if not bool(prompt_mask[:, -1].all()):
-            raise DataError("A prompt ends with padding: pad prompts on the left, so that completions follow them.")
-        if bool((completion_mask[:, 1:] > completion_mask[:, :-1]).any()):
-            raise DataError("completion_mask has a 0 before a 1: give 1 for every token of a completion.")
+        _check_masks(prompt_mask, completion_mask)
         count, length = completion_ids.shape
         device = self.causal.get_input_embeddings().weight.device
         given = {name: value.to(device) for name, value in image_inputs.items() if value is not None}
@@ -130,9 +127,7 @@ class RolloutScorer:
             "num_images": num_images,
             "num_tiles": num_tiles,
         }
-        step = count if self.batch_size is None else self.batch_size
-        if step < count and self.share_prompts != "off":
-            step = whole_groups(step, num_generations)
+        step = whole_groups(self.batch_size or count, 1 if self.share_prompts == "off" else num_generations)
         if step < count and num_images is None and "pixel_values" in given:
             is_image = is_image_token(ids, self.causal.config) & batch["attention_mask"].bool()  # (N, P + T)
             batch |= counts_by_tokens(image_inputs_of(given), is_image)
@@ -143,8 +138,8 @@ class RolloutScorer:
         reasons = report.plain.keys() - {"no prompt occurs twice"}
         if self.share_prompts == "on" and reasons:
             raise ConfigError(f"share_prompts is on, but prompts could not be shared: {min(reasons)}; use auto or off.")
-        measured = ("logps", "entropies", "mask", "attention", "similarity")
-        return RolloutSignals(**{name: getattr(scores, name) for name in measured})
+        entropies: Any = scores.entropies
+        return RolloutSignals(scores.logps, entropies, scores.mask, scores.attention, similarity=scores.similarity)
 
     def _attention_plan(self, attention: bool, similarity: bool, regions: Tensor | None) -> AttentionPlan | None:
         if not (attention or similarity):
@@ -154,6 +149,14 @@ class RolloutScorer:
             raise ConfigError("Give vision_token_ids, for attention special_token_ids too, or attention=False.")
         similar = (self.similarity_layer, self.similarity_over) if similarity else None
         return AttentionPlan(vision, self.special_token_ids or (), mass=attention, region=regions, similarity=similar)
+
+
+def _check_masks(prompt_mask: Tensor, completion_mask: Tensor) -> None:
+    """Raise `DataError` if padding stands between a prompt and its completion, or within a completion."""
+    if not bool(prompt_mask[:, -1].all()):
+        raise DataError("A prompt ends with padding: pad prompts on the left, so that completions follow them.")
+    if bool((completion_mask[:, 1:] > completion_mask[:, :-1]).any()):
+        raise DataError("completion_mask has a 0 before a 1: give 1 for every token of a completion.")
 
 
 @contextmanager

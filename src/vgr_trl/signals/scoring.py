@@ -140,12 +140,7 @@ def score(
 
 
 def _score_chunk(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    want: Want,
-    rows: range,
-    compute: Compute | None,
-    temperature: float,
+    model: nn.Module, batch: Mapping[str, Any], want: Want, rows: range, compute: Compute | None, temperature: float
 ) -> Scores:
     inputs, length = take_scoring_rows(batch, rows), batch["logits_to_keep"]
     own = inputs.pop("tool_mask", None)

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from vgr_trl.errors import DataError
+from vgr_trl.passes.run_pass import Purpose
 from vgr_trl.pixels import joined
 from vgr_trl.rollout import ConstructedTrainer, Noise, Rollout, weighted_sums
 from vgr_trl.rows import OLD_LOGPS
@@ -70,7 +71,8 @@ def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         if seen is not None and seen.images is not None:
             pixels = pixels_of_rows(seen.fields, seen.images, range(len(rollout.rows)), batch)
             batch = batch | {"pixel_values": joined(pixels)}
-        rollout.batch = rollout.batch | {OLD_LOGPS: trainer.score(scoring_inputs(batch), Want()).logps}
+        scores = trainer.score(scoring_inputs(batch), Want(), purpose=Purpose.VIEW)
+        rollout.batch = rollout.batch | {OLD_LOGPS: scores.logps}
     rollout.metrics |= {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
     if noise.generations:
         rewards = weighted_sums(rollout.rewards, trainer.reward_weights).nan_to_num()  # (N of all,)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vgr_trl.config import REMOVE_IMAGE
+from vgr_trl.passes.run_pass import Purpose
 from vgr_trl.pixels import joined
 from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.scoring_inputs import (
@@ -41,7 +42,8 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     every = range(len(batch["prompt_ids"]))
     if "perception" in measurement.needed:
         pixels = _inputs_under(args.perturbation, trainer, rollout, every).get("pixel_values")
-        batch |= {} if pixels is None else {"perturbed_pixel_values": pixels}
+        if pixels is not None:
+            rollout.batch = batch = batch | {"perturbed_pixel_values": pixels}
     if not measurement.views:
         return
     rollout.signals = signals = rollout.signals or build_unmeasured_signals(valid_tokens(batch).bool())
@@ -50,6 +52,7 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         trainer.score(
             stacked_inputs([_inputs_under(name, trainer, rollout, rows) for name in measurement.views]),
             Want(hidden=measurement.needs("shift")),
+            purpose=Purpose.VIEW,
         )
         for rows in (every[start : start + size] for start in every[::size])
     ]
