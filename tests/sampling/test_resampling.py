@@ -1,7 +1,5 @@
 """Further prompts of dynamic sampling: which are drawn, how processes share them, and how a resumed run goes on."""
 
-from types import SimpleNamespace
-
 import pytest
 from datasets import Dataset
 from PIL import Image
@@ -75,8 +73,7 @@ def test_they_continue_after_an_interruption(dataset, before, tmp_path):
 
 def test_a_stream_is_shuffled_otherwise_than_by_trl():
     stream = Dataset.from_list(rows(9)).to_iterable_dataset()
-    trainer = SimpleNamespace(train_dataset=stream, shuffle_dataset=True, args=SimpleNamespace(seed=3))
-    order = drawn(FurtherPrompts.from_trainer(trainer), 9)
+    order = drawn(FurtherPrompts(stream, seed=3, shuffle=True), 9)
     of_trl = [int(row["prompt"]) for row in stream.shuffle(seed=3)]
     assert sorted(order) == sorted(of_trl)
     assert order != of_trl
