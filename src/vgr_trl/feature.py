@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature that is on unless `reason` is set; printed as "on", or "off" and why.
+    """A feature of a run; printed as "on", or "off" with the reason.
 
     Attributes:
-        reason: why it is off; None: it is on.
+        reason: why the feature is off; None: it is on.
     """
 
     reason: str | None = None
@@ -23,5 +23,5 @@ class Feature:
 
 
 def describe_features(features: Mapping[str, Feature]) -> str:
-    """Return which features are on, and why the others are off, on one line."""
+    """Describe features on one line: "on", or "off" with the reason."""
     return "; ".join(f"{name}: {feature}" for name, feature in features.items())

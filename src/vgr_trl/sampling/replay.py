@@ -295,11 +295,8 @@ class Replay(ReplayBuffer, SavedState):
         selection = rollout.selection
         size = selection.placement.num_generations
         admitted = self.admits(*(each.cpu().view(-1, size) for each in (selection.advantages, selection.task_rewards)))
-        kept, pad_token_id = (
-            [group for group in selection.kept if admitted[group]],
-            self._trainer._tokenizer.pad_token_id,
-        )
-        for group in [*cut_groups(rollout, kept, pad_token_id, self.step), *fresh]:
+        kept = [group for group in selection.kept if admitted[group]]
+        for group in [*cut_groups(rollout, kept, self._trainer._tokenizer.pad_token_id, self.step), *fresh]:
             self.add(group)
 
     def metrics(self, replaced_fraction: float) -> dict[str, float]:
