@@ -1,4 +1,4 @@
-"""Write files at once or not at all, and name the file when the disk is full."""
+"""Write files completely or not at all, and name the file when the disk is full."""
 
 import os
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from vgr_trl.errors import DiskFullError, VGRError
 
-# The words of the system, of PyTorch's writer of archives (which hides those) and of safetensors.
+# Messages of the system, of PyTorch's archive writer (which hides the system's) and of safetensors.
 _DISK_FULL = "No space left", "Disk quota exceeded", "StreamWriter failed writing", "unexpected pos", "os error 28"
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or one that led to it, comes from a disk or a quota that is full."""
+    """Return whether an error, or an error that caused it, comes from a full disk or quota."""
     while error is not None and not any(text in str(error) for text in _DISK_FULL):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -20,11 +20,11 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 @contextmanager
 def naming_full_disk(target: str | Path, cure: str = "free space there") -> Iterator[None]:
-    """Turn what is raised when the disk is full into a `DiskFullError` that names the file, or else `target`.
+    """Convert the errors of a full disk into a `DiskFullError` that names the file, or else `target`.
 
     Args:
-        target: the file that is written, or the folder of the files.
-        cure: what to do, the end of the sentence.
+        target: the file being written, or the folder of the files.
+        cure: advice that ends the message.
     """
     try:
         yield
@@ -36,12 +36,12 @@ def naming_full_disk(target: str | Path, cure: str = "free space there") -> Iter
 
 
 def unfinished(path: Path) -> Path:
-    """Return the name under which `path` is written until it is whole; readers of folders pass over such names."""
+    """Return the temporary name of an unfinished file; readers of folders skip such names."""
     return path.with_name(f".{path.name}.unfinished")
 
 
 def publish(path: Path) -> None:
-    """Give the file at `unfinished(path)` its name, once its bytes are on the disk."""
+    """Rename the file at `unfinished(path)` to `path` once its bytes are on the disk."""
     _sync(unfinished(path))
     unfinished(path).replace(path)
     _sync(path.parent)
@@ -57,15 +57,15 @@ def _sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
-    """Write `data` to `path`, which is replaced at once or not at all.
+    """Write a file completely or not at all.
 
     Args:
-        path: whose folder is there.
-        data: all of it.
-        sync: wait until it is on the disk, as nothing written after it can be there before.
+        path: path of the file, in an existing folder.
+        data: content of the file.
+        sync: wait until the file is on the disk, so that no later write can reach the disk before it.
 
     Raises:
-        DiskFullError: naming the file.
+        DiskFullError: the disk is full; the error names the file.
     """
     try:
         with naming_full_disk(path):
@@ -76,15 +76,15 @@ def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
 
 
 def append_atomic(path: Path, data: bytes, head: bytes = b"") -> None:
-    """Append all of `data` to `path`, or nothing if that fails; a missing folder is made.
+    """Append to a file completely or not at all; create missing folders.
 
     Args:
-        path: of the file.
-        data: all of it.
-        head: what stands in front of it in a file that is empty.
+        path: path of the file.
+        data: appended bytes.
+        head: written before `data` if the file is empty.
 
     Raises:
-        DiskFullError: naming the file.
+        DiskFullError: the disk is full; the error names the file.
     """
     with naming_full_disk(path), ExitStack() as opened:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def append_atomic(path: Path, data: bytes, head: bytes = b"") -> None:
 
 
 def is_writable(path: Path) -> bool:
-    """Return whether a file could be written to `path`, whose folder may be missing yet."""
+    """Return whether a file can be written to `path`, in a folder that may not exist yet."""
     if path.is_dir():
         return False
     folder = next(folder for folder in path.absolute().parents if folder.exists())

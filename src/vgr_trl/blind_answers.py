@@ -14,10 +14,15 @@ from vgr_trl.rollout import ConstructedTrainer, Rollout
 def blind_answers(
     trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """Return one more answer per completion as a column for rewards, None without a description, and metrics.
+    """Answer questions from the descriptions in completions; return the reward column and metrics.
 
-    All of a process are generated at once, one for each completion, as its own completions are; they are not trained
-    on, and not counted among the tokens of the run.
+    A completion without a description gets None. One generation gives an answer for every completion of this process;
+    answers are neither trained on nor counted among the run's tokens.
+
+    Args:
+        trainer: generates the answers.
+        rollout: rows of the data.
+        completion_ids: tokens of each completion.
     """
     args, accelerator = trainer.args, trainer.accelerator
     texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
@@ -34,7 +39,13 @@ def blind_answers(
 
 
 def extract_description(text: str, tag: str, or_all: bool) -> str | None:
-    """Return what stands between the first tags of that name, stripped; None, or all of the text, without any."""
+    """Return the text between the first pair of tags, stripped.
+
+    Args:
+        text: text of a completion.
+        tag: name of the tags.
+        or_all: return the whole text if there are no tags, instead of None.
+    """
     _, opened, rest = text.partition(f"<{tag}>")
     description, closed, _ = rest.partition(f"</{tag}>")
     if opened and closed:
@@ -43,9 +54,9 @@ def extract_description(text: str, tag: str, or_all: bool) -> str | None:
 
 
 def question_of(row: Mapping[str, Any]) -> str:
-    """Return what a row asks, with its options, without marks of images.
+    """Return the question of a row with its options, without image placeholders.
 
-    That is its column `problem` if it has one, else the text of the last message of its prompt.
+    The question is the column `problem`, or else the text of the prompt's last message.
     """
     problem = row.get("problem")
     if isinstance(problem, str):
@@ -57,7 +68,13 @@ def question_of(row: Mapping[str, Any]) -> str:
 
 
 def blind_conversation(template: str, question: str, description: str) -> list[dict[str, str]]:
-    """Return the conversation that asks a question about a description."""
+    """Build the conversation that asks a question about a description.
+
+    Args:
+        template: text with `{description}` and `{question}`.
+        question: replaces `{question}`.
+        description: replaces `{description}`.
+    """
     parts = re.split(r"(\{description\}|\{question\})", template)
     known = {"{description}": description, "{question}": question}
     return [{"role": "user", "content": "".join(known.get(part, part) for part in parts)}]

@@ -1,11 +1,11 @@
-"""Errors that this library raises on purpose, and their text made safe to print."""
+"""Errors that this library raises on purpose, and printable texts."""
 
 import re
 from collections.abc import Sequence
 
-# Control characters but line feed and tab, surrogates, characters of private use, line breaks that only some readers
-# see, marks of writing direction, and characters that show nothing, in which a text can be hidden; but for those that
-# join or select the shapes of their neighbours, as emoji and Persian have them.
+# Control characters except line feed and tab, surrogates, private-use characters, line breaks that only some readers
+# see, marks of writing direction, and invisible characters, which can hide a text. Characters that join or select the
+# shapes of their neighbours stay: emoji and Persian need them.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd"
     "\u2028\u2029\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c"
@@ -15,26 +15,26 @@ _HIDDEN = re.compile(
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters, marks of writing direction and what does not show as `\\x1b`.
+    """Escape control characters, marks of writing direction and invisible characters of a text, as `\\x1b`.
 
-    Line feeds stay, tabs too; a carriage return before a line feed is left out. What comes out can neither move the
-    cursor of a terminal nor end a line in a reader's eyes only.
+    Line feeds and tabs stay, a carriage return before a line feed is dropped. The result cannot move the cursor of a
+    terminal, nor show a line break that is none.
     """
-    return _HIDDEN.sub(lambda found: _number(found[0]), text.replace("\r\n", "\n"))
+    return _HIDDEN.sub(lambda found: _escape(found[0]), text.replace("\r\n", "\n"))
 
 
-def _number(character: str) -> str:
+def _escape(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def error_text(error: BaseException, most: int = 200) -> str:
-    """Return what an error says, on one line of at most so many characters; its type where it says nothing."""
+    """Return the message of an error on one line of at most `most` characters, or its type if it has no message."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 class VGRError(Exception):
-    """Base of every error this library raises on purpose; its text, in which data may be named, can be printed."""
+    """Base of every error that this library raises on purpose; its text, which may quote data, is printable."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
@@ -49,7 +49,7 @@ class DataError(VGRError, ValueError):
 
 
 class MissingSplitError(DataError):
-    """A data set has not the split that is asked for, but `splits`."""
+    """A data set does not have the requested split, but `splits`."""
 
     def __init__(self, source: str, splits: Sequence[str], wanted: str) -> None:
         super().__init__(f"{source} has the splits {splits}, but not {wanted!r}: name one of them.")
@@ -57,11 +57,11 @@ class MissingSplitError(DataError):
 
 
 class RewardError(VGRError, ValueError):
-    """A reward cannot be found, loaded or computed from what it was given."""
+    """A reward cannot be found, loaded or computed from its arguments."""
 
 
 class UnsupportedTRLError(VGRError, RuntimeError):
-    """The installed TRL does not have the methods that this library extends."""
+    """The installed TRL lacks methods that this library extends."""
 
 
 class CollapseError(VGRError, RuntimeError):
@@ -73,7 +73,7 @@ class NotFiniteError(VGRError, ArithmeticError):
 
 
 class VLLMServerError(VGRError, ConnectionError):
-    """A server of vLLM does not answer, or cannot do what is asked."""
+    """A vLLM server does not answer, or cannot serve a request."""
 
 
 class ProcessError(VGRError, RuntimeError):
@@ -81,4 +81,4 @@ class ProcessError(VGRError, RuntimeError):
 
 
 class DiskFullError(VGRError, OSError):
-    """A disk or a quota is full; what was being written is not whole."""
+    """A disk or a quota is full; the file being written is incomplete."""

@@ -1,4 +1,4 @@
-"""Evaluate a model on questions, without training."""
+"""Evaluate a model on questions: generate completions, grade them, and compute scores."""
 
 import math
 import sys
@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from peft import PeftModel
 from PIL import Image
 from rich.console import Console
 from rich.table import Column, Table
@@ -20,7 +21,7 @@ from trl.data_utils import prepare_multimodal_messages
 from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt, placed
 from vgr_trl.errors import ConfigError, DataError, RewardError
-from vgr_trl.patching import patched_attribute
+from vgr_trl.patching import keep_random_state, patched_attribute
 from vgr_trl.rewards.answers import Solution, resolve_solution, states_answer
 from vgr_trl.rewards.functions import accuracy_reward, think_format_reward
 from vgr_trl.rewards.language import normalise
@@ -36,7 +37,12 @@ def blank_image(image: Image.Image) -> Image.Image:
 
 
 def build_conversation(row: Mapping[str, Any], blank_images: bool, system_prompt: str | None) -> Any:
-    """Return the prompt of a row, built from its question if it has none; a text prompt is returned unchanged.
+    """Return the prompt of a row, or build it from the question; a text prompt is returned unchanged.
+
+    Args:
+        row: row of the data.
+        blank_images: replace images with mid-grey.
+        system_prompt: for a prompt built from the question; None: no system prompt.
 
     Raises:
         DataError: a row with images has a text prompt.
@@ -49,7 +55,7 @@ def build_conversation(row: Mapping[str, Any], blank_images: bool, system_prompt
 
 
 def grade(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, Any]:
-    """Return the record of a question: completions, correctness and format."""
+    """Grade the completions of a question; return a record of completions, correctness and format."""
     completions = [greedy, *sampled]
     correct, well_formed = grade_completions(row, completions), think_format_reward(completions)
     solution = read_solution(row)
@@ -83,7 +89,14 @@ def read_solution(row: Mapping[str, Any]) -> Solution | None:
 def compute_rewards(
     functions: Sequence[Any], rows: Sequence[Mapping[str, Any]], completions: list[str], tokenizer: Any
 ) -> dict[str, list[float | None]]:
-    """Return the rewards of the greedy completions of all rows, by function name."""
+    """Compute the rewards of the greedy completions of all rows, by function name.
+
+    Args:
+        functions: reward functions.
+        rows: rows of the data.
+        completions: one greedy completion per row.
+        tokenizer: gives the tokens of the completions.
+    """
     if not functions:
         return {}
     columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "image", "images")}
@@ -102,12 +115,12 @@ class AnswerScores:
         k: sampled completions per question.
         accuracy, format: rates of the greedy completion.
         mean_at_k, format_sampled: means over the sampled completions; None for k = 0.
-        pass_at_k: share of questions with a right sampled completion; None for k = 0.
+        pass_at_k: share of questions with a correct sampled completion; None for k = 0.
         interval: 95 % confidence interval of the accuracy (Wilson).
         unparsable: share of greedy completions that state no answer.
         majority: accuracy of always giving the most common letter or open answer.
         blind: accuracy with grey images; None if not measured.
-        rewards: means of further reward functions over the greedy completions that they apply to.
+        rewards: means of further reward functions over the greedy completions to which they apply.
     """
 
     questions: int
@@ -138,10 +151,10 @@ class Evaluation(AnswerScores):
 
 
 def build_evaluation(records: list[dict[str, Any]], groups: Sequence[str] | None = None) -> Evaluation:
-    """Compute scores of all records with a solution (at least one), and of each group.
+    """Compute the scores of all records with a solution (at least one), and of each group.
 
     Args:
-        records: as `grade` returns them.
+        records: records of `grade`.
         groups: group of each record; None: no groups.
     """
     scored = [record for record in records if record["correct"] is not None]
@@ -202,10 +215,11 @@ def majority_accuracy(answers: Sequence[int | str | None]) -> float:
 
 
 class CompletionGenerator:
-    """Generate completions with a model and its processor.
+    """Generates completions with a model and its processor.
 
     Args:
-        processor: of the model; a tokenizer for a text-only model.
+        model: transformers model.
+        processor: processor of the model; a tokenizer for a text-only model.
         max_completion_length: in tokens, at least 1.
     """
 
@@ -254,7 +268,7 @@ class CompletionGenerator:
     def _generate(self, inputs: dict[str, torch.Tensor], **sampling: Any) -> list[str]:
         declared = self.model.generation_config.eos_token_id
         declared = [declared] if isinstance(declared, int) else declared or []
-        image_id = getattr(getattr(self.model, "config", None), "image_token_id", None)
+        image_id = getattr(self.model.config, "image_token_id", None)
         settings = GenerationConfig(
             max_new_tokens=self.max_completion_length,
             eos_token_id=sorted({*declared, self.tokenizer.eos_token_id}),
@@ -262,8 +276,8 @@ class CompletionGenerator:
             suppress_tokens=None if image_id is None or self.tokenizer is self.processor else [image_id],  # as TRL does
             **sampling,
         )
-        # Otherwise generate() takes unset values (beams, top_k, …) from the checkpoint.
-        owner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        # generate() reads unset values (beams, top_k, …) from the checkpoint's configuration.
+        owner = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         with patched_attribute(owner, "generation_config", settings):
             ids = self.model.generate(**inputs, generation_config=settings)
         return list(self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
@@ -286,10 +300,11 @@ def evaluate(
     seed: int = 0,
     progress: bool = True,
 ) -> Evaluation:
-    """Generate one greedy and `num_samples` sampled completions per question and score them.
+    """Generate one greedy and `num_samples` sampled completions per question, and score them.
 
     Args:
-        processor: of the model; a tokenizer for a text-only model.
+        model: transformers model.
+        processor: processor of the model; a tokenizer for a text-only model.
         rows: questions with `prompt` (a conversation) or `problem` (text) and `choices`; `solution`; `image`/`images`.
         num_samples: k of mean@k and pass@k; 0 for greedy only.
         temperature: sampling temperature, > 0.
@@ -299,7 +314,9 @@ def evaluate(
         blind: also answer each question greedily with grey images.
         reward_funcs: functions whose means over the greedy completions are also computed.
         group_by: column; scores are also computed for each of its values.
-        system_prompt: for rows that have a `problem` but no `prompt`; None: no system prompt.
+        system_prompt: for rows with a `problem` but no `prompt`; None: no system prompt.
+        seed: seed of the samples.
+        progress: show a progress bar.
 
     Raises:
         ConfigError: `group_by` is not a column.
@@ -340,7 +357,7 @@ def _inference_mode(model: Any, seed: int) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng([model.device] * (model.device.type != "cpu")):
+        with torch.no_grad(), keep_random_state(model.device):
             torch.manual_seed(seed)
             yield
     finally:

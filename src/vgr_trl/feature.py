@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature that is on unless `reason` is set; printed as "on", or "off" and why.
+    """A feature of a run; printed as "on", or "off" with the reason.
 
     Attributes:
-        reason: why it is off; None: it is on.
+        reason: why the feature is off; None: it is on.
     """
 
     reason: str | None = None

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.patches.trl import override_sampling
 from vgr_trl.patches.vllm import answers_of_server
 from vgr_trl.pixel_check import refuse_dropped_images
@@ -23,14 +24,17 @@ def generate(
     num_generations: int,
     plain: Callable[[Any, Any, Any, int], Any],
 ) -> Any:
-    """Return what TRL's `_generate_single_turn` does; the rollout keeps the prompts of its first turn.
+    """Generate one turn as TRL's `_generate_single_turn` does; keep the prompts of the rollout's first turn.
 
     Args:
-        num_generations: completions of each prompt, which are adjacent and alike to a server of vLLM.
+        trainer: gives model, options and measurements.
+        rollout: the rollout of the batch; None outside of rollouts.
+        prompts: prompts of this turn.
+        num_generations: completions per prompt; a vLLM server gets the adjacent equal prompts of a group once.
         plain: TRL's method.
 
     Raises:
-        VLLMServerError: the server of vLLM does not answer.
+        VLLMServerError: the vLLM server does not answer.
     """
     model, measurement = trainer.model, trainer.measurement
     first_turn = rollout is not None and not hasattr(rollout, "prompts")
@@ -38,13 +42,13 @@ def generate(
         if trainer.pixels_unchecked and not rollout.blind:
             refuse_dropped_images(prompts, measurement.vision_token_ids)
         scores_all = measurement.scoring and not (measurement.samples and model.training)
-        if scores_all and not trainer.use_vllm:  # scoring reads the pixels of generation where they are
+        if scores_all and not trainer.use_vllm:  # scoring reads the same pixels on the device
             pixels = image_tensors(prompts.fields).get("pixel_values")
             fields = {} if pixels is None else {"pixel_values": trainer._prepare_input(pixels)}
             prompts = replace(prompts, fields={**prompts.fields, **fields})
         rollout.prompts = prompts
         prompts = perturb_noisy_prompts(trainer, rollout)
-        if rollout.noise is not None or rollout.blind:  # what is asked differs within a group
+        if rollout.noise is not None or rollout.blind:  # prompts differ within a group
             num_generations = 1
     ids, images = prompts.ids, prompts.images
     if trainer.vllm_images is not None:
@@ -52,7 +56,7 @@ def generate(
     with (
         trainer.clock.stage("generation", model.training),
         trainer.passes.around(model, counts=model.training),
-        override_sampling(trainer, eval_sampling(trainer)),
+        override_sampling(trainer, eval_sampling(trainer.args, model.training)),
         answers_of_server(trainer) if trainer.use_vllm and trainer.args.vllm_mode == "server" else nullcontext(),
     ):
         measures = "attention" in measurement.needed and trainer.args.attention_source == "generate"
@@ -65,7 +69,7 @@ def generate(
         return generated
 
 
-def eval_sampling(trainer: ConstructedTrainer) -> dict[str, float]:
-    """Return the sampling options of the current mode that differ from those of training: none in training."""
-    given = {"temperature": trainer.args.eval_temperature, "top_p": trainer.args.eval_top_p}
-    return {name: value for name, value in given.items() if value is not None and not trainer.model.training}
+def eval_sampling(args: DAPOConfig, training: bool) -> dict[str, float]:
+    """Return the sampling options that override those of training: in evaluation only."""
+    given = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
+    return {name: value for name, value in given.items() if value is not None and not training}

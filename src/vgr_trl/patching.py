@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of a module or object for the duration; an object that had none of its own has none after."""
+    """Set an attribute of a module or object for the duration, and delete it afterwards if it was not there before."""
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)
@@ -29,10 +29,15 @@ def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def patched_method(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Call a function in place of a method of one object for the duration; copies of the object call their own method.
+    """Replace a method of one object for the duration; copies of the object call the original method.
+
+    Args:
+        owner: the object.
+        name: the method's name.
+        function: replaces the method.
 
     Raises:
-        ConfigError: another thread has replaced the method; whichever ends first would undo the other's.
+        ConfigError: another thread has replaced the method; the thread that ends first would undo both.
     """
     plain = getattr(owner, name)
     if isinstance(plain, _Replacement) and plain.thread != get_ident():
@@ -42,7 +47,7 @@ def patched_method(owner: Any, name: str, function: Callable[..., Any]) -> Itera
 
 
 class _Replacement:
-    """Looks like the plain method. Copied or pickled with its owner it is that method, of the copy."""
+    """Calls the function and looks like the original method; becomes the copy's method when its owner is copied."""
 
     def __init__(self, plain: Callable[..., Any], function: Callable[..., Any]) -> None:
         update_wrapper(self, plain)
@@ -52,19 +57,19 @@ class _Replacement:
         return self.function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.plain,)
+        return _identity, (self.plain,)
 
 
-def _itself(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
 def keep_random_state(device: "torch.device") -> AbstractContextManager[None]:
-    """Restore the random state behind this block, in which dropout draws from it.
+    """Restore the random state after this block, in which dropout draws random numbers.
 
-    For passes that only metrics, records and checks read. A resumed run makes more of them than a run that went on, and
-    has to draw the same numbers for training.
+    For passes that only metrics, records and checks read: a resumed run makes more of them than an uninterrupted run,
+    and has to draw the same numbers for training.
     """
-    import torch  # configurations are converted without it
+    import torch  # the converter of configurations does without torch
 
     return torch.random.fork_rng([device] * (device.type != "cpu"))

@@ -1,4 +1,4 @@
-"""Check once that the model uses the pixels of its images."""
+"""Check once that prompts keep their images and that the model uses the pixels."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ from vgr_trl.signals.scoring import Want
 from vgr_trl.views.perturbed_pass import inputs_with_other_images
 
 logger = logging.get_logger(__name__)
-UNCHANGED = 1e-5  # nats; smaller changes of every log-probability are rounding
+UNCHANGED = 1e-5  # nats; smaller changes of all log-probabilities are rounding errors
 _REMEDY = "or set check_pixels to False to train anyway"
 
 
 @dataclass(frozen=True)
 class PixelUse:
-    """How log-probabilities of completions with an image differ, in nats.
+    """Differences of the log-probabilities of completions with an image, in nats.
 
     Attributes:
-        tokens: number of tokens compared.
-        change: mean |change| behind a blank image.
-        largest: largest |change| behind a blank image.
-        engine: mean distance of the engine's from the trainer's; None without an engine that returns its own.
-        engine_blank: mean distance of the engine's from the trainer's behind a blank image; None likewise.
+        tokens: number of compared tokens.
+        change: mean |change| given a blank image.
+        largest: largest |change| given a blank image.
+        engine: mean distance between the engine's log-probabilities and the trainer's; None if the engine returns none.
+        engine_blank: the same with the trainer's log-probabilities given a blank image.
     """
 
     tokens: int
@@ -40,7 +40,7 @@ class PixelUse:
     engine_blank: float | None = None
 
     def describe(self) -> str:
-        """Return the line of a run; an engine closer to the trainer without the image does not get it."""
+        """Return a line for the log; it warns of an engine that is closer to the trainer without the image."""
         line = f"With a blank image, log-probabilities change by {self.change:.3g} nats per token"
         if self.engine is None:
             return line + "."
@@ -59,12 +59,14 @@ def compare_logps(
     mask: torch.Tensor,
     gather: Callable[[torch.Tensor], torch.Tensor],
 ) -> PixelUse:
-    """Compare log-probabilities (N, T) of completions given their images, given blank ones, and of the engine.
+    """Compare log-probabilities of completions given their images, given blank images, and of the engine.
 
     Args:
-        engine: NaN where it has none; None on every process, or on none.
-        mask: (N, T) bool, tokens that are compared.
-        gather: over processes.
+        logps: (N, T), given the images.
+        blank: (N, T), given blank images.
+        engine: (N, T), the engine's, NaN where undefined; None on every process: it returns none.
+        mask: (N, T) bool, tokens to compare.
+        gather: concatenates a tensor over all processes.
     """
     change = (blank - logps).abs()[mask]
     given = logps if engine is None else engine.to(logps)
@@ -78,15 +80,15 @@ def compare_logps(
 
 
 def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, float] | None:
-    """Score the first group with an image again behind a blank image; log one line, and return metrics.
+    """Score the first group with an image again given a blank image; log one line, and return metrics.
 
     Every process makes the same passes.
 
     Returns:
-        None: no token is to be compared, so that the next rollout has to be checked.
+        None if the rollout has no token to compare, so that the next rollout has to be checked.
 
     Raises:
-        DataError: no log-probability changes; in every process.
+        DataError: no log-probability changes; on every process.
     """
     batch, accelerator, size = rollout.batch, trainer.accelerator, trainer.completions_per_prompt
     if find_completion_maker(trainer) is not None:
@@ -101,7 +103,8 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
     try:
         blank = partial(perturb_images, name="mask_image", seed=0, step=0)
         prompts = [(accelerator.process_index * len(valid) + row) // size for row in rows]
-        other, _ = inputs_with_other_images(trainer, part, [rollout.messages[row] for row in rows], prompts, blank)
+        messages = [rollout.messages[row] for row in rows]
+        other, _ = inputs_with_other_images(trainer.tokenize, part, messages, prompts, blank)
         inputs = [scoring_inputs(part), other]
     except DataError as error:
         why = f": {error}"
@@ -109,9 +112,11 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
         logger.warning_once(f"Skipped the check that the model uses the pixels{why}")
         return {}
     with keep_random_state(accelerator.device):
-        logps, behind_blank = (trainer.score(each, Want()).logps.float() for each in inputs)  # pixels are not joined
+        logps, behind_blank = (
+            trainer.score(each, Want()).logps.float() for each in inputs
+        )  # separate passes: pixels are not joined
     engine = part.get("sampling_per_token_logps")
-    if engine is not None and rollout.noise is not None:  # the engine saw other images there
+    if engine is not None and rollout.noise is not None:  # the engine saw perturbed images
         noisy = torch.tensor([rollout.noise.rows[row] for row in rows], device=engine.device)
         engine = engine.masked_fill(noisy.unsqueeze(1), torch.nan)
     use = compare_logps(logps, behind_blank, engine, compared[rows].to(logps.device), accelerator.gather)
@@ -127,7 +132,7 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
 
 
 def refuse_dropped_images(prompts: Prompts, vision_token_ids: Sequence[int]) -> None:
-    """Raise `DataError` if a prompt with images has no placeholder token, because its chat template drops images."""
+    """Raise `DataError` if a chat template drops images, so that their prompt has no placeholder token."""
     for ids, images in zip(prompts.ids, prompts.images or (), strict=False):
         if images and vision_token_ids and not set(vision_token_ids).intersection(ids):
             found = f"A prompt of {len(ids)} tokens has {len(images)} images, but no image token"

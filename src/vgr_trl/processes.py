@@ -1,4 +1,4 @@
-"""Processes of a run: lost ones are named, workers end with their parent, computing time is limited."""
+"""Processes of a run: report lost processes, end workers with their parent, limit computing time."""
 
 import multiprocessing
 import os
@@ -12,7 +12,7 @@ from types import FrameType
 
 from vgr_trl.errors import ProcessError
 
-_LOST_PROCESS = re.compile(  # what gloo and NCCL say
+_LOST_PROCESS = re.compile(  # messages of gloo and NCCL
     "Timed out waiting|timed out after|Application timeout caused pair closure|Watchdog caught collective operation "
     "timeout|before timing out|Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|"
     "ncclRemoteError|remote process exiting prematurely"
@@ -21,13 +21,13 @@ _LOST_PROCESS = re.compile(  # what gloo and NCCL say
 
 @contextmanager
 def naming_silent_process(timeout: int, step: Callable[[], int]) -> Iterator[None]:
-    """Turn what gloo and NCCL raise when another process does not answer into a `ProcessError`.
+    """Convert the errors of gloo and NCCL about a silent process into a `ProcessError`.
 
-    NCCL's watchdog may end the process itself, after the same time and with its own words.
+    NCCL's watchdog may end the process itself, after the same time and with its own message.
 
     Args:
         timeout: `ddp_timeout`, in seconds.
-        step: returns the step in work, counted from 1.
+        step: returns the current step, counted from 1.
 
     Raises:
         ProcessError: another process is silent or has ended.
@@ -35,7 +35,7 @@ def naming_silent_process(timeout: int, step: Callable[[], int]) -> Iterator[Non
     try:
         yield
     except RuntimeError as error:
-        from torch import distributed  # rewards and processes of the report do without torch
+        from torch import distributed  # rewards and the report do without torch
 
         text = str(error)
         is_lost = ("gloo" in text or "NCCL" in text) and _LOST_PROCESS.search(text) is not None
@@ -49,17 +49,17 @@ def naming_silent_process(timeout: int, step: Callable[[], int]) -> Iterator[Non
 
 
 def pool(workers: int) -> ProcessPoolExecutor:
-    """Return a pool of processes that import again, and that end with the process that started them, not before.
+    """Return a pool of spawned processes that end with the process that started them, not before.
 
-    A scheduler's SIGTERM, or Ctrl-C, goes to them as well; what becomes of their work is for that process to say.
+    A scheduler's SIGTERM, or Ctrl-C, reaches them as well, but their parent decides when they stop.
     """
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=belong_to_parent)
 
 
 def initialise_loader(initialise: Callable[[int], None] | None, worker: int) -> None:
-    """Let a data loader's worker end with the process that started it, not before, then call its own `worker_init_fn`.
+    """Make a data loader's worker end with the process that started it, then call the user's `worker_init_fn`.
 
-    PyTorch's watch of the parent does not end a worker that waits for its full queue to be read.
+    PyTorch's watchdog does not end a worker that waits on its full queue.
     """
     belong_to_parent()
     if initialise is not None:
@@ -67,15 +67,15 @@ def initialise_loader(initialise: Callable[[int], None] | None, worker: int) -> 
 
 
 def kill_workers(executor: ProcessPoolExecutor) -> None:
-    """End the processes of a pool in the midst of what they do, which the end of the interpreter would wait for."""
+    """Kill the processes of a pool, since the interpreter would wait for their work at exit."""
     for process in list((executor._processes or {}).values()):
         process.kill()
 
 
 def belong_to_parent() -> None:
-    """Exit with the parent process, or this worker hangs for ever.
+    """Make this worker ignore signals and exit with its parent process.
 
-    Signals are passed over by a function, since what this process starts would inherit that they are ignored.
+    A function ignores the signals: child processes would inherit SIG_IGN.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
@@ -91,10 +91,10 @@ def belong_to_parent() -> None:
 
 @contextmanager
 def limit_seconds(seconds: float, error: type[BaseException]) -> Iterator[None]:
-    """Raise `error` when the process has computed for `seconds` in this block, and again should it be caught.
+    """Raise `error` after `seconds` of computing time in this block, and again every second if it is caught.
 
-    The limit is of computing time, so that it does not depend on what else runs. Python handles signals in its main
-    thread alone: in other threads there is no limit. A single call of C code is not interrupted.
+    Computing time does not depend on other processes. Python handles signals in its main thread only, so other threads
+    have no limit. A single call of C code is not interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

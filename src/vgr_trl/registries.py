@@ -26,12 +26,12 @@ Plugin = TypeVar("Plugin")
 # Signals that are measured, not computed from others; also `logps:NAME` for any perturbation NAME.
 MEASUREMENTS = ("attention", "dependency", "entropies", "logps", "regions", "shift", "similarity", "views")
 LOGPS_PREFIX = "logps:"
-BLIND_ANSWERS = "blind_answers"  # rewards may need these; they are generated, not measured
+BLIND_ANSWERS = "blind_answers"  # answers that rewards may need; they are generated, not measured
 
 
 @contextmanager
 def _naming_import_errors(where: str, kind: str, error_type: type[VGRError]) -> Iterator[None]:
-    """Convert errors of importing a plug-in into `error_type`, with the reason."""
+    """Convert the errors of importing a plug-in into `error_type`, with the reason."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -41,11 +41,11 @@ def _naming_import_errors(where: str, kind: str, error_type: type[VGRError]) -> 
 def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = ConfigError) -> ModuleType:
     """Import a Python file as a module, once per process, and make its folder importable.
 
-    The module keeps its file name if that is not taken, so that its functions can be pickled for child processes; else
-    its name is derived from its path.
+    The module has the name of its file if that is free, so that child processes can unpickle its functions; or else a
+    name derived from its path.
 
     Args:
-        path: of the file.
+        path: path of the file.
         kind: kind of plug-in, for messages.
         error_type: raised if the file does not exist or cannot be imported.
     """
@@ -70,7 +70,7 @@ def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = C
 
 
 def _imports_file(name: str, file: Path) -> bool:
-    """Whether `import name` imports `file`."""
+    """Return whether `import name` imports `file`."""
     loaded = sys.modules.get(name) or (importlib.util.find_spec(name) if name.isidentifier() else None)
     origin = getattr(loaded, "__file__", None) or getattr(loaded, "origin", None)
     return origin is not None and Path(origin).resolve() == file
@@ -88,13 +88,13 @@ def import_attribute(
     error_type: type[VGRError] = ConfigError,
     is_meant: Callable[[Any], bool] = inspect.isfunction,
 ) -> Any:
-    """Return what a dotted path (`my_package.my_module.my_name`) or a file (`my_file.py:my_name`) names.
+    """Import the object that a dotted path (`my_package.my_module.my_name`) or a file (`my_file.py:my_name`) names.
 
     Args:
-        spec: the path; that of a file is absolute, or relative to the working directory.
+        spec: a dotted path, or a file, absolute or relative to the working directory.
         kind: kind of plug-in, for messages.
         error_type: raised if the module cannot be imported or has no such name.
-        is_meant: whether an object of the module can be that kind of plug-in, for the message.
+        is_meant: whether an object of the module can be such a plug-in, for the message.
     """
     path, _, attribute = spec.rpartition(":" if ":" in spec else ".")
     if path.endswith(".py"):
@@ -103,10 +103,12 @@ def import_attribute(
         _make_importable(os.getcwd())
         with _naming_import_errors(path, kind, error_type):
             module = importlib.import_module(path)
-    if not hasattr(module, attribute):
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
         names = [key for key, value in vars(module).items() if is_meant(value) and key[0] != "_"]
-        raise error_type(f"{path} has no {kind} {attribute!r}: give one of {', '.join(names) or 'another module'}.")
-    return getattr(module, attribute)
+        accepted = ", ".join(names) or "another module"
+        raise error_type(f"{path} has no {kind} {attribute!r}: give one of {accepted}.") from None
 
 
 class Registry:
@@ -115,7 +117,7 @@ class Registry:
     Args:
         kind: name of the kind, for messages.
         group: entry point group of installed packages.
-        module: registers the built-in plug-ins; imported when a name is first looked up.
+        module: module that registers the built-in plug-ins; imported at the first look-up.
         error_type: raised if a plug-in is not found or cannot be imported.
     """
 
@@ -127,7 +129,7 @@ class Registry:
         """Return a decorator that registers a plug-in under `names`.
 
         Raises:
-            VGRError: another plug-in has one of the names. Its type is the registry's `error_type`.
+            VGRError: another plug-in has one of the names; of the registry's `error_type`.
         """
 
         def add(plugin: Plugin) -> Plugin:
@@ -144,15 +146,15 @@ class Registry:
         return sorted({*self._own, *(entry.name for entry in entry_points(group=self.group))})
 
     def load(self, spec: Any) -> Any:
-        """Return the plug-in that `spec` names.
+        """Load the plug-in that `spec` names.
 
         Args:
             spec: a name, a dotted path `my_package.my_module.my_name`, or a file `my_file.py:my_name`, relative to the
                 working directory or absolute. A function is returned unchanged.
 
         Raises:
-            VGRError: the name is unknown or registered twice, the import fails, or the object is not a function. Its
-                type is the registry's `error_type`.
+            VGRError: the name is unknown or registered twice, the import fails, or the object is not a function; of the
+                registry's `error_type`.
         """
         if not isinstance(spec, str):
             return self.check_function(spec, repr(spec))
@@ -162,7 +164,12 @@ class Registry:
         return self.check_function(import_attribute(name, self.kind, self.error_type), repr(name))
 
     def check_function(self, plugin: Any, shown: str) -> Any:
-        """Return the plug-in, or raise if it is not a function; `shown` is its name for the message."""
+        """Return the plug-in; raise if it is not a function.
+
+        Args:
+            plugin: the object.
+            shown: its name in the message.
+        """
         if not callable(plugin) or inspect.isclass(plugin):
             raise self.error_type(f"The {self.kind} {shown} is of type {type(plugin).__name__}: give a function.")
         return plugin
@@ -170,7 +177,7 @@ class Registry:
     def _find(self, name: str) -> Any:
         importlib.import_module(self.module)
         entries = {entry.value: entry for entry in entry_points(group=self.group, name=name)}
-        if name in self._own:  # the own plug-ins are entry points too
+        if name in self._own:  # this library's plug-ins are entry points too
             entries = {value: entry for value, entry in entries.items() if not value.startswith("vgr_trl.")}
         owners = ["vgr_trl"] * (name in self._own) + list(entries)
         if len(owners) > 1:
@@ -199,10 +206,10 @@ datasets = Registry("data set", "vgr_trl.datasets", "vgr_trl.data.public_sets")
 
 
 def declares(*, needs: Sequence[str] = (), options: type | None = None) -> Callable[[Plugin], Plugin]:
-    """Return a decorator that declares which signals a plug-in reads, and its options.
+    """Return a decorator that declares the signals that a plug-in reads, and its options.
 
     Args:
-        needs: names of signals: built-in (`attention`, `dependency`, …) or plug-ins. Only these are measured.
+        needs: names of signals, built-in (`attention`, `dependency`, …) or plug-ins. Only needed signals are measured.
         options: a dataclass; users set its fields in `plugin_options` (rewards: in `reward_function_kwargs`).
     """
 
@@ -225,12 +232,12 @@ def needed_signals(plugin: Any) -> tuple[str, ...]:
 
 
 def is_measurement(name: str) -> bool:
-    """Whether a signal is measured, not computed from others."""
+    """Return whether a signal is measured, not computed from other signals."""
     return name in MEASUREMENTS or name.startswith(LOGPS_PREFIX)
 
 
 def is_measured_after_rewards(name: str) -> bool:
-    """Whether a measurement runs after the rewards, in the pass over perturbed images."""
+    """Return whether a measurement runs after the rewards, in the pass over perturbed images."""
     return name in ("dependency", "shift", "views") or name.startswith(LOGPS_PREFIX)
 
 
@@ -238,7 +245,7 @@ def find_measurements(names: Iterable[str]) -> list[str]:
     """Return the measurements that signals read, directly or through other signals.
 
     Args:
-        names: of signals.
+        names: names of signals.
 
     Raises:
         ConfigError: a signal is not found or depends on itself.
@@ -257,6 +264,6 @@ def _find_measurements(name: str, within: tuple[str, ...] = ()) -> Iterator[str]
 
 
 def build_options(options: type, given: Mapping[str, Any]) -> Any:
-    """Return an instance of a plug-in's options dataclass, filled from the matching keys of `given`."""
+    """Build a plug-in's options, a dataclass, from the matching keys of `given`."""
     fields: Any = dataclasses.fields(options)
     return options(**{field.name: given[field.name] for field in fields if field.name in given})

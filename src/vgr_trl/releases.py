@@ -12,7 +12,7 @@ from vgr_trl.errors import ConfigError, UnsupportedTRLError
 
 @contextmanager
 def naming_torchvision(model: str) -> Iterator[None]:
-    """Turn what transformers raises for a processor that lacks torchvision into a `ConfigError`."""
+    """Convert the errors of transformers about a missing torchvision into a `ConfigError`."""
     try:
         yield
     except (ImportError, AttributeError) as error:
@@ -22,19 +22,19 @@ def naming_torchvision(model: str) -> Iterator[None]:
         raise ConfigError(f"The processor of {model} needs torchvision: install the build for {build}.") from error
 
 
-SUPPORTED_TRL = ("1.15", "1.17")  # from, up to but without; the tests run with these releases
+SUPPORTED_TRL = ("1.15", "1.17")  # first release, and first unsupported release; the tests run with all between
 
 
 def release(installed: str | None = None) -> Version:
-    """Return the release of the installed TRL, or of the version given, without what follows on its numbers."""
+    """Return the numbers of a version, by default of the installed TRL, without suffixes."""
     return Version(Version(installed or version("trl")).base_version)
 
 
 def check_release(installed: str | None = None) -> None:
-    """Raise `UnsupportedTRLError` unless the tests run with the release of TRL.
+    """Raise `UnsupportedTRLError` for a release of TRL without tests.
 
     Args:
-        installed: version of TRL, that of the installed package by default.
+        installed: version of TRL; None: the installed package's.
     """
     first, end = SUPPORTED_TRL
     if not Version(first) <= release(installed) < Version(end):

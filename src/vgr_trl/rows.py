@@ -1,4 +1,4 @@
-"""Rows of a TRL batch: taken, trimmed, joined and placed on processes."""
+"""Rows of a TRL batch: take, trim, join and place them on processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,25 +20,25 @@ from vgr_trl.pixels import (
 from vgr_trl.token_types import TOKEN_TYPES
 
 OLD_LOGPS = "old_per_token_logps"
-VIEWS = "signals.views."  # before the names of perturbations
-EXTRA = "signals.extra."  # before the names of signals (N, T) that were asked for by name
+VIEWS = "signals.views."  # prefix of the names of perturbations
+EXTRA = "signals.extra."  # prefix of the names of named signals (N, T)
 LAYERED = ("signals.attention.vision", "signals.attention.instruction", "signals.attention.region")  # (N, L, T)
-# What TRL 1.16 trains on, by the tokens that it lies along: P of the prompt, padded on the left, T of the completion,
-# padded on the right, or both.
+# Columns of TRL 1.16's batches by their token axis: P tokens of the prompt, padded on the left, T tokens of the
+# completion, padded on the right, or both.
 _PROMPT_COLUMNS = {"prompt_ids", "prompt_mask"}
 _COMPLETION_COLUMNS = {
     *("completion_ids", "completion_mask", "tool_mask", "importance_sampling_ratio", "reference_hidden"),
     *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
     *("token_advantages", "values", "returns"),
 }
-_MAY_BE_SINGLE = "importance_sampling_ratio"  # (N, T) or, one value per row, (N, 1)
-_PAD_VALUES = {"tool_mask": 1.0, _MAY_BE_SINGLE: 1.0}  # of the others: 0, of ids the tokenizer's
-# For rows from a batch without the column.
+_MAY_BE_SINGLE = "importance_sampling_ratio"  # (N, T), or (N, 1) with one value per row
+_PAD_VALUES = {"tool_mask": 1.0, _MAY_BE_SINGLE: 1.0}  # other columns: 0, ids: the tokenizer's
+# Values for rows from a batch without the column.
 _MISSING = {"tool_mask": 1.0, **dict.fromkeys((*TOKEN_TYPES, "num_images", "num_tiles"), 0.0)}
 
 
-def tokens_along(name: str) -> Literal["prompt", "completion", "sequence"] | None:
-    """Return which tokens of a row the last dimension of the column of that name lies along, None if it does not."""
+def token_axis(name: str) -> Literal["prompt", "completion", "sequence"] | None:
+    """Return the token axis of a column: the tokens along its last dimension, None if it has no such dimension."""
     if name in _COMPLETION_COLUMNS or (name.startswith("signals.") and ".num_" not in name):
         return "completion"
     if name in _PROMPT_COLUMNS:
@@ -48,14 +48,14 @@ def tokens_along(name: str) -> Literal["prompt", "completion", "sequence"] | Non
 
 @dataclass(eq=False)  # tensors do not compare to a bool
 class Rows:
-    """n completions with everything that TRL's loss reads for each of them, and their signals.
+    """n completions with all columns that TRL's loss reads, and their signals.
 
     Attributes:
         prompt_length: P.
         completion_length: T.
         columns: tensors and lists with one entry per row.
-        images: image inputs of each row; tensors are one object where they are known to be equal.
-        one_per_row: whether a row without images has an entry among the image inputs too.
+        images: image inputs of each row; rows known to have equal inputs share their tensors.
+        one_per_row: whether rows without images have image inputs too.
     """
 
     prompt_length: int
@@ -69,19 +69,17 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors, image inputs that rows share counted once."""
+        """Bytes of the tensors; shared image inputs count once."""
         inputs = {id(value): value for images in self.images for value in images.values()}
         columns = [value for value in self.columns.values() if isinstance(value, torch.Tensor)]
         return sum(value.nbytes for value in [*columns, *inputs.values()])
 
     @classmethod
     def from_batch(cls, batch: Mapping[str, Any]) -> "Rows":
-        """Return the rows of a batch of TRL; nothing is copied.
-
-        Columns of unknown names are kept with their rows.
+        """Split a batch of TRL into rows, without copying; unknown columns are kept.
 
         Args:
-            batch: what `_generate_and_score_completions` returns, with `signals_to_columns`.
+            batch: batch of `_generate_and_score_completions`, with `signals_to_columns`.
 
         Raises:
             DataError: an entry of the batch cannot be assigned to rows.
@@ -100,14 +98,14 @@ class Rows:
         return cls(prompt_length, completion_length, columns, images, one_per_row)
 
     def width(self, name: str) -> int:
-        """Return the tokens that a column has an entry for, 0 if it does not lie along tokens."""
-        along = tokens_along(name)
+        """Return the width of a column in tokens, 0 if it has no token axis."""
+        along = token_axis(name)
         if along is None:
             return 0
         return (along != "completion") * self.prompt_length + (along != "prompt") * self.completion_length
 
     def take(self, indices: Sequence[int]) -> "Rows":
-        """Return the rows with these numbers, in this order; rows that follow each other are not copied."""
+        """Return the rows with these numbers, in this order; consecutive rows are not copied."""
         first, last = indices[0], indices[0] + len(indices)
         rows = slice(first, last) if list(indices) == list(range(first, last)) else list(indices)
         columns = {
@@ -118,18 +116,18 @@ class Rows:
         return Rows(self.prompt_length, self.completion_length, columns, images, self.one_per_row)
 
     def trim(self, prompt_length: int, completion_length: int) -> "Rows":
-        """Return the rows with only the last `prompt_length` and the first `completion_length` columns of tokens."""
+        """Trim the rows to the last `prompt_length` and the first `completion_length` tokens."""
         narrow = Rows(prompt_length, completion_length, {}, self.images, self.one_per_row)
         for name, value in self.columns.items():
             width = narrow.width(name)
             if width and value.size(-1) == self.width(name):
-                start = 0 if tokens_along(name) == "completion" else self.prompt_length - prompt_length
+                start = 0 if token_axis(name) == "completion" else self.prompt_length - prompt_length
                 value = value[..., start : start + width]
             narrow.columns[name] = value
         return narrow
 
     def stored(self) -> "Rows":
-        """Return copies on the CPU that keep no batch in memory, with equal image inputs only once."""
+        """Copy the rows to the CPU, equal image inputs once; no batch is kept in memory."""
         columns = {
             name: clone_to(value, "cpu") if isinstance(value, torch.Tensor) else list(value)
             for name, value in self.columns.items()
@@ -137,7 +135,7 @@ class Rows:
         return Rows(self.prompt_length, self.completion_length, columns, store_images(self.images), self.one_per_row)
 
     def into_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return these rows as a batch of TRL, with the entries of `batch` that belong to no row, in its order."""
+        """Build a batch of TRL from these rows and the batch-level entries of `batch`, in its order."""
         images = stack_images(self.images, self.one_per_row)
         columns = {name: value for name, value in self.columns.items() if not name.startswith("signals.")}
         kept = {name: value for name, value in batch.items() if _is_per_batch(value) and name not in ROW_INPUTS}
@@ -150,17 +148,18 @@ def _is_per_batch(value: object) -> bool:
 
 
 def join_rows(parts: Sequence[Rows], *, pad_token_id: int, pad_to_multiple_of: int | None = None) -> Rows:
-    """Return all rows of `parts` as one, padded to the longest prompt and the longest completion.
+    """Join rows, padded to the longest prompt and the longest completion.
 
-    The first part, the rows of the batch to be trained on, decides about columns that not all parts have: what it
-    lacks and no value of `_MISSING` fills in is dropped, because the loss does not read it.
+    The first part, the rows of the batch to train on, decides about columns that not all parts have: columns that it
+    lacks are filled in from `_MISSING`, or dropped, because the loss does not read them.
 
     Args:
-        parts: at least one; tensors of the result lie where those of the first part do.
+        parts: at least one part; the result is on the device of the first.
+        pad_token_id: pads tokens.
         pad_to_multiple_of: P and T become multiples of it.
 
     Raises:
-        DataError: a part lacks a column that the first part has and that cannot be filled in.
+        DataError: a part lacks a column of the first part, without a value in `_MISSING`.
     """
     multiple = pad_to_multiple_of or 1
     longest = max(part.prompt_length for part in parts), max(part.completion_length for part in parts)
@@ -169,7 +168,7 @@ def join_rows(parts: Sequence[Rows], *, pad_token_id: int, pad_to_multiple_of: i
     device = parts[0].columns["prompt_ids"].device
     known = parts[0].columns.keys() | _MISSING.keys()
     for name in dict.fromkeys(name for part in parts for name in part.columns if name in known):
-        values = _column(name, parts, joined, pad_token_id)
+        values = _pad_column(name, parts, joined, pad_token_id)
         if isinstance(values[0], torch.Tensor):
             joined.columns[name] = torch.cat([value.to(device, values[0].dtype) for value in values])
         else:
@@ -178,18 +177,18 @@ def join_rows(parts: Sequence[Rows], *, pad_token_id: int, pad_to_multiple_of: i
     rows = [row for part in parts for row in part.images]
     for row in rows:
         if row and not wanted <= row.keys():
-            raise _lacking(min(wanted - row.keys()))
+            raise _missing_column_error(min(wanted - row.keys()))
     kept = [{name: row[name] for name in row if name in wanted or not wanted} for row in rows]
     joined.images = move_images(kept, device)
     return joined
 
 
-def _column(name: str, parts: Sequence[Rows], joined: Rows, pad_token_id: int) -> list[Any]:
-    """The column `name` of each part, at the width of `joined` if it lies along tokens."""
-    along = tokens_along(name)
+def _pad_column(name: str, parts: Sequence[Rows], joined: Rows, pad_token_id: int) -> list[Any]:
+    """Return the column `name` of each part, padded to the width of `joined` if it has a token axis."""
+    along = token_axis(name)
     present = [part.columns[name] for part in parts if name in part.columns]
     if len(present) < len(parts) and name not in _MISSING:
-        raise _lacking(name)
+        raise _missing_column_error(name)
     if along is None:
         return [part.columns[name] if name in part.columns else _missing_counts(name, part) for part in parts]
     if name == _MAY_BE_SINGLE and all(value.size(-1) == 1 for value in present):
@@ -207,11 +206,11 @@ def _column(name: str, parts: Sequence[Rows], joined: Rows, pad_token_id: int) -
 
 def _missing_counts(name: str, part: Rows) -> list[int]:
     none: list[int] = [0] * len(part)
-    # TRL leaves `num_tiles` out of a batch in which each image is a single tile.
+    # TRL omits `num_tiles` if every image is a single tile.
     return part.columns.get("num_images", none) if name == "num_tiles" else none
 
 
-def _lacking(name: str) -> DataError:
+def _missing_column_error(name: str) -> DataError:
     return DataError(
         f"A stored group has no {name}, which the batch has: it was stored with other options, so "
         "continue with those, or start with an empty replay buffer."
@@ -222,14 +221,14 @@ def _lacking(name: str) -> DataError:
 class Placement:
     """Placement of the completions of a rollout batch on the processes.
 
-    All rows of all processes, one process after the other, are the completions of one prompt after the other. A group
-    is spread over several processes where their rows are no multiple of G.
+    The rows of all processes in order are the completions of all prompts in order. A group is spread over several
+    processes if their number of rows is no multiple of G.
 
     Attributes:
         rows: completions on each process, N.
         num_generations: completions per prompt, G.
         process_index: this process.
-        num_processes: how many hold `rows` completions each.
+        num_processes: number of processes with `rows` completions each.
     """
 
     rows: int
@@ -243,15 +242,15 @@ class Placement:
         return self.rows * self.num_processes // self.num_generations
 
     def holders(self, group: int) -> range:
-        """The processes that hold completions of `group`."""
+        """Return the processes with completions of `group`."""
         first = group * self.num_generations
         return range(first // self.rows, (first + self.num_generations - 1) // self.rows + 1)
 
     def here(self, group: int) -> list[tuple[int, int]]:
-        """The completions of `group` on this process, as (row of this process, completion of the group) pairs."""
+        """Return the completions of `group` on this process as pairs (row of this process, completion of the group)."""
         offset = group * self.num_generations - self.process_index * self.rows
         return [(offset + index, index) for index in range(self.num_generations) if 0 <= offset + index < self.rows]
 
     def holder(self, group: int) -> int:
-        """The process that keeps `group` whole: that of its first completion."""
+        """Return the process that stores the whole `group`: the process with its first completion."""
         return self.holders(group)[0]

@@ -20,14 +20,14 @@ from vgr_trl.wants import attention_columns, completion_inputs, make_signals, wa
 
 
 def choose_sample(rows: int, size: int, first: int, recorded: Sequence[int], draw: int) -> list[int]:
-    """Return rows of this process: the recorded ones, and those of one group, that of the first recorded one if any.
+    """Choose rows of this process: all recorded rows, and the rows of the first recorded row's group.
 
     Args:
         rows: completions of this process.
         size: G.
-        first: number of the first row among those of all processes.
-        recorded: rows that are recorded.
-        draw: at least 0; it chooses the group where nothing is recorded.
+        first: number of the first row over all processes.
+        recorded: recorded rows.
+        draw: random number, at least 0, which chooses the group if no row is recorded.
     """
     group = (first + (recorded[0] if recorded else draw % rows)) // size
     return sorted({*recorded, *(row for row in range(rows) if (first + row) // size == group)})
@@ -36,9 +36,15 @@ def choose_sample(rows: int, size: int, first: int, recorded: Sequence[int], dra
 def measure_sample(
     trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """Measure the attention of a sample of a rollout's rows; return its columns, None for other rows, and metrics.
+    """Measure the attention of a sample of a rollout's rows; return columns, None for other rows, and metrics.
 
-    The signals of other rows are NaN. Every process measures equally many rows, as sharded parameters demand.
+    The signals of other rows are NaN. Every process measures equally many rows, because sharded parameters need equally
+    many forward calls.
+
+    Args:
+        trainer: scores the rows.
+        rollout: gets the signals and scores.
+        completion_ids: tokens of each completion.
     """
     args, accelerator, count = trainer.args, trainer.accelerator, len(completion_ids)
     first, draw = accelerator.process_index * count, derive_seed(args.seed, trainer.state.global_step, 0)
@@ -57,7 +63,9 @@ def measure_sample(
     rollout.signals = _spread(make_signals(scores, None), rows, mask)
     maps = {rows[row]: kept for row, kept in (scores.maps or {}).items()}
     rollout.scores = Scores(rollout.signals.logps, rollout.signals.mask, maps=maps)
-    columns, metrics = attention_columns(trainer, scores.attention, scores.prompt_attention)
+    segmentation = args.attention_segments, args.mdi_balance_ratio
+    masses = scores.attention, scores.prompt_attention
+    columns, metrics = attention_columns(*masses, *segmentation, accelerator.gather)
     places = {row: place for place, row in enumerate(rows)}
     found = {
         name: [columns[name][places[row]] if row in places else None for row in range(count)] for name in SINGLE_COLUMNS
@@ -66,7 +74,7 @@ def measure_sample(
 
 
 def _spread(signals: RolloutSignals, rows: Sequence[int], mask: torch.Tensor) -> RolloutSignals:
-    """Return the signals of some rows, of fewer columns, as those of all rows of `mask`, (N, T); NaN elsewhere."""
+    """Scatter the signals of some rows, of at most T tokens, to all rows of `mask`, (N, T); NaN elsewhere."""
 
     def spread(values: torch.Tensor) -> torch.Tensor:
         every = values.new_full((*values.shape[:-2], *mask.shape), torch.nan)

@@ -1,4 +1,4 @@
-"""Build the arguments of TRL's scoring from prompts and completions, and take, join and pad their rows."""
+"""Build the arguments of TRL's scoring from prompts and completions; take, join and pad their rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ ImagesOfRows = Sequence[Sequence[Image.Image]]
 
 @dataclass
 class Prompts:
-    """Prompts of N completions as they are given to generation.
+    """Prompts that N completions are sampled from.
 
     Attributes:
-        ids: per row, the tokens of its prompt, image tokens included.
-        images: per row, its images; None if no row has any.
-        fields: what the processor made of text and images beside the tokens.
+        ids: tokens of each row's prompt, image tokens included.
+        images: images of each row; None if no row has images.
+        fields: outputs of the processor beside the tokens.
     """
 
     ids: Sequence[Sequence[int]]
@@ -45,14 +45,14 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Turns:
-    """The turns of N completions that may call tools: own tokens, and the images of prompts and tools.
+    """Turns of N completions that may call tools: the policy's tokens, and the images of prompts and tools.
 
     Attributes:
-        own: per row, 1 for each token of the policy and 0 for each of a tool.
-        images: per row, its images, those of the prompt first.
-        returned: per row, those that tools have returned.
-        fields: pixel inputs of all images; empty where no tool has returned one, so that those of the prompts are all.
-        messages: per row, those of the completion, which are only recorded.
+        own: for each row, 1 per token of the policy and 0 per token of a tool.
+        images: images of each row, the prompt's first.
+        returned: images of each row that tools returned.
+        fields: pixel inputs of all images; empty if no tool returned an image: the prompts' inputs are complete.
+        messages: messages of each completion, for records only.
     """
 
     own: Sequence[Sequence[int]]
@@ -62,7 +62,7 @@ class Turns:
     messages: Sequence[Any] = ()
 
     def take(self, rows: range) -> "Turns":
-        """Return those of some rows, without pixel inputs."""
+        """Return the turns of some rows, without pixel inputs."""
         part = slice(rows.start, rows.stop)
         return Turns(self.own[part], self.images[part], self.returned[part], {})
 
@@ -77,15 +77,19 @@ def build_scoring_inputs(
     own: Sequence[Sequence[int]] | None = None,
     pad_to_multiple_of: int | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of TRL's scoring, but for the model and the size of chunks, of completions on the CPU.
+    """Build the arguments of TRL's scoring on the CPU, except for the model and the size of chunks.
 
     Args:
-        prompts: with the images and pixel inputs of the completions, where tools have returned some.
-        vision_token_ids: placeholder tokens of images, from which the tiles of a row are counted.
-        valid: per row, whether its tokens count; None: all do.
-        own: per row, 1 for each token of the policy and 0 for each of a tool, which becomes `tool_mask`; None without
-            tools.
-        pad_to_multiple_of: P and T are made multiples of it.
+        prompts: prompts, with the images and pixel inputs of completions whose tools returned images.
+        completion_ids: tokens of each completion.
+        pad_token_id: pads tokens.
+        vision_token_ids: placeholder tokens of images, which give the tiles of each row.
+        valid: whether the tokens of each row count; None: all count.
+        own: for each row, 1 per token of the policy and 0 per token of a tool, for `tool_mask`; None without tools.
+        pad_to_multiple_of: P and T become multiples of it.
+
+    Returns:
+        Inputs with `input_ids` and `attention_mask` (N, P + T).
     """
     prompt_ids, prompt_mask = pad_rows(prompts.ids, pad_token_id, "left", pad_to_multiple_of)
     completions, completion_mask = pad_rows(completion_ids, pad_token_id, "right", pad_to_multiple_of)
@@ -115,13 +119,13 @@ def build_scoring_inputs(
 
 
 def valid_tokens(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return the mask (N, T) of the tokens of a batch of TRL that count in the loss."""
+    """Return the mask (N, T) of the tokens of a batch that count in the loss."""
     mask: torch.Tensor = batch["completion_mask"] * batch.get("tool_mask", 1)
     return mask
 
 
 def scoring_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of TRL's scoring for its batch, but for the model and the size of chunks."""
+    """Build the arguments of TRL's scoring from its batch, except for the model and the size of chunks."""
     names = ("num_images", "num_tiles", *TOKEN_TYPES, *IMAGE_INPUTS)
     return {
         "input_ids": torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
@@ -132,7 +136,7 @@ def scoring_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def take_scoring_rows(inputs: Mapping[str, Any], rows: range) -> dict[str, Any]:
-    """Return consecutive rows of the arguments of a scoring pass; pixel inputs only where these rows have an image.
+    """Take consecutive rows of the arguments of a scoring pass; pixel inputs only if these rows have images.
 
     Raises:
         DataError: an input cannot be assigned to rows.
@@ -148,7 +152,7 @@ def take_scoring_rows(inputs: Mapping[str, Any], rows: range) -> dict[str, Any]:
 
 
 def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Return some rows of a micro-batch of TRL, or of the arguments of a scoring pass; what belongs to no row stays.
+    """Take rows of a micro-batch of TRL, or of the arguments of a scoring pass; batch-level entries are kept.
 
     Raises:
         DataError: pixel inputs cannot be assigned to rows.
@@ -164,7 +168,13 @@ def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
 
 
 def take_images(rows: Sequence[int], batch: Mapping[str, Any], part: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return `part`, some rows of a batch of `count` rows, with their images; pixel inputs only if they have any.
+    """Add the image inputs of some rows to `part`; none if the rows have no images.
+
+    Args:
+        rows: numbers of the rows.
+        batch: the batch, with its image inputs.
+        part: the other columns of the rows.
+        count: rows of the batch.
 
     Raises:
         DataError: pixel inputs cannot be assigned to rows.
@@ -179,7 +189,12 @@ def take_images(rows: Sequence[int], batch: Mapping[str, Any], part: dict[str, A
 
 
 def text_inputs(batch: Mapping[str, Any], prompts: Prompts, pad_token_id: int) -> dict[str, Any]:
-    """Return the arguments of TRL's scoring of the completions of a batch behind other prompts, which have no images.
+    """Build the arguments of TRL's scoring for the completions of a batch after prompts without images.
+
+    Args:
+        batch: a batch of TRL.
+        prompts: one prompt without images per row.
+        pad_token_id: pads tokens.
 
     Raises:
         DataError: a prompt is longer than those of the batch.
@@ -203,7 +218,7 @@ def text_inputs(batch: Mapping[str, Any], prompts: Prompts, pad_token_id: int) -
 
 
 def stacked_inputs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return inputs of TRL's scoring, of equally long batches, as those of one batch behind the other."""
+    """Concatenate the arguments of TRL's scoring of batches with equal P and T."""
     first = parts[0]
     if len(parts) == 1:
         return dict(first)
@@ -219,16 +234,16 @@ def stacked_inputs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def pixels_of_rows(
     fields: Mapping[str, Any], images: Sequence[Sequence[Image.Image]], own: Sequence[int], batch: Mapping[str, Any]
 ) -> list[torch.Tensor]:
-    """Return the `pixel_values` of each of the N rows of a batch, from those of its different prompts.
+    """Return the perturbed `pixel_values` of each of the N rows of a batch.
 
     Args:
-        fields: what the processor made of the different prompts, in order.
-        images: per different prompt, its images.
-        own: per row, the index of its prompt.
-        batch: a batch of TRL's with the same images, unperturbed.
+        fields: outputs of the processor for the distinct perturbed prompts, in order.
+        images: images of each distinct prompt.
+        own: number of each row's prompt among the distinct prompts.
+        batch: a batch of TRL with the unperturbed images.
 
     Raises:
-        DataError: the processor has cut the perturbed images otherwise than the images themselves.
+        DataError: the processor gives perturbed images other shapes than the images.
     """
     like = batch["pixel_values"]
     given = image_tensors(fields)
@@ -246,12 +261,12 @@ def pixels_of_rows(
 
 
 def rows_with_images(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return which rows of a batch of TRL have an image, (N,) bool."""
+    """Return whether each row of a batch has an image, (N,) bool."""
     return torch.tensor(batch.get("num_images") or [0] * len(batch["prompt_ids"])) > 0
 
 
 def split_perturbed_pixels(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch of TRL with `perturbed_pixel_values` split by row, so that TRL shuffles and splits them."""
+    """Split `perturbed_pixel_values` of a batch by row, so that TRL shuffles and splits them."""
     perturbed = batch.get("perturbed_pixel_values")
     if perturbed is None:
         return batch
@@ -262,7 +277,14 @@ def split_perturbed_pixels(batch: dict[str, Any]) -> dict[str, Any]:
 def pad_rows(
     rows: Sequence[Sequence[int]], value: int, side: Literal["left", "right"], multiple: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and their mask, (N, S) each, padded on one side; S is a multiple of `multiple`."""
+    """Pad rows of tokens; return tokens and their mask, (N, S) each.
+
+    Args:
+        rows: tokens of each row.
+        value: pads tokens.
+        side: side of the padding.
+        multiple: S becomes a multiple of it.
+    """
     ids = [torch.tensor(row, dtype=torch.long) for row in rows]
     padded = []
     for tokens, padding in ((ids, value), ([torch.ones_like(row) for row in ids], 0)):

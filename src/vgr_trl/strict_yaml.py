@@ -5,14 +5,14 @@ from typing import Any
 import yaml
 from yaml.constructor import ConstructorError
 
-MAX_YAML_NODES = 100_000  # with aliases written out
+MAX_YAML_NODES = 100_000  # with aliases expanded
 
 
 class StrictLoader(yaml.SafeLoader):
-    """A safe loader that refuses a key given twice, and aliases that would be written out without end."""
+    """A safe loader that refuses duplicate keys, and aliases that expand to too many nodes."""
 
     def get_single_node(self) -> Any:
-        """Return the document, or raise `ConstructorError` if it is too large with its aliases written out."""
+        """Return the document; raise `ConstructorError` if it is too large with expanded aliases."""
         document = super().get_single_node()
         waiting, seen = [document], 0
         while waiting:
@@ -24,7 +24,7 @@ class StrictLoader(yaml.SafeLoader):
         return document
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping, or raise `ConstructorError` for a key given twice."""
+        """Return the mapping; raise `ConstructorError` for a duplicate key."""
         seen: set[Any] = set()
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:str":
@@ -35,5 +35,5 @@ class StrictLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what a YAML text says, or raise `yaml.YAMLError`."""
+    """Parse a YAML text; raise `yaml.YAMLError` if it is invalid."""
     return yaml.load(text, StrictLoader)  # a safe loader

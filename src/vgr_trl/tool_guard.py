@@ -15,33 +15,33 @@ from vgr_trl.errors import DataError, error_text
 
 @dataclass(frozen=True)
 class ToolGuard:
-    """Turns whatever a tool returns into text or images that the model can read, and every failure into an error.
+    """Turns results of tools into text and images that the model can read, and failures into errors.
 
-    TRL shows the policy the text of the error, and counts it in `tools/failure_frequency`.
+    TRL shows the text of an error to the policy and counts it in `tools/failure_frequency`.
 
     Attributes:
-        special: finds the special tokens of the tokenizer; None if it has none.
-        process: the image processor of the model; None if the model reads text only.
+        special: matches the special tokens of the tokenizer; None if there are none.
+        process: image processor of the model; None for a text model.
     """
 
     special: re.Pattern[str] | None
     process: Callable[..., Any] | None
 
     def clean(self, text: str) -> str:
-        """Replace special tokens by a space and lone surrogates by `?`."""
+        """Replace special tokens by spaces and lone surrogates by `?`."""
         text = text.encode("utf-8", "replace").decode()
         return text if self.special is None else self.special.sub(" ", text)
 
     def wrap(self, tool: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a tool, synchronous or not, that is guarded."""
+        """Wrap a tool, synchronous or not."""
 
         async def call_async(**arguments: Any) -> Any:
             with self._naming_failure(tool):
-                return self._readable(await tool(**arguments))
+                return self._read_result(await tool(**arguments))
 
         def call(**arguments: Any) -> Any:
             with self._naming_failure(tool):
-                return self._readable(tool(**arguments))
+                return self._read_result(tool(**arguments))
 
         return call_async if inspect.iscoroutinefunction(tool) else call
 
@@ -49,24 +49,24 @@ class ToolGuard:
     def _naming_failure(self, tool: Callable[..., Any]) -> Iterator[None]:
         try:
             yield
-        except SystemExit as error:  # would end the training, or for ever the loop that asynchronous tools run in
+        except SystemExit as error:  # would end training, or the event loop of asynchronous tools
             raise DataError(f"The tool {tool.__name__} called sys.exit({error.code!r}).") from error
         except Exception as error:
             raise DataError(self.clean(error_text(error, 1000))) from error
 
-    def _readable(self, result: Any) -> list[dict[str, Any]] | str:
-        parts = [self._part(part) for part in result] if isinstance(result, list) else []
+    def _read_result(self, result: Any) -> list[dict[str, Any]] | str:
+        parts = [self._read_part(part) for part in result] if isinstance(result, list) else []
         return [part for part in parts if part] if parts and all(parts) else self.clean(str(result))
 
-    def _part(self, part: Any) -> dict[str, Any] | None:
-        """Return a part of type `text` or `image`; None for anything else."""
+    def _read_part(self, part: Any) -> dict[str, Any] | None:
+        """Return a part of type `text` or `image`; None for other types."""
         kind = part.get("type", "image" if "image" in part else "text") if isinstance(part, dict) else None
         if kind == "image":
-            return {"type": "image", "image": self._checked(part.get("image"))}
+            return {"type": "image", "image": self._read_image(part.get("image"))}
         return {"type": "text", "text": self.clean(str(part["text"]))} if kind == "text" and "text" in part else None
 
-    def _checked(self, given: Any) -> Image.Image:
-        """Return an image that the model can read; a path or an address is never opened."""
+    def _read_image(self, given: Any) -> Image.Image:
+        """Return an image that the model can read; paths and addresses are refused, never opened."""
         if not isinstance(given, bytes | Image.Image):
             raise DataError(f"The tool returned an image of type {type(given).__name__}: return Pillow's, or bytes.")
         image = read_image(given)

@@ -10,7 +10,7 @@ from vgr_trl.data.prompts import special_tokens
 from vgr_trl.errors import DataError
 from vgr_trl.patches.trl import readable_calls
 from vgr_trl.patching import patched_attribute
-from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
+from vgr_trl.rollout import ConstructedTrainer, describe_row
 from vgr_trl.scoring_inputs import ImagesOfRows, Turns
 from vgr_trl.tool_guard import ToolGuard
 from vgr_trl.views.turns import process_images
@@ -18,7 +18,7 @@ from vgr_trl.views.turns import process_images
 
 @contextmanager
 def guarded(trainer: ConstructedTrainer) -> Iterator[None]:
-    """Keep the run alive in this block whatever the policy writes to tools and whatever they return."""
+    """Guard the run in this block against malformed tool calls and results."""
     processor: Any = trainer.processing_class
     guard = ToolGuard(special_tokens(processor), processor.image_processor if trainer._is_vlm else None)
     with ExitStack() as stack:
@@ -29,41 +29,51 @@ def guarded(trainer: ConstructedTrainer) -> Iterator[None]:
         yield
 
 
-def collect_turns(trainer: ConstructedTrainer, rollout: Rollout, generated: Sequence[Any]) -> Turns:
-    """Return the turns of what TRL's `_generate` has returned for a rollout.
+def collect_turns(
+    rows: Sequence[Mapping[str, Any]], generated: Sequence[Any], processor: Any, image_token: int | None
+) -> Turns:
+    """Collect the turns of completions from the return value of TRL's `_generate`.
+
+    Args:
+        rows: rows of the data, one per completion.
+        generated: return value of `_generate`.
+        processor: processor of the model; None for a text model.
+        image_token: placeholder token of images.
 
     Raises:
-        DataError: a row has other image tokens than its images take.
+        DataError: the image tokens of a row do not match its images.
     """
     prompt_ids, completion_ids, own, messages, *_, images, returned = generated
     images = [[*(of_row or ())] for of_row in images or [()] * len(own)]
-    fields = process_images(trainer, images) if any(returned) and trainer._is_vlm else {}
+    fields = process_images(processor, images) if any(returned) and processor is not None else {}
     if "image_grid_thw" in fields:
         ids = [[*prompt, *completion] for prompt, completion in zip(prompt_ids, completion_ids, strict=True)]
-        refuse_mismatch(trainer, rollout.rows, ids, images, fields["image_grid_thw"])
+        lengths = fields["image_grid_thw"].prod(-1) // getattr(processor.image_processor, "merge_size", 2) ** 2
+        refuse_mismatch(rows, ids, images, lengths, image_token)
     return Turns(own, images, returned, fields, messages)
 
 
 def refuse_mismatch(
-    trainer: ConstructedTrainer,
     rows: Sequence[Mapping[str, Any]],
     ids: Sequence[Sequence[int]],
     images: ImagesOfRows,
-    grids: torch.Tensor,
+    lengths: torch.Tensor,
+    image_token: int | None,
 ) -> None:
-    """Raise `DataError` if a row has other image tokens than its images take.
+    """Raise `DataError` if the image tokens of a row do not match its images.
 
-    TRL 1.16 then trains on all rows of the process without their images (`has_mismatch` in grpo_trainer.py).
+    TRL 1.16 would train on all rows of the process without their images (`has_mismatch` in grpo_trainer.py).
 
     Args:
-        ids: of prompts and completions.
-        images: of each row.
-        grids: patches of all images along time, height and width, (images, 3).
+        rows: rows of the data.
+        ids: tokens of each prompt and its completion.
+        images: images of each row.
+        lengths: tokens of each image, row by row, (images,).
+        image_token: placeholder token of images.
     """
-    processor: Any = trainer.processing_class
-    wanted = iter((grids.prod(-1) // getattr(processor.image_processor, "merge_size", 2) ** 2).tolist())
+    wanted = iter(lengths.tolist())
     for row, tokens, of_row in zip(rows, ids, images, strict=True):
-        takes, count = sum(next(wanted) for _ in of_row), [*tokens].count(trainer._image_pad_token_id or -1)
+        takes, count = sum(next(wanted) for _ in of_row), [*tokens].count(image_token or -1)
         if count != takes:
             found = f"{count} image tokens with its completion, but its {len(of_row)} images take {takes}"
             cure = "use a chat template that writes the images of tool messages"
@@ -74,7 +84,7 @@ TURN_COLUMNS = ("num_turns", "num_tool_calls", "num_returned_images")
 
 
 def count_turns(completions: Sequence[Any], turns: Turns) -> dict[str, list[int]]:
-    """Return the columns `TURN_COLUMNS` that rewards get: messages of the policy, of tools, and images of tools."""
+    """Count the policy's messages, the tools' messages and the tools' images, as the reward columns `TURN_COLUMNS`."""
     roles = [[message["role"] for message in completion] for completion in completions]
     counts = ([each.count("assistant") for each in roles], [each.count("tool") for each in roles])
     return dict(zip(TURN_COLUMNS, (*counts, [*map(len, turns.returned)]), strict=True))

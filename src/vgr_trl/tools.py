@@ -1,8 +1,8 @@
-"""Tools that look at the image of a row again, for `environment_factory` of a trainer.
+"""Tools that show the image of a row again, for `environment_factory` of a trainer.
 
     DAPOTrainer(model, rewards, args, train_dataset=rows, environment_factory=Zoom)
 
-TRL makes one environment per completion, tells it its row by `reset`, and offers its other methods to the policy.
+TRL makes one environment per completion, passes its row to `reset`, and offers the other methods to the policy.
 """
 
 import inspect
@@ -16,26 +16,26 @@ from vgr_trl.data.images import images_of, open_image
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.registries import import_attribute
 
-SMALLEST = 28  # pixels of a side: a token of Qwen's models
-_PART = "vgr_trl_part"  # key in `Image.info`: the box in pixels that an image shows of the first image of its row
+SMALLEST = 28  # least width and height of a part in pixels: a token of Qwen's models
+_PART = "vgr_trl_part"  # key in `Image.info`: the box, in pixels of the row's first image, that a part shows
 
 
-class _OfRow:
+class _ImageOfRow:
     """Keeps the first image of the row that a completion answers."""
 
     def reset(self, **row: Any) -> None:
-        """Take the row of the data.
+        """Keep the first image of a row of the data.
 
         Raises:
-            DataError: it has no image, or one that cannot be read.
+            DataError: the row has no image, or its image cannot be read.
         """
         if not (images := images_of(row)):
             raise DataError("A row has no column `image` or `images` for the tools to look at: add one.")
         self._image = images[0] if isinstance(images[0], Image.Image) else open_image(images[0])  # as the model sees it
 
 
-class Zoom(_OfRow):
-    """Shows a part of the first image of the row, in the resolution of the data."""
+class Zoom(_ImageOfRow):
+    """Shows a part of the row's first image, in the resolution of the data."""
 
     def zoom(self, box: list[float]) -> list[dict[str, Any]] | str:
         """
@@ -54,13 +54,13 @@ class Zoom(_OfRow):
         if right <= left or bottom <= top:
             wanted = "[left, top, right, bottom] with numbers from 0 to 1, left below right and top below bottom"
             return f"The box {box} is not a part of the image: give {wanted}."
-        x, far_x = _pixels(left, right, self._image.width)
-        y, far_y = _pixels(top, bottom, self._image.height)
+        x, far_x = _to_pixels(left, right, self._image.width)
+        y, far_y = _to_pixels(top, bottom, self._image.height)
         return [{"type": "image", "image": show_part(self._image, (x, y, far_x, far_y))}]
 
 
-class LookAgain(_OfRow):
-    """Shows the first image of the row once more."""
+class LookAgain(_ImageOfRow):
+    """Shows the row's first image once more."""
 
     def look_again(self) -> list[dict[str, Any]]:
         """
@@ -77,10 +77,10 @@ ENVIRONMENTS: Mapping[str, type] = {"zoom": Zoom, "look_again": LookAgain}
 
 
 def load_environment(spec: str) -> Any:
-    """Return the class that an option `environment` names: a key of `ENVIRONMENTS`, a dotted path or a file.
+    """Load the class that the option `environment` names: a key of `ENVIRONMENTS`, a dotted path or a file.
 
     Raises:
-        ConfigError: there is none, it cannot be imported, or it is not a class.
+        ConfigError: the class does not exist, cannot be imported, or is not a class.
     """
     if spec in ENVIRONMENTS:
         return ENVIRONMENTS[spec]
@@ -93,8 +93,8 @@ def load_environment(spec: str) -> Any:
     return found
 
 
-def _pixels(start: float, stop: float, side: int) -> tuple[int, int]:
-    """Return the pixels at which a part of a side begins and ends; one that is too short grows about its middle."""
+def _to_pixels(start: float, stop: float, side: int) -> tuple[int, int]:
+    """Return the first and last pixel of a part of a side; a part shorter than `SMALLEST` grows around its middle."""
     first, last = math.floor(start * side), math.ceil(stop * side)
     length = max(last - first, min(SMALLEST, side))
     first = min(max(first - (length - last + first) // 2, 0), side - length)
@@ -102,13 +102,13 @@ def _pixels(start: float, stop: float, side: int) -> tuple[int, int]:
 
 
 def show_part(image: Image.Image, box: tuple[int, int, int, int]) -> Image.Image:
-    """Return a part of the first image of a row, which remembers what it is."""
+    """Crop a part of a row's first image; the part remembers its box."""
     part = image.crop(box)
     part.info = {**image.info, _PART: box}
     return part
 
 
 def show_again(part: Image.Image, image: Image.Image) -> Image.Image | None:
-    """Return from another version of the image what `show_part` has made of it; None for any other image."""
+    """Crop the same part of another version of the image; None if `part` is not one of `show_part`."""
     box = part.info.get(_PART)
     return None if box is None else show_part(image, box)

@@ -220,7 +220,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self.replay = Replay(self) if args.replay_buffer_size > 0 else None
         if args.dynamic_sampling == "resample":
             enlarge_tables(self._logs, int(args.generation_batch_size or 0) * (1 + args.dynamic_sampling_max_rounds))
-            self.further_prompts = FurtherPrompts.from_trainer(self)
+            self.further_prompts = FurtherPrompts(self.train_dataset, args.seed, self.shuffle_dataset)
         full = FullKL(self.model, self.ref_model, self.temperature) if args.needs_full_kl else None
         self.kl = KLControl(args, self.accelerator, full)
         self.critic = Critic(self) if args.uses_critic else None
@@ -318,7 +318,9 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         with guarded(self) if self.tools else nullcontext():
             generated = super()._generate(prompts)
         if self._rollout is not None and self.tools:
-            self._rollout.turns = collect_turns(self, self._rollout, generated)
+            processor = self.processing_class if self._is_vlm else None
+            turns = collect_turns(self._rollout.rows, generated, processor, self._image_pad_token_id)
+            self._rollout.turns = turns
         return generated
 
     def _generate_single_turn(

@@ -1,4 +1,4 @@
-"""Build the inputs and the `Want` of a rollout's scoring pass, and the signals and reward columns that come of it."""
+"""Build the inputs and the `Want` of a rollout's scoring pass, and signals and reward columns from its scores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch.nn import functional
 
+from vgr_trl.metrics.totals import Gather
 from vgr_trl.patches.trl import mark_images
 from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.scoring_inputs import build_scoring_inputs
@@ -17,11 +18,17 @@ from vgr_trl.signals.rollout_signals import RolloutSignals
 from vgr_trl.signals.scoring import AttentionPlan, Scores, Want, given_tokens
 from vgr_trl.views.regions import region_mask
 
-MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 10 rows of 1,024 tokens of a 7 B model
+MOST_KEPT = 2**29  # bytes of attention kept per token on the device; 10 rows of 1,024 tokens of a 7 B model
 
 
 def completion_inputs(trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, Any]:
-    """Return the inputs of the scoring pass over a rollout whose batch TRL has not built yet."""
+    """Build the inputs of a rollout's scoring pass before TRL builds the batch.
+
+    Args:
+        trainer: gives the tokenizer, the vision tokens and the padding.
+        rollout: gives prompts and turns.
+        completion_ids: tokens of each completion.
+    """
     end_tokens = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
     prompts, turns = rollout.prompts, rollout.turns
     if turns is not None and turns.fields:
@@ -43,16 +50,18 @@ def completion_inputs(trainer: ConstructedTrainer, rollout: Rollout, completion_
 def wanted_scores(
     trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping[str, Any], recorded: Sequence[int] | None = None
 ) -> Want:
-    """Return what the scoring pass over a rollout has to give for everything that reads its signals.
+    """Build the `Want` of a rollout's scoring pass from all readers of its signals.
 
     Args:
-        recorded: rows of `inputs` that are recorded; None: those of the rollout.
+        trainer: gives options, measurements, KL and critic.
+        rollout: the rollout of the batch.
+        inputs: inputs of the scoring pass.
+        recorded: rows of `inputs` that are recorded; None: the rollout's.
     """
     args, measurement = trainer.args, trainer.measurement
     ids, length = inputs["input_ids"], inputs["logits_to_keep"]
-    attention, similarity = None, None
-    if measurement.needs("similarity"):
-        similarity = args.hidden_similarity_layer, args.hidden_similarity_over
+    attention, reads = None, (args.hidden_similarity_layer, args.hidden_similarity_over)
+    similarity = reads if measurement.needs("similarity") else None
     measures = measurement.needs("attention") and (rollout.generated is None or bool(rollout.recorded))
     if measures or similarity is not None:
         late = late_layers(measurement.layers, args.attention_segments) if measures else []
@@ -78,18 +87,24 @@ def wanted_scores(
 
 
 def make_signals(scores: Scores, generated: RolloutSignals | None) -> RolloutSignals:
-    """Return the signals of a rollout, with the attention that was measured in generation where there is some."""
+    """Build the signals of a rollout from the scores of a pass.
+
+    Args:
+        scores: scores with entropies.
+        generated: signals measured in generation, whose attention replaces that of the pass; None: not measured.
+    """
     mass = scores.attention if generated is None else pad_signals(generated, scores.mask).attention
     entropies: Any = scores.entropies
     return RolloutSignals(scores.logps.float(), entropies.float(), scores.mask, mass, similarity=scores.similarity)
 
 
 def _limit_kept_rows(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> list[int]:
-    """Return the first of `rows` whose attention, token by token, fits into `MOST_KEPT` bytes together.
+    """Return the rows whose attention per token fits into `MOST_KEPT` bytes together, first come first served.
 
     Args:
         vision: (N, P + T) bool, vision tokens.
-        queries: of a row, those of every layer counted.
+        queries: queries of a row, summed over layers.
+        rows: rows to keep attention of.
     """
     fitting, used = [], 0
     for row in rows:
@@ -101,16 +116,21 @@ def _limit_kept_rows(vision: torch.Tensor, queries: int, rows: Sequence[int]) ->
 
 
 def pad_signals(generated: RolloutSignals, mask: torch.Tensor) -> RolloutSignals:
-    """Return signals of T' tokens for the T tokens of `mask`, (N, T): padded with zeros, or cut."""
+    """Pad signals of T' tokens with zeros, or cut them, to the T tokens of `mask`, (N, T)."""
     mass, mask = generated.measured("attention"), mask.to(generated.mask.device)
-    missing = mask.size(1) - generated.mask.size(1)  # the longest completion may have been cut or padded
+    missing = mask.size(1) - generated.mask.size(1)  # TRL may have cut or padded the longest completion
     values = generated.logps, generated.entropies, mass.vision, mass.instruction
     logps, entropies, vision, instruction = (functional.pad(each, (0, missing)) * mask for each in values)
     return RolloutSignals(logps, entropies, mask, replace(mass, vision=vision, instruction=instruction, mask=mask))
 
 
 def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """Return the columns that rewards get of the signals of a rollout, and its metrics; empty if there are none."""
+    """Return the signal columns for rewards, and metrics.
+
+    Args:
+        trainer: gives options, named signals and processes.
+        rollout: a rollout with signals; named signals are added to them.
+    """
     args, gather, signals = trainer.args, trainer.accelerator.gather, cast("RolloutSignals", rollout.signals)
     new = add_named(trainer.measurement.named, signals)
     columns: dict[str, list[Any]] = {**named_columns(new, signals)}
@@ -118,7 +138,8 @@ def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[d
     if signals.attention is None:
         return columns, metrics
     prompt_mass = None if rollout.scores is None else rollout.scores.prompt_attention
-    of_attention, more = attention_columns(trainer, signals.attention, prompt_mass)
+    segmentation = args.attention_segments, args.mdi_balance_ratio
+    of_attention, more = attention_columns(signals.attention, prompt_mass, *segmentation, gather)
     columns |= of_attention | {"mdi_balance_ratio": [args.mdi_balance_ratio] * len(rollout.rows)}
     if rollout.scores is not None and rollout.scores.per_image is not None:
         columns |= {PER_IMAGE: rollout.scores.per_image}
@@ -126,10 +147,17 @@ def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[d
 
 
 def attention_columns(
-    trainer: ConstructedTrainer, mass: Any, prompt_mass: AttentionMass | None
+    mass: Any, prompt_mass: AttentionMass | None, scheme: str, mdi_balance_ratio: float, gather: Gather
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """Return the `SIGNAL_COLUMNS` of completions, and the metrics of those of all processes."""
-    segmentation = trainer.args.attention_segments, trainer.args.mdi_balance_ratio
-    segments = measure_segments(mass, *segmentation)
-    of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, *segmentation)
-    return reward_columns(segments), attention_metrics(segments, trainer.accelerator.gather, of_prompt)
+    """Return the `SIGNAL_COLUMNS` of completions, and metrics over all processes.
+
+    Args:
+        mass: attention of the completions' tokens.
+        prompt_mass: attention of the prompts' instruction tokens; None on every process: not measured.
+        scheme: splits layers into segments, as in `split_layers`.
+        mdi_balance_ratio: R of `mdi_balance`.
+        gather: concatenates a tensor over all processes.
+    """
+    segments = measure_segments(mass, scheme, mdi_balance_ratio)
+    of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, scheme, mdi_balance_ratio)
+    return reward_columns(segments), attention_metrics(segments, gather, of_prompt)

@@ -19,6 +19,8 @@ from vgr_trl.rewards import mdi_reward
 class Scripted(torch.nn.Module):
     """Answers from a script: per question the greedy completion, then the sampled ones."""
 
+    config = None
+
     def __init__(self, tokenizer: PreTrainedTokenizerFast, script: list[list[str]]) -> None:
         super().__init__()
         self.tokenizer, self.script = tokenizer, script

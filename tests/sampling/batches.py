@@ -1,6 +1,5 @@
 """Rollout batches as TRL 1.16 makes them, with drawn numbers in place of a model's."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,10 +12,6 @@ from vgr_trl.signals.rollout_signals import RolloutSignals
 
 PAD = 9
 FAMILIES = ("qwen", "lfm2", "idefics")
-TRAINER = SimpleNamespace(
-    _tokenizer=SimpleNamespace(pad_token_id=PAD), pad_to_multiple_of=None, state=SimpleNamespace(global_step=0),
-    accelerator=SimpleNamespace(gather=lambda local: torch.stack([local, local + 100])),
-)  # fmt: skip
 
 
 def rollout_of(batch, group=2, *, placement=None, rewards=None, advantages=None, signals=None) -> Rollout:
@@ -30,12 +25,12 @@ def rollout_of(batch, group=2, *, placement=None, rewards=None, advantages=None,
 
 
 def cut(batch, wanted, **options) -> list[Group]:
-    return cut_groups(TRAINER, rollout_of(batch, **options), wanted)
+    return cut_groups(rollout_of(batch, **options), wanted, PAD, step=0)
 
 
 def write(batch, replacements, **options) -> Rollout:
     rollout = rollout_of(batch, **options)
-    insert_groups(TRAINER, rollout, replacements)
+    insert_groups(rollout, replacements, lambda local: torch.stack([local, local + 100]), PAD)
     return rollout
 
 

@@ -100,14 +100,10 @@ def find_collapse(histories: Mapping[str, MetricHistory], reward_weights: Mappin
 
 def collapse_sentence(signs: Sequence[CollapseSign], step: int) -> str:
     """Return the warning that names the signs, the step to go back to, and the remedies."""
-    remedies, start = (
-        ", or ".join(dict.fromkeys(each for sign in signs for each in sign.remedies)),
-        step - 2 * WINDOW_STEPS,
-    )
-    return (
-        f"The run shows signs of collapse at step {step}: {', '.join(sign.seen for sign in signs)} (means of "
-        f"{WINDOW_STEPS} steps); go back to a checkpoint before step {max(start, 0)} and try {remedies}."
-    )
+    remedies, before = dict.fromkeys(each for sign in signs for each in sign.remedies), max(step - 2 * WINDOW_STEPS, 0)
+    seen = f"{', '.join(sign.seen for sign in signs)} (means of {WINDOW_STEPS} steps)"
+    cure = f"go back to a checkpoint before step {before} and try {', or '.join(remedies)}"
+    return f"The run shows signs of collapse at step {step}: {seen}; {cure}."
 
 
 def first_signs(logs: Iterable[tuple[int, Mapping[str, float | None]]]) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""Replay buffer: groups of earlier rollouts take the place of zero-variance groups."""
+"""Replay buffer: groups of earlier rollouts replace zero-variance groups."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -12,6 +12,7 @@ from transformers.utils import logging
 from vgr_trl.advantages import group_spread, priority
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.credit import active_rules
+from vgr_trl.metrics.totals import Gather
 from vgr_trl.registries import short_name
 from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.rows import OLD_LOGPS, Placement, Rows, join_rows
@@ -23,16 +24,16 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True, eq=False)  # tensors do not compare to a bool
 class Group:
-    """The G completions of one prompt, with all that training on them again takes.
+    """The G completions of one prompt, with everything needed to train on them again.
 
-    Every process knows of every group; one of them, the holder, has its rows.
+    Every process knows every group; one process, the holder, has its rows.
 
     Attributes:
         advantages: (G,) float32, on the CPU.
-        rewards: (G,) float32, weighted sums without what the KL adds; NaN for a completion without any. On the CPU.
-        step: global step at which it was generated.
+        rewards: (G,) float32, on the CPU: weighted sums without the KL penalty; NaN for a completion without a reward.
+        step: global step of its generation.
         holder: process that has the rows.
-        rows: on the CPU, no longer than the group's own longest prompt and completion; None on other processes.
+        rows: on the CPU, trimmed to the group's longest prompt and completion; None on other processes.
     """
 
     advantages: Tensor
@@ -42,25 +43,31 @@ class Group:
     rows: Rows | None = None
 
 
-def cut_groups(trainer: ConstructedTrainer, rollout: Rollout, wanted: Sequence[int]) -> list[Group]:
-    """Return the groups of a rollout with the numbers `wanted`, the same on every process, copied to the CPU.
+def cut_groups(rollout: Rollout, wanted: Sequence[int], pad_token_id: int, step: int) -> list[Group]:
+    """Copy groups of a rollout to the CPU.
 
     The process with a group's first completion becomes its holder. If any wanted group is spread over processes, all
-    of them gather once, to bring its other rows there. Old log-probabilities, which TRL leaves out of an on-policy
-    batch, are the measured ones.
+    processes gather once, to bring its rows together. Measured log-probabilities replace the old log-probabilities that
+    TRL omits from an on-policy batch.
+
+    Args:
+        rollout: its batch, signals and selection.
+        wanted: numbers of the groups, the same on every process.
+        pad_token_id: pads rows of different lengths.
+        step: global step of the rollout.
 
     Raises:
         DataError: the batch cannot be cut into rows.
     """
-    selection, pad_token_id = rollout.selection, trainer._tokenizer.pad_token_id
-    placement, batch = selection.placement, dict(rollout.batch)
+    selection, batch = rollout.selection, dict(rollout.batch)
+    placement = selection.placement
     if rollout.signals is not None:
         batch.setdefault(OLD_LOGPS, rollout.signals.logps)
     rows = Rows.from_batch(batch | signals_to_columns(rollout.signals))
     rows.columns.pop("advantages", None)
     lengths = [batch[name].sum(1).tolist() for name in ("prompt_mask", "completion_mask")]
     holders = {group: placement.holder(group) for group in wanted}
-    pieces: dict[int, list[Rows]] = {}  # of the groups that this process holds, the holder's own piece first
+    pieces: dict[int, list[Rows]] = {}  # pieces of the groups that this process holds, its own piece first
     sent = []
     for group in wanted:
         if here := [row for row, _ in placement.here(group)]:
@@ -80,24 +87,34 @@ def cut_groups(trainer: ConstructedTrainer, rollout: Rollout, wanted: Sequence[i
         for each in (selection.advantages, selection.task_rewards)
     )
     return [
-        Group(advantages[group].clone(), rewards[group].clone(), trainer.state.global_step, holder, whole.get(group))
+        Group(advantages[group].clone(), rewards[group].clone(), step, holder, whole.get(group))
         for group, holder in holders.items()
     ]
 
 
-def insert_groups(trainer: ConstructedTrainer, rollout: Rollout, replacements: Mapping[int, Group]) -> None:
-    """Put groups in the place of others into the batch and the signals of a rollout, and count its tokens again.
+def insert_groups(
+    rollout: Rollout,
+    replacements: Mapping[int, Group],
+    gather: Gather,
+    pad_token_id: int,
+    pad_to_multiple_of: int | None = None,
+) -> None:
+    """Replace groups in the batch and the signals of a rollout, and count its tokens again.
 
-    The local batch is padded to the longest prompt and completion in it, and keeps its structure: what it does not
-    have (reference log-probabilities, say) is not brought in, except for image inputs. If any group has to go to
-    another process, all of them gather once.
+    The local batch is padded to its longest prompt and completion, and keeps its columns: other columns of a group
+    (reference log-probabilities, say) are dropped, except for image inputs. If any group has to go to another process,
+    all processes gather once.
 
     Args:
-        replacements: number of a group of the batch -> the group that takes its place; the same on every process. It
-            may come from a buffer or from another batch.
+        rollout: gets the new batch and signals.
+        replacements: number of a group of the batch -> the group that replaces it, from a buffer or from another batch;
+            the same on every process.
+        gather: concatenates a tensor over all processes.
+        pad_token_id: pads rows of different lengths.
+        pad_to_multiple_of: P and T become multiples of it.
 
     Raises:
-        DataError: a group lacks what the batch has.
+        DataError: a group lacks a column of the batch.
     """
     placement = rollout.selection.placement
     parts = [Rows.from_batch(rollout.batch | signals_to_columns(rollout.signals))]
@@ -107,15 +124,13 @@ def insert_groups(trainer: ConstructedTrainer, rollout: Rollout, replacements: M
         parts.append(rows)
         for row, index in placement.here(target):
             source[row] = first + index
-    padding = {"pad_token_id": trainer._tokenizer.pad_token_id, "pad_to_multiple_of": trainer.pad_to_multiple_of}
-    joined = join_rows(parts, **padding).take(source)
+    joined = join_rows(parts, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of).take(source)
     batch, rollout.signals = joined.into_batch(rollout.batch), columns_to_signals(joined.columns)
-    count = trainer.accelerator.gather(valid_tokens(batch).sum()).sum()
-    rollout.batch = batch | {"num_items_in_batch": count}
+    rollout.batch = {**batch, "num_items_in_batch": gather(valid_tokens(batch).sum()).sum()}
 
 
 def _bring_rows(replacements: Mapping[int, Group], placement: Placement) -> dict[int, Rows]:
-    """Return the groups of which this process needs rows, with their advantages."""
+    """Return the rows of the groups that this process trains on, with their advantages."""
     travelling = [target for target, group in replacements.items() if list(placement.holders(target)) != [group.holder]]
     arrived = {target: group.rows for target, group in replacements.items()}
     if travelling:
@@ -130,14 +145,14 @@ def _bring_rows(replacements: Mapping[int, Group], placement: Placement) -> dict
 
 @dataclass(eq=False)
 class ReplayBuffer:
-    """Keeps the groups of highest priority and draws from them.
+    """Keeps the groups with the highest priority and samples from them.
 
     The priority of a group is the sum of |advantage| times the standard deviation of its rewards. A group without a
-    gradient or whose mean reward is too low does not enter. When the buffer is full the group of lowest priority
-    leaves, of equal ones the oldest, so that a new group takes the place of an old one of the same priority.
+    gradient, or with a too low mean reward, does not enter. A full buffer evicts the group with the lowest priority, of
+    equal priorities the oldest group.
 
-    With several processes each has a buffer that knows all groups, adds and draws the same ones (as long as it is
-    called with the same arguments everywhere) and has the rows of those groups that the process is the holder of.
+    With several processes, the buffer of each process knows all groups, adds and samples the same groups (if called
+    with the same arguments everywhere), and has the rows of the groups that the process holds.
 
     Example:
         >>> buffer = ReplayBuffer(2)
@@ -149,12 +164,12 @@ class ReplayBuffer:
         1
 
     Attributes:
-        size: groups to keep at most, at least 1.
-        min_reward: mean reward that a group needs to enter. None: any.
-        variance_epsilon: a group whose `group_spread` is not above it has no gradient; at least 0.
-        max_age: steps after which a group leaves, at least 1. None: never.
-        seed: of what is drawn.
-        estimator: of the groups' advantages.
+        size: largest number of groups, at least 1.
+        min_reward: smallest mean reward of a group; None: no limit.
+        variance_epsilon: a group has a gradient if its `group_spread` is above it; at least 0.
+        max_age: steps after which a group leaves, at least 1; None: never.
+        seed: seed of the samples.
+        estimator: estimator of the groups' advantages.
     """
 
     size: int
@@ -166,7 +181,7 @@ class ReplayBuffer:
     estimator: str = "grpo"
 
     def __post_init__(self) -> None:
-        self.step, self.groups = 0, list[Group]()  # in the order of being added
+        self.step, self.groups = 0, list[Group]()  # oldest first
         self._generator = torch.Generator().manual_seed(self.seed)
 
     def __len__(self) -> int:
@@ -183,7 +198,7 @@ class ReplayBuffer:
             self.groups = [group for group in self.groups if step - group.step <= self.max_age]
 
     def admits(self, advantages: Tensor, rewards: Tensor) -> list[bool]:
-        """Whether each of the groups would enter by itself; cheaper than making them.
+        """Return whether each group would enter the buffer by itself.
 
         Args:
             advantages: (num_groups, G).
@@ -198,22 +213,22 @@ class ReplayBuffer:
         return enters.tolist()
 
     def add(self, group: Group) -> bool:
-        """Add a group, unless it is not admitted; return whether it was."""
+        """Add a group if it is admitted; return whether it was."""
         if not self.admits(group.advantages.unsqueeze(0), group.rewards.unsqueeze(0))[0]:
             return False
         self.groups.append(group)
         self.step = max(self.step, group.step)
         if len(self) > self.size:
-            del self.groups[int(self._priorities().argmin())]  # of equal ones the first
+            del self.groups[int(self._priorities().argmin())]  # of equal priorities the oldest
         return True
 
     def sample(self, count: int) -> list[Group]:
-        """Draw `count` different groups, each with probability proportional to its priority among those left.
+        """Sample different groups, with probabilities proportional to their priorities.
 
-        Groups of priority 0 are drawn, with equal probabilities, when no others are left. All stay in the buffer.
+        Groups of priority 0 are sampled last, with equal probabilities. All groups stay in the buffer.
 
         Args:
-            count: at least 0; where it is more than there are, all are returned.
+            count: number of groups, at least 0; at most all groups are returned.
         """
         if not count or not self.groups:
             return []
@@ -222,7 +237,7 @@ class ReplayBuffer:
         return [self.groups[index] for index in order.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this process has, as tensors, numbers, lists and dictionaries (for `torch.save`)."""
+        """Return this process's share of the buffer as tensors, numbers, lists and dictionaries."""
         return {
             "step": self.step,
             "estimator": self.estimator,
@@ -231,9 +246,9 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken; the options of this buffer hold for the groups too.
+        """Restore the groups of a state that the options of this buffer admit.
 
-        For another number of processes see `deal_groups`.
+        `deal_groups` converts states of another number of processes.
         """
         self._generator.set_state(state["generator"])
         self.groups = []
@@ -243,10 +258,12 @@ class ReplayBuffer:
 
 
 def deal_groups(states: Sequence[Mapping[str, Any]], process_index: int, num_processes: int) -> dict[str, Any]:
-    """Return a buffer's state for one of any number of processes: all groups, every `num_processes`-th with its rows.
+    """Return the buffer's state for one process of another number: all groups, every `num_processes`-th with its rows.
 
     Args:
-        states: what `ReplayBuffer.state_dict` returned on each process of one checkpoint, in any order.
+        states: states of `ReplayBuffer.state_dict` from all processes of one checkpoint, in any order.
+        process_index: the process that gets the state.
+        num_processes: number of processes of this run.
     """
     groups = []
     for index, saved in enumerate(zip(*(state["groups"] for state in states), strict=True)):
@@ -273,23 +290,29 @@ class Replay(ReplayBuffer, SavedState):
         )
 
     def draw(self, count: int) -> list[Group]:
-        """Return up to `count` groups for the current batch; those that have become too old leave before."""
+        """Evict groups that are too old, and sample up to `count` groups for the current batch."""
         self.advance(self._trainer.state.global_step)
         return self.sample(count)
 
     def keep(self, rollout: Rollout, fresh: Sequence[Group]) -> None:
-        """Add the groups of a rollout that have a gradient, and those of further prompts."""
+        """Add the groups of a rollout with a gradient.
+
+        Args:
+            rollout: rollout of the batch.
+            fresh: groups of further prompts that replace groups of the rollout.
+        """
         selection = rollout.selection
         size = selection.placement.num_generations
         admitted = self.admits(*(each.cpu().view(-1, size) for each in (selection.advantages, selection.task_rewards)))
-        for group in [*cut_groups(self._trainer, rollout, [g for g in selection.kept if admitted[g]]), *fresh]:
+        kept = [group for group in selection.kept if admitted[group]]
+        for group in [*cut_groups(rollout, kept, self._trainer._tokenizer.pad_token_id, self.step), *fresh]:
             self.add(group)
 
     def metrics(self, replaced_fraction: float) -> dict[str, float]:
-        """Return what is logged of the buffer, the same on every process, which all call it.
+        """Return the metrics of the buffer, the same on every process; a collective call.
 
         Args:
-            replaced_fraction: groups of the batch that came from the buffer, of all.
+            replaced_fraction: share of the batch's groups that came from the buffer.
         """
         accelerator = self._trainer.accelerator
         megabytes = sum(group.rows.nbytes for group in self.groups if group.rows is not None) / 1e6  # on this process
@@ -301,13 +324,13 @@ class Replay(ReplayBuffer, SavedState):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the buffer's state, and what its groups contain."""
+        """Return the buffer's state and the contents of its groups."""
         return {**super().state_dict(), "contents": self._contents()}
 
     def load_states(self, states: list[dict[str, Any]]) -> None:
-        """Continue with the buffer of a checkpoint, which another number of processes may have written.
+        """Restore the buffer of a checkpoint, written by any number of processes.
 
-        It starts empty, with a warning, if its groups cannot be trained on with the options of this run.
+        The buffer starts empty, with a warning, if this run's options cannot train on its groups.
         """
         accelerator, reason = self._trainer.accelerator, self._why_unusable(states[0])
         if reason is None:
@@ -316,7 +339,7 @@ class Replay(ReplayBuffer, SavedState):
             logger.warning(f"The replay buffer of the checkpoint cannot be used and starts empty: {reason}.")
 
     def _contents(self) -> list[str]:
-        """The options that decide what is stored of each group, as far as they are on, and what is measured of it."""
+        """Return the options that add columns to stored groups and are on, and the names of their measurements."""
         args, measurement = self._trainer.args, self._trainer.measurement
         options = {
             "beta": args.beta != 0,
@@ -329,7 +352,7 @@ class Replay(ReplayBuffer, SavedState):
         return [*(name for name, is_on in options.items() if is_on), *measurement.needed, *measurement.views, *rules]
 
     def _why_unusable(self, state: Mapping[str, Any]) -> str | None:
-        """Return why the groups of a saved buffer cannot be trained on with these options, None if they can."""
+        """Return why these options cannot train on the groups of a saved buffer, None if they can."""
         args = self._trainer.args
         if state["estimator"] != args.advantage_estimator:
             return f"advantage_estimator is {args.advantage_estimator}, and was {state['estimator']}"

@@ -1,9 +1,9 @@
-"""Select the groups of a rollout that are trained on: drop, resample and replay zero-variance groups.
+"""Select the groups of a rollout to train on: drop, resample and replay zero-variance groups.
 
-All tensors about groups are of all processes, prompt-major, so that every process finds the same groups.
+Tensors about groups cover all processes, prompt by prompt, so that every process finds the same groups.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
 
 logger = logging.get_logger(__name__)
-Chosen = dict[int, tuple[Rollout, int]]  # place in the batch -> rollout and number of the group that takes it
+Chosen = dict[int, tuple[Rollout, int]]  # group of the batch -> rollout and number of the group that replaces it
 
 
 def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, float]:
-    """Replace zero-variance groups of a rollout by further or replayed ones, where that is on; return metrics."""
+    """Replace zero-variance groups of a rollout by further or replayed groups, if switched on; return metrics."""
     args, replay, metrics, chosen = trainer.args, trainer.replay, dict[str, float](), Chosen()
     selection, rounds = find_zero_variance(trainer, rollout), [rollout]
     if trainer.further_prompts is not None:
@@ -47,31 +47,39 @@ def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, fl
     if args.advantage_estimator == "reinforce_plus_plus" or (
         is_of_batch and (chosen or replayed or selection.filtered)
     ):
-        replayed = divide_by_one_deviation(trainer, rounds, chosen, replayed)
-    fresh = {place: cut_groups(trainer, source, [number])[0] for place, (source, number) in chosen.items()}
+        replayed = divide_by_one_deviation(rounds, chosen, replayed, args.advantage_estimator)
+        advantages = [value for each in rounds for value in each.selection.advantages.tolist()]
+        replace_newest(trainer._logs["advantages"], advantages)
+    pad_token_id, step = trainer._tokenizer.pad_token_id, trainer.state.global_step
+    fresh = {place: cut_groups(source, [number], pad_token_id, step)[0] for place, (source, number) in chosen.items()}
     if replay is not None:
         replay.keep(rollout, list(fresh.values()))
     replacements = fresh | replayed
-    if replayed and rollout.signals is not None:  # stored groups have what TRL leaves out of an on-policy batch
+    if replayed and rollout.signals is not None:  # stored groups have the column that TRL omits on-policy
         rollout.batch = {OLD_LOGPS: rollout.signals.logps} | rollout.batch
     if replacements:
-        insert_groups(trainer, rollout, replacements)
+        padding = pad_token_id, trainer.pad_to_multiple_of
+        insert_groups(rollout, replacements, trainer.accelerator.gather, *padding)
     num_groups = selection.placement.num_groups
     if replay is not None:
         metrics |= replay.metrics(len(replayed) / num_groups)
     metrics["sampling/nonzero_variance_fraction"] = (trained + len(replayed)) / num_groups
     rollout.with_gradient, rollout.replaced = selection.rows_with_gradient(replacements), sorted(replacements)
-    # A filtered group that nothing replaces has rewards that differ; without this it would be trained on.
+    # The rewards of a filtered group differ: without this, one that nothing replaces would be trained on.
     advantages = rollout.batch["advantages"]
     rollout.batch = {**rollout.batch, "advantages": advantages * rollout.with_gradient.to(advantages.device)}
     return metrics
 
 
 def resample(trainer: ConstructedTrainer, rounds: list[Rollout]) -> tuple[Chosen, dict[str, float]]:
-    """Generate for further prompts; return the groups that take places of dropped ones, and metrics.
+    """Generate for further prompts; return the groups that replace dropped groups, and metrics.
 
-    The rollouts are added to `rounds`. DAPO (https://huggingface.co/papers/2503.14476) generates until the batch is
-    full of groups with a gradient; here the number of rounds is limited.
+    DAPO (https://huggingface.co/papers/2503.14476) generates until every group of the batch has a gradient; here the
+    number of rounds is limited.
+
+    Args:
+        trainer: generates and scores the further rollouts.
+        rounds: the rollout of the batch; further rollouts are appended.
     """
     prompts, first = trainer.further_prompts, rounds[0].selection
     missing, chosen, generated = list(first.dropped), Chosen(), 0
@@ -97,17 +105,23 @@ def resample(trainer: ConstructedTrainer, rounds: list[Rollout]) -> tuple[Chosen
 
 
 def divide_by_one_deviation(
-    trainer: ConstructedTrainer, rounds: list[Rollout], chosen: Chosen, replayed: Mapping[int, Group]
+    rounds: list[Rollout], chosen: Chosen, replayed: Mapping[int, Group], estimator: str
 ) -> dict[int, Group]:
-    """Divide the advantages of all rounds by the deviation over the groups that are trained on.
+    """Divide the advantages of all rounds by one standard deviation over the groups to train on.
 
-    Used for `reinforce_plus_plus`, and for `scale_rewards batch`, which counts and divides replayed groups too. A
-    filtered group that nothing replaces is not trained on, and does not count.
+    `reinforce_plus_plus` and `scale_rewards batch` need it; the latter counts and divides replayed groups too. A
+    filtered group that nothing replaces does not count.
+
+    Args:
+        rounds: the rollout of the batch, and further rollouts; their advantages are replaced.
+        chosen: groups of the rounds that replace dropped groups.
+        replayed: groups of the buffer that replace dropped groups.
+        estimator: `reinforce_plus_plus` or `grpo`.
 
     Returns:
-        the replayed groups.
+        The replayed groups, for `grpo` with new advantages.
     """
-    estimator, selections = trainer.args.advantage_estimator, [rollout.selection for rollout in rounds]
+    selections = [rollout.selection for rollout in rounds]
     first, size = selections[0], selections[0].placement.num_generations
     own = torch.ones(first.placement.num_groups, dtype=torch.bool, device=first.rewards.device)
     own[[*first.filtered, *chosen, *replayed]] = False
@@ -119,8 +133,6 @@ def divide_by_one_deviation(
     for selection in selections:
         selection.advantages = estimate_advantages(selection.rewards, size, estimator, trained=trained)
     rounds[0].batch = {**rounds[0].batch, "advantages": first.local_advantages}
-    every = [value for selection in selections for value in selection.advantages.tolist()]
-    replace_newest(trainer._logs["advantages"], every)
     if estimator != "grpo":
         return dict(replayed)
     trained = trained.cpu()
@@ -130,33 +142,45 @@ def divide_by_one_deviation(
     }
 
 
-def sum_task_rewards(trainer: ConstructedTrainer, rewards: Tensor) -> Tensor:
-    """Return the weighted sums, (N of all,), of rewards (N of all, F) without the KL penalty, their last column."""
-    count = rewards.size(1) - trainer.kl.penalises
-    return weighted_sums(rewards[:, :count], trainer.reward_weights[:count])
+def sum_task_rewards(rewards: Tensor, weights: Tensor, has_penalty: bool) -> Tensor:
+    """Sum the rewards of the task.
+
+    Args:
+        rewards: (N of all processes, F), one column per reward function.
+        weights: (F,), weights of the reward functions.
+        has_penalty: whether the last column is the KL penalty, which the sums leave out.
+
+    Returns:
+        (N of all processes,), NaN for a completion without a reward.
+    """
+    count = rewards.size(1) - has_penalty
+    return weighted_sums(rewards[:, :count], weights[:count])
 
 
 def find_zero_variance(
     trainer: ConstructedTrainer, rollout: Rollout, bounds: tuple[float, float] | None = None
 ) -> GroupSelection:
-    """Find advantages by the estimator and the groups without a gradient; correct the advantages of batch and table.
+    """Estimate advantages and find the groups without a gradient; correct the advantages of batch and table.
 
     Args:
-        bounds: quantiles of online filtering, those of the first round.
+        trainer: gives options, reward weights and processes.
+        rollout: gets the selection, and the advantages of its batch.
+        bounds: quantiles of online filtering from the first round; None: this is the first round.
     """
     args, accelerator, size = trainer.args, trainer.accelerator, int(trainer.args.num_generations or 1)
     estimator, baseline = args.advantage_estimator, None
     rows = len(rollout.batch["prompt_ids"])
     placement = Placement(rows, size, accelerator.process_index, accelerator.num_processes)
     rewards = weighted_sums(rollout.rewards, trainer.reward_weights)
-    tasks = sum_task_rewards(trainer, rollout.rewards)
+    tasks = sum_task_rewards(rollout.rewards, trainer.reward_weights, trainer.kl.penalises)
     advantages = accelerator.gather(rollout.batch["advantages"])
     rollout.selection = selection = GroupSelection(placement, rewards, tasks, advantages)
     if trainer.critic is not None:
         of_tokens = rollout.batch["token_advantages"].nan_to_num()  # (N, T)
         selection.advantages = accelerator.gather(masked_mean(of_tokens, valid_tokens(rollout.batch)).squeeze(1))
     elif estimator != "grpo":
-        baseline = greedy_baseline(trainer, rollout, placement) if estimator == "remax" else None
+        if estimator == "remax":
+            baseline = greedy_baseline(rollout, placement, trainer.greedy_rewards, trainer.reward_weights)
         selection.advantages = estimate_advantages(rewards, size, estimator, baseline)
     if estimator != "grpo":
         rollout.batch = {**rollout.batch, "advantages": selection.local_advantages}
@@ -164,14 +188,14 @@ def find_zero_variance(
     zero_variance, filtered = list[int](), list[int]()
     if trainer.critic is None:
         advantages = selection.advantages
-        if trainer.kl.penalises:  # its differences within a group say nothing about the task
+        if trainer.kl.penalises:  # the KL penalty differs within a group, but says nothing about the task
             advantages = estimate_advantages(tasks, size, estimator, baseline)
         spread = group_spread(advantages.view(-1, size), tasks.view(-1, size), estimator)
-        zero_variance = _numbers(~(spread > args.replay_var_epsilon))  # of NaN too
+        zero_variance = _true_indices(~(spread > args.replay_var_epsilon))  # NaN too
     if args.online_filtering:
         index, is_quantile = filter_index(args.filter_key, trainer.reward_func_names), args.filter_mode == "quantile"
         compared = tasks if index is None else rollout.rewards[:, index]
-        means = compared.double().view(-1, size).nanmean(dim=1)  # (num_groups,), NaN for a group without any reward
+        means = compared.double().view(-1, size).nanmean(dim=1)  # (num_groups,), NaN for a group without rewards
         selection.bounds = bounds or (args.filter_low, args.filter_high)
         if is_quantile and bounds is None:
             selection.bounds = means.nanquantile(args.filter_low).item(), means.nanquantile(args.filter_high).item()
@@ -181,11 +205,20 @@ def find_zero_variance(
     return selection
 
 
-def greedy_baseline(trainer: ConstructedTrainer, rollout: Rollout, placement: Placement) -> Tensor:
+def greedy_baseline(
+    rollout: Rollout, placement: Placement, greedy_rewards: Callable[..., Tensor], reward_weights: Tensor
+) -> Tensor:
     """Return the reward of one greedy completion per prompt for ReMax, (num_groups,), the same on every process.
 
-    The process with a prompt's first completion generates it. Rewards that compare a group count as 0; if no other
-    applies, there is no baseline (NaN). Every process generates equally often and equally much; nothing is logged.
+    The process with a prompt's first completion generates it. Rewards that compare a group count as 0; a completion
+    without other rewards has no baseline (NaN). Every process generates equally many completions; nothing is logged.
+
+    Args:
+        rollout: its rows and their conversations.
+        placement: groups of the rollout on the processes.
+        greedy_rewards: generates one greedy completion per row, and returns the rewards of all processes,
+            (rows of all, F).
+        reward_weights: (F,), weights of the reward functions.
     """
     firsts = [
         [group for group in range(placement.num_groups) if placement.holder(group) == process]
@@ -193,34 +226,38 @@ def greedy_baseline(trainer: ConstructedTrainer, rollout: Rollout, placement: Pl
     ]
     most, first_row = max(map(len, firsts)), placement.process_index * placement.rows
     mine = [group * placement.num_generations - first_row for group in firsts[placement.process_index]]
-    rows = mine + [0] * (most - len(mine))  # others generate too, so that all make the same collective calls
-    rewards = trainer.greedy_rewards([rollout.rows[row] for row in rows], [rollout.messages[row] for row in rows])
-    sums = weighted_sums(rewards, trainer.reward_weights).view(placement.num_processes, most)
+    rows = mine + [0] * (most - len(mine))  # collective calls: every process generates as many completions
+    rewards = greedy_rewards([rollout.rows[row] for row in rows], [rollout.messages[row] for row in rows])
+    sums = weighted_sums(rewards, reward_weights).view(placement.num_processes, most)
     return torch.cat([sums[process, : len(groups)] for process, groups in enumerate(firsts)])
 
 
 def filtered_groups(means: Tensor, low: float, high: float, *, inclusive: bool = False) -> list[int]:
-    """Return the numbers of the groups whose mean reward, of `means` (num_groups,), is not between `low` and `high`.
+    """Return the numbers of the groups whose mean reward is outside two bounds, or NaN.
 
-    A group without any reward (NaN) is among them. The filter of PRIME (https://huggingface.co/papers/2502.01456).
+    The filter of PRIME (https://huggingface.co/papers/2502.01456).
 
     Args:
-        inclusive: whether a mean at a bound is between them.
+        means: (num_groups,), mean reward of each group; NaN for a group without rewards.
+        low: lower bound.
+        high: upper bound.
+        inclusive: whether a mean at a bound is inside.
     """
     inside = (means >= low) & (means <= high) if inclusive else (means > low) & (means < high)
-    return _numbers(~inside)
+    return _true_indices(~inside)
 
 
-def _numbers(chosen: Tensor) -> list[int]:
+def _true_indices(chosen: Tensor) -> list[int]:
     return chosen.nonzero().flatten().tolist()
 
 
 def filter_index(key: str, names: Sequence[str]) -> int | None:
-    """Return the position of the reward function that online filtering looks at, None for the weighted sums.
+    """Return the position of the reward function that online filtering reads, None for the weighted sums.
 
     Args:
-        key: `overall`, the name of a reward function with or without its last part (`accuracy` for `accuracy_reward`),
-            or a part of it between underscores that no other has.
+        key: `overall`, the name of a reward function with or without its suffix `_reward`, or one word of its name that
+            no other name has.
+        names: names of the reward functions.
 
     Raises:
         ConfigError: no reward function, or more than one, has that name.
@@ -239,10 +276,10 @@ LONGEST_STREAK = 5  # steps
 
 
 class ZeroVarianceStreak(SavedState):
-    """Counts the steps in a row for which no generated group had a gradient, and warns of the fifth.
+    """Counts consecutive steps without a generated group with a gradient, and warns at the fifth.
 
     Attributes:
-        steps_per_rollout: optimizer steps that a rollout serves, at least 1.
+        steps_per_rollout: optimizer steps per rollout, at least 1.
     """
 
     kind = "streak"
@@ -253,10 +290,10 @@ class ZeroVarianceStreak(SavedState):
         self.steps_per_rollout = max(served, 1)
 
     def end_rollout(self, kept: int) -> str | None:
-        """Return one sentence when the streak reaches 5 steps, once for each streak.
+        """Count a rollout; return a warning when the streak reaches 5 steps, once per streak.
 
         Args:
-            kept: groups generated for it that have a gradient, further prompts included.
+            kept: generated groups with a gradient, further prompts included.
         """
         before, self._steps = self._steps, 0 if kept else self._steps + self.steps_per_rollout
         if not before < LONGEST_STREAK <= self._steps:

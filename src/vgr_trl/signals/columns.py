@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgr_trl.metrics.totals import Gather
+from vgr_trl.metrics.totals import Gather, Totals
 from vgr_trl.rewards.functions import WholeGroups
 from vgr_trl.signals.rollout_signals import RolloutSignals
 
@@ -33,13 +33,10 @@ def named_metrics(names: Sequence[str], signals: RolloutSignals, gather: Gather)
         signals: signals of this process's completions.
         gather: concatenates a tensor over all processes.
     """
-    if not names:
-        return {}
-    values = torch.stack([signals.extra[name] for name in names])  # (names, N, T)
-    finite = values.isfinite()
-    sums = torch.stack([values.masked_fill(~finite, 0).sum((1, 2)), finite.sum((1, 2)).float()], dim=-1)  # (names, 2)
-    total = gather(sums.unsqueeze(0)).double().sum(0)
-    return {f"signals/{name}": (total[i, 0] / total[i, 1]).item() for i, name in enumerate(names)}
+    totals = Totals()
+    for name in names:
+        totals.add_mean(f"signals/{name}", signals.extra[name], signals.extra[name].isfinite())
+    return totals.metrics(gather)
 
 
 SINGLE_COLUMNS = ("vgr", "aei_vision", "aei_instruction", "mdi_balance")
@@ -89,13 +86,12 @@ def attention_metrics(
             so on; None on every process: they were not measured.
     """
     every = segments | {f"prompt/{name}": values for name, values in (prompt or {}).items()}
-    names = list(every)
-    values = gather(torch.stack([every[name] for name in names], dim=1))  # (N of all processes, segments, 6)
-    finite = values.isfinite()
-    means = torch.where(finite, values, 0.0).sum(0) / finite.sum(0)  # (segments, 6), NaN where nothing is finite
-    vgr = values[:, names.index("late" if "late" in names else "all"), 0]
-    shares = torch.stack([vgr.isnan().float().mean(), vgr.isinf().float().mean()])
-    # The history of logs keeps a reference to every name: interned names share memory.
-    keys = [intern(f"attention/{segment}/{quantity}") for segment in names for quantity in ATTENTION_QUANTITIES]
-    keys += ["vgr/undefined_fraction", "vgr/infinite_fraction"]
-    return dict(zip(keys, torch.cat([means.flatten(), shares]).tolist(), strict=True))
+    totals = Totals()
+    for segment, values in every.items():
+        for quantity, column in zip(ATTENTION_QUANTITIES, values.unbind(1), strict=True):
+            # The history of logs keeps every name: interned names share memory.
+            totals.add_mean(intern(f"attention/{segment}/{quantity}"), column, column.isfinite())
+    vgr = every["late" if "late" in every else "all"][:, 0]  # (N,)
+    totals.add_mean("vgr/undefined_fraction", vgr.isnan(), torch.ones_like(vgr, dtype=torch.bool))
+    totals.add_mean("vgr/infinite_fraction", vgr.isinf(), torch.ones_like(vgr, dtype=torch.bool))
+    return totals.metrics(gather)

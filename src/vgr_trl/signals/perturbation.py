@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from vgr_trl import registries
+from vgr_trl.config import PERTURBATIONS
 from vgr_trl.data.images import DEEP_MODES
 from vgr_trl.errors import DataError
 
@@ -173,17 +174,8 @@ def remove_image(image: Image.Image) -> Image.Image:
     raise DataError("remove_image leaves no image to return: score the conversation without it, see drop_images.")
 
 
-for _function in (
-    blacken_patches,
-    add_gaussian_noise,
-    gaussian_blur,
-    mask_image,
-    shuffle_patches,
-    crop_image,
-    diffusion_noise,
-    remove_image,
-):
-    registries.perturbations.register(_function.__name__)(_function)
+for _name in PERTURBATIONS:
+    registries.perturbations.register(_name)(globals()[_name])
 
 
 def perturb_images(

@@ -16,12 +16,12 @@ from vgr_trl.views.conversations import perturb_prompts
 
 
 def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prompts:
-    """Return the prompts of a rollout as they are to be generated from; the rollout keeps them.
+    """Perturb the images of some prompts of a rollout; return the prompts to sample from.
 
-    The last completions of each prompt get one perturbed image, whichever process they are on.
+    The last completions of each prompt see the same perturbed images, on any process. The rollout keeps the prompts.
 
     Raises:
-        DataError: a perturbed image makes other tokens than the image itself.
+        DataError: a perturbed image has other tokens than the image.
     """
     args, prompts, state = trainer.args, rollout.prompts, trainer.state
     if not args.noisy_generations or not trainer.model.training or rollout.greedy or rollout.blind:
@@ -34,7 +34,7 @@ def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prom
     noisy = noisy_rows(len(rollout.rows), size, count, first)
     rollout.noise = Noise(noisy, count, strength)
     trainer._log_completion_extra("noisy", noisy)
-    if not any(noisy) or prompts.images is None:  # another process may have images
+    if not any(noisy) or prompts.images is None:  # another process may have noisy rows with images
         return prompts
     parameters = args.noisy_parameters(strength)
     perturb = partial(perturb_images, name=args.noisy_perturbation, parameters=parameters, seed=args.seed, step=step)
@@ -53,16 +53,19 @@ def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prom
 
 
 def noisy_rows(rows: int, generations: int, count: int, first: int) -> list[bool]:
-    """Return which rows of a process are noisy: the last `count` completions of each prompt.
+    """Return the noisy rows of a process, one bool per row: the last `count` completions of each prompt.
 
     Args:
-        first: number of the first row among those of all processes.
+        rows: rows of this process.
+        generations: completions per prompt.
+        count: noisy completions per prompt.
+        first: number of the first row over all processes.
     """
     return [(first + row) % generations >= generations - count for row in range(rows)]
 
 
 def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
-    """Give a rollout the old log-probabilities that `noisy_importance` says, and metrics of the noise."""
+    """Set the old log-probabilities of a noisy rollout by `noisy_importance`, and its metrics."""
     noise, args = rollout.noise, trainer.args
     if noise is None:
         return

@@ -1,6 +1,6 @@
-"""Score completions behind perturbed images."""
+"""Score completions given perturbed images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from vgr_trl.passes.run_pass import Purpose
 from vgr_trl.pixels import joined
 from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.scoring_inputs import (
+    Prompts,
     pixels_of_rows,
     rows_with_images,
     scoring_inputs,
@@ -33,10 +34,10 @@ from vgr_trl.views.turns import perturb_turns, process_images, rows_perturbed
 
 
 def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
-    """Score the completions given perturbed images; the rollout gets their dependency among its signals.
+    """Score the completions given perturbed images, and add the dependency to the rollout's signals.
 
-    Pixels are kept for the rows of one pass only. Where the perception loss is on, the batch gets those of all rows as
-    `perturbed_pixel_values`.
+    Only the pixels of one pass are kept in memory. If the perception loss is on, the batch gets the perturbed pixels of
+    all rows as `perturbed_pixel_values`.
     """
     args, batch, measurement = trainer.args, rollout.batch, trainer.measurement
     every = range(len(batch["prompt_ids"]))
@@ -71,17 +72,16 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         signals.dependency = each.mean(0) if args.dependency_over == "mean" else each.amin(0)
     if measurement.needs("shift") and rollout.scores is not None and rollout.scores.hidden is not None:
         mask = signals.mask.bool()
+        hidden = [part.hidden[: len(part.hidden) // len(views)] for part in parts if part.hidden is not None]
         with torch.no_grad():
-            others = torch.cat(
-                [part.hidden[: len(part.hidden) // len(views)] for part in parts if part.hidden is not None]
-            )
+            others = torch.cat(hidden)
             shift = Head(causal_model(trainer.model)).shift(rollout.scores.hidden, others, mask, args.temperature)
         signals.jsd, signals.perturbed_entropies = (each.masked_fill(blind, torch.nan) for each in shift)
     rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, trainer.accelerator.gather)
 
 
 def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range) -> dict[str, Any]:
-    """Return scoring inputs of rows of the rollout with their images perturbed by `name`."""
+    """Build the scoring inputs of some rows of a rollout under the perturbation `name`."""
     args, count, messages = trainer.args, len(rollout.batch["prompt_ids"]), rollout.messages[rows.start : rows.stop]
     batch = rollout.batch if len(rows) == count else take_rows(rollout.batch, rows)
     if name == REMOVE_IMAGE:
@@ -93,13 +93,14 @@ def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout, rows
     perturb = partial(perturb_images, name=name, parameters=parameters, seed=args.seed, step=step)
     numbers = [(first + row) // shared_by for row in rows]
     if rollout.turns is None:
-        inputs, images = inputs_with_other_images(trainer, batch, messages, numbers, perturb)
+        inputs, images = inputs_with_other_images(trainer.tokenize, batch, messages, numbers, perturb)
     else:
         turns = rollout.turns.take(rows)
         images = perturb_turns(turns, numbers, args.perturb_images, perturb)
         inputs = scoring_inputs(batch)
         if any(images):
-            pixels = pixels_of_rows(process_images(trainer, images), images, list(range(len(rows))), batch)
+            fields = process_images(trainer.processing_class, images)
+            pixels = pixels_of_rows(fields, images, range(len(rows)), batch)
             inputs = scoring_inputs({**batch, "pixel_values": joined(pixels)})
     if name == args.perturbation:
         rollout.perturbed_images |= zip(rows, images, strict=True)
@@ -107,25 +108,27 @@ def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout, rows
 
 
 def inputs_with_other_images(
-    trainer: ConstructedTrainer,
+    tokenize: Callable[[list[Any]], Prompts],
     batch: Mapping[str, Any],
     messages: Sequence[Any],
     numbers: Sequence[int],
     perturb: Perturb,
 ) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Return scoring inputs of the rows of a batch with perturbed images, and these images of each row.
+    """Build the scoring inputs of a batch with perturbed images; return the perturbed images of each row too.
 
     Args:
-        messages: per row, its conversation with its images.
-        numbers: per row, a number that rows with the same perturbed images share.
+        tokenize: makes tokens and pixels of conversations.
+        batch: a batch of TRL.
+        messages: conversation of each row, with its images.
+        numbers: one number per row; rows with the same perturbed images share it.
         perturb: returns the perturbed images of a conversation.
 
     Raises:
-        DataError: the pixels of the perturbed images cannot take the place of those of the batch.
+        DataError: the perturbed images have other pixel shapes than the images.
     """
     conversations, own = perturb_prompts(messages, numbers, perturb)
     images = [images_in(conversations[place]) for place in own]
-    prompts = trainer.tokenize(conversations)
+    prompts = tokenize(conversations)
     if prompts.images is None:
         return scoring_inputs(batch), images
     pixels = joined(pixels_of_rows(prompts.fields, prompts.images, own, batch))

@@ -27,7 +27,12 @@ _WHOLE: list[Box] = [(0.0, 0.0, 1.0, 1.0)]
 def region_mask(trainer: ConstructedTrainer, rollout: Rollout, prompt_ids: torch.Tensor) -> torch.Tensor | None:
     """Return the vision tokens of each row's boxes, (N, P) bool; None if nothing reads them.
 
-    A row without a box, or with several images, has none.
+    Rows without boxes, or with several images, have no such tokens.
+
+    Args:
+        trainer: gives measurements and the processor.
+        rollout: rows with their boxes and conversations.
+        prompt_ids: (N, P), tokens of the prompts.
     """
     if "regions" not in trainer.measurement.needed:
         return None
@@ -74,7 +79,7 @@ def _draw_boxes(boxes: dict[int, list[Box]], images: list[Image.Image], *, index
 
 
 def boxes_in_pixels(boxes: Sequence[Box], size: tuple[int, int]) -> list[tuple[float, float, float, float]]:
-    """Return boxes as (left, top, width, height) in pixels of an image of this size, to a millionth."""
+    """Convert boxes to (left, top, width, height) in pixels of an image of this size, rounded to a millionth."""
     wide, high = size
     corners = (
         (left * wide, top * high, (right - left) * wide, (bottom - top) * high) for left, top, right, bottom in boxes
@@ -83,7 +88,7 @@ def boxes_in_pixels(boxes: Sequence[Box], size: tuple[int, int]) -> list[tuple[f
 
 
 def drawn(boxes: Sequence[Box], size: tuple[int, int]) -> Image.Image:
-    """Return a black image of that size that is white within the boxes, each of at least one pixel."""
+    """Draw a black image that is white within the boxes, each at least one pixel wide and high."""
     image = Image.new("RGB", size)
     for left, top, right, bottom in boxes:
         x, y = (min(round(start * side), side - 1) for start, side in ((left, size[0]), (top, size[1])))
@@ -92,14 +97,16 @@ def drawn(boxes: Sequence[Box], size: tuple[int, int]) -> Image.Image:
     return image
 
 
-ENOUGH = 0.5  # share of a token that has to be within the region
+ENOUGH = 0.5  # a token whose share within the region is at least this belongs to it
 
 
 def lit_share(region: Tensor, black: Tensor, white: Tensor) -> Tensor:
-    """Return how white pixels are, in [0, 1]; 0 where the image has no part in them, which is padding.
+    """Return the share of white in each entry of `pixel_values`, in [0, 1]; 0 in padding.
 
     Args:
-        region, black, white: `pixel_values` of the image that shows the region, and of a black and a white one.
+        region: `pixel_values` of the image that shows the region.
+        black: `pixel_values` of a black image, of the same shape.
+        white: `pixel_values` of a white image, of the same shape.
     """
     span = (white - black).float()
     share = (region - black).float() / span.masked_fill(span == 0, 1)
@@ -107,26 +114,26 @@ def lit_share(region: Tensor, black: Tensor, white: Tensor) -> Tensor:
 
 
 def select_region(shares: Tensor) -> Tensor:
-    """Return which tokens (V,) stand for the region: those at least half within it, else those that are most."""
+    """Return the tokens of the region, (V,) bool: tokens at least half within it, or else the most covered tokens."""
     most = shares.max() if len(shares) else shares.sum()
     return (shares >= most.clamp(max=ENOUGH) - 1e-6) & (shares > 0)
 
 
 def token_shares(lit: Tensor, given: Mapping[str, Tensor], num_tokens: int) -> Tensor:
-    """Return how much of each vision token of one image is lit, (V,) in [0, 1].
+    """Return the lit share of each vision token of one image, (V,) in [0, 1].
 
     Args:
-        lit: of the shape of its `pixel_values`, in [0, 1].
-        given: its pixel inputs.
-        num_tokens: V.
+        lit: share of white in each entry of the image's `pixel_values`, in [0, 1].
+        given: the image's pixel inputs.
+        num_tokens: V, vision tokens of the image.
 
     Raises:
         DataError: the pixels cannot be assigned to the tokens.
     """
-    if "image_grid_thw" in given:  # Qwen, GLM: the patches of a token stand together
+    if "image_grid_thw" in given:  # Qwen, GLM: the patches of a token are adjacent
         patches = lit.flatten(1).mean(1)
         found = patches.view(num_tokens, -1).mean(1) if num_tokens and not len(patches) % num_tokens else patches
-    elif "spatial_shapes" in given or "image_sizes" in given:  # tiles of unequal size, or rows of them without padding
+    elif "spatial_shapes" in given or "image_sizes" in given:  # tiles of unequal size: unknown
         found = lit.new_zeros(0)
     else:  # squares: of one image, of its tiles, or of its tiles padded to those of another row
         squares = lit.flatten(0, 1) if lit.ndim == 5 else lit

@@ -8,21 +8,21 @@ from PIL import Image
 
 from vgr_trl.patches.trl import process_with_options
 from vgr_trl.pixels import image_tensors
-from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.scoring_inputs import ImagesOfRows, Turns
 from vgr_trl.tools import show_again
 from vgr_trl.views.conversations import Perturb
 
 
 def perturb_turns(turns: Turns, numbers: Sequence[int], which: str, perturb: Perturb) -> list[list[Image.Image]]:
-    """Return the images of each row, those of its prompt first, of which some are perturbed.
+    """Perturb images of each row; return all images, the prompt's first.
 
-    With `all`, what `vgr_trl.tools` show of the first image is the same part of the perturbed image.
+    With `all`, a part of the first image shown by `vgr_trl.tools` becomes the same part of the perturbed image.
 
     Args:
-        numbers: per row, a number that rows with the same perturbed images of the prompt share, over all processes.
-        which: `all`, or only those of the `prompt` or of `tools`.
-        perturb: returns perturbed images, given their number and the place of the first in the row.
+        turns: images of prompts and tools.
+        numbers: one number per row; rows with the same perturbed images of the prompt share it, over all processes.
+        which: perturb `all` images, or only those of the `prompt` or of `tools`.
+        perturb: returns perturbed images, given their number and the place of the first image in the row.
     """
     of_prompts: dict[int, list[Image.Image]] = {}
     shown = []
@@ -42,15 +42,14 @@ def perturb_turns(turns: Turns, numbers: Sequence[int], which: str, perturb: Per
 
 
 def rows_perturbed(turns: Turns, which: str) -> torch.Tensor:
-    """Return which rows have an image that `perturb_turns` perturbs, (N,) bool."""
+    """Return the rows with an image that `perturb_turns` perturbs, (N,) bool."""
     returned = torch.tensor([*map(len, turns.returned)])
     every = torch.tensor([*map(len, turns.images)])
     return {"all": every, "tools": returned, "prompt": every - returned}[which] > 0
 
 
-def process_images(trainer: ConstructedTrainer, images: ImagesOfRows) -> dict[str, torch.Tensor]:
-    """Return the pixel inputs that TRL makes of the images of all rows, where tools have returned some."""
-    processor: Any = trainer.processing_class
+def process_images(processor: Any, images: ImagesOfRows) -> dict[str, torch.Tensor]:
+    """Return the pixel inputs of the images of all rows, as TRL makes them for images of tools."""
     flat = [image for of_row in images for image in of_row]
     with process_with_options(processor):
         return image_tensors(processor.image_processor(images=flat, return_tensors="pt"))

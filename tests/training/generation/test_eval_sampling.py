@@ -29,7 +29,7 @@ GREEDY = {"max_new_tokens": 7, "do_sample": False}
 def test_an_evaluation_samples_as_its_options_say_and_training_as_before(temperature, expected):
     trainer = made(training=False, temperature=temperature, top_p=0.95)
     before = trainer.generation_config
-    with override_sampling(trainer, eval_sampling(trainer)):
+    with override_sampling(trainer, eval_sampling(trainer.args, trainer.model.training)):
         assert trainer.generation_kwargs == expected
         found = trainer.generation_config
         assert {name: getattr(found, name) for name in expected} == expected
@@ -38,12 +38,12 @@ def test_an_evaluation_samples_as_its_options_say_and_training_as_before(tempera
     assert trainer.generation_kwargs == KEPT
     for same in (made(training=True, temperature=0.6), made(training=False)):
         before = same.generation_config
-        with override_sampling(same, eval_sampling(same)):
+        with override_sampling(same, eval_sampling(same.args, same.model.training)):
             assert same.generation_config is before
 
 
 def test_vllm_gets_the_same():
     trainer = made(training=False, temperature=0.6, use_vllm=True)
-    with override_sampling(trainer, eval_sampling(trainer)):
+    with override_sampling(trainer, eval_sampling(trainer.args, trainer.model.training)):
         assert vars(trainer.vllm_generation) == {"temperature": 0.6, "top_p": 1.0}
     assert vars(trainer.vllm_generation) == {"temperature": 1.0, "top_p": 1.0}
