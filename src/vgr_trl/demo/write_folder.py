@@ -46,7 +46,7 @@ def write_folder(folder: Path, *, train: int = 256, test: int = 8, text_steps: i
 def write_warm_folder(folder: Path, options: Options) -> None:
     """Write the same files with the questions and the model of the demo after its warm start, if `folder` is not there.
 
-    This model looks at the image, and is right about half the time: what is left is for reinforcement to teach.
+    This model looks at the image, and is right about half the time; reinforcement teaches the rest.
     """
     if folder.exists():
         return
