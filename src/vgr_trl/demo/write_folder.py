@@ -31,8 +31,11 @@ def write_folder(folder: Path, *, train: int = 256, test: int = 8, text_steps: i
     completions have the right form, some are right by chance, and groups with and without a gradient both occur.
 
     Args:
-        folder: where to; it appears when it is complete.
+        folder: path of the folder, which appears when it is complete.
+        train: number of training questions.
+        test: number of test questions.
         text_steps: supervised steps, 0.02 s each on a CPU core.
+        seed: seed of questions and weights.
     """
     if folder.exists():
         return
