@@ -1,6 +1,6 @@
 """Options of this library, grouped by subject; `DAPOConfig` adds them to the options of TRL.
 
-An option is declared once: default, help, range or choices, and what it needs to be used (`vgr_trl.options.option`).
+An option is declared once: default, help, range or choices, and needs (`vgr_trl.options.option`).
 """
 
 import inspect
@@ -287,7 +287,7 @@ def decay(kind: str, step: int, total: int, coefficient: float, midpoint: float)
     return float(min(max(left, 0.0), 1.0))
 
 
-# Blind answers: questions answered again from what a completion says about the image.
+# Blind answers: questions answered again from the description of the image in a completion.
 
 BLIND_PROMPT = (
     "This is what was written about an image that you cannot see:\n{description}\n\nQuestion: {question}\n\nAnswer the "
@@ -481,7 +481,7 @@ SWITCHES = tuple(each.name for each in fields(EfficiencyOptions) if each.default
 class EvaluateOptions:
     """Sampling in evaluations, where it differs from training.
 
-    Log-probabilities are those of `temperature` all the same.
+    Log-probabilities are taken at `temperature` all the same.
     """
 
     # fmt: off

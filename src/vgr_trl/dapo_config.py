@@ -53,8 +53,9 @@ class DAPOConfig(
     PluginOptions,
     GRPOConfig,
 ):
-    """Options of `DAPOTrainer`: those of TRL's `GRPOConfig` with the defaults of DAPO, those of `vgr_trl.config`, and
-    the ones below. What an option does is its `help` (`vgr-trl train --help`).
+    """Options of `DAPOTrainer`: TRL's `GRPOConfig` with the defaults of DAPO, `vgr_trl.config`, and the options below.
+
+    Each option is described by its `help` (`vgr-trl train --help`).
 
     Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
     defaults already are `loss_type="dapo"` and `beta=0.0`.
@@ -69,7 +70,7 @@ class DAPOConfig(
     """
 
     # fmt: off
-    # The parent's default, restated so that a change of TRL's cannot change what this class trains.
+    # TRL's default, restated so that a new default in TRL cannot change the training.
     loss_type: LossType = option("dapo", "Loss of TRL's GRPOTrainer, as TRL defines it.")
     beta: float = option(0.0, "Weight of the KL term to the reference model, at least 0; DAPO uses none.", ge=0)
     epsilon_high: float | None = option(0.28, "Upper clip range of the importance ratio (DAPO's clip-higher).", ge=0,

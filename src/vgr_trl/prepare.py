@@ -209,7 +209,7 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Sequence[str]) -> 
     """Refuse rewards and data that cannot be trained with; drop prompts over `max_prompt_length`.
 
     Args:
-        measured_columns: columns that a rollout adds to those of the data; environments add theirs later.
+        measured_columns: columns that a rollout adds to the data; environments add theirs later.
     """
     if trainer.environment_factories is None and trainer.rollout_func is None:
         datasets = iterate_datasets(trainer.train_dataset, trainer.eval_dataset)

@@ -206,7 +206,9 @@ def supervised_loss(
     """Return the mean loss over target tokens, and over answer tokens alone.
 
     Args:
-        rows: with problem, choices (or None), thought, solution, and image if `images`.
+        model: model with logits (N, T, vocabulary).
+        processor: processor of the model.
+        rows: N rows with problem, choices (or None), thought, solution, and image if `images`.
         images: whether the model sees the images.
         thought_weight: weight of the mean over the other tokens, which is added to the mean over the answer.
     """
@@ -255,9 +257,16 @@ def fit(
     """Train on random batches of `rows` and return the number of steps.
 
     Args:
+        model: model, trained in place.
+        processor: processor of the model.
+        rows: questions or captions.
+        title: label of the progress bar.
         target_loss: stop when the moving average of the answer loss (initially 3) is below this, in nats.
         is_done: called with the step, counted from 1; returns whether to stop.
         max_steps: maximum number of steps.
+        batch_size: rows of a step.
+        learning_rate: learning rate after 10 steps of warm-up.
+        seed: seed of the order of rows.
         loss_options: arguments of `supervised_loss`.
     """
     rng, was_training, step, average = random.Random(seed), model.training, 0, 3.0

@@ -71,7 +71,7 @@ def build_tiny_vlm(
     """Return an untrained Qwen2.5-VL model and its processor.
 
     Args:
-        texts: what the model will read and write; every word in it becomes one token.
+        texts: texts that the model will read and write; every word in them becomes a token.
         hidden_size: of language model and vision tower, a multiple of 4 x `num_heads`.
         num_layers: of the language model; below 3 there is no late third of the layers.
     """

@@ -31,8 +31,11 @@ def write_folder(folder: Path, *, train: int = 256, test: int = 8, text_steps: i
     completions have the right form, some are right by chance, and groups with and without a gradient both occur.
 
     Args:
-        folder: where to; it appears when it is complete.
+        folder: path of the folder, which appears when it is complete.
+        train: number of training questions.
+        test: number of test questions.
         text_steps: supervised steps, 0.02 s each on a CPU core.
+        seed: seed of questions and weights.
     """
     if folder.exists():
         return
@@ -46,7 +49,7 @@ def write_folder(folder: Path, *, train: int = 256, test: int = 8, text_steps: i
 def write_warm_folder(folder: Path, options: Options) -> None:
     """Write the same files with the questions and the model of the demo after its warm start, if `folder` is not there.
 
-    This model looks at the image, and is right about half the time: what is left is for reinforcement to teach.
+    This model looks at the image, and is right about half the time; reinforcement teaches the rest.
     """
     if folder.exists():
         return

@@ -68,7 +68,7 @@ def refuse_uncallable_rewards(
 
     Args:
         datasets: with a name each; streams that do not list their columns are passed over.
-        measured_columns: columns that a rollout adds to those of the data.
+        measured_columns: columns that a rollout adds to the data.
     """
     for _, dataset in datasets:
         for reward in rewards if column_names(dataset) is not None else ():

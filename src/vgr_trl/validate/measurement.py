@@ -1,4 +1,4 @@
-"""Plan what a rollout measures; refuse measurements that model, data or generation do not allow."""
+"""Plan the measurements of a rollout; refuse measurements that model, data or generation do not allow."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ _OF_IMAGES = ("attention", "per_image", "similarity", "regions", "blind", *_LATE
 
 
 def plan_measurement(facts: RunFacts) -> Measurement:
-    """Return what a run measures of every rollout batch.
+    """Plan the measurements of every rollout batch.
 
     Raises:
         ConfigError: a feature needs a measurement that model, data or generation do not allow; it is named.

@@ -149,7 +149,7 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
             raise ConfigError(f"{name} cannot be used here ({parts}): drop one.")
     refuse_unfit_noise(facts)
     if args.online_filtering:
-        filter_index(args.filter_key, list(facts.rewards))  # raises without such a reward
+        filter_index(args.filter_key, list(facts.rewards))  # raises if no reward matches
 
 
 def refuse_unfit_noise(facts: RunFacts) -> None:
