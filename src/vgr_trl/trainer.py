@@ -15,7 +15,6 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 
 from vgr_trl.callbacks import FiniteUpdates, SaveOnTermination, guard_trackers, print_lines
-from vgr_trl.checkpoints import ResumableTrainer
 from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
@@ -59,6 +58,7 @@ from vgr_trl.patches.trl import (
 from vgr_trl.patches.vllm import AFTER_IMAGES, forget_with_new_weights, plan_vllm_images
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
+from vgr_trl.resuming import ResumableTrainer
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.functions import WholeGroups
 from vgr_trl.rewards.loading import ScoredFile, collect_token_weights, wrap_reward

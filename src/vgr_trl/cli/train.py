@@ -27,8 +27,6 @@ from vgr_trl.callbacks import EXIT_STATUS
 from vgr_trl.checkpoints import (
     TRACES,
     how_to_go_on,
-    lacks_final_model_only,
-    load_trained,
     refuse_finished,
     resolve_checkpoint,
     resume_mode,
@@ -59,6 +57,7 @@ from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo
 from vgr_trl.reporting.markdown import format_duration, print_record, progress_lines
 from vgr_trl.reporting.recorder import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import read_run, refuse_unwritable
+from vgr_trl.resuming import lacks_final_model_only, load_trained
 from vgr_trl.rewards.functions import ATTENTION_REWARDS
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
 from vgr_trl.tools import load_environment

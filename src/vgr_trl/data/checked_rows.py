@@ -486,7 +486,7 @@ def is_repeatable(dataset: object) -> bool:
     """Return whether rows can be read by number and never change, as with a user's transform, which may be random."""
     if not isinstance(dataset, Dataset):
         return False
-    return dataset.format["format_kwargs"].get("transform") is None or prepared_transform(dataset) is not None
+    return isinstance(dataset.format["format_kwargs"].get("transform"), ShowRows | None)
 
 
 class ReadOnce:
