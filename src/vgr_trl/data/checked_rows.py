@@ -353,7 +353,7 @@ def prepared_transform(dataset: Dataset) -> ShowRows | None:
 
 
 def is_repeatable(dataset: object) -> bool:
-    """Return whether rows can be read by number and never change, as with a user's transform, which may be random."""
+    """Return whether rows can be read by number and never change, unlike rows from a user's transform."""
     if not isinstance(dataset, Dataset):
         return False
     return isinstance(dataset.format["format_kwargs"].get("transform"), ShowRows | None)
