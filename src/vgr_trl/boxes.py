@@ -19,9 +19,8 @@ def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row")
     """Return the boxes of a row of the data, or an empty list.
 
     Args:
-        row: with `bbox`, (left, top, right, bottom) in [0, 1] of the image, or a list of such; or with `regions`, a
-            list of (left, top, width, height) in pixels, or in [0, 1] if none reaches further, as converted sets have
-            it.
+        row: with `bbox`, one or several (left, top, right, bottom) in [0, 1] of the image, or with `regions`, a list
+            of (left, top, width, height), as converted sets have it, in pixels, or in [0, 1] if all values are.
         size: of its image, (width, height) in pixels.
         name: of the row, for messages.
 

@@ -18,13 +18,13 @@ from vgr_trl.data.checked_rows import (
     SkippedRow,
     drop_long_prompts,
     is_repeatable,
-    map_rows,
     prepare_rows,
     prepared_transform,
     skipped_rows,
 )
 from vgr_trl.data.images import IMAGE_COLUMNS, MEDIA, PLACE
 from vgr_trl.data.lengths import SIZES, PromptLengths, image_sizes_of, require_ending_template
+from vgr_trl.data.map_rows import map_rows
 from vgr_trl.data.prompts import refuse_special_tokens, special_tokens
 from vgr_trl.data.read_row import reason_of, require_columns, undecoded
 from vgr_trl.errors import DataError

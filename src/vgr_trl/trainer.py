@@ -17,7 +17,6 @@ from vgr_trl.callbacks.finite_updates import FiniteUpdates
 from vgr_trl.callbacks.step_lines import print_lines
 from vgr_trl.callbacks.termination import SaveOnTermination
 from vgr_trl.callbacks.trackers import guard_trackers
-from vgr_trl.checkpoints import ResumableTrainer
 from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
@@ -58,6 +57,7 @@ from vgr_trl.processes import initialise_loader
 from vgr_trl.releases import check_release
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
+from vgr_trl.resuming import ResumableTrainer
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.functions import WholeGroups
 from vgr_trl.rewards.loading import ScoredFile, collect_token_weights, wrap_reward

@@ -193,7 +193,7 @@ def test_trl_does(sentence, holds):
 
 def calls_of_super() -> list[str]:
     """Methods of TRL's trainer that ours extends."""
-    code = "".join((OURS / name).read_text(encoding="utf-8") for name in ("trainer.py", "checkpoints.py"))
+    code = "".join((OURS / name).read_text(encoding="utf-8") for name in ("trainer.py", "resuming.py"))
     return sorted({*re.findall(r"super\(\)\.(\w+)", code)} - {"__init__"})
 
 

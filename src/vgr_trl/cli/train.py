@@ -13,15 +13,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from vgr_trl.atomic_files import write_atomic
 from vgr_trl.callbacks.termination import EXIT_STATUS
-from vgr_trl.checkpoints import (
-    TRACES,
-    how_to_go_on,
-    lacks_final_model_only,
-    load_trained,
-    refuse_finished,
-    resolve_checkpoint,
-    resume_mode,
-)
+from vgr_trl.checkpoints import TRACES, how_to_go_on, refuse_finished, resolve_checkpoint, resume_mode
 from vgr_trl.cli.arguments import (
     DEFAULT_REWARDS,
     DataArguments,
@@ -52,6 +44,7 @@ from vgr_trl.prepare import reads_boxes
 from vgr_trl.reporting.console import progress_lines
 from vgr_trl.reporting.first_record import RecordBeforeTraining
 from vgr_trl.reporting.records import refuse_unwritable
+from vgr_trl.resuming import lacks_final_model_only, load_trained
 from vgr_trl.rewards.functions import ATTENTION_REWARDS
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
 from vgr_trl.tools import load_environment

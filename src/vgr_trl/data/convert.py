@@ -29,7 +29,7 @@ from vgr_trl.rewards.answers import LETTERS, resolve_solution
 KEPT = ("JPEG", "PNG", "WEBP")  # formats whose files are stored as they are
 ENCODING: dict[str, dict[str, Any]] = {"JPEG": {"quality": 95, "subsampling": 0}, "PNG": {"compress_level": 3}}
 ROWS_PER_FILE = 2000
-ROW_GROUP_ROWS = 100  # what a stream reads at a time
+ROW_GROUP_ROWS = 100  # rows that a stream reads at a time
 REPORT, SKIPPED = "report.txt", "skipped.jsonl"
 DIGESTS, ROW = "__digests__", "__row__"
 SCHEMA = Features(

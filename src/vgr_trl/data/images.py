@@ -37,7 +37,7 @@ FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF"
 VIDEO_FORMATS = "asf,avi,flv,gif,matroska,mov,mp4,mpeg,mpegts,ogg,webm"
 ADDRESS = re.compile(r"(?:https?|ftp|s3|gs|hf|file)://[^/]*|data:[\w/+.-]*(?=[;,])", re.IGNORECASE)
 DATA_ADDRESS = re.compile(r"data:[\w/+.-]*;base64,", re.IGNORECASE)
-# How the base64 of a JPEG, PNG, GIF or WEBP begins, and what it consists of: the text of a file, not its path.
+# The base64 text of a JPEG, PNG, GIF or WEBP, as opposed to a path.
 BASE64_IMAGE = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR)[A-Za-z0-9+/\s]*={0,2}\s*")
 # Fields of a message part that transformers reads or fetches a file from.
 FILE_FIELDS = ("url", "path", "base64", "image_url", "video", "video_url", "audio", "audio_url")

@@ -133,7 +133,7 @@ class PromptLengths:
 
 
 def refuse_single_image_models(processor: Any) -> None:
-    """Raise `ConfigError` if a processor ignores the second of two images, and the processor's error if it fails."""
+    """Raise `ConfigError` if a processor ignores the second of two images; a failing processor raises its own error."""
     lengths, blank = PromptLengths(processor), Image.new("RGB", PROBES[0])
     if lengths._processor_count(QUESTION, [blank] * 2) <= lengths._processor_count(QUESTION, [blank]):
         name = type(processor).__name__

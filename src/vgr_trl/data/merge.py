@@ -10,9 +10,10 @@ from typing import Any
 
 from datasets import Dataset, Features, List, Value
 
-from vgr_trl.data.checked_rows import REASON, map_rows
+from vgr_trl.data.checked_rows import REASON
 from vgr_trl.data.convert import DIGESTS
 from vgr_trl.data.images import FOLDER, MEDIA, folder_of, image_bytes, images_of, videos_of
+from vgr_trl.data.map_rows import map_rows
 from vgr_trl.data.prompts import texts_of
 from vgr_trl.data.read_row import undecoded
 from vgr_trl.errors import ConfigError, DataError

@@ -68,8 +68,8 @@ class Question:
         prompt: the question, or a conversation; `<image>` in it is the placeholder of an image.
         choices: the options, None for an open question.
         answer: letter, index or text as stated, or a list of accepted ones; None where nothing is.
-        right: what the answer means, where the row must say what is right.
-        is_complete: whether the prompt is a conversation that has, or wants, no system prompt of ours.
+        right: the resolved answer; None where the row needs no answer.
+        is_complete: whether the prompt is a conversation to which no system prompt is added.
         images, videos: paths, bytes, or dicts with these, not opened.
         source: where the question comes from, for templates.
     """
@@ -101,7 +101,7 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question:
 
     Args:
         row: columns with names of `KEYS`, or in a known format.
-        needs_answer: whether the row must say what is right.
+        needs_answer: whether the row must have an answer.
 
     Raises:
         DataError: the row asks no question; the message is the reason.
