@@ -1,6 +1,7 @@
 """Rows of a batch as completions of a record: which ones, their tokens, images and maps, the batch in numbers."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from vgr_trl.reporting.recorded_rows import (
     summarise_rollout,
 )
 
+QWEN = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2))
 TOKENIZER = build_processor(["what colour is the circle?", "red blue", "a red"]).tokenizer
 
 
@@ -39,12 +41,12 @@ def test_attention_is_kept_to_a_510th_of_the_largest():
 def test_grids_of_images():
     grids = torch.tensor([[1, 4, 6], [1, 2, 2], [2, 4, 4]])
     batch = {"num_images": [1, 2], "image_grid_thw": grids}
-    assert find_image_grids(batch, 0, merge_size=2, num_vision=6) == [(2, 3)]
-    assert find_image_grids(batch, 1, merge_size=2, num_vision=9) == [(1, 1), None]  # the last has two frames
+    assert find_image_grids(batch, 0, QWEN, num_vision=6) == [(2, 3)]
+    assert find_image_grids(batch, 1, QWEN, num_vision=9) == [(1, 1), None]  # the last has two frames
     equal = {"num_images": [0, 2]}  # square, without tiles and a place for each
-    assert find_image_grids(equal, 1, merge_size=None, num_vision=18) == [(3, 3)] * 2
-    assert find_image_grids(equal, 1, merge_size=None, num_vision=17) == [None] * 2
-    assert find_image_grids(equal | {"num_tiles": [1]}, 1, merge_size=None, num_vision=18) == [None] * 2
+    assert find_image_grids(equal, 1, None, num_vision=18) == [(3, 3)] * 2
+    assert find_image_grids(equal, 1, None, num_vision=17) == [None] * 2
+    assert find_image_grids(equal | {"num_tiles": [1]}, 1, None, num_vision=18) == [None] * 2
 
 
 def test_a_truncated_completion_whose_mask_is_empty_ends_before_the_padding():

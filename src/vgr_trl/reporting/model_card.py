@@ -66,8 +66,8 @@ def extend_card(trainer: ConstructedTrainer, name: str | None, data: str | None)
         data: name of the training data; None: unknown.
     """
     file = Path(str(trainer.args.output_dir), "README.md")
-    base = getattr(trainer.model.config, "_name_or_path", None)
-    sources = [f" {word} {inline_code(source)}" for word, source in (("from", base), ("on", data)) if source]
+    named = ("from", trainer.model.config._name_or_path), ("on", data)
+    sources = [f" {word} {inline_code(source)}" for word, source in named if source]
     card = file.read_text(encoding="utf-8")
     for pattern, text in (
         (r"^# Model Card for .*$", f"# Model Card for {name or file.resolve().parent.name}"),
@@ -112,7 +112,7 @@ def _method(options: DAPOConfig, name: str) -> str:
 
 
 def _format_option(options: DAPOConfig, name: str) -> str:
-    return _escape_cell(inline_code(f"{name}={getattr(options, name)}"))
+    return _escape_cell(inline_code(f"{name}={vars(options)[name]}"))
 
 
 def inline_code(text: str) -> str:

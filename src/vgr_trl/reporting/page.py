@@ -5,8 +5,9 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from vgr_trl.reporting.records import (
     Completion,
     RecordedImage,
     Run,
+    encode_json,
     is_webp,
     question_id,
     read_logs,
@@ -47,6 +49,7 @@ _ZLIB_LEVEL = 6  # 9 takes 3.5 times as long for a page 2 % smaller
 
 Key = TypeVar("Key")
 Page = dict[str, Any]  # a run as the page reads it
+AddCompletions = Callable[[Page, dict[str, str], int], int]  # page, its thumbnails, maximum of bytes -> bytes used
 AnsweredQuestion = tuple[list[dict[str, Any]], dict[str, str]]  # completions, and thumbnails in base64 by name
 
 
@@ -88,7 +91,7 @@ def write_report(
     template, path = load_template(), Path(path)
     max_bytes = int((max_megabytes * MEGABYTE - len(template.encode())) * 3 / 4) - 1024  # base64: 4 letters for 3 bytes
     pages, images = build_pages([Path(run) for run in runs], max_bytes, names)
-    packed = zlib.compress(_encode_json({"version": 1, "live": live, "runs": pages, "images": images}), _ZLIB_LEVEL)
+    packed = zlib.compress(encode_json({"version": 1, "live": live, "runs": pages, "images": images}), _ZLIB_LEVEL)
     html = template.replace(DATA_PLACEHOLDER, base64.b64encode(packed).decode("ascii")).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, html)
@@ -104,20 +107,26 @@ def load_template() -> str:
 def build_pages(
     paths: Sequence[Path], max_bytes: int, names: Sequence[str] | None = None
 ) -> tuple[list[Page], dict[str, str]]:
-    """Return what the page shows of each run, and as many of their thumbnails (base64 by name) as fit."""
-    found: list[tuple[Page, Path, Run | list[AnsweredQuestion]]] = []
+    """Return the runs as the page reads them, and as many of their thumbnails (base64 by name) as fit.
+
+    Args:
+        paths: folders of runs, and files of `vgr-trl evaluate`.
+        max_bytes: maximum size of everything, compressed.
+        names: names of the runs, in order; None: as recorded.
+    """
+    found: list[tuple[Page, Path, AddCompletions]] = []
     for name, path in zip(names or [""] * len(paths), paths, strict=True):
         if path.is_file():
             for model, (scores, answers) in read_evaluations(path).items():
                 shown = ": ".join(filter(None, (name or path.stem, model)))
-                found.append((make_page(shown, {}, scores), path, answers))
+                found.append((make_page(shown, {}, scores), path, partial(add_answers, answers)))
         else:
             run = read_run(path)
             page = make_page(name or run.name, run.description)
             page["setup"] = read_setup(run)
             page["compared"] = read_comparison(run.folder.parent)
             add_curves(page, run.folder)
-            found.append((page, run.folder.parent, run))
+            found.append((page, run.folder.parent, partial(add_records, run)))
     pages = [page for page, _, _ in found]
     repeated = {name for name, count in Counter(page["name"] for page in pages).items() if count > 1}
     for page, path, _ in found:
@@ -125,24 +134,18 @@ def build_pages(
     left = max_bytes - _thin_curves(pages, int(CURVES_SHARE * max_bytes))
     left -= sum(_compressed_size(page["options"]) for page in pages)
     images: dict[str, str] = {}
-    for index, (page, _, source) in enumerate(found):
-        room = left // (len(pages) - index)  # equal shares; unused bytes go to later runs
-        if isinstance(source, list):
-            left -= add_answers(page, source, images, room)
-        elif source.steps():
-            left -= add_records(page, source, images, room)
-        else:
-            page["notes"].append("The run has no records of completions yet.")
+    for index, (page, _, add_completions) in enumerate(found):
+        left -= add_completions(page, images, left // (len(pages) - index))  # unused bytes go to later runs
     return pages, images
 
 
 def make_page(name: str, description: Mapping[str, Any], scores: Mapping[str, Any] | None = None) -> Page:
-    """Return what the page shows of a run, without curves and records: `Run` of `report_page/src/data.ts`.
+    """Return a run as the page reads it, `Run` of `report_page/src/data.ts`, without curves and records.
 
     Args:
         name: unique among the runs of the page.
         description: `description` of a `Run`.
-        scores: what `vgr-trl evaluate` measured; None for a run that was trained.
+        scores: scores of `vgr-trl evaluate`; None for a run that was trained.
     """
     model, created = (str(description.get(key) or "") for key in ("model", "created"))
     options = to_json_value(description.get("options") or {})
@@ -152,7 +155,7 @@ def make_page(name: str, description: Mapping[str, Any], scores: Mapping[str, An
 
 
 def read_setup(run: Run) -> dict[str, str]:
-    """Return what the configuration names before the options: recipe, data, and what the recorder described."""
+    """Return the entries that the page lists before the options: recipe, data, rewards and the recorder's setup."""
     identity = read_object(run.folder.parent / RUN_FILE)
     named = {name: identity.get(name) for name in ("recipe", "data", "dataset_train_split")}
     setup = {"model": run.description.get("model"), **named, "rewards": ", ".join(run.rewards)}
@@ -176,10 +179,10 @@ def _pick(scores: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[AnsweredQuestion]]]:
-    """Read a file of `vgr-trl evaluate`: model (a single one is "") -> scores and answered questions.
+    """Read a file of `vgr-trl evaluate`: name of the model ("" if there is only one) -> scores and answered questions.
 
     Raises:
-        DataError: the file is not one of `vgr-trl evaluate`.
+        DataError: `vgr-trl evaluate` did not write the file.
     """
     try:
         content = to_json_value(json.loads(path.read_bytes()))
@@ -211,11 +214,14 @@ def _parse_question(item: Mapping[str, Any]) -> AnsweredQuestion:
     return completions, thumbnails
 
 
-def add_answers(page: Page, answered: Sequence[AnsweredQuestion], images: dict[str, str], max_bytes: int) -> int:
+def add_answers(answered: Sequence[AnsweredQuestion], page: Page, images: dict[str, str], max_bytes: int) -> int:
     """Add questions that `vgr-trl evaluate` saved until the next does not fit; return the bytes used.
 
     Args:
-        images: as in `add_records`.
+        answered: questions with their completions and thumbnails.
+        page: receives one record with all completions.
+        images: thumbnails of the page in base64, by name; receives those of the questions.
+        max_bytes: maximum of the bytes used.
     """
     left, shown = max_bytes, list[dict[str, Any]]()
     if not answered:
@@ -286,12 +292,17 @@ def _thin(curve: dict[str, Any], points: int) -> dict[str, Any]:
     return curve | {name: [curve[name][index] for index in kept] for name in ("steps", "values")}
 
 
-def add_records(page: Page, run: Run, images: dict[str, str], max_bytes: int) -> int:
+def add_records(run: Run, page: Page, images: dict[str, str], max_bytes: int) -> int:
     """Add records, the ends of evaluation and training first, until the next does not fit; return the bytes used.
 
     Args:
-        images: thumbnails of the page in base64, by name; extended by those of the records.
+        run: run whose records to read.
+        page: receives the records.
+        images: thumbnails of the page in base64, by name; receives those of the records.
+        max_bytes: maximum of the bytes used.
     """
+    if not run.steps():
+        page["notes"].append("The run has no records of completions yet.")
     left, attention_left = max_bytes, int(ATTENTION_SHARE * max_bytes)
     maps = all_maps = 0
     missing: set[str] = set()
@@ -344,10 +355,6 @@ def order_ends_first(keys: Sequence[Key]) -> list[Key]:
     return [keys[index] for index in order]
 
 
-def _encode_json(content: Any) -> bytes:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
-
-
 def _compressed_size(content: Any) -> int:
     """Return the compressed size: a slight overestimate of the bytes it adds to the page."""
-    return len(zlib.compress(_encode_json(content), _ZLIB_LEVEL))
+    return len(zlib.compress(encode_json(content), _ZLIB_LEVEL))
