@@ -167,13 +167,14 @@ def read_comparison(folder: Path) -> list[dict[str, Any]]:
     """Return the scores before and after training that `vgr-trl demo` writes, of all questions and of each group."""
     try:
         content = to_json_value(read_object(folder / "metrics.json"))
-        before, after = ({"all": content[when], **content[when]["groups"]} for when in ("before", "after"))
-        return [{"name": name, "before": _pick(before[name]), "after": _pick(after[name])} for name in before]
+        scores = {when: {"all": content[when], **content[when]["groups"]} for when in ("before", "after")}
+        names = list(scores["before"])
+        return [{"name": name} | {when: _pick_scores(scores[when][name]) for when in scores} for name in names]
     except DAMAGED_ERRORS:
         return []
 
 
-def _pick(scores: Mapping[str, Any]) -> dict[str, Any]:
+def _pick_scores(scores: Mapping[str, Any]) -> dict[str, Any]:
     names = ("questions", "k", "accuracy", "mean_at_k", "format")
     return {name: scores[name] for name in names if name in scores}
 
@@ -276,7 +277,7 @@ def _thin_curves(pages: Sequence[Page], max_bytes: int) -> int:
     points, size = 2 * MAX_POINTS, max_bytes + 1
     while size > max_bytes and points > MIN_POINTS:
         points //= 2
-        thinned = [[_thin(curve, points) for curve in page["curves"]] for page in pages]
+        thinned = [[_thin_curve(curve, points) for curve in page["curves"]] for page in pages]
         size = sum(map(_compressed_size, thinned))
     for page, curves in zip(pages, thinned, strict=True):
         if (count := max((len(curve["steps"]) for curve in page["curves"]), default=0)) > points:
@@ -285,7 +286,7 @@ def _thin_curves(pages: Sequence[Page], max_bytes: int) -> int:
     return size
 
 
-def _thin(curve: dict[str, Any], points: int) -> dict[str, Any]:
+def _thin_curve(curve: dict[str, Any], points: int) -> dict[str, Any]:
     if (count := len(curve["steps"])) <= points:
         return curve
     kept = [index * (count - 1) // (points - 1) for index in range(points)]

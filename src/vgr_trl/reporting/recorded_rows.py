@@ -56,7 +56,7 @@ def describe_turns(turns: Turns, row: int, length: int) -> list[Turn]:
     described: list[Turn] = []
     for message in turns.messages[row]:
         if message["role"] == "assistant" and len(described) < len(spans):
-            calls = [_call_text(call) for call in message.get("tool_calls") or ()]
+            calls = [_format_call(call) for call in message.get("tool_calls") or ()]
             described.append(Turn(*spans[len(described)], calls, [], 0))
         elif message["role"] == "tool" and described:
             texts = ["<image>" if part["type"] == "image" else part["text"] for part in to_parts(message["content"])]
@@ -65,7 +65,7 @@ def describe_turns(turns: Turns, row: int, length: int) -> list[Turn]:
     return described
 
 
-def _call_text(call: Mapping[str, Any]) -> str:
+def _format_call(call: Mapping[str, Any]) -> str:
     function = call.get("function") or {}
     arguments = function.get("arguments") or {}
     given = (f"{name}={value!r}" for name, value in arguments.items()) if isinstance(arguments, dict) else [arguments]

@@ -335,21 +335,21 @@ class Run:
         _check_version(self.description.get("version", 1), folder / RUN_FILE)
         self.name = str(self.description.get("name") or folder.resolve().parent.name)
         self.rewards: list[str] = self.description.get("rewards", [])
-        self._places: dict[tuple[int, str], tuple[Path, int]] = {}
+        self._offsets: dict[tuple[int, str], tuple[Path, int]] = {}
         for path in sorted(folder.glob(RECORD_FILES)):
             offset = 0
             with path.open("rb") as file:
                 for line in file:
                     if (head := _HEAD_PATTERN.match(line)) and line.endswith(b"}\n"):
                         _check_version(int(head[1]), path)
-                        self._places[int(head[2]), head[3].decode()] = path, offset
+                        self._offsets[int(head[2]), head[3].decode()] = path, offset
                     else:
                         _warn_unreadable(path)
                     offset += len(line)
 
     def steps(self, mode: str | None = None) -> list[tuple[int, str]]:
         """Return (step, mode) of each record in order, optionally of one mode."""
-        return sorted(key for key in self._places if mode in (None, key[1]))
+        return sorted(key for key in self._offsets if mode in (None, key[1]))
 
     def records(self, mode: str | None = None) -> Iterator[Record]:
         """Yield the records in the order of their steps; of a step that was run twice, the last one."""
@@ -359,7 +359,7 @@ class Run:
 
     def record(self, step: int, mode: str) -> Record | None:
         """Return the record of a step listed by `steps`, or None if it cannot be read."""
-        path, offset = self._places[step, mode]
+        path, offset = self._offsets[step, mode]
         try:
             with path.open("rb") as file:
                 file.seek(offset)
