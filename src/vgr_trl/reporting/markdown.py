@@ -17,10 +17,6 @@ LOG_FOLDER = "training_logs"
 FILE_FULL_NOTE = b"\n\nThis file has reached rollout_log_max_megabytes; see `vgr-trl report` for later completions.\n"
 
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # characters that CommonMark allows to escape
-_COLUMNS = {
-    "vgr": "VGR", "aei_vision": "AEI image", "aei_instruction": "AEI instruction", "mdi_balance": "MDI balance",
-    "attention_vision": "attention image", "attention_instruction": "attention instruction",
-}  # fmt: skip
 
 Segments = dict[str, dict[str, float | None]]  # segment -> quantity -> value
 
@@ -123,4 +119,4 @@ def load_sections() -> Any:
     filters = (code_block, json_block, escape_inline, preview, format_number, weight_share)
     environment.filters |= {each.__name__: each for each in filters}
     source = Path(__file__).with_name("sections.md").read_text(encoding="utf-8")
-    return environment.from_string(source, {"columns": _COLUMNS, "verdicts": VERDICTS, "zip": zip}).module
+    return environment.from_string(source, {"verdicts": VERDICTS, "zip": zip}).module
