@@ -135,7 +135,8 @@ def build_pages(
     left -= sum(_compressed_size(page["options"]) for page in pages)
     images: dict[str, str] = {}
     for index, (page, _, add_completions) in enumerate(found):
-        left -= add_completions(page, images, left // (len(pages) - index))  # unused bytes go to later runs
+        share = left // (len(pages) - index)  # equal shares; unused bytes go to later runs
+        left -= add_completions(page, images, share)
     return pages, images
 
 
