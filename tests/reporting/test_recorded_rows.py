@@ -1,6 +1,7 @@
 """Rows of a batch as completions of a record: which ones, their tokens, images and maps, the batch in numbers."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from vgr_trl.reporting.recorded_rows import (
     summarise_rollout,
 )
 
+QWEN = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2))
 TOKENIZER = build_processor(["what colour is the circle?", "red blue", "a red"]).tokenizer
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Sized
 from itertools import cycle, islice
 from typing import Any
 
@@ -47,7 +48,7 @@ def needs_record_before_training(trainer: ConstructedTrainer) -> bool:
     """Whether a run records rollouts, evaluates a data set of known length, and not already at step 0."""
     args, data = trainer.args, _first_eval_dataset(trainer)
     wanted = args.rollout_log_steps > 0 and not args.eval_on_start and args.eval_strategy != "no"
-    return wanted and hasattr(data, "__len__") and len(data) > 0
+    return wanted and isinstance(data, Sized) and len(data) > 0
 
 
 def _first_eval_dataset(trainer: ConstructedTrainer) -> Any:

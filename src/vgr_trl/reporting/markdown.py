@@ -18,10 +18,6 @@ LOG_FOLDER = "training_logs"
 FILE_FULL_NOTE = b"\n\nThis file has reached rollout_log_max_megabytes; see `vgr-trl report` for later completions.\n"
 
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # characters that CommonMark allows to escape
-_COLUMNS = {
-    "vgr": "VGR", "aei_vision": "AEI image", "aei_instruction": "AEI instruction", "mdi_balance": "MDI balance",
-    "attention_vision": "attention image", "attention_instruction": "attention instruction",
-}  # fmt: skip
 
 Segments = dict[str, dict[str, float | None]]  # segment -> quantity -> value
 
@@ -96,18 +92,18 @@ def code_block(text: str, language: str = "text") -> str:
 
 
 def json_block(value: Any) -> str:
-    """Return a list or dictionary as a fenced block of JSON, one item per line, with numbers as in records."""
-    value = to_json_value(value)
+    """Return a list or dictionary as a fenced block of JSON with an item per line and numbers as in records."""
     if isinstance(value, dict):
-        lines = [f"{json.dumps(name)}: {json.dumps(item, ensure_ascii=False)}" for name, item in value.items()]
+        named = [(f"{json.dumps(name)}: ", item) for name, item in value.items()]
     else:
-        lines = [json.dumps(item, ensure_ascii=False) for item in value]
+        named = [("", item) for item in value]
+    lines = [name + json.dumps(to_json_value(item), ensure_ascii=False) for name, item in named]
     start, end = "{}" if isinstance(value, dict) else "[]"
     return code_block("\n".join([start, ",\n".join(lines), end]), "json")
 
 
 def escape_inline(text: str) -> str:
-    """Return `text` on one line with punctuation escaped, for a heading or a table cell."""
+    """Escape the punctuation of `text` and join its lines, for a heading or a table cell."""
     return _PUNCTUATION.sub(r"\\\1", " ".join(text.split()))
 
 
@@ -121,7 +117,7 @@ def weight_share(record: Record, sign: int) -> float | None:
 def load_sections() -> Any:
     """Return the macros of `sections.md`: `rollouts`, `attention`, `token_weights`, `training_signal`."""
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
-    for function in (code_block, json_block, escape_inline, preview, format_number, weight_share):
-        environment.filters[function.__name__] = function
+    filters = (code_block, json_block, escape_inline, preview, format_number, weight_share)
+    environment.filters |= {each.__name__: each for each in filters}
     source = Path(__file__).with_name("sections.md").read_text(encoding="utf-8")
-    return environment.from_string(source, {"columns": _COLUMNS, "verdicts": VERDICTS, "zip": zip}).module
+    return environment.from_string(source, {"verdicts": VERDICTS, "zip": zip}).module

@@ -29,7 +29,7 @@ class Paper(NamedTuple):
         return f"[{self.title}](https://huggingface.co/papers/{self.arxiv})"
 
 
-# Of an entry: options, advantage estimators and rewards of the method, the entry, its key, title and number on arXiv.
+# Groups: options, advantage estimators and rewards of the method; the entry; its key, title and number on arXiv.
 _ENTRY = re.compile(
     r"% (.*)\n(@misc\{(\w+),\n +title += \{\{(.*)\}\},\n(?: +.*\n)*? +eprint += \{(.*)\},\n(?: +.*\n)*\})",
 )
@@ -57,17 +57,16 @@ def method_tags(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
 
 
 def extend_card(trainer: ConstructedTrainer, name: str | None, data: str | None) -> None:
-    """Add origin, rewards, options in effect and papers to cite to the card that TRL has written.
-
-    TRL's example of use is removed, because it has no image.
+    """Add origin, rewards, options in effect and papers to cite to TRL's card, and remove its example without an image.
 
     Args:
+        trainer: whose `output_dir` has the card.
         name: of the model; None: name of its folder.
         data: name of the training data; None: unknown.
     """
     file = Path(str(trainer.args.output_dir), "README.md")
-    base = getattr(trainer.model.config, "_name_or_path", None)
-    sources = [f" {word} {inline_code(source)}" for word, source in (("from", base), ("on", data)) if source]
+    named = ("from", trainer.model.config._name_or_path), ("on", data)
+    sources = [f" {word} {inline_code(source)}" for word, source in named if source]
     card = file.read_text(encoding="utf-8")
     for pattern, text in (
         (r"^# Model Card for .*$", f"# Model Card for {name or file.resolve().parent.name}"),
@@ -82,14 +81,16 @@ def add_method_section(card: str, options: DAPOConfig, rewards: Sequence[str]) -
     """Insert rewards, weights and options of the method before the framework versions, and append citations.
 
     Args:
+        card: card of TRL.
+        options: of the run.
         rewards: names of the reward functions, in the order of their weights.
     """
     weights = zip(rewards, options.reward_weights or [1.0] * len(rewards), strict=True)
     loss = ", ".join(_format_option(options, name) for name in ("loss_type", "epsilon", "epsilon_high", "beta"))
     methods = []
-    for name, what in options_in_effect(options, METHOD_OPTIONS).items():
+    for name, effect in options_in_effect(options, METHOD_OPTIONS).items():
         key = METHOD_PAPERS.get(_method(options, name))
-        methods.append((_format_option(options, name), _escape_cell(what), PAPERS[key].link if key else ""))
+        methods.append((_format_option(options, name), _escape_cell(effect), PAPERS[key].link if key else ""))
     named = [(_escape_cell(inline_code(name)), f"{weight:g}") for name, weight in weights]
     section = load_sections().training_signal(loss, options.num_generations, named, methods)
     start, heading, rest = card.partition("### Framework versions")
@@ -112,7 +113,7 @@ def _method(options: DAPOConfig, name: str) -> str:
 
 
 def _format_option(options: DAPOConfig, name: str) -> str:
-    return _escape_cell(inline_code(f"{name}={getattr(options, name)}"))
+    return _escape_cell(inline_code(f"{name}={vars(options)[name]}"))
 
 
 def inline_code(text: str) -> str:

@@ -134,7 +134,7 @@ def export_run(run: Path, output: Path) -> int:
     if table.empty:
         raise DataError(f"{run} has no recorded completion that can be read: give the output_dir of another run.")
     if output.suffix == ".csv":
-        content = table.map(_csv_cell).rename(columns=printable).to_csv(index=False).encode()
+        content = table.map(_escape_cell).rename(columns=printable).to_csv(index=False).encode()
     else:
         content = table.to_parquet(index=False)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def export_run(run: Path, output: Path) -> int:
     return len(table)
 
 
-def _csv_cell(value: Any) -> Any:
+def _escape_cell(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = printable(value)

@@ -5,8 +5,9 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from vgr_trl.reporting.records import (
     Completion,
     RecordedImage,
     Run,
+    encode_json,
     is_webp,
     question_id,
     read_logs,
@@ -48,6 +50,7 @@ _ZLIB_LEVEL = 6  # 9 takes 3.5 times as long for a page 2 % smaller
 
 Key = TypeVar("Key")
 Page = dict[str, Any]  # a run as the page reads it
+AddCompletions = Callable[[Page, dict[str, str], int], int]  # page, its thumbnails, maximum of bytes -> bytes used
 AnsweredQuestion = tuple[list[dict[str, Any]], dict[str, str]]  # completions, and thumbnails in base64 by name
 
 
@@ -89,7 +92,7 @@ def write_report(
     template, path = load_template(), Path(path)
     max_bytes = int((max_megabytes * MEGABYTE - len(template.encode())) * 3 / 4) - 1024  # base64: 4 letters for 3 bytes
     pages, images = build_pages([Path(run) for run in runs], max_bytes, names)
-    packed = zlib.compress(_encode_json({"version": 1, "live": live, "runs": pages, "images": images}), _ZLIB_LEVEL)
+    packed = zlib.compress(encode_json({"version": 1, "live": live, "runs": pages, "images": images}), _ZLIB_LEVEL)
     html = template.replace(DATA_PLACEHOLDER, base64.b64encode(packed).decode("ascii")).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, html)
@@ -105,20 +108,26 @@ def load_template() -> str:
 def build_pages(
     paths: Sequence[Path], max_bytes: int, names: Sequence[str] | None = None
 ) -> tuple[list[Page], dict[str, str]]:
-    """Return what the page shows of each run, and as many of their thumbnails (base64 by name) as fit."""
-    found: list[tuple[Page, Path, Run | list[AnsweredQuestion]]] = []
+    """Return the runs as the page reads them, and as many of their thumbnails (base64 by name) as fit.
+
+    Args:
+        paths: folders of runs, and files of `vgr-trl evaluate`.
+        max_bytes: maximum size of everything, compressed.
+        names: names of the runs, in order; None: as recorded.
+    """
+    found: list[tuple[Page, Path, AddCompletions]] = []
     for name, path in zip(names or [""] * len(paths), paths, strict=True):
         if path.is_file():
             for model, (scores, answers) in read_evaluations(path).items():
                 shown = ": ".join(filter(None, (name or path.stem, model)))
-                found.append((make_page(shown, {}, scores), path, answers))
+                found.append((make_page(shown, {}, scores), path, partial(add_answers, answers)))
         else:
             run = read_run(path)
             page = make_page(name or run.name, run.description)
             page["setup"] = read_setup(run)
             page["compared"] = read_comparison(run.folder.parent)
             add_curves(page, run.folder)
-            found.append((page, run.folder.parent, run))
+            found.append((page, run.folder.parent, partial(add_records, run)))
     pages = [page for page, _, _ in found]
     repeated = {name for name, count in Counter(page["name"] for page in pages).items() if count > 1}
     for page, path, _ in found:
@@ -126,24 +135,19 @@ def build_pages(
     left = max_bytes - _thin_curves(pages, int(CURVES_SHARE * max_bytes))
     left -= sum(_compressed_size(page["options"]) for page in pages)
     images: dict[str, str] = {}
-    for index, (page, _, source) in enumerate(found):
-        room = left // (len(pages) - index)  # equal shares; unused bytes go to later runs
-        if isinstance(source, list):
-            left -= add_answers(page, source, images, room)
-        elif source.steps():
-            left -= add_records(page, source, images, room)
-        else:
-            page["notes"].append("The run has no records of completions yet.")
+    for index, (page, _, add_completions) in enumerate(found):
+        share = left // (len(pages) - index)  # equal shares; unused bytes go to later runs
+        left -= add_completions(page, images, share)
     return pages, images
 
 
 def make_page(name: str, description: Mapping[str, Any], scores: Mapping[str, Any] | None = None) -> Page:
-    """Return what the page shows of a run, without curves and records: `Run` of `report_page/src/data.ts`.
+    """Return a run as the page reads it, `Run` of `report_page/src/data.ts`, without curves and records.
 
     Args:
         name: unique among the runs of the page.
         description: `description` of a `Run`.
-        scores: what `vgr-trl evaluate` measured; None for a run that was trained.
+        scores: scores of `vgr-trl evaluate`; None for a run that was trained.
     """
     model, created = (str(description.get(key) or "") for key in ("model", "created"))
     options = to_json_value(description.get("options") or {})
@@ -153,7 +157,7 @@ def make_page(name: str, description: Mapping[str, Any], scores: Mapping[str, An
 
 
 def read_setup(run: Run) -> dict[str, str]:
-    """Return what the configuration names before the options: recipe, data, and what the recorder described."""
+    """Return the entries that the page lists before the options: recipe, data, rewards and the recorder's setup."""
     identity = read_object(run.folder.parent / RUN_FILE)
     named = {name: identity.get(name) for name in ("recipe", "data", "dataset_train_split")}
     setup = {"model": run.description.get("model"), **named, "rewards": ", ".join(run.rewards)}
@@ -165,22 +169,23 @@ def read_comparison(folder: Path) -> list[dict[str, Any]]:
     """Return the scores before and after training that `vgr-trl demo` writes, of all questions and of each group."""
     try:
         content = to_json_value(read_object(folder / "metrics.json"))
-        before, after = ({"all": content[when], **content[when]["groups"]} for when in ("before", "after"))
-        return [{"name": name, "before": _pick(before[name]), "after": _pick(after[name])} for name in before]
+        scores = {when: {"all": content[when], **content[when]["groups"]} for when in ("before", "after")}
+        names = list(scores["before"])
+        return [{"name": name} | {when: _pick_scores(scores[when][name]) for when in scores} for name in names]
     except DAMAGED_ERRORS:
         return []
 
 
-def _pick(scores: Mapping[str, Any]) -> dict[str, Any]:
+def _pick_scores(scores: Mapping[str, Any]) -> dict[str, Any]:
     names = ("questions", "k", "accuracy", "mean_at_k", "format")
     return {name: scores[name] for name in names if name in scores}
 
 
 def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[AnsweredQuestion]]]:
-    """Read a file of `vgr-trl evaluate`: model (a single one is "") -> scores and answered questions.
+    """Read a file of `vgr-trl evaluate`: name of the model ("" if there is only one) -> scores and answered questions.
 
     Raises:
-        DataError: the file is not one of `vgr-trl evaluate`.
+        DataError: `vgr-trl evaluate` did not write the file.
     """
     try:
         content = to_json_value(json.loads(path.read_bytes()))
@@ -212,11 +217,14 @@ def _parse_question(item: Mapping[str, Any]) -> AnsweredQuestion:
     return completions, thumbnails
 
 
-def add_answers(page: Page, answered: Sequence[AnsweredQuestion], images: dict[str, str], max_bytes: int) -> int:
+def add_answers(answered: Sequence[AnsweredQuestion], page: Page, images: dict[str, str], max_bytes: int) -> int:
     """Add questions that `vgr-trl evaluate` saved until the next does not fit; return the bytes used.
 
     Args:
-        images: as in `add_records`.
+        answered: questions with their completions and thumbnails.
+        page: receives one record with all completions.
+        images: thumbnails of the page in base64, by name; receives those of the questions.
+        max_bytes: maximum of the bytes used.
     """
     left, shown = max_bytes, list[dict[str, Any]]()
     if not answered:
@@ -271,7 +279,7 @@ def _thin_curves(pages: Sequence[Page], max_bytes: int) -> int:
     points, size = 2 * MAX_POINTS, max_bytes + 1
     while size > max_bytes and points > MIN_POINTS:
         points //= 2
-        thinned = [[_thin(curve, points) for curve in page["curves"]] for page in pages]
+        thinned = [[_thin_curve(curve, points) for curve in page["curves"]] for page in pages]
         size = sum(map(_compressed_size, thinned))
     for page, curves in zip(pages, thinned, strict=True):
         if (count := max((len(curve["steps"]) for curve in page["curves"]), default=0)) > points:
@@ -280,19 +288,24 @@ def _thin_curves(pages: Sequence[Page], max_bytes: int) -> int:
     return size
 
 
-def _thin(curve: dict[str, Any], points: int) -> dict[str, Any]:
+def _thin_curve(curve: dict[str, Any], points: int) -> dict[str, Any]:
     if (count := len(curve["steps"])) <= points:
         return curve
     kept = [index * (count - 1) // (points - 1) for index in range(points)]
     return curve | {name: [curve[name][index] for index in kept] for name in ("steps", "values")}
 
 
-def add_records(page: Page, run: Run, images: dict[str, str], max_bytes: int) -> int:
+def add_records(run: Run, page: Page, images: dict[str, str], max_bytes: int) -> int:
     """Add records, the ends of evaluation and training first, until the next does not fit; return the bytes used.
 
     Args:
-        images: thumbnails of the page in base64, by name; extended by those of the records.
+        run: run whose records to read.
+        page: receives the records.
+        images: thumbnails of the page in base64, by name; receives those of the records.
+        max_bytes: maximum of the bytes used.
     """
+    if not run.steps():
+        page["notes"].append("The run has no records of completions yet.")
     left, attention_left = max_bytes, int(ATTENTION_SHARE * max_bytes)
     maps = all_maps = 0
     missing: set[str] = set()
@@ -345,10 +358,6 @@ def order_ends_first(keys: Sequence[Key]) -> list[Key]:
     return [keys[index] for index in order]
 
 
-def _encode_json(content: Any) -> bytes:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
-
-
 def _compressed_size(content: Any) -> int:
     """Return the compressed size: a slight overestimate of the bytes it adds to the page."""
-    return len(zlib.compress(_encode_json(content), _ZLIB_LEVEL))
+    return len(zlib.compress(encode_json(content), _ZLIB_LEVEL))

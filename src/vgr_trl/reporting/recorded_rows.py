@@ -32,7 +32,7 @@ THUMBNAIL_SIDE = 256  # maximum, in pixels
 WEBP_QUALITY = 80  # of 100: about 5 kB for a photograph of that size
 _SEGMENT_METRIC = re.compile(rf"attention/(\w+)/({'|'.join(ATTENTION_QUANTITIES)})")
 Grid = tuple[int, int]
-Decode = Callable[[list[int]], str]  # keeps special tokens, does not clean up
+Decode = Callable[[list[int]], Any]  # a tokenizer's, with special tokens and without clean-up
 
 
 @dataclass
@@ -45,14 +45,20 @@ class RecordedRow:
 
 
 def describe_turns(turns: Turns, row: int, length: int) -> list[Turn]:
-    """Return the turns of a completion of `length` tokens, with the calls at their ends and the answers of tools."""
+    """Return the turns of a completion, with the calls at their ends and the answers of tools.
+
+    Args:
+        turns: of the batch.
+        row: index in the batch.
+        length: tokens of the completion.
+    """
     runs = [(is_own, sum(1 for _ in run)) for is_own, run in groupby(turns.own[row][:length])]
     stops = [*accumulate(size for _, size in runs)]
     spans = [(stop - size, stop) for (is_own, size), stop in zip(runs, stops, strict=True) if is_own]
     described: list[Turn] = []
     for message in turns.messages[row]:
         if message["role"] == "assistant" and len(described) < len(spans):
-            calls = [_call_text(call) for call in message.get("tool_calls") or ()]
+            calls = [_format_call(call) for call in message.get("tool_calls") or ()]
             described.append(Turn(*spans[len(described)], calls, [], 0))
         elif message["role"] == "tool" and described:
             texts = ["<image>" if part["type"] == "image" else part["text"] for part in to_parts(message["content"])]
@@ -61,7 +67,7 @@ def describe_turns(turns: Turns, row: int, length: int) -> list[Turn]:
     return described
 
 
-def _call_text(call: Mapping[str, Any]) -> str:
+def _format_call(call: Mapping[str, Any]) -> str:
     function = call.get("function") or {}
     arguments = function.get("arguments") or {}
     given = (f"{name}={value!r}" for name, value in arguments.items()) if isinstance(arguments, dict) else [arguments]
@@ -71,7 +77,13 @@ def _call_text(call: Mapping[str, Any]) -> str:
 def read_row_images(
     row: Mapping[str, Any], grids: Sequence[Grid | None], returned: Sequence[Image.Image] = ()
 ) -> tuple[list[RecordedImage], dict[str, bytes]]:
-    """Return the images of a row and those of tools, and thumbnails by name; an unreadable image has size 0."""
+    """Return the images of a row and of its tools, and thumbnails by name; an unreadable image has size 0.
+
+    Args:
+        row: of the data.
+        grids: rows and columns of the vision tokens of each image; images beyond them have no grid.
+        returned: images that tools returned.
+    """
     recorded: list[RecordedImage] = []
     thumbnails: dict[str, bytes] = {}
     for value, grid in zip([*images_of(row), *returned], chain(grids, repeat(None)), strict=False):
@@ -103,9 +115,7 @@ def make_thumbnail(image: Image.Image) -> tuple[str, bytes]:
     return f"images/{sha1(data.getvalue(), usedforsecurity=False).hexdigest()}.webp", data.getvalue()
 
 
-def find_image_grids(
-    batch: Mapping[str, Any], row: int, merge_size: int | None, num_vision: int | None
-) -> list[Grid | None]:
+def find_image_grids(batch: Mapping[str, Any], row: int, processor: Any, num_vision: int | None) -> list[Grid | None]:
     """Return rows and columns of the vision tokens of each image of a row; None if unknown.
 
     Supported: grids from processors of the Qwen family, and square grids of equal images without tiles.
@@ -113,25 +123,27 @@ def find_image_grids(
     Args:
         batch: batch of TRL with `num_images`, and optionally `image_grid_thw` (images, 3).
         row: index in the batch.
-        merge_size: patches per vision token along a side, needed for `image_grid_thw`.
+        processor: of the model; its image processor says how many patches per side `image_grid_thw` merges to a token.
         num_vision: vision tokens of the row's prompt; None if unknown.
     """
     counts: Sequence[int] = batch.get("num_images") or [0] * (row + 1)
     count, first = counts[row], sum(counts[:row])
-    if (grids := batch.get("image_grid_thw")) is not None and merge_size is not None:
-        return [
-            (height // merge_size, width // merge_size) if time == 1 else None
-            for time, height, width in grids[first : first + count].tolist()
-        ]
+    grids = batch.get("image_grid_thw")
+    if grids is not None and (size := getattr(processor.image_processor, "merge_size", None)) is not None:
+        return [(h // size, w // size) if t == 1 else None for t, h, w in grids[first : first + count].tolist()]
     tiled = any(batch.get(name) is not None for name in ("num_tiles", "image_sizes", "spatial_shapes"))
     side = isqrt(num_vision // count) if num_vision and count and grids is None and not tiled else 0
     return [(side, side) if side and side * side * count == num_vision else None] * count
 
 
 def quantise_attention(attention: Tensor, grids: Sequence[Grid | None]) -> AttentionMap | None:
-    """Quantise attention (T, V) over vision tokens to one byte per number; None unless the grids have V cells.
+    """Quantise attention over vision tokens to one byte per number; None unless the grids have V cells.
 
     The error is at most 1 / 510 of the largest attention of its token.
+
+    Args:
+        attention: (T, V).
+        grids: rows and columns of the vision tokens of each image.
     """
     cells = [prod(grid) if grid is not None else 0 for grid in grids]
     if not cells or not all(cells) or sum(cells) != attention.size(1) or not len(attention):
@@ -143,7 +155,12 @@ def quantise_attention(attention: Tensor, grids: Sequence[Grid | None]) -> Atten
 
 
 def strip_padding(ids: Sequence[int], mask: Sequence[int], pad_token_id: int) -> list[int]:
-    """Return the tokens of a completion without padding, also if the mask of a truncated one is empty."""
+    """Return the tokens of a completion without padding; TRL masks a truncated completion as a whole.
+
+    Args:
+        ids, mask: (T,) of the completion.
+        pad_token_id: ends the completion if its mask is empty.
+    """
     length = sum(mask) or max((index + 1 for index, token in enumerate(ids) if token != pad_token_id), default=0)
     return list(ids[:length])
 
@@ -173,14 +190,26 @@ def split_tokens(ids: Sequence[int], decode: Decode) -> list[str]:
 
 
 def name_images(tokens: Sequence[str], ids: Sequence[int], vision_token_ids: Sequence[int]) -> list[str]:
-    """Return the text of each token; the first of a run of vision tokens is `<image>`, the others are empty."""
+    """Return the text of each token; the first of a run of vision tokens is `<image>`, the others are empty.
+
+    Args:
+        tokens: text of the T tokens.
+        ids: of the T tokens.
+        vision_token_ids: of the model.
+    """
     vision = [token in vision_token_ids for token in ids]
     runs = zip(tokens, vision, [False, *vision], strict=False)
     return [text if not is_vision else "" if follows else "<image>" for text, is_vision, follows in runs]
 
 
 def prompt_text(ids: Sequence[int], vision_token_ids: Sequence[int], decode: Decode) -> str:
-    """Return the text of a prompt, with `<image>` for each run of vision tokens."""
+    """Return the text of a prompt, with `<image>` for each run of vision tokens.
+
+    Args:
+        ids: of the prompt, without padding.
+        vision_token_ids: of the model.
+        decode: returns the text of tokens.
+    """
     runs = groupby(ids, key=set(vision_token_ids).__contains__)
     return "".join("<image>" if is_vision else decode(list(run)) for is_vision, run in runs)
 
@@ -210,7 +239,7 @@ def completion_measurements(signals: RolloutSignals, length: int, options: Any) 
 
 
 def find_accuracy(values: Mapping[str, Any]) -> Any:
-    """Return the value of the accuracy reward, given values by the name of the reward; None without one."""
+    """Return the value of the accuracy reward, given values by the name of the reward; None without that reward."""
     return next((value for name, value in values.items() if name.startswith("accuracy")), None)
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from math import isnan
@@ -72,7 +73,7 @@ class RolloutRecorder:
         if self.is_on and trainer.accelerator.is_main_process:
             refuse_unwritable(self.output_dir / FOLDER, "output_dir", is_folder=True)
             for option in LOG_OPTIONS:
-                if (path := getattr(self.args, option)) is not None:
+                if (path := vars(self.args)[option]) is not None:
                     refuse_unwritable(Path(path), option)
 
     def rows_due(self, rows: int) -> tuple[int, ...] | None:
@@ -100,59 +101,51 @@ class RolloutRecorder:
 
     def snapshot(self, rollout: Rollout) -> list[RecordedRow]:
         """Return the recorded rows of a rollout with rewards, before group selection and credit assignment."""
-        trainer, batch, tokenizer = self.trainer, rollout.batch, self.trainer._tokenizer
-        first = trainer.accelerator.process_index * len(rollout.rows)
-        merge_size = getattr(getattr(trainer.processing_class, "image_processor", None), "merge_size", None)
-        maps = {} if rollout.scores is None else rollout.scores.maps or {}
-        weights = trainer.reward_weights.cpu()
+        return [self._record_row(rollout, row) for row in rollout.recorded or ()]
 
-        def decode(ids: list[int]) -> str:
-            return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-        recorded = []
-        for row in rollout.recorded or ():
-            data, place = rollout.rows[row], first + row
-            ids, mask = batch["completion_ids"][row].tolist(), batch["completion_mask"][row].tolist()
-            ids = strip_padding(ids, mask, tokenizer.pad_token_id)
-            signals = take_signal_rows(rollout.signals, [row])
-            num_vision = None if signals is None or signals.attention is None else int(signals.attention.num_vision)
-            grids = find_image_grids(batch, row, merge_size, num_vision)
-            returned = [] if rollout.turns is None else rollout.turns.returned[row]
-            images, thumbnails = read_row_images(data, grids, returned)
-            shown = images[: len(images) - len(returned)]  # in the prompt
-            for image, perturbed in zip(images, rollout.perturbed_images.get(row, []), strict=False):
-                image.perturbed, content = make_thumbnail(perturbed)
-                thumbnails[image.perturbed] = content
-            prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
-            prompt = prompt_text(prompt_ids, trainer.measurement.vision_token_ids, decode)
-            rewards = rollout.rewards[place].cpu()
-            completion = Completion(
-                question=question_id(prompt, [image.file for image in shown]),
-                group=place // trainer.completions_per_prompt,
-                prompt=prompt,
-                text=str(tokenizer.decode(ids, skip_special_tokens=True)),
-                tokens=name_images(split_tokens(ids, decode), ids, trainer.measurement.vision_token_ids),
-                solution=None if data.get("solution") is None else str(data["solution"]),
-                rewards=dict(zip(trainer.reward_func_names, rewards.tolist(), strict=True)),
-                reward=(rewards * weights).nansum().item(),
-                advantage=batch["advantages"][row].item(),
-                images=images,
-                turns=[] if rollout.turns is None else describe_turns(rollout.turns, row, len(ids)),
-                **({} if signals is None else completion_measurements(signals, len(ids), self.args)),
-            )
-            accuracy = find_accuracy(completion.rewards)
-            completion.correct = None if accuracy is None or isnan(accuracy) else accuracy == 1
-            if rollout.changes is not None and images:
-                completion.changes = rollout.changes[row, : len(ids)].tolist()
-            if row in maps:
-                completion.attention = quantise_attention(maps[row].mean(0)[: len(ids)], grids)
-            recorded.append(RecordedRow(place, completion, thumbnails))
-        return recorded
+    def _record_row(self, rollout: Rollout, row: int) -> RecordedRow:
+        trainer, batch, data, tokenizer = self.trainer, rollout.batch, rollout.rows[row], self.trainer._tokenizer
+        place, turns = trainer.accelerator.process_index * len(rollout.rows) + row, rollout.turns
+        signals, vision = take_signal_rows(rollout.signals, [row]), trainer.measurement.vision_token_ids
+        decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        ids, mask = batch["completion_ids"][row].tolist(), batch["completion_mask"][row].tolist()
+        ids = strip_padding(ids, mask, tokenizer.pad_token_id)
+        prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
+        prompt, rewards = prompt_text(prompt_ids, vision, decode), rollout.rewards[place].cpu()
+        num_vision = None if signals is None or signals.attention is None else int(signals.attention.num_vision)
+        grids = find_image_grids(batch, row, trainer.processing_class, num_vision)
+        returned = [] if turns is None else turns.returned[row]
+        images, thumbnails = read_row_images(data, grids, returned)
+        for image, perturbed in zip(images, rollout.perturbed_images.get(row, []), strict=False):
+            image.perturbed, content = make_thumbnail(perturbed)
+            thumbnails[image.perturbed] = content
+        completion = Completion(
+            question=question_id(prompt, [image.file for image in images[: len(images) - len(returned)]]),
+            group=place // trainer.completions_per_prompt,
+            prompt=prompt,
+            text=tokenizer.decode(ids, skip_special_tokens=True),
+            tokens=name_images(split_tokens(ids, decode), ids, vision),
+            solution=None if data.get("solution") is None else str(data["solution"]),
+            rewards=dict(zip(trainer.reward_func_names, rewards.tolist(), strict=True)),
+            reward=(rewards * trainer.reward_weights.cpu()).nansum().item(),
+            advantage=batch["advantages"][row].item(),
+            images=images,
+            turns=[] if turns is None else describe_turns(turns, row, len(ids)),
+            **({} if signals is None else completion_measurements(signals, len(ids), self.args)),
+        )
+        accuracy = find_accuracy(completion.rewards)
+        completion.correct = None if accuracy is None or isnan(accuracy) else accuracy == 1
+        if rollout.changes is not None and images:
+            completion.changes = rollout.changes[row, : len(ids)].tolist()
+        if rollout.scores is not None and row in (maps := rollout.scores.maps or {}):
+            completion.attention = quantise_attention(maps[row].mean(0)[: len(ids)], grids)
+        return RecordedRow(place, completion, thumbnails)
 
     def add_credit(self, recorded: list[RecordedRow], selected: Rollout, before: Tensor, after: Tensor) -> None:
         """Add advantages, and the weights in effect, to recorded rows.
 
         Args:
+            recorded: rows of `snapshot`.
             selected: the rollout after group selection.
             before: advantages before credit assignment, (N,), or (N, T) with a critic (the mean is recorded).
             after: advantages after credit assignment, (N,) or (N, T).
@@ -205,13 +198,13 @@ class RolloutRecorder:
             logger.warning_once(f"Rollouts cannot be recorded ({reason}); training continues without these records.")
 
     def _open_writer(self, step: int) -> RecordWriter:
-        """Return the writer, opened at the first record: a run that begins after step 0 is a resumed one."""
+        """Return the writer, opened at the first record; a run that begins after step 0 is a resumed run."""
         if self._writer is None:
             model = self.trainer.model
             description = {
                 "name": self.args.run_name or self.output_dir.resolve().name,
                 "rewards": list(self.trainer.reward_func_names),
-                "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
+                "model": str(model.config._name_or_path or type(model).__name__),
                 "options": self.args.to_sanitized_dict(),
                 "changed": self._changed,
                 "setup": describe_setup(self.trainer),

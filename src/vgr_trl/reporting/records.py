@@ -33,8 +33,8 @@ Numbers = list[float | None]
 
 _HEAD_PATTERN = re.compile(rb'\{"version":(\d{1,9}),"step":(\d{1,18}),"mode":"(train|eval)"')
 _THUMBNAIL_PATTERN = re.compile(rb'"images/(\w+\.webp)"')
-DAMAGED_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # of JSON that was written otherwise
-# Of `run.json`; whatever else is in it is shown as a text.
+DAMAGED_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # raised by JSON of another shape
+# Types of entries of `run.json`; other entries are shown as text.
 _TYPES = {"version": int, "rewards": list[str], "options": dict, "changed": list[str] | None, "setup": dict[str, str]}
 _PER_TOKEN = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "changes")  # of `Completion`
 _MAX_FILES = 16  # number of record files that share `max_bytes`
@@ -42,14 +42,14 @@ _MAX_FILES = 16  # number of record files that share `max_bytes`
 
 @dataclass
 class RecordedImage:
-    """An image of a prompt, or one that a tool returned.
+    """An image of a prompt or of a tool's answer.
 
     Attributes:
         file: thumbnail, relative to the folder of the records; None if there is none.
         width, height: size of the original image, in pixels.
         grid: rows and columns of its vision tokens; None if unknown.
-        regions: boxes that the question is about (left, top, width, height in pixels); None if the data have none.
-        perturbed: thumbnail of the perturbed image that the dependency was measured with; None if there is none.
+        regions: boxes that the question is about (left, top, width, height in pixels); None without boxes in the data.
+        perturbed: thumbnail of the perturbed image behind the dependency; None if it was not measured.
     """
 
     file: str | None
@@ -84,8 +84,8 @@ class Turn:
 
     Attributes:
         start, stop: the policy wrote `Completion.tokens[start:stop]`.
-        calls: of tools, as text: `zoom(box=[0, 0, 0.5, 1])`.
-        answers: of tools, as text, with one `<image>` per image.
+        calls: calls of tools, as text: `zoom(box=[0, 0, 0.5, 1])`.
+        answers: answers of tools, as text, with one `<image>` per image.
         images: number of images that the tools returned.
     """
 
@@ -113,17 +113,17 @@ class Completion:
         advantages: per token, as used by the loss; None if the completion was not trained on.
         entropies, logps: under the policy that generated the tokens, in nats.
         changes: change of the log-probability when the image is perturbed, in nats.
-        signals: of the run, by name: per token.
-        credit: weights of the credit rules, by name: per token; 0 and 1 of a filter.
+        signals: own signals of the run by name, per token.
+        credit: weights of the credit rules by name, per token; a filter gives 0 and 1.
         rewards: by name, unweighted.
         reward: weighted sum of the rewards.
         advantage: of the completion, before credit is assigned to tokens.
-        correct: whether the accuracy reward is 1; None without one.
+        correct: whether the accuracy reward is 1; None without an accuracy reward.
         metrics: by segment of layers, then by quantity.
-        images: images of the prompt, in order, and behind them those that tools returned.
-        attention: over the vision tokens of all images, averaged over heads and the layers that rewards use.
-        replaced: whether its group was replaced by another one and not trained on.
-        turns: of a run with tools; tokens outside of them were not written by the policy.
+        images: images of the prompt, in order, then the images that tools returned.
+        attention: attention over the vision tokens of all images, averaged over heads and the layers that rewards use.
+        replaced: whether another group replaced the group of this completion, which was then not trained on.
+        turns: turns of a run with tools; the policy wrote no token outside of them.
     """
 
     question: str
@@ -192,9 +192,12 @@ class LogEntry:
 
 def encode_entry(entry: Record | LogEntry) -> bytes:
     """Return an entry as a line of JSON that begins with version, step and mode."""
-    content = to_json_value({"version": VERSION, **asdict(entry)})
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.encode("utf-8", "replace") + b"\n"  # a lone surrogate becomes a question mark
+    return encode_json(to_json_value({"version": VERSION, **asdict(entry)})) + b"\n"
+
+
+def encode_json(content: Any) -> bytes:
+    """Return JSON without spaces, as UTF-8; a lone surrogate becomes a question mark."""
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
 
 
 def to_json_value(value: Any) -> Any:
@@ -223,7 +226,7 @@ def decode_record(line: bytes) -> Record:
 
 
 def _check_lengths(completion: Completion) -> None:
-    """Raise `ValueError` for values per token of another number than tokens, or shapes that no image has."""
+    """Raise `ValueError` for a number of values that differs from the number of tokens, or impossible shapes."""
     count, attention = len(completion.tokens), completion.attention
     per_token = [*completion.per_token().values(), None if attention is None else attention.scale]
     fits = all(values is None or len(values) == count for values in per_token)
@@ -235,14 +238,14 @@ def _check_lengths(completion: Completion) -> None:
 
 
 def parse_value(value: Any, kind: Any) -> Any:
-    """Return a JSON value as the type of an annotation; raise `TypeError` or `ValueError` if it is of another one."""
+    """Return a JSON value as the type of an annotation; raise `TypeError` or `ValueError` for another type."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return None if value is None else parse_value(value, parts[0])
     if origin is dict and isinstance(value, dict):
         return {name: parse_value(each, parts[1]) for name, each in value.items()}
     if origin in (list, Sequence) and isinstance(value, list):
-        by_type = {type(each): each for each in value}  # of thousands of numbers, one of each type is looked at
+        by_type = {type(each): each for each in value}  # checks one number of each type, not thousands
         nested = list in by_type or dict in by_type
         parsed = [parse_value(each, parts[0]) for each in (value if nested else by_type.values())]
         return parsed if nested else value
@@ -279,7 +282,7 @@ class RecordWriter:
             text = json.dumps({"version": VERSION, "created": created, **description}, indent=2, default=str)
             write_atomic(self.folder / RUN_FILE, text.encode(), sync=False)
         if (logs := self.folder / LOGS_FILE).exists() and not logs.read_bytes().endswith(b"\n"):
-            append_atomic(logs, b"\n")  # end a line that a kill has truncated
+            append_atomic(logs, b"\n")  # end a line that a killed run truncated
         self._file, self._size = self._new_file(), self._count_bytes()
 
     def add(self, record: Record, thumbnails: Mapping[str, bytes]) -> None:
@@ -321,7 +324,7 @@ class Run:
     Attributes:
         folder: folder of the records.
         description: content of `run.json`: name, created, rewards, model, options; empty if unreadable.
-        name: name of the run, by default of its folder.
+        name: name of the run; by default the name of its folder.
         rewards: reward names, in order.
     """
 
@@ -333,21 +336,21 @@ class Run:
         _check_version(self.description.get("version", 1), folder / RUN_FILE)
         self.name = str(self.description.get("name") or folder.resolve().parent.name)
         self.rewards: list[str] = self.description.get("rewards", [])
-        self._places: dict[tuple[int, str], tuple[Path, int]] = {}
+        self._offsets: dict[tuple[int, str], tuple[Path, int]] = {}
         for path in sorted(folder.glob(RECORD_FILES)):
             offset = 0
             with path.open("rb") as file:
                 for line in file:
                     if (head := _HEAD_PATTERN.match(line)) and line.endswith(b"}\n"):
                         _check_version(int(head[1]), path)
-                        self._places[int(head[2]), head[3].decode()] = path, offset
+                        self._offsets[int(head[2]), head[3].decode()] = path, offset
                     else:
                         _warn_unreadable(path)
                     offset += len(line)
 
     def steps(self, mode: str | None = None) -> list[tuple[int, str]]:
         """Return (step, mode) of each record in order, optionally of one mode."""
-        return sorted(key for key in self._places if mode in (None, key[1]))
+        return sorted(key for key in self._offsets if mode in (None, key[1]))
 
     def records(self, mode: str | None = None) -> Iterator[Record]:
         """Yield the records in the order of their steps; of a step that was run twice, the last one."""
@@ -357,7 +360,7 @@ class Run:
 
     def record(self, step: int, mode: str) -> Record | None:
         """Return the record of a step listed by `steps`, or None if it cannot be read."""
-        path, offset = self._places[step, mode]
+        path, offset = self._offsets[step, mode]
         try:
             with path.open("rb") as file:
                 file.seek(offset)
@@ -435,7 +438,16 @@ def question_id(prompt: str, images: Sequence[str | None]) -> str:
 
 
 def refuse_unwritable(path: Path, option: str, is_folder: bool = False) -> None:
-    """Raise `ConfigError` if the file (or folder) `path`, the value of `option`, cannot be written."""
+    """Check that an option names a writable path.
+
+    Args:
+        path: value of the option.
+        option: name of the option, for the message.
+        is_folder: whether files are written to the folder `path`.
+
+    Raises:
+        ConfigError: the path cannot be written.
+    """
     if not is_writable(path / "file" if is_folder else path):
         raise ConfigError(f"{option} is {path}, which cannot be written to: choose another path.")
 
