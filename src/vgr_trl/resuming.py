@@ -18,7 +18,7 @@ from accelerate.utils import send_to_device
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.utils.data import Sampler
-from transformers import TrainerState
+from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils import logging
 
@@ -38,14 +38,16 @@ from vgr_trl.patches.transformers import load_weights, whole_model
 from vgr_trl.processes import naming_silent_process
 
 if TYPE_CHECKING:
-    from vgr_trl.rollout import ConstructedTrainer
+    from trl import GRPOTrainer
+
+    from vgr_trl.dapo_config import DAPOConfig
 else:
-    ConstructedTrainer = object  # a mixin
+    GRPOTrainer = object  # a mixin
 
 logger = logging.get_logger(__name__)
 
 
-class ResumableTrainer(ConstructedTrainer):
+class ResumableTrainer(GRPOTrainer):
     """Methods of a TRL trainer that save and load complete checkpoints.
 
     Attributes:
@@ -58,6 +60,10 @@ class ResumableTrainer(ConstructedTrainer):
     resumed: Sequence[Any] = ()
     termination: Any
     train_sampler: Any = None
+    args: "DAPOConfig"
+    model: PreTrainedModel
+    train_dataset: Dataset | IterableDataset
+    _buffered_inputs: Any
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> TrainOutput:
         """Train, after resuming from a complete checkpoint if asked to.
@@ -222,7 +228,7 @@ def load_place(trainer: ResumableTrainer, folder: Path) -> None:
         _continue_generation(trainer, folder, batches % _generates_every(trainer))
 
 
-def _order_of(trainer: ConstructedTrainer) -> dict[str, Any]:
+def _order_of(trainer: ResumableTrainer) -> dict[str, Any]:
     """Return the facts that decide the data order: seed, shuffling, number of rows, and a checksum of some rows."""
     found: dict[str, Any] = {"seed": trainer.args.seed, "shuffle_dataset": trainer.shuffle_dataset}
     if isinstance(dataset := trainer.train_dataset, Dataset):
@@ -233,12 +239,12 @@ def _order_of(trainer: ConstructedTrainer) -> dict[str, Any]:
     return found
 
 
-def _generates_every(trainer: ConstructedTrainer) -> int:
+def _generates_every(trainer: ResumableTrainer) -> int:
     """Return the number of micro-batches of a process from one generation to the next."""
     return int(trainer.args.steps_per_generation or 1) * trainer.num_iterations
 
 
-def _position_in_data(trainer: ConstructedTrainer, folder: Path) -> tuple[int, int]:
+def _position_in_data(trainer: ResumableTrainer, folder: Path) -> tuple[int, int]:
     """Return the number of finished epochs, and of finished micro-batches in the current epoch."""
     args, step = trainer.args, trainer.state.global_step
     window = args.gradient_accumulation_steps
@@ -253,7 +259,7 @@ def _position_in_data(trainer: ConstructedTrainer, folder: Path) -> tuple[int, i
     return epochs, 0 if args.ignore_data_skip else steps * window
 
 
-def _continue_generation(trainer: ConstructedTrainer, folder: Path, micro_batch: int) -> None:
+def _continue_generation(trainer: ResumableTrainer, folder: Path, micro_batch: int) -> None:
     """Restore the rollout buffer of a checkpoint that was saved within a generation batch.
 
     Args:
