@@ -30,7 +30,7 @@ from vgr_trl.rewards.language import (
     strip_wrapping,
     to_half_width,
 )
-from vgr_trl.rewards.phrases import cut_openers, cut_reason, find_polarity, why_no_value
+from vgr_trl.rewards.phrases import BULLETS, cut_openers, cut_reason, find_polarity, why_no_value
 from vgr_trl.rewards.quantities import read_quantity
 
 
@@ -128,7 +128,7 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
         tagged = answer_tag(text)
         text = _SPECIAL_TOKEN.sub("", text if tagged is None else tagged)
     for rule, part in _find_parts(text, tagged is not None, choices):
-        part = part[:_MAX_PART_LENGTH]
+        part = (part if rule in ("box", "hashes", "json", "tag") else BULLETS.sub("", part.lstrip()))[:_MAX_PART_LENGTH]
         answer = _read_open(part, rule) if is_open else _read_option(part, rule, choices)
         if answer is not None:
             return answer if tagged is None else replace(answer, rule="tag", part=tagged.strip())
@@ -288,7 +288,7 @@ _FOLLOWED_BY_WORD = re.compile(
     r"\s+(?!(?:or|and|nor|o|ou|oder|et|und|is|are|was|because|since|as|with|which|because|since)\b)[A-Za-z]{2}|\s+(?!o\b)[a-z]\b"
 )
 _IS = re.compile(
-    r"[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s|是)?(?:(?:also|clearly|definitely)\s)?"
+    r"[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s|是)?(?:(?:also|clearly|definitely)\s)?的?"
 )
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
 _CLAUSE_END = re.compile(r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!]|\s+[-–—]\s|\s*$|\s*(?:因为|because\b|since\b|选项))")
@@ -297,7 +297,6 @@ _TEXT_END = re.compile(  # of an option's text in a sentence; ideographs have no
     re.IGNORECASE,
 )
 _CLAUSES = ("statement", "confirmation", "sentence")
-_SEPARATES = {"", "or", "and", "vs", "或", "或者", "和"}
 _SEPARATOR = re.compile(
     r"[;,、|\n→]|\s/\s|[-=]>|\s(?:and|or|vs\.?|&|as well as|oder|und|ou|et|o|y)\s|或者?|和",
     re.IGNORECASE,
@@ -317,17 +316,20 @@ class _Place(NamedTuple):
 def _read_option(part: str, rule: str, choices: Sequence[str]) -> Answer | None:
     """Return the option that a part names: by its letter, with its own text or none, else by its text."""
     whole = strip_wrapping(part)
-    named = {i for i, choice in enumerate(choices) if len(whole) > 1 and strip_article(choice) == strip_article(whole)}
+    named = {i for i, each in enumerate(choices) if len(whole) > 1 and strip_article(each) == strip_article(whole)}
+    if named and whole.endswith("?") and not any(choices[i].endswith("?") for i in named):
+        return Answer(rule, part.strip(), excluded="a question")
     problem = _TWO
     if not named and len(listed := _find_listed(part, choices)) > 1:
         named = listed
     elif not named:
-        text = _LATEX.sub(r"\1", cut_openers(part.rstrip(MARKS) if rule in _CLAUSES else whole))
+        text = _LATEX.sub(r"\1", cut_openers(BULLETS.sub("", part.rstrip(MARKS) if rule in _CLAUSES else whole)))
         places = [] if rule == "sentence" else _find_letters(text, len(choices) or len(LETTERS))
         read = _read_letters(text, rule, choices, places) if places else None
         if read is None and (places or rule == "line"):
             return None
-        named, problem = read or _read_texts(text, rule, choices)
+        is_list = read is None and any(_are_only_options(each, choices) for each in (whole, text))
+        named, problem = read or ((set(), _TWO) if is_list else _read_texts(text, rule, choices))
         if not (named or problem):
             named = _find_same(part, choices) if whole else set()
     if len(named) == 1:
@@ -358,15 +360,20 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
         return None
     places = [place for place in places if place.start < head] or places
     named = {place.option for place in places if not _is_denied(text, place)}
-    is_refused = WORDS["refuses"].search(text[places[-1].start : head])
+    is_refused = WORDS["refuses"].search(text[places[0].start : head]) or (
+        len({place.option for place in places}) > 1 and WORDS["bounds"].search(text[: places[-1].start])
+    )
     return (set(), _DENIED) if is_refused or not named else (named, _TWO)
 
 
 def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int], str]:
     """Return the options that a clause names by their words, and the problem if it is not one."""
     places = _find_texts(text, choices)
-    between = {text[one.end : other.start].strip(" *、,;/|-\n") for one, other in pairwise(places)}
-    if rule in ("sentence", "tag") and not (between and between <= _SEPARATES):
+    start = max((verb.end() for verb in WORDS["verbs"].finditer(text)), default=0)
+    said = {place.option for place in places if start <= place.start < len(cut_reason(text))}
+    if len(said) > 1:
+        return said, _TWO
+    if rule in ("sentence", "tag"):
         places = [p for p in places if _TEXT_END.match(text, p.end) or WORDS["joins"].search(text[: p.start][-6:])]
         brackets = [place for place in _find_letters(text, len(choices)) if text[place.start] in "(["]
         said = WORDS["verbs"].split(text)[-1]
@@ -426,6 +433,15 @@ def _find_listed(text: str, choices: Sequence[str]) -> set[int]:
         else:
             found |= {index for index, choice in enumerate(choices) if rest and is_same_value(choice, rest)}
     return found
+
+
+def _are_only_options(text: str, choices: Sequence[str]) -> bool:
+    """Whether a text is nothing but the texts of different options, with or without joints."""
+    text, found = text[:_MAX_REACH], 0
+    for choice in sorted(choices, key=len, reverse=True):
+        rest = _compile_choice(choice).sub("", text)
+        text, found = rest, found + (rest != text)
+    return found > 1 and not WORDS["joins"].sub("", text).strip(MARKS + STOPS + "()/|&$-–—、")
 
 
 def _find_same(text: str, choices: Sequence[str]) -> set[int]:

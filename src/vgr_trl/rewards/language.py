@@ -12,9 +12,12 @@ POLARITY = {word: name for table in TABLES.values() for name in ("yes", "no") fo
 
 def compile_words(name: str) -> re.Pattern[str]:
     """Compile the entries of all languages under `name` into one pattern."""
-    entries = [table[name] for table in TABLES.values() if name in table]
-    patterns = [part for entry in entries for part in ([entry] if isinstance(entry, str) else entry)]
-    return re.compile("|".join(f"(?:{part})" for part in patterns), re.IGNORECASE | re.MULTILINE)
+    patterns = []
+    for language, table in TABLES.items():
+        entry = table.get(name, [])
+        flag = "a" * (language == "en")  # an English word may stand right behind an ideograph
+        patterns += [f"(?{flag}:{part})" for part in ([entry] if isinstance(entry, str) else entry)]
+    return re.compile("|".join(patterns), re.IGNORECASE | re.MULTILINE)
 
 
 WORDS = {
@@ -26,7 +29,7 @@ WORDS = {
 }
 _ZERO_WIDTH = dict.fromkeys((0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF))  # invisible spaces and joiners
 OR = re.compile(r"\b(?:or|vs|either|alternatively|alias)\b|或|还是|也可能|要么|または", re.IGNORECASE)
-_HALF_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20} | _ZERO_WIDTH
+_HALF_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20, 0xA0: 0x20} | _ZERO_WIDTH
 _EXCLAMATION_AFTER_WORD = re.compile(r"(?<=[^\W\d_]{2})[!?]+$")
 MARKS, STOPS = " \t\r\n*`_\"'“”‘’「」«»", ".。,;:"
 _WRAPPED = re.compile(

@@ -17,13 +17,13 @@ _REMARK = re.compile(r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)[
 _FACTOR = re.compile(r"(\d) ?\$(\\[^$]*|[a-z])\$")  # 16 $\pi$
 _JOIN_BEHIND = re.compile(rf"(?:{WORDS['joins'].pattern})\s*$", re.IGNORECASE)
 _QUOTED = re.compile(r"[“「\"].+?[”」\"]")
-_BULLETS = re.compile(r"^(?:-[\s*_`\"']+)+")  # not the sign of -5
+BULLETS = re.compile(r"^(?:-[\s*_`\"']+)+")  # not the sign of -5
 
 
 def cut_openers(text: str) -> str:
     """Return `text` without the words before its answer, such as `So there are about`."""
     for _ in range(5):
-        text = _BULLETS.sub("", text.lstrip(MARKS + ":,—≈~=#"))
+        text = text.lstrip(MARKS + ":,—≈~=#")
         match = WORDS["openers"].match(text)
         if match is None or not strip_wrapping(text[match.end() :]):
             break
@@ -67,7 +67,7 @@ def find_phrases(clause: str) -> tuple[str, ...]:
     if WORDS["reasons"].match(cut.lstrip(MARKS)):
         cut = cut.partition(", ")[2] or cut
     shorter = [] if why_no_value(clause) else find_polarity(clause) or [cut, *_shorten(cut)]
-    return tuple(dict.fromkeys(filter(None, (clause, *map(strip_wrapping, shorter)))))
+    return tuple(dict.fromkeys(filter(strip_article, (clause, *map(strip_wrapping, shorter)))))
 
 
 def _shorten(clause: str) -> Iterator[str]:
@@ -88,18 +88,20 @@ def _shorten(clause: str) -> Iterator[str]:
         return
     phrase = _first_part(phrase)
     matches = list(_EMPHASISED.finditer(clause))
+    if matches and "=" in clause[matches[-1].end() :]:  # a side of an equation
+        matches = []
     bold, found = {match[1] for match in matches} - {None}, {next(filter(None, match.groups())) for match in matches}
     if len(bold) == 1 or (len(found) == 1 and (min(found) in phrase or not is_said)):
-        emphasised = min(bold if len(bold) == 1 else found)
-        yield from [phrase, emphasised] if emphasised in phrase else [emphasised]
+        match = next(match for match in matches if match[1] or len(bold) != 1)
+        yield from [phrase] * (match[0].rstrip(MARKS + STOPS) in phrase) + [next(filter(None, match.groups()))]
         return
     if not (is_said or WORDS["bounds"].search(phrase)):
         starts = list(_NUMBER_START.finditer(phrase))
-        before = phrase[: starts[0].start()] if starts else ""
-        if any(read and not read.unit for read in map(read_quantity, before.split())) or _JOIN_BEHIND.search(before):
-            starts = []
         if len(re.findall(r"\d[\d.,:/]*|[=<>\\^]", phrase)) != 1:
             starts = list(WORDS["starts"].finditer(phrase))
+        before = phrase[: starts[-1].start()] if starts else ""
+        if any(read and not read.unit for read in map(read_quantity, before.split())) or _JOIN_BEHIND.search(before):
+            starts = []
         phrase = phrase[starts[-1].start() :] if starts else phrase
     yield phrase
     counted = _COUNTED.match(phrase)

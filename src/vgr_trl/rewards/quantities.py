@@ -64,7 +64,7 @@ def _read_unit_term(text: str) -> str | None:
     return f"{unit}^{power}"
 
 
-_NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
+_NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 _POWER_OF_TEN = r"[eE](?P<exponent>[+-]?\d{1,2})|\s?(?:×|\\times|\\cdot|[*·x])\s?10\s?\^\s?"
 _POWER_OF_TEN += r"(?P<power>-?\d{1,2}|\{\s?[+-]?\d{1,2}\s?\})"
 _QUANTITY = re.compile(
