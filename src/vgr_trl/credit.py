@@ -327,7 +327,7 @@ def stack_weights(values: Any, response_mask: Tensor) -> Tensor:
 
 
 def given_weights(weights: Tensor | None, mask: Tensor, measured: Tensor) -> Tensor:
-    """Normalise the weights of a reward to mean 1 per completion; completions without them get measured weights.
+    """Normalise the weights of a reward to mean 1 per completion; other completions get measured weights.
 
     Args:
         weights: (N, T), NaN for a completion without weights; None if no completion has weights. Weights that are all 0
@@ -343,7 +343,13 @@ def given_weights(weights: Tensor | None, mask: Tensor, measured: Tensor) -> Ten
 
 
 def attention_weights(attention: AttentionMass, mask: Tensor, options: CreditOptions) -> Tensor:
-    """Return the token weights (N, T) of the VGR per token that `shape_advantages` uses."""
+    """Return the token weights (N, T) that `shape_advantages` uses.
+
+    Args:
+        attention: attention mass of the completions.
+        mask: (N, T) bool, valid tokens.
+        options: numbers of `token_weights`.
+    """
     scheme = read_segments(options)
     count, last = len(attention.vision), options.token_weights_last_k_layers
     layers = last_layers(count, last, scheme, "token_weights_last_k_layers")
@@ -492,8 +498,14 @@ class AnchorOptions(_Checked):
 def anchor_tokens(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: AnchorOptions) -> Credit:
     """Keep the tokens with the most attention on the image, averaged over heads and late layers; all without an image.
 
-    AT-RL (https://huggingface.co/papers/2602.11455) finds that some 15 % of the tokens carry the connection to the
-    image. It also clusters them by their attention and weighs the clusters, which is not done here.
+    AT-RL (https://huggingface.co/papers/2602.11455) finds that about 15 % of the tokens carry the connection to the
+    image. It also clusters these tokens by their attention and weighs the clusters; this rule does not.
+
+    Args:
+        advantages: not read.
+        signals: with attention mass.
+        mask: (N, T) bool, valid tokens.
+        options: share of the tokens to keep.
     """
     mass = signals.measured("attention")
     attention = mass.vision[late_layers(len(mass.vision))].mean(0)  # (N, T)

@@ -15,7 +15,7 @@ from test_turns import rollout_of
 from vgr_trl.errors import ConfigError
 from vgr_trl.scoring_inputs import Turns, pad_rows
 from vgr_trl.tools import LookAgain, Zoom
-from vgr_trl.views.turns import perturb_turns, rows_perturbed
+from vgr_trl.views.conversations import perturb_turns, rows_perturbed
 
 
 def grey(images, *, index, first=0):
