@@ -248,11 +248,8 @@ class CompletionGenerator:
         else:
             if self.tokenizer is not self.processor:
                 conversations = [prepare_multimodal_messages(conversation) for conversation in conversations]
-            fields = dict(
-                self.processor.apply_chat_template(
-                    list(conversations), add_generation_prompt=True, tokenize=True, return_dict=True
-                )
-            )
+            template: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+            fields = dict(self.processor.apply_chat_template(list(conversations), **template))
         ids = fields.pop("input_ids")
         fields.pop("attention_mask", None)
         padded, mask = pad_rows(ids, self.pad_id, "left")

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch.nn import functional
 
+from vgr_trl.config import MeasureOptions
 from vgr_trl.metrics.totals import Gather
 from vgr_trl.patches.trl import mark_images
 from vgr_trl.rollout import ConstructedTrainer, Rollout
@@ -138,8 +139,7 @@ def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[d
     if signals.attention is None:
         return columns, metrics
     prompt_mass = None if rollout.scores is None else rollout.scores.prompt_attention
-    segmentation = args.attention_segments, args.mdi_balance_ratio
-    of_attention, more = attention_columns(signals.attention, prompt_mass, *segmentation, gather)
+    of_attention, more = attention_columns(signals.attention, prompt_mass, args, gather)
     columns |= of_attention | {"mdi_balance_ratio": [args.mdi_balance_ratio] * len(rollout.rows)}
     if rollout.scores is not None and rollout.scores.per_image is not None:
         columns |= {PER_IMAGE: rollout.scores.per_image}
@@ -147,17 +147,17 @@ def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[d
 
 
 def attention_columns(
-    mass: Any, prompt_mass: AttentionMass | None, scheme: str, mdi_balance_ratio: float, gather: Gather
+    mass: Any, prompt_mass: AttentionMass | None, options: MeasureOptions, gather: Gather
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Return the `SIGNAL_COLUMNS` of completions, and metrics over all processes.
 
     Args:
         mass: attention of the completions' tokens.
         prompt_mass: attention of the prompts' instruction tokens; None on every process: not measured.
-        scheme: splits layers into segments, as in `split_layers`.
-        mdi_balance_ratio: R of `mdi_balance`.
+        options: segments of layers, and the ratio of the MDI balance.
         gather: concatenates a tensor over all processes.
     """
-    segments = measure_segments(mass, scheme, mdi_balance_ratio)
-    of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, scheme, mdi_balance_ratio)
+    segmentation = options.attention_segments, options.mdi_balance_ratio
+    segments = measure_segments(mass, *segmentation)
+    of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, *segmentation)
     return reward_columns(segments), attention_metrics(segments, gather, of_prompt)

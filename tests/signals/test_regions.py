@@ -9,7 +9,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from vgr_trl.boxes import boxes_of
 from vgr_trl.errors import DataError
-from vgr_trl.views.regions import boxes_in_pixels, drawn, lit_share, select_region, token_shares
+from vgr_trl.views.regions import boxes_in_pixels, draw_regions, lit_share, select_region, token_shares
 
 WITH_PIXELS = ["qwen2_5_vl", "gemma3", "internvl", "idefics3"]
 
@@ -56,7 +56,7 @@ def test_the_tokens_that_change_with_the_pixels_of_a_model_are_those_of_the_map(
 def prepared_transform(processor, boxes, size, tokens):
     """Tokens of the boxes, as a processor lays out an image of that size."""
     given = [dict(processor(images=[image], return_tensors="pt")) for image in
-             (drawn(boxes, size), drawn([], size), drawn([(0, 0, 1, 1)], size))]  # fmt: skip
+             (draw_regions(boxes, size), draw_regions([], size), draw_regions([(0, 0, 1, 1)], size))]  # fmt: skip
     shown = {key: value for key, value in given[0].items() if isinstance(value, torch.Tensor) and key != "num_patches"}
     lit = lit_share(*(each["pixel_values"] for each in given))
     return select_region(token_shares(lit, shown, tokens)).nonzero().flatten().tolist()

@@ -53,10 +53,8 @@ class Totals:
             gather: concatenates a 1-D tensor over all processes; called once if anything was added. None: there is one
                 process.
         """
-        local = [
-            *(part for pair in self.means.values() for part in pair),
-            *(value for value, _ in self.largest.values()),
-        ]
+        local = [part for pair in self.means.values() for part in pair]
+        local += [value for value, _ in self.largest.values()]
         if not local:
             return dict(self.known)
         row = torch.stack(local)
