@@ -13,7 +13,7 @@ from vgr_trl.patches.trl import mark_images
 from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.scoring_inputs import build_scoring_inputs
 from vgr_trl.signals.columns import PER_IMAGE, attention_metrics, named_columns, named_metrics, reward_columns
-from vgr_trl.signals.named import add_named
+from vgr_trl.signals.named import NamedSignal, add_named
 from vgr_trl.signals.ratios import AttentionMass, late_layers, measure_segments
 from vgr_trl.signals.rollout_signals import RolloutSignals
 from vgr_trl.signals.scoring import AttentionPlan, Scores, Want, given_tokens
@@ -125,22 +125,26 @@ def pad_signals(generated: RolloutSignals, mask: torch.Tensor) -> RolloutSignals
     return RolloutSignals(logps, entropies, mask, replace(mass, vision=vision, instruction=instruction, mask=mask))
 
 
-def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[dict[str, list[Any]], dict[str, float]]:
+def signals_as_columns(
+    rollout: Rollout, named: Sequence[NamedSignal], options: MeasureOptions, gather: Gather
+) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Return the signal columns for rewards, and metrics.
 
     Args:
-        trainer: gives options, named signals and processes.
-        rollout: a rollout with signals; named signals are added to them.
+        rollout: a rollout with signals; the named signals are added to them.
+        named: signals to compute.
+        options: segments of layers, and the ratio of the MDI balance.
+        gather: concatenates a tensor over all processes.
     """
-    args, gather, signals = trainer.args, trainer.accelerator.gather, cast("RolloutSignals", rollout.signals)
-    new = add_named(trainer.measurement.named, signals)
+    signals = cast("RolloutSignals", rollout.signals)
+    new = add_named(named, signals)
     columns: dict[str, list[Any]] = {**named_columns(new, signals)}
     metrics = named_metrics(new, signals, gather)
     if signals.attention is None:
         return columns, metrics
     prompt_mass = None if rollout.scores is None else rollout.scores.prompt_attention
-    of_attention, more = attention_columns(signals.attention, prompt_mass, args, gather)
-    columns |= of_attention | {"mdi_balance_ratio": [args.mdi_balance_ratio] * len(rollout.rows)}
+    of_attention, more = attention_columns(signals.attention, prompt_mass, options, gather)
+    columns |= of_attention | {"mdi_balance_ratio": [options.mdi_balance_ratio] * len(rollout.rows)}
     if rollout.scores is not None and rollout.scores.per_image is not None:
         columns |= {PER_IMAGE: rollout.scores.per_image}
     return columns, more | metrics
