@@ -1,6 +1,6 @@
 """Token-level credit: turn one advantage per completion into one per token.
 
-`shape_advantages` composes the rules that are on: this library's, those of plug-ins, and those of published methods
+`shape_advantages` composes the rules that are on: rules of this library, of plug-ins and of published methods
 (`vgpo`, `pgpo`, `vepo`, `anchor_tokens`). The formulas below it are pure functions.
 """
 
@@ -257,7 +257,7 @@ def token_weights(
 ) -> Tensor:
     """Weigh every token by its attention to the image: a small VGR gives a large weight; the mean is 1 per completion.
 
-    With s_t = -ln VGR_t (infinite ones replaced by the completion's finite extreme on that side), the weights are
+    With s_t = -ln VGR_t (infinite values replaced by the completion's finite extreme on that side), the weights are
     exp(s_t - mean s), smoothed along the tokens, clipped, and divided by their mean over the completion's valid tokens.
 
     Example:
@@ -333,7 +333,7 @@ def stack_weights(values: Any, response_mask: Tensor) -> Tensor:
 
 
 def given_weights(weights: Tensor | None, mask: Tensor, measured: Tensor) -> Tensor:
-    """Normalise the weights of a reward to mean 1 per completion; completions without them get measured weights.
+    """Normalise the weights of a reward to mean 1 per completion; other completions get measured weights.
 
     Args:
         weights: (N, T), NaN for a completion without weights; None if no completion has weights. Weights that are all 0
@@ -349,7 +349,13 @@ def given_weights(weights: Tensor | None, mask: Tensor, measured: Tensor) -> Ten
 
 
 def attention_weights(attention: AttentionMass, mask: Tensor, options: CreditOptions) -> Tensor:
-    """Return the token weights (N, T) of the VGR per token that `shape_advantages` uses."""
+    """Return the token weights (N, T) that `shape_advantages` uses.
+
+    Args:
+        attention: attention mass of the completions.
+        mask: (N, T) bool, valid tokens.
+        options: numbers of `token_weights`.
+    """
     scheme = read_segments(options)
     count, last = len(attention.vision), options.token_weights_last_k_layers
     layers = last_layers(count, last, scheme, "token_weights_last_k_layers")
@@ -498,8 +504,14 @@ class AnchorOptions(_Checked):
 def anchor_tokens(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: AnchorOptions) -> Credit:
     """Keep the tokens with the most attention on the image, averaged over heads and late layers; all without an image.
 
-    AT-RL (https://huggingface.co/papers/2602.11455) finds that some 15 % of the tokens carry the connection to the
-    image. It also clusters them by their attention and weighs the clusters, which is not done here.
+    AT-RL (https://huggingface.co/papers/2602.11455) finds that about 15 % of the tokens carry the connection to the
+    image. It also clusters these tokens by their attention and weighs the clusters; this rule does not.
+
+    Args:
+        advantages: not read.
+        signals: with attention mass.
+        mask: (N, T) bool, valid tokens.
+        options: share of the tokens to keep.
     """
     mass = signals.measured("attention")
     attention = mass.vision[late_layers(len(mass.vision))].mean(0)  # (N, T)
@@ -605,11 +617,11 @@ def vgpo(
 ) -> Credit:
     """Weigh each token within its completion, and each completion among the completions of its prompt.
 
-    With scores r = (similarity + 1) / 2 of a completion's n tokens, those among the late ones (from token
-    ⌊n · vgpo_gate_start⌋) that are in the largest `vgpo_gate_share` are raised by 1 + beta · t / (n - 1). Scaled to
-    [0, 1] within the completion they are w, and a token's weight is 1 + w - mean w, in `TOKEN_CLAMP`. Sums of w,
-    scaled to [0, 1] within the prompt's completions, are u; a completion's weight is 1 + u - mean u, in
-    `COMPLETION_CLAMP`. Source: https://huggingface.co/papers/2604.09349 and its code.
+    A completion's n tokens have scores r = (similarity + 1) / 2. Of the late tokens, from token ⌊n · vgpo_gate_start⌋
+    on, the share `vgpo_gate_share` with the largest scores is raised by 1 + beta · t / (n - 1). With w the scores
+    scaled to [0, 1] within the completion, a token's weight is 1 + w - mean w, in `TOKEN_CLAMP`. With u the sums of w
+    scaled to [0, 1] within the prompt's completions, a completion's weight is 1 + u - mean u, in `COMPLETION_CLAMP`.
+    Source: https://huggingface.co/papers/2604.09349 and its code.
 
     Args:
         signals: with `similarity` (N, T); weights are 1 where a completion has none.

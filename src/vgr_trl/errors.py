@@ -29,7 +29,7 @@ def _escape(character: str) -> str:
 
 
 def error_text(error: BaseException, most: int = 200) -> str:
-    """Return the message of an error on one line of at most `most` characters, or its type if it has no message."""
+    """Return the message of an error on one line of at most `most` characters, or its type without a message."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 

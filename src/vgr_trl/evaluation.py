@@ -55,7 +55,13 @@ def build_conversation(row: Mapping[str, Any], blank_images: bool, system_prompt
 
 
 def grade(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, Any]:
-    """Grade the completions of a question; return a record of completions, correctness and format."""
+    """Grade the completions of a question; return a record of completions, correctness and format.
+
+    Args:
+        row: row of the data.
+        greedy: greedy completion.
+        sampled: sampled completions.
+    """
     completions = [greedy, *sampled]
     correct, well_formed = grade_completions(row, completions), think_format_reward(completions)
     solution = read_solution(row)
@@ -79,7 +85,7 @@ def grade_completions(row: Mapping[str, Any], completions: list[str]) -> list[fl
 
 
 def read_solution(row: Mapping[str, Any]) -> Solution | None:
-    """Return the reference answer of a row, or None if it has no usable one."""
+    """Return the reference answer of a row, or None if it is unusable."""
     try:
         return resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx"))
     except RewardError:
@@ -197,7 +203,13 @@ def _mean_known(values: Iterable[float | None]) -> float | None:
 
 
 def wilson_interval(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """Return the Wilson score interval of `right` successes in `count` trials (E. B. Wilson, 1927)."""
+    """Return the Wilson score interval of a success rate (E. B. Wilson, 1927).
+
+    Args:
+        right: successes.
+        count: trials.
+        z: quantile of the normal distribution, for 95 % by default.
+    """
     share, spread = right / count, z * z / count
     centre = (share + spread / 2) / (1 + spread)
     half = z * math.sqrt(share * (1 - share) / count + spread / count / 4) / (1 + spread)
@@ -237,11 +249,8 @@ class CompletionGenerator:
         else:
             if self.tokenizer is not self.processor:
                 conversations = [prepare_multimodal_messages(conversation) for conversation in conversations]
-            fields = dict(
-                self.processor.apply_chat_template(
-                    list(conversations), add_generation_prompt=True, tokenize=True, return_dict=True
-                )
-            )
+            template: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+            fields = dict(self.processor.apply_chat_template(list(conversations), **template))
         ids = fields.pop("input_ids")
         fields.pop("attention_mask", None)
         padded, mask = pad_rows(ids, self.pad_id, "left")
@@ -258,7 +267,13 @@ class CompletionGenerator:
         return self._generate(inputs, do_sample=False)
 
     def sample(self, inputs: dict[str, torch.Tensor], count: int, temperature: float) -> list[list[str]]:
-        """Return `count` completions of each prompt, sampled at `temperature` without top-k or top-p."""
+        """Sample completions of each prompt, without top-k or top-p.
+
+        Args:
+            inputs: inputs of `encode_prompts`.
+            count: completions per prompt; 0: none.
+            temperature: sampling temperature.
+        """
         if count == 0:
             return [[] for _ in inputs["input_ids"]]
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "num_return_sequences": count}

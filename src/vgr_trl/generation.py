@@ -70,6 +70,6 @@ def generate(
 
 
 def eval_sampling(args: DAPOConfig, training: bool) -> dict[str, float]:
-    """Return the sampling options that override those of training: in evaluation only."""
+    """Return the sampling options that override the training options: in evaluation only."""
     given = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
     return {name: value for name, value in given.items() if value is not None and not training}

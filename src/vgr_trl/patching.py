@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of a module or object for the duration, and delete it afterwards if it was not there before."""
+    """Set an attribute for the duration, and delete it afterwards if it was not there before.
+
+    Args:
+        owner: a module or an object.
+        name: name of the attribute.
+        value: its value for the duration.
+    """
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)

@@ -43,7 +43,7 @@ def naming_silent_process(timeout: int, step: Callable[[], int]) -> Iterator[Non
             raise
         raise ProcessError(
             f"Another of the {distributed.get_world_size()} processes has ended, or has not answered for "
-            f"ddp_timeout={timeout} seconds, at step {step()}: see what it logged last, or whether it hangs (in a "
+            f"ddp_timeout={timeout} seconds, at step {step()}: see its last log lines, or whether it hangs (in a "
             "reward, which reward_timeout names), end them all, and continue with resume_from_checkpoint latest."
         ) from error
 

@@ -141,7 +141,7 @@ class Registry:
         return add
 
     def names(self) -> list[str]:
-        """Return all registered names, including those of installed packages."""
+        """Return all registered names, including names from installed packages."""
         importlib.import_module(self.module)
         return sorted({*self._own, *(entry.name for entry in entry_points(group=self.group))})
 

@@ -213,7 +213,7 @@ def _missing_counts(name: str, part: Rows) -> list[int]:
 def _missing_column_error(name: str) -> DataError:
     return DataError(
         f"A stored group has no {name}, which the batch has: it was stored with other options, so "
-        "continue with those, or start with an empty replay buffer."
+        "continue with the options of that run, or start with an empty replay buffer."
     )
 
 

@@ -63,9 +63,7 @@ def measure_sample(
     rollout.signals = _spread(make_signals(scores, None), rows, mask)
     maps = {rows[row]: kept for row, kept in (scores.maps or {}).items()}
     rollout.scores = Scores(rollout.signals.logps, rollout.signals.mask, maps=maps)
-    segmentation = args.attention_segments, args.mdi_balance_ratio
-    masses = scores.attention, scores.prompt_attention
-    columns, metrics = attention_columns(*masses, *segmentation, accelerator.gather)
+    columns, metrics = attention_columns(scores.attention, scores.prompt_attention, args, accelerator.gather)
     places = {row: place for place, row in enumerate(rows)}
     found = {
         name: [columns[name][places[row]] if row in places else None for row in range(count)] for name in SINGLE_COLUMNS

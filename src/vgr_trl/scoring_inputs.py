@@ -197,7 +197,7 @@ def text_inputs(batch: Mapping[str, Any], prompts: Prompts, pad_token_id: int) -
         pad_token_id: pads tokens.
 
     Raises:
-        DataError: a prompt is longer than those of the batch.
+        DataError: a prompt is longer than the prompts of the batch.
     """
     rows, width = batch["prompt_ids"].shape
     if (longest := max(map(len, prompts.ids))) > width:
@@ -255,7 +255,7 @@ def pixels_of_rows(
     if joined(rows).shape != like.shape:
         raise DataError(
             f"Perturbed images give pixel_values of shape {tuple(joined(rows).shape)}, images {tuple(like.shape)}: "
-            "switch off what depends on perturbed images for this processor."
+            "switch off options that perturb images for this processor."
         )
     return rows
 

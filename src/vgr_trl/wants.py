@@ -7,12 +7,13 @@ from typing import Any, cast
 import torch
 from torch.nn import functional
 
+from vgr_trl.config import MeasureOptions
 from vgr_trl.metrics.totals import Gather
 from vgr_trl.patches.trl import mark_images
 from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.scoring_inputs import build_scoring_inputs
 from vgr_trl.signals.columns import PER_IMAGE, attention_metrics, named_columns, named_metrics, reward_columns
-from vgr_trl.signals.named import add_named
+from vgr_trl.signals.named import NamedSignal, add_named
 from vgr_trl.signals.ratios import AttentionMass, late_layers, measure_segments
 from vgr_trl.signals.rollout_signals import RolloutSignals
 from vgr_trl.signals.scoring import AttentionPlan, Scores, Want, given_tokens
@@ -124,40 +125,43 @@ def pad_signals(generated: RolloutSignals, mask: torch.Tensor) -> RolloutSignals
     return RolloutSignals(logps, entropies, mask, replace(mass, vision=vision, instruction=instruction, mask=mask))
 
 
-def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> tuple[dict[str, list[Any]], dict[str, float]]:
+def signals_as_columns(
+    rollout: Rollout, named: Sequence[NamedSignal], options: MeasureOptions, gather: Gather
+) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Return the signal columns for rewards, and metrics.
 
     Args:
-        trainer: gives options, named signals and processes.
-        rollout: a rollout with signals; named signals are added to them.
+        rollout: a rollout with signals; the named signals are added to them.
+        named: signals to compute.
+        options: segments of layers, and the ratio of the MDI balance.
+        gather: concatenates a tensor over all processes.
     """
-    args, gather, signals = trainer.args, trainer.accelerator.gather, cast("RolloutSignals", rollout.signals)
-    new = add_named(trainer.measurement.named, signals)
+    signals = cast("RolloutSignals", rollout.signals)
+    new = add_named(named, signals)
     columns: dict[str, list[Any]] = {**named_columns(new, signals)}
     metrics = named_metrics(new, signals, gather)
     if signals.attention is None:
         return columns, metrics
     prompt_mass = None if rollout.scores is None else rollout.scores.prompt_attention
-    segmentation = args.attention_segments, args.mdi_balance_ratio
-    of_attention, more = attention_columns(signals.attention, prompt_mass, *segmentation, gather)
-    columns |= of_attention | {"mdi_balance_ratio": [args.mdi_balance_ratio] * len(rollout.rows)}
+    of_attention, more = attention_columns(signals.attention, prompt_mass, options, gather)
+    columns |= of_attention | {"mdi_balance_ratio": [options.mdi_balance_ratio] * len(rollout.rows)}
     if rollout.scores is not None and rollout.scores.per_image is not None:
         columns |= {PER_IMAGE: rollout.scores.per_image}
     return columns, more | metrics
 
 
 def attention_columns(
-    mass: Any, prompt_mass: AttentionMass | None, scheme: str, mdi_balance_ratio: float, gather: Gather
+    mass: Any, prompt_mass: AttentionMass | None, options: MeasureOptions, gather: Gather
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Return the `SIGNAL_COLUMNS` of completions, and metrics over all processes.
 
     Args:
         mass: attention of the completions' tokens.
         prompt_mass: attention of the prompts' instruction tokens; None on every process: not measured.
-        scheme: splits layers into segments, as in `split_layers`.
-        mdi_balance_ratio: R of `mdi_balance`.
+        options: segments of layers, and the ratio of the MDI balance.
         gather: concatenates a tensor over all processes.
     """
-    segments = measure_segments(mass, scheme, mdi_balance_ratio)
-    of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, scheme, mdi_balance_ratio)
+    segmentation = options.attention_segments, options.mdi_balance_ratio
+    segments = measure_segments(mass, *segmentation)
+    of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, *segmentation)
     return reward_columns(segments), attention_metrics(segments, gather, of_prompt)

@@ -1,4 +1,4 @@
-"""Skip updates whose gradient is NaN or infinite, and end a run that has only those."""
+"""Skip updates whose gradient is NaN or infinite, and end a run after several in a row."""
 
 from collections.abc import Iterable
 from typing import Any

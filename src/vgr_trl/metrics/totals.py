@@ -23,12 +23,25 @@ class Totals:
         self.known[name] = value
 
     def add_mean(self, name: str, values: Tensor, where: Tensor) -> None:
-        """Accumulate the mean of `values` where the bool tensor `where`, of the same shape, is true."""
+        """Accumulate a masked mean.
+
+        Args:
+            name: name of the metric.
+            values: tensor of any shape.
+            where: bool tensor of the same shape, true for values that enter the mean.
+        """
         total, count = self.means.get(name, (0, 0))
         self.means[name] = (total + values.float().masked_fill(~where, 0).sum(), count + where.sum().float())
 
     def add_largest(self, name: str, values: Tensor, where: Tensor, sign: int = 1) -> None:
-        """Accumulate the largest of `values` where `where` is true; with a sign of -1, the smallest."""
+        """Accumulate a masked maximum or minimum.
+
+        Args:
+            name: name of the metric.
+            values: tensor of any shape.
+            where: bool tensor of the same shape, true for values that count.
+            sign: 1 for the maximum, -1 for the minimum.
+        """
         signed = (sign * values.float()).masked_fill(~where, -torch.inf).flatten()
         before, _ = self.largest.get(name, (signed.new_tensor(-torch.inf), sign))
         self.largest[name] = (torch.cat([signed, before.view(1)]).max(), sign)
@@ -40,10 +53,8 @@ class Totals:
             gather: concatenates a 1-D tensor over all processes; called once if anything was added. None: there is one
                 process.
         """
-        local = [
-            *(part for pair in self.means.values() for part in pair),
-            *(value for value, _ in self.largest.values()),
-        ]
+        local = [part for pair in self.means.values() for part in pair]
+        local += [value for value, _ in self.largest.values()]
         if not local:
             return dict(self.known)
         row = torch.stack(local)

@@ -5,7 +5,7 @@ Tensors about groups cover all processes, prompt by prompt, so that every proces
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +14,13 @@ from transformers.utils import logging
 from vgr_trl.advantages import estimate_advantages, group_spread
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.credit import masked_mean
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.patches.trl import merge_round_metrics, replace_newest
 from vgr_trl.rollout import ConstructedTrainer, GroupSelection, Rollout, weighted_sums
 from vgr_trl.rows import OLD_LOGPS, Placement
 from vgr_trl.sampling.replay import Group, cut_groups, insert_groups
 from vgr_trl.scoring_inputs import valid_tokens
-
-if TYPE_CHECKING:
-    from vgr_trl.dapo_config import DAPOConfig
 
 logger = logging.get_logger(__name__)
 Chosen = dict[int, tuple[Rollout, int]]  # group of the batch -> rollout and number of the group that replaces it
@@ -284,7 +282,7 @@ class ZeroVarianceStreak(SavedState):
 
     kind = "streak"
 
-    def __init__(self, args: "DAPOConfig") -> None:
+    def __init__(self, args: DAPOConfig) -> None:
         self._args, self._steps = args, 0
         served = (args.steps_per_generation or 1) * args.num_iterations // args.gradient_accumulation_steps
         self.steps_per_rollout = max(served, 1)

@@ -1,4 +1,4 @@
-"""Perturb images, to measure how much a token depends on what they show.
+"""Perturb images, to measure how much a token depends on their content.
 
 Every perturbation takes a PIL image of 8 bits per channel and returns a new one of the same mode and size. NumPy draws
 the random numbers: its generators are seeded per image and give the same numbers on every machine.
@@ -217,6 +217,13 @@ def perturb_images(
 
 
 def derive_seed(seed: int, step: int, index: int, image: int = 0) -> int:
-    """Derive the seed of one image from the run's seed, global step, global index and the place of the image."""
+    """Derive the seed of one image.
+
+    Args:
+        seed: the run's seed, at least 0.
+        step: global step, at least 0.
+        index: index of the prompt or completion over all processes.
+        image: place of the image among the images of its row.
+    """
     first, second = np.random.SeedSequence([seed, step, index, image]).generate_state(2, np.uint64)
     return int(first) << 64 | int(second)

@@ -46,7 +46,7 @@ class AttentionMass:
     seen_instruction: Tensor | None = None
 
     def seen(self) -> tuple[Tensor, Tensor]:
-        """Return |V| and |I| of each token, (N, T), or those of the prompt, (N, 1)."""
+        """Return |V| and |I| per token, (N, T), or per prompt, (N, 1)."""
         if self.seen_vision is None or self.seen_instruction is None:
             return self.num_vision.unsqueeze(1), self.num_instruction.unsqueeze(1)
         return self.seen_vision, self.seen_instruction

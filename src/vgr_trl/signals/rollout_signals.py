@@ -80,7 +80,7 @@ def signals_to_columns(signals: RolloutSignals | None) -> dict[str, Tensor]:
 
 
 def columns_to_signals(columns: dict[str, Any]) -> RolloutSignals | None:
-    """Rebuild signals from the columns of `signals_to_columns`; None if `columns` has none of them."""
+    """Rebuild signals from the columns of `signals_to_columns`; None if `columns` contains no signals."""
 
     def named(prefix: str) -> dict[str, Any]:
         names = [name for name in columns if name.startswith(prefix)]

@@ -29,8 +29,15 @@ from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.rollout_signals import build_unmeasured_signals
 from vgr_trl.signals.scoring import Want
-from vgr_trl.views.conversations import Perturb, drop_images, images_in, perturb_prompts
-from vgr_trl.views.turns import perturb_turns, process_images, rows_perturbed
+from vgr_trl.views.conversations import (
+    Perturb,
+    drop_images,
+    images_in,
+    perturb_prompts,
+    perturb_turns,
+    process_images,
+    rows_perturbed,
+)
 
 
 def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:

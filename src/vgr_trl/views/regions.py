@@ -27,7 +27,7 @@ _WHOLE: list[Box] = [(0.0, 0.0, 1.0, 1.0)]
 def region_mask(trainer: ConstructedTrainer, rollout: Rollout, prompt_ids: torch.Tensor) -> torch.Tensor | None:
     """Return the vision tokens of each row's boxes, (N, P) bool; None if nothing reads them.
 
-    Rows without boxes, or with several images, have no such tokens.
+    Rows without boxes, or with several images, get no token.
 
     Args:
         trainer: gives measurements and the processor.
@@ -55,12 +55,9 @@ def region_mask(trainer: ConstructedTrainer, rollout: Rollout, prompt_ids: torch
         return region
     leaders = [members[number][0] for number in boxes]
     conversations = [rollout.messages[row] for row in leaders]
-    shown, black, white = (
-        image_tensors(
-            trainer.tokenize(perturb_prompts(conversations, list(boxes), partial(_draw_boxes, lit))[0]).fields
-        )
-        for lit in (boxes, {}, dict.fromkeys(boxes, _WHOLE))
-    )
+    drawings = [partial(_draw_boxes, lit) for lit in (boxes, {}, dict.fromkeys(boxes, _WHOLE))]
+    prompts = [perturb_prompts(conversations, list(boxes), draw)[0] for draw in drawings]
+    shown, black, white = (image_tensors(trainer.tokenize(drawn_prompts).fields) for drawn_prompts in prompts)
     lit = lit_share(*(given["pixel_values"] for given in (shown, black, white)))
     ones = [1] * len(leaders)
     parts = parts_by_counts(shown, ones, tiles_by_tokens(image_inputs_of(shown), ones, vision[leaders].cpu()))
@@ -75,7 +72,7 @@ def region_mask(trainer: ConstructedTrainer, rollout: Rollout, prompt_ids: torch
 
 
 def _draw_boxes(boxes: dict[int, list[Box]], images: list[Image.Image], *, index: int) -> list[Any]:
-    return [drawn(boxes.get(index, []), images[0].size)]
+    return [draw_regions(boxes.get(index, []), images[0].size)]
 
 
 def boxes_in_pixels(boxes: Sequence[Box], size: tuple[int, int]) -> list[tuple[float, float, float, float]]:
@@ -87,7 +84,7 @@ def boxes_in_pixels(boxes: Sequence[Box], size: tuple[int, int]) -> list[tuple[f
     return [(round(x, 6), round(y, 6), round(w, 6), round(h, 6)) for x, y, w, h in corners]
 
 
-def drawn(boxes: Sequence[Box], size: tuple[int, int]) -> Image.Image:
+def draw_regions(boxes: Sequence[Box], size: tuple[int, int]) -> Image.Image:
     """Draw a black image that is white within the boxes, each at least one pixel wide and high."""
     image = Image.new("RGB", size)
     for left, top, right, bottom in boxes:
@@ -135,7 +132,7 @@ def token_shares(lit: Tensor, given: Mapping[str, Tensor], num_tokens: int) -> T
         found = patches.view(num_tokens, -1).mean(1) if num_tokens and not len(patches) % num_tokens else patches
     elif "spatial_shapes" in given or "image_sizes" in given:  # tiles of unequal size: unknown
         found = lit.new_zeros(0)
-    else:  # squares: of one image, of its tiles, or of its tiles padded to those of another row
+    else:  # squares: one image, its tiles, or its tiles padded to the tiles of another row
         squares = lit.flatten(0, 1) if lit.ndim == 5 else lit
         if (mask := given.get("pixel_attention_mask")) is not None:
             squares = squares[mask.flatten(0, 1).flatten(1).any(1)]
@@ -145,5 +142,5 @@ def token_shares(lit: Tensor, given: Mapping[str, Tensor], num_tokens: int) -> T
     if len(found) != num_tokens:
         shapes = {name: tuple(value.shape) for name, value in given.items()}
         unknown = f"An image has {num_tokens} tokens and the pixel inputs {shapes}, which cannot be matched"
-        raise DataError(f"{unknown}: switch off what reads regions for this processor.")
+        raise DataError(f"{unknown}: switch off options that read regions for this processor.")
     return found

@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers.integrations import integration_utils
 
-from vgr_trl.callbacks.metric_names import rename_for_verl
-from vgr_trl.callbacks.trackers import guard_trackers
+from vgr_trl.callbacks.trackers import guard_trackers, rename_for_verl
 from vgr_trl.metrics import stage_clock as clocks
 from vgr_trl.metrics.micro_batches import StepMetrics
 from vgr_trl.metrics.stage_clock import OptimizerClock, StageClock
