@@ -74,13 +74,13 @@ class ForwardPasses:
     ) -> Scores:
         """Run a model over completions, and return what is wanted.
 
-        Without gradients, rows pass in chunks, but those of an evaluation's loss. With `want.tokens`, only the rows and
-        columns of these tokens run.
+        Passes without gradients run in chunks of rows, except for the loss of an evaluation. With `want.tokens`, only
+        the rows and columns of these tokens run.
 
         Args:
             model: the policy, its reference or a critic, also wrapped.
-            batch: arguments of TRL's scoring, but for the model, (N, P + T); with tools `tool_mask`; where prompts are
-                lent to several micro-batches, whether a later one reads the prompt of each row.
+            batch: arguments of TRL's scoring, but for the model, (N, P + T). With tools `tool_mask` (N, T); where
+                prompts are lent to several micro-batches, `READ_AGAIN` (N,), whether a later one reads the prompt.
             want: quantities to return, and tokens that are read.
             purpose: of the pass.
             gradients: whether a backward pass follows.
@@ -107,7 +107,7 @@ class ForwardPasses:
         return self.plain(model, **inputs, compute_entropy=want.entropies, compute_aux_loss=want.router_loss)
 
     def _rows_of_chunk(self, inputs: Mapping[str, Any]) -> int:
-        """Return how many rows pass at a time in scoring, the same on every process."""
+        """Return the number of rows of a scoring chunk, the same on every process."""
         args, trains, most = self.args, self.policy.training, self.args.max_tokens_per_micro_batch
         size = args.num_generations if trains else args.num_generations_eval or args.num_generations
         group = size if self.features["share_scoring"].enabled else None
@@ -166,7 +166,7 @@ class ForwardPasses:
         """Wrap the passes of this block, in this order: image features, narrow head, shared prompts, dummy image.
 
         Args:
-            model: that passes, also wrapped.
+            model: the model that runs, also wrapped.
             completion_length: T of a scored batch; None where the model generates.
             tokens: (N, T) bool, tokens with loss of a training pass.
             packs: whether completions pass without padding between them.
@@ -192,7 +192,7 @@ class ForwardPasses:
 
 
 def rows_within(most_tokens: int, group: int | None, longest: int, completion: int) -> int:
-    """Return how many rows have at most so many tokens together, one at least.
+    """Return the number of rows that fit into a budget of tokens, at least one.
 
     Args:
         most_tokens: `max_tokens_per_micro_batch`.
