@@ -61,7 +61,7 @@ class Skipping:
         length, read = inputs["logits_to_keep"], loss_mask
         if self.has_tools and inputs.get("pixel_values") is not None:
             images = is_image_token(inputs["input_ids"][:, -length:], config)
-            # Completions that hold an image share their prompt up to the token behind the image.
+            # Sharing needs a token behind the images of a row.
             read = loss_mask | images | torch.nn.functional.pad(images[:, :-1], (1, 0))
         window = self._find_window(inputs, loss_mask, read, config)
         cut = read if self.padding else None
