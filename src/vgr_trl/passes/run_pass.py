@@ -28,7 +28,7 @@ from vgr_trl.utils import NotFiniteError
 
 
 class Purpose(Enum):
-    """Purpose of a pass, which the method that asks for the pass states; the value is the stage that times it."""
+    """Purpose of a pass, stated by its caller; the value names the stage of the clock that times the pass."""
 
     ROLLOUT = "old_logps"
     REFERENCE = "reference"
@@ -40,7 +40,7 @@ class Purpose(Enum):
 
 @dataclass
 class ForwardPasses:
-    """Runs the forward passes of a run, with whatever they share and skip.
+    """Runs the forward passes of a run, which share prompts and skip tokens without loss.
 
     Attributes:
         plain: TRL's `_get_per_token_logps_and_entropies`.
@@ -72,7 +72,7 @@ class ForwardPasses:
     def run_pass(
         self, model: nn.Module, batch: Mapping[str, Any], want: Want, *, purpose: Purpose, gradients: bool
     ) -> Scores:
-        """Run a model over completions, and return what is wanted.
+        """Run a model over completions, and return the wanted quantities.
 
         Passes without gradients run in chunks of rows, except for the loss of an evaluation. With `want.tokens`, only
         the rows and columns of these tokens run.
@@ -140,7 +140,7 @@ class ForwardPasses:
         return replace(scores, **wide, mask=tokens)
 
     def _can_skip_pass(self) -> bool:
-        """Whether a micro-batch without loss can be skipped: all weights have gradients, to which it would add 0.
+        """Whether a micro-batch without loss can be skipped: all weights have gradients already.
 
         Where processes exchange gradients, or parts of weights, all have to run the model.
         """
@@ -208,7 +208,7 @@ def rows_within(most_tokens: int, group: int | None, longest: int, completion: i
 
 
 def refuse_nan(logps: Tensor, mask: Tensor, step: int) -> None:
-    """Raise `NotFiniteError` if log-probabilities (N, T) are NaN, which would count as those of rows without images.
+    """Raise `NotFiniteError` if log-probabilities (N, T) are NaN, which signals would read as rows without images.
 
     Args:
         logps: of a scoring pass.

@@ -1,4 +1,4 @@
-"""Skip what the loss does not read: rows and tokens without an advantage, padding, images."""
+"""Skip rows and tokens without an advantage, padding, and images of rows without loss."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ class Skipping:
         return extents_of(self.loss_mask(batch), batch["prompt_mask"], rows=self.rows, padding=self.padding)
 
     def runs_images(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the images of a micro-batch run even if no row of it has loss."""
+        """Whether the images of a micro-batch run even if no row has loss."""
         return not self.features["skip_images"].enabled and inputs.get("pixel_values") is not None
 
     def trim(self, inputs: Mapping[str, Any], loss_mask: Tensor, config: Any) -> tuple[dict[str, Any], Window]:
