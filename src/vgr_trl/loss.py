@@ -79,7 +79,7 @@ def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: str = "low_var_kl") -> Te
 
 
 class AdaptiveKLController:
-    """A coefficient that rises while the KL is above its target and falls while it is below.
+    """A coefficient that rises while the KL is above its target, and falls while the KL is below.
 
     After each update it is multiplied by 1 + clip(KL / target − 1, −0.2, 0.2) · samples / horizon (Ziegler et al.,
     2019, https://arxiv.org/abs/1909.08593).
@@ -330,7 +330,7 @@ _PER_COMPLETION = ("grpo", "sapo")
 def average_as_loss(
     per_token: Tensor, mask: Tensor, inputs: dict[str, Any], args: "DAPOConfig", steps: int, num_processes: int
 ) -> Tensor:
-    """Average a term as TRL 1.16 averages the loss that it is added to.
+    """Average a loss term as TRL 1.16 averages its own loss.
 
     TRL does not return its normaliser, which is local to `_compute_loss`; tests/training/test_loss_terms.py compares.
 
@@ -379,7 +379,7 @@ def auxiliary_loss(trainer: "ConstructedTrainer", passed: "TrainingPass") -> tup
 
 
 def _perception_term(trainer: "ConstructedTrainer", passed: "TrainingPass", mask: Tensor, totals: Totals) -> Tensor:
-    """Return the perception loss of every token (N, T); it alone takes a further pass, with perturbed images."""
+    """Return the perception loss of every token (N, T), by a further pass with perturbed images."""
     args, inputs, logps = trainer.args, passed.inputs, passed.logps
     perturbed_logps = logps
     if args.uses_perception_loss:

@@ -218,7 +218,7 @@ _SET_ONCE = {"messages", "prompts", "scores", "reference", "rewards", "kl_penalt
 
 @dataclass(frozen=True)
 class TrainingPass:
-    """Micro-batch whose training pass has run, with what the pass gave.
+    """Micro-batch whose training pass has run, with the results of the pass.
 
     Attributes:
         inputs: of TRL's `_compute_loss`.
@@ -240,7 +240,7 @@ class TrainingPass:
 
 
 def normalise_image_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace null images with [], which TRL reads as no image; null fails there."""
+    """Replace null images, which TRL cannot read, with []."""
     columns = [name for name in IMAGE_COLUMNS if name in rows[0]]
     if columns and not all(any(row.get(name) for name in columns) for row in rows):
         return [{**row, "images": images_of(row)} for row in rows]

@@ -17,7 +17,6 @@ from vgr_trl.patches.trl import readable_calls
 from vgr_trl.patching import patched_attribute
 from vgr_trl.rollout import ConstructedTrainer, describe_row
 from vgr_trl.scoring_inputs import ImagesOfRows, Turns
-from vgr_trl.tool_turns import ToolGuard
 from vgr_trl.views.conversations import process_images
 
 

@@ -61,13 +61,7 @@ from vgr_trl.resuming import ResumableTrainer
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.functions import WholeGroups
 from vgr_trl.rewards.loading import ScoredFile, collect_token_weights, wrap_reward
-from vgr_trl.rollout import (
-    Rollout,
-    TrainingPass,
-    describe_row,
-    normalise_image_columns,
-    refuse_files_in_prompts,
-)
+from vgr_trl.rollout import Rollout, TrainingPass, describe_row, normalise_image_columns, refuse_files_in_prompts
 from vgr_trl.rows import OLD_LOGPS
 from vgr_trl.run_facts import RunFacts, read_facts
 from vgr_trl.sample import measure_sample
@@ -76,7 +70,7 @@ from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import ZeroVarianceStreak, select_groups
 from vgr_trl.scoring_inputs import Prompts, pad_rows, split_perturbed_pixels, valid_tokens
 from vgr_trl.sharing.lending import READ_AGAIN, Lending
-from vgr_trl.sharing.model_support import base_of, causal_model
+from vgr_trl.sharing.model_support import base_of, causal_model, replaced
 from vgr_trl.sharing.shared_passes import SharedPasses
 from vgr_trl.signals.columns import SINGLE_COLUMNS
 from vgr_trl.signals.rollout_signals import build_unmeasured_signals
@@ -491,7 +485,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             return scores
         if self.model.training and self.features.reuse_first_pass.enabled:
             return None
-        if not self.measurement.scoring:
+        if model is not self.model or not self.measurement.scoring:
             return self.score(inputs, Want(entropies), model)
         if rollout.turns is not None:
             own, _ = pad_rows(rollout.turns.own, 1, "right", self.pad_to_multiple_of)
@@ -506,9 +500,10 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
     def _loss_of_part(self, model: Any, inputs: dict[str, Any], weight: float = 1.0) -> Any:
         """Return the weighted loss of a part of a micro-batch; keep its log-probabilities for later iterations."""
-        with patched_attribute(self, "_purpose", Purpose.TRAINING), patched_attribute(self, "_micro_batch", inputs):
+        stated = {"_purpose": Purpose.TRAINING, "_micro_batch": inputs, "_pass": None}
+        with replaced(*((self, name, value) for name, value in stated.items())):
             loss = super()._compute_loss(model, inputs)
-        passed, self._pass = self._pass, None
+            passed = self._pass
         if passed is None:  # a subclass has made the pass itself
             return loss * weight
         self._log_metrics(

@@ -78,3 +78,10 @@ def test_other_passes_keep_the_attention_of_transformers():
         assert heads_seen(lambda: losses.append(loss_of(model, batch))) == {2}
     assert heads_seen(losses[0].backward) == {2}
     assert heads_seen(lambda: scored(model, batch)) == {4}
+
+
+def test_a_compiled_model_of_the_process_attends_without_a_graph_break():
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    tensors = [torch.randn(1, heads, length, 8) for heads, length in ((4, 3), (2, 5), (2, 5))]
+    compiled = torch.compile(lambda *args: sdpa_by_key_head(module, *args)[0], backend="eager", fullgraph=True)
+    assert torch.equal(compiled(*tensors, None), sdpa_attention_forward(module, *tensors, None)[0])

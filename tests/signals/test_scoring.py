@@ -11,6 +11,7 @@ from support.models.families import FAMILIES, OTHERS, build, make_batch
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.signals import AttentionProbe, RolloutScorer
 from vgr_trl.signals.probe import SimilarityProbe
+from vgr_trl.signals.scoring import Want
 
 # InternVL's random model is very sure of itself; the linear attention of Qwen3.5 computes in blocks.
 LOGPS = {"internvl": 2e-5, "qwen3_5": 2e-5}
@@ -174,4 +175,7 @@ def test_completions_do_not_see_their_future(paligemma, text_trainer):
         logps, _, _ = trainer._get_per_token_logps_and_entropies(
             model, ids, mask, 12, batch_size=3, token_type_ids=torch.zeros_like(ids), **inputs
         )
+    assert (logps - expected)[mask[:, -12:].bool()].abs().max() < 1e-5
+    given = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": 12, "token_type_ids": torch.zeros_like(ids)}
+    logps = trainer.score(given | inputs, Want(), model).logps  # as rewards and perturbed views are scored
     assert (logps - expected)[mask[:, -12:].bool()].abs().max() < 1e-5

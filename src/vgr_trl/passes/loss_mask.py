@@ -1,4 +1,4 @@
-"""Find the loss mask of a micro-batch, and the smallest window that contains it."""
+"""Find the loss mask of a micro-batch and its smallest window, cut the window out, and scatter its results back."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ class Window:
 
 
 class Extent(NamedTuple):
-    """Columns of the prompt and of the completion of a row that run, and whether it runs at all."""
+    """Columns of a row's prompt and completion that run, and whether the row runs."""
 
     prompt: int
     completion: int
@@ -46,8 +46,8 @@ def find_loss_mask(advantages: torch.Tensor, mask: torch.Tensor, *, rows: bool, 
     Args:
         advantages: (N,) or (N, T).
         mask: (N, T), tokens that count in the loss.
-        rows: whether rows without an advantage are not read.
-        tokens: whether tokens without one are not read either.
+        rows: whether rows without an advantage are left out.
+        tokens: whether tokens without an advantage are left out.
     """
     valid = mask.bool()
     credited = valid & (advantages if advantages.ndim == 2 else advantages.unsqueeze(1)).ne(0)  # (N, T)
@@ -112,7 +112,11 @@ def find_text(is_image: torch.Tensor, completion: int, multiple: int | None = No
 def extents_of(
     loss_mask: torch.Tensor, prompt_mask: torch.Tensor, *, rows: bool, padding: bool, read: torch.Tensor | None = None
 ) -> list[Extent]:
-    """Return the columns computed per row; arguments as for `find_window`."""
+    """Return the columns computed per row.
+
+    Args:
+        loss_mask, prompt_mask, rows, padding, read: as for `find_window`.
+    """
     runs = (loss_mask.any(1) | (not rows)).tolist()
     if not padding:
         return [Extent(prompt_mask.size(1), loss_mask.size(1), ran) for ran in runs]

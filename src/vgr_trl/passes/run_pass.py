@@ -29,7 +29,7 @@ from vgr_trl.vision.feature_cache import VisionCache
 
 
 class Purpose(Enum):
-    """Purpose of a pass, which the method that asks for the pass states; the value is the stage that times it."""
+    """Purpose of a pass, stated by its caller; the value names the stage of the clock that times the pass."""
 
     ROLLOUT = "old_logps"
     REFERENCE = "reference"
@@ -41,7 +41,7 @@ class Purpose(Enum):
 
 @dataclass
 class ForwardPasses:
-    """Runs the forward passes of a run, with whatever they share and skip.
+    """Runs the forward passes of a run, which share prompts and skip tokens without loss.
 
     Attributes:
         plain: TRL's `_get_per_token_logps_and_entropies`.
@@ -73,15 +73,15 @@ class ForwardPasses:
     def run_pass(
         self, model: nn.Module, batch: Mapping[str, Any], want: Want, *, purpose: Purpose, gradients: bool
     ) -> Scores:
-        """Run a model over completions, and return what is wanted.
+        """Run a model over completions, and return the wanted quantities.
 
-        Without gradients, rows pass in chunks, but those of an evaluation's loss. With `want.tokens`, only the rows and
-        columns of these tokens run.
+        Passes without gradients run in chunks of rows, except for the loss of an evaluation. With `want.tokens`, only
+        the rows and columns of these tokens run.
 
         Args:
             model: the policy, its reference or a critic, also wrapped.
-            batch: arguments of TRL's scoring, but for the model, (N, P + T); with tools `tool_mask`; where prompts are
-                lent to several micro-batches, whether a later one reads the prompt of each row.
+            batch: arguments of TRL's scoring, but for the model, (N, P + T). With tools `tool_mask` (N, T); where
+                prompts are lent to several micro-batches, `READ_AGAIN` (N,), whether a later one reads the prompt.
             want: quantities to return, and tokens that are read.
             purpose: of the pass.
             gradients: whether a backward pass follows.
@@ -108,7 +108,7 @@ class ForwardPasses:
         return self.plain(model, **inputs, compute_entropy=want.entropies, compute_aux_loss=want.router_loss)
 
     def _rows_of_chunk(self, inputs: Mapping[str, Any]) -> int:
-        """Return how many rows pass at a time in scoring, the same on every process."""
+        """Return the number of rows of a scoring chunk, the same on every process."""
         args, trains, most = self.args, self.policy.training, self.args.max_tokens_per_micro_batch
         size = args.num_generations if trains else args.num_generations_eval or args.num_generations
         group = size if self.features.share_scoring.enabled else None
@@ -141,7 +141,7 @@ class ForwardPasses:
         return replace(scores, **wide, mask=tokens)
 
     def _can_skip_pass(self) -> bool:
-        """Whether a micro-batch without loss can be skipped: all weights have gradients, to which it would add 0.
+        """Whether a micro-batch without loss can be skipped: all weights have gradients already.
 
         Where processes exchange gradients, or parts of weights, all have to run the model.
         """
@@ -167,7 +167,7 @@ class ForwardPasses:
         """Wrap the passes of this block, in this order: image features, narrow head, shared prompts, dummy image.
 
         Args:
-            model: that passes, also wrapped.
+            model: the model that runs, also wrapped.
             completion_length: T of a scored batch; None where the model generates.
             tokens: (N, T) bool, tokens with loss of a training pass.
             packs: whether completions pass without padding between them.
@@ -193,7 +193,7 @@ class ForwardPasses:
 
 
 def rows_within(most_tokens: int, group: int | None, longest: int, completion: int) -> int:
-    """Return how many rows have at most so many tokens together, one at least.
+    """Return the number of rows that fit into a budget of tokens, at least one.
 
     Args:
         most_tokens: `max_tokens_per_micro_batch`.
@@ -209,7 +209,7 @@ def rows_within(most_tokens: int, group: int | None, longest: int, completion: i
 
 
 def refuse_nan(logps: Tensor, mask: Tensor, step: int) -> None:
-    """Raise `NotFiniteError` if log-probabilities (N, T) are NaN, which would count as those of rows without images.
+    """Raise `NotFiniteError` if log-probabilities (N, T) are NaN, which signals would read as rows without images.
 
     Args:
         logps: of a scoring pass.

@@ -1,4 +1,4 @@
-"""Skip what the loss does not read: rows and tokens without an advantage, padding, images."""
+"""Skip rows and tokens without an advantage, padding, and images of rows without loss."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,23 +48,23 @@ class Skipping:
         return extents_of(self.loss_mask(batch), batch["prompt_mask"], rows=self.rows, padding=self.padding)
 
     def runs_images(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the images of a micro-batch run even if no row of it has loss."""
+        """Whether the images of a micro-batch run even if no row has loss."""
         return not self.features.skip_images.enabled and inputs.get("pixel_values") is not None
 
     def trim(self, inputs: Mapping[str, Any], loss_mask: Tensor, config: Any) -> tuple[dict[str, Any], Window]:
-        """Cut the smallest window with all tokens with loss out of a micro-batch, and images within completions.
+        """Cut the smallest window with all tokens with loss out of a micro-batch.
 
         Args:
             inputs: arguments of TRL's scoring, but for the model.
             loss_mask: (N, T) bool.
-            config: of the model, which names its image tokens.
+            config: configuration of the model, which names its image tokens.
         """
-        length, is_image, read = inputs["logits_to_keep"], is_image_token(inputs["input_ids"], config), loss_mask
+        length, read = inputs["logits_to_keep"], loss_mask
         if self.has_tools and inputs.get("pixel_values") is not None:
-            images = is_image[:, -length:]
-            # The token behind an image is where completions of one prompt stop sharing it.
+            images = is_image_token(inputs["input_ids"][:, -length:], config)
+            # Sharing needs a token behind the images of a row.
             read = loss_mask | images | torch.nn.functional.pad(images[:, :-1], (1, 0))
-        window = self._find_window(inputs, loss_mask, read, is_image)
+        window = self._find_window(inputs, loss_mask, read, config)
         cut = read if self.padding else None
         try:
             return trim_inputs(inputs, window, cut), window
@@ -72,11 +72,13 @@ class Skipping:
             window = replace(window, rows=list(range(len(loss_mask))))
             return trim_inputs(inputs, window, cut), window
 
-    def _find_window(self, inputs: Mapping[str, Any], loss_mask: Tensor, read: Tensor, is_image: Tensor) -> Window:
+    def _find_window(self, inputs: Mapping[str, Any], loss_mask: Tensor, read: Tensor, config: Any) -> Window:
         length, runs_images = inputs["logits_to_keep"], self.runs_images(inputs)
-        has_loss = runs_images or not (self.rows and self.padding) or bool(loss_mask.any())
-        text = None if has_loss else find_text(is_image, length, self.multiple)
-        return text or find_window(
+        if self.rows and self.padding and not runs_images and not loss_mask.any():
+            text = find_text(is_image_token(inputs["input_ids"], config), length, self.multiple)
+            if text is not None:
+                return text
+        return find_window(
             loss_mask,
             inputs["attention_mask"][:, :-length],
             inputs.get("num_images") if runs_images else None,

@@ -50,7 +50,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class Want:
-    """Quantities that a pass returns beside log-probabilities, and the tokens that it returns them for.
+    """Quantities that a pass returns beside log-probabilities, and the tokens of interest.
 
     Attributes:
         entropies: entropies of the distributions that tokens are drawn from.
@@ -71,7 +71,7 @@ class Want:
 
 @dataclass(frozen=True)
 class Scores:
-    """Result of a pass over N completions of T tokens; a field is None unless it was wanted.
+    """Result of a pass over N completions of T tokens; quantities that were not wanted are None.
 
     Attributes:
         logps: (N, T), log-probabilities of the tokens.
@@ -115,7 +115,7 @@ def score(
     rows_per_pass: int | None = None,
     temperature: float = 1.0,
 ) -> Scores:
-    """Score completions in chunks, and read what else is wanted off the same passes.
+    """Score completions in chunks, and measure all wanted quantities in the same passes.
 
     Args:
         model: transformers model, also wrapped.
