@@ -109,7 +109,8 @@ OF_MIXED = {
         "(A) 3\n(B) 3.5\n(C) Reduce A and B", "A) 3; B) 3.5; C) Reduce A and B", "3\n3.5\n0.33%",
         "more than 3", "twice 3",
         "It cannot be 3.", "It is unclear if the answer is 3.", "I'd say so",
-        "none of the options A, B, C, D is correct",
+        "none of the options A, B, C, D is correct", "3 3.5 0.33%", "If A, Reduce A and B; else 3", "3?",
+        "答案是If the answer is 3, we are done.", "Reduce A and B on 3", "I'd say A; someone else would say B",
     ],
 }  # fmt: skip
 
@@ -179,6 +180,8 @@ def test_statement_of_an_open_answer():
 
 
 MANY = [
+    ("12. yes", ["12", "yes"]), ("$2\\sqrt{3}$ = five", ["5", "2\\sqrt{3}"]), ("四是的。", ["四是", "的"]),
+    ("-  -6", ["6", "-6"]), ("* \\(2\\), 一共12", ["2", "12"]), ("**Answer** $white$", ["white", "Answer"]),
     ("red on blue on green on yellow on black", ["red", "blue", "green", "yellow", "black"]),
     ("There are two in three on four at five", ["2", "3", "4", "5"]),
     ("The age gap between the two people in the image is 10 years.", ["10", "2"]),
@@ -221,14 +224,14 @@ UNEQUAL = "red|blue|a cat|3|20|0.25|3:1|yes|no|x + 1|2\\sqrt{3}|\\frac{\\pi}{3}|
 WORDS = (
     "The answer is|Answer:|I choose|####|there are|it|on|in|at|of|with|and|or|not|because|so|than|more|has|twice|maybe|"
     "A|B|(C)|D.|two|十二|是|否|答案是|有|在|或|和|,|。|.|:|;|-|/|=|\n|\n- |\n1. |**|$|<answer>|</answer>|<think>|"
-    "</think>|\\boxed{|}|(|)"
+    "</think>|\\boxed{|}|(|)|1. |2) |- |= |$x$ = |3 + |2\\sqrt{3} =|If A,|; else|Suppose|如果|as|next to|blue|?"
 ).split("|")
 TEXTS = st.builds(
     lambda pairs, joint: joint.join(word for words, answer in pairs for word in (*words, answer)),
     st.lists(st.tuples(st.lists(st.sampled_from(WORDS), max_size=2), st.sampled_from(UNEQUAL)), min_size=2, max_size=4),
     st.sampled_from((" ", "")),
 )
-JOINTS = (" or ", " and ", ", ", " / ", "; ", "\n", " | ", "或", "、")
+JOINTS = (" or ", " and ", ", ", " / ", "; ", "\n", " | ", "或", "、", " ", " on ", "; else ")
 FRAMES = ("{}", "The answer is {}.", "<answer>{}</answer>", r"\boxed{{{}}}", "答案是{}。", "**{}**")
 ITEMS = ("{0}", "({0})", "{1}", "({0}) {1}", "{0}. {1}", "- {0}: {1}")
 
@@ -251,7 +254,9 @@ def test_a_text_is_right_for_at_most_one_of_unequal_references(text):
 )
 def test_two_options_are_none(order, choices, item, joint, frame):
     assume(joint != "\n" or not frame.endswith((".", "。")))  # a statement ends with its line
-    text = frame.format(joint.join(item.format("ABCD"[index], choices[index]) for index in order))
+    words = [item.format("ABCD"[index], choices[index]) for index in order]
+    text = frame.format(joint.join(words))
+    assume(joint not in (" ", " on ") or "".join(words).isalpha())  # 3 x + 1 is a formula
     assert accuracy_reward([text] * 4, [0, 1, 2, 3], [choices] * 4) == [0] * 4
 
 
