@@ -70,7 +70,7 @@ from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import ZeroVarianceStreak, select_groups
 from vgr_trl.scoring_inputs import Prompts, pad_rows, split_perturbed_pixels, valid_tokens
 from vgr_trl.sharing.lending import READ_AGAIN, Lending
-from vgr_trl.sharing.model_support import base_of, causal_model, replaced
+from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.shared_passes import SharedPasses
 from vgr_trl.signals.columns import SINGLE_COLUMNS
 from vgr_trl.signals.rollout_signals import build_unmeasured_signals
@@ -500,8 +500,11 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
     def _loss_of_part(self, model: Any, inputs: dict[str, Any], weight: float = 1.0) -> Any:
         """Return the weighted loss of a part of a micro-batch; keep its log-probabilities for later iterations."""
-        stated = {"_purpose": Purpose.TRAINING, "_micro_batch": inputs, "_pass": None}
-        with replaced(*((self, name, value) for name, value in stated.items())):
+        with (
+            patched_attribute(self, "_purpose", Purpose.TRAINING),
+            patched_attribute(self, "_micro_batch", inputs),
+            patched_attribute(self, "_pass", None),
+        ):
             loss = super()._compute_loss(model, inputs)
             passed = self._pass
         if passed is None:  # a subclass has made the pass itself

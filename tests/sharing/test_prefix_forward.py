@@ -1,14 +1,16 @@
 """Prompts that end early, completions that pass by length, heads that score the columns of completions only."""
 
+from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from support.models.compare import checkpointed, gradients, largest_relative, loss_of, needs_shared, scored, with_head
 from support.models.families import Family, build, make_batch, text_model
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from vgr_trl.sharing import prefix_forward, share_prompts
-from vgr_trl.sharing.attention import attend_to_all_before
+from vgr_trl.sharing.attention import attend_to_all_before, sdpa_by_key_head
 from vgr_trl.sharing.prefix_forward import cut_by_length
 
 

@@ -24,6 +24,7 @@ from vgr_trl.rewards.language import (
     STOPS,
     TABLES,
     WORDS,
+    compile_words,
     fold,
     normalise,
     strip_article,
@@ -64,8 +65,14 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_ALL_ANCHORS = {anchor for table in TABLES.values() for anchor in table["anchors"]}
-_ANCHORS = [each for each in _ALL_ANCHORS if not any(other in each for other in _ALL_ANCHORS - {each})]
+_STATEMENTS = [  # anchors, and one at the start of a word, and the words of statements, of each language
+    (
+        table["anchors"],
+        re.compile(rf"(?<![a-z])(?:{'|'.join(table['anchors'])})"),
+        [("statement", compile_words("states", language)), ("confirmation", compile_words("confirms", language))],
+    )
+    for language, table in TABLES.items()
+]
 _THINK = r"(?:[<◁\[]{0}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)[>▷\]]|<\|{1}_of_thought\|>)"
 _THOUGHT_END = re.compile(_THINK.format("/", "end"), re.IGNORECASE | re.ASCII)
 _THOUGHT = re.compile(
@@ -197,7 +204,7 @@ def _are_bare(lines: Sequence[str]) -> bool:
 
 def _last_box(text: str) -> str | None:
     """Return the content of the last box, or of the last two if only `or` separates them."""
-    boxes = list(_BOX.finditer(text))[-2:]
+    boxes = list(_BOX.finditer(text))[-2:] if "box" in text else []
     contents = [
         text[box.end() :].partition("<|end_of_box|>")[0] if box[0][0] == "<" else _read_braces(text[box.end() :])
         for box in boxes
@@ -234,13 +241,18 @@ def _read_json(text: str) -> str | None:
 
 def _find_statements(text: str) -> Iterator[tuple[str, str]]:
     """Yield the clauses after statement words and before confirmations, last one first."""
+    lowered = text.lower()
+    tables = [([each for each in anchors if each in lowered], *words) for anchors, *words in _STATEMENTS]
     for line in reversed(list(re.finditer(r".+", text))):
         start, end = line.span()
         lowered = line[0].lower()
-        if not [anchor for anchor in _ANCHORS if anchor in lowered]:
-            continue
-        found = [(match.end(), "statement", match) for match in WORDS["states"].finditer(text, start, end)]
-        found += [(match.start(), "confirmation", match) for match in WORDS["confirms"].finditer(text, start, end)]
+        found = [
+            (match.end() if rule == "statement" else match.start(), rule, match)
+            for anchors, anchor, words in tables
+            if [each for each in anchors if each in lowered] and anchor.search(lowered)
+            for rule, pattern in words
+            for match in pattern.finditer(text, start, end)
+        ]
         for _, rule, match in sorted(found, key=lambda each: each[0], reverse=True):
             before = _SENTENCE_END.split(text[max(start, match.start() - _MAX_REACH) : match.start()])[-1]
             if WORDS["unless"].search(before) or WORDS["refuses"].search(re.split("[,;]", before)[-1]):
@@ -285,7 +297,8 @@ _LETTER = re.compile(
 )
 _SMALL_LETTER = re.compile(r"\(?\s?([a-j])\s?(?:[).:]|$)")
 _FOLLOWED_BY_WORD = re.compile(
-    r"\s+(?!(?:or|and|nor|o|ou|oder|et|und|is|are|was|because|since|as|with|which|because|since)\b)[A-Za-z]{2}|\s+(?!o\b)[a-z]\b"
+    r"\s+(?!(?:or|and|nor|o|ou|oder|et|und|is|are|was|because|since|as|which|with|on|in|at|to|of|for|but|then)\b)"
+    r"[A-Za-z]{2}|\s+(?!o\b)[a-z]\b"
 )
 _IS = re.compile(
     r"[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s|是)?(?:(?:also|clearly|definitely)\s)?的?"
@@ -332,6 +345,7 @@ def _read_option(part: str, rule: str, choices: Sequence[str]) -> Answer | None:
         named, problem = read or ((set(), _TWO) if is_list else _read_texts(text, rule, choices))
         if not (named or problem):
             named = _find_same(part, choices) if whole else set()
+            named |= {place.option for place in _find_texts(text, choices)} if named else set()
     if len(named) == 1:
         return Answer(rule, part.strip(), min(named))
     is_stated = rule in ("box", "hashes", "json") or (
@@ -567,6 +581,7 @@ def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:
     return Solution(options[index], options, index)
 
 
+@lru_cache(4096)
 def _resolve_open(text: str) -> Solution:
     found = stated_answer(text, is_open=True)
     if found is not None and found.rule in ("box", "hashes", "statement") and strip_wrapping(found.part):
@@ -606,6 +621,7 @@ def _parse_choices(choices: Any) -> tuple[str, ...]:
     raise RewardError(f"choices is {excerpt(choices)}: give {differing}, or None for an open question")
 
 
+@lru_cache(4096)
 def _find_choice(solution: str, options: tuple[str, ...]) -> int:
     """Return the option that a solution names, by letter, text or a statement; -1 if it names none."""
     read = _read_option(to_half_width(solution), "tag", options)

@@ -10,11 +10,11 @@ TABLES = tomllib.loads(Path(__file__).with_name("statements.toml").read_text(enc
 POLARITY = {word: name for table in TABLES.values() for name in ("yes", "no") for word in table.get(name, ())}
 
 
-def compile_words(name: str) -> re.Pattern[str]:
-    """Compile the entries of all languages under `name` into one pattern."""
+def compile_words(name: str, *languages: str) -> re.Pattern[str]:
+    """Compile the entries of languages (all by default) under `name` into one pattern."""
     patterns = []
-    for language, table in TABLES.items():
-        entry = table.get(name, [])
+    for language in languages or TABLES:
+        entry = TABLES[language].get(name, [])
         flag = "a" * (language == "en")  # an English word may stand right behind an ideograph
         patterns += [f"(?{flag}:{part})" for part in ([entry] if isinstance(entry, str) else entry)]
     return re.compile("|".join(patterns), re.IGNORECASE | re.MULTILINE)
