@@ -223,10 +223,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self.resumed = [part for part in parts if part is not None]
 
     def _add_callbacks(self) -> None:
-        self.collapse_watch, self.recorder = (
-            CollapseWatch(self._metrics["train"], self.named_reward_weights),
-            RolloutRecorder(self),
-        )
+        self.collapse_watch = CollapseWatch(self._metrics["train"], self.named_reward_weights)
+        self.recorder = RolloutRecorder(self)
         self.termination = SaveOnTermination(self.accelerator)
         for callback in (self.collapse_watch, self.termination, OptimizerClock(self.clock)):
             self.add_callback(callback)

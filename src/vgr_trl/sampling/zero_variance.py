@@ -41,11 +41,9 @@ def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, fl
         return {}
     missing = [group for group in selection.dropped if group not in chosen]
     replayed = {} if replay is None else dict(zip(missing, replay.draw(len(missing)), strict=False))
-    is_of_batch = args.advantage_estimator == "grpo" and trainer.scale_rewards == "batch"
-    if args.advantage_estimator == "reinforce_plus_plus" or (
-        is_of_batch and (chosen or replayed or selection.filtered)
-    ):
-        replayed = divide_by_one_deviation(rounds, chosen, replayed, args.advantage_estimator)
+    estimator, changes = args.advantage_estimator, chosen or replayed or selection.filtered
+    if estimator == "reinforce_plus_plus" or (estimator == "grpo" and trainer.scale_rewards == "batch" and changes):
+        replayed = divide_by_one_deviation(rounds, chosen, replayed, estimator)
         advantages = [value for each in rounds for value in each.selection.advantages.tolist()]
         replace_newest(trainer._logs["advantages"], advantages)
     pad_token_id, step = trainer._tokenizer.pad_token_id, trainer.state.global_step
@@ -56,8 +54,8 @@ def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, fl
     if replayed and rollout.signals is not None:  # stored groups have the column that TRL omits on-policy
         rollout.batch = {OLD_LOGPS: rollout.signals.logps} | rollout.batch
     if replacements:
-        padding = pad_token_id, trainer.pad_to_multiple_of
-        insert_groups(rollout, replacements, trainer.accelerator.gather, *padding)
+        gather, multiple = trainer.accelerator.gather, trainer.pad_to_multiple_of
+        insert_groups(rollout, replacements, gather, pad_token_id, multiple)
     num_groups = selection.placement.num_groups
     if replay is not None:
         metrics |= replay.metrics(len(replayed) / num_groups)
@@ -218,10 +216,8 @@ def greedy_baseline(
             (rows of all, F).
         reward_weights: (F,), weights of the reward functions.
     """
-    firsts = [
-        [group for group in range(placement.num_groups) if placement.holder(group) == process]
-        for process in range(placement.num_processes)
-    ]
+    holders, processes = [*map(placement.holder, range(placement.num_groups))], range(placement.num_processes)
+    firsts = [[group for group, holder in enumerate(holders) if holder == process] for process in processes]
     most, first_row = max(map(len, firsts)), placement.process_index * placement.rows
     mine = [group * placement.num_generations - first_row for group in firsts[placement.process_index]]
     rows = mine + [0] * (most - len(mine))  # collective calls: every process generates as many completions

@@ -59,14 +59,11 @@ def reward_columns(segments: dict[str, Tensor]) -> dict[str, list[Any]]:
     Args:
         segments: name of a segment -> its quantities (N, 6), as `measure_segments` returns them.
     """
-    rows = dict(zip(segments, torch.stack(list(segments.values())).tolist(), strict=True))
-    tables = [
-        {
-            name: dict(zip(ATTENTION_QUANTITIES, map(_none_for_nan, values[row]), strict=True))
-            for name, values in rows.items()
-        }
-        for row in range(len(rows["all"]))
-    ]
+    quantities = {
+        name: [dict(zip(ATTENTION_QUANTITIES, map(_none_for_nan, row), strict=True)) for row in values.tolist()]
+        for name, values in segments.items()
+    }
+    tables = [dict(zip(quantities, row, strict=True)) for row in zip(*quantities.values(), strict=True)]
     of_reward = [table.get("late", table["all"]) for table in tables]
     return {name: [table[name] for table in of_reward] for name in SINGLE_COLUMNS} | {"attention_metrics": tables}
 

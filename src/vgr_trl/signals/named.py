@@ -174,11 +174,6 @@ def _return_measured(need: str, signals: RolloutSignals, options: Any) -> Any:
     return signals.measured(need)
 
 
-for _name, _need in {
-    "similarity": "similarity",
-    "dependency": "dependency",
-    "entropies": "entropies",
-    "logps": "logps",
-    "jsd": "shift",
-}.items():
+for _name in ("similarity", "dependency", "entropies", "logps", "jsd"):
+    _need = "shift" if _name == "jsd" else _name
     registries.signals.register(_name)(declares(needs=(_need,))(partial(_return_measured, _need)))

@@ -40,10 +40,7 @@ def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prom
     perturb = partial(perturb_images, name=args.noisy_perturbation, parameters=parameters, seed=args.seed, step=step)
     numbers = [(first + row) // size for row in range(len(rollout.rows))]
     perturbed, own = perturb_prompts(rollout.messages, numbers, perturb)
-    seen = [
-        perturbed[own[row]] if is_noisy else conversation
-        for row, (conversation, is_noisy) in enumerate(zip(rollout.messages, noisy, strict=True))
-    ]
+    seen = [perturbed[own[row]] if is_noisy else rollout.messages[row] for row, is_noisy in enumerate(noisy)]
     shown = trainer.tokenize(seen)
     if [list(ids) for ids in shown.ids] != [list(ids) for ids in prompts.ids]:
         found = f"Images perturbed by {args.noisy_perturbation} give other image tokens than the originals"
