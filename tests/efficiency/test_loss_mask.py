@@ -5,11 +5,11 @@ import torch
 from vgr_trl.passes.loss_mask import (
     Extent,
     Window,
+    count_tokens,
     find_loss_mask,
     find_window,
     group_by_length,
     pack_rows,
-    tokens_of,
 )
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
@@ -54,7 +54,7 @@ def test_parts_of_at_most_so_many_tokens():
     extents = [Extent(10, 4, True), Extent(10, 2, True), Extent(6, 4, True), Extent(6, 0, False), Extent(6, 4, True)]
 
     def parts(groups, most):
-        return pack_rows(5, lambda rows: tokens_of(rows, extents, groups), most)
+        return pack_rows(5, lambda rows: count_tokens(rows, extents, groups), most)
 
     groups = [0, 0, 1, 1, 1]
     assert parts(groups, 18) == [[0, 1], [2, 3, 4]]
