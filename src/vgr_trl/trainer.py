@@ -142,8 +142,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     num_generations: int
     num_generations_eval: int
     pad_to_multiple_of: int | None
-    further_prompts: Any = None
     _logs: dict[str, Any]
+    further_prompts: Any = None
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: DAPOConfig | None = None, *rest: Any, **options: Any
@@ -343,7 +343,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             # Read by rewards of our users' scripts, through the argument `trainer`.
             self._mdi_balance_scores_current_batch = columns.get("mdi_balance")
             rows = [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(inputs)]
-            with patched_attribute(self, "reward_funcs", self._checked_rewards(rollout)):
+            with patched_attribute(self, "reward_funcs", self._wrap_rewards(rollout)):
                 rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids_list)
             rewards = self.kl.drop_unscored_penalties(rewards)
             refuse_infinite(rewards, self.reward_func_names, rows, len(rows) * self.accelerator.process_index)
@@ -632,7 +632,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self.reward_weights = weights
         return nullcontext()
 
-    def _checked_rewards(self, rollout: Rollout | None) -> list[Any]:
+    def _wrap_rewards(self, rollout: Rollout | None) -> list[Any]:
         """Wrap the reward functions, so that they return one number or None per completion, or an error names them.
 
         A single greedy completion has no group: rewards that compare a group are 0 for it, or None beside others.

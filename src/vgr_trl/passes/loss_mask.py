@@ -80,7 +80,7 @@ def find_window(
         multiple: the columns of prompts and of completions are multiples of it, unless the batch has fewer.
         read: (N, T) bool, tokens that rows with loss have to run beside; None: `loss_mask`.
     """
-    extents = extents_of(loss_mask, prompt_mask, rows=rows, padding=padding, read=read)
+    extents = find_extents(loss_mask, prompt_mask, rows=rows, padding=padding, read=read)
     kept = [row for row, extent in enumerate(extents) if extent.runs]
     candidates = [row for row, count in enumerate(num_images or ()) if count > 0] or range(len(extents))
     if not set(kept).intersection(candidates):
@@ -109,7 +109,7 @@ def find_text(is_image: torch.Tensor, completion: int, multiple: int | None = No
     return Window(rows[:1], before, behind, images=False) if rows else None
 
 
-def extents_of(
+def find_extents(
     loss_mask: torch.Tensor, prompt_mask: torch.Tensor, *, rows: bool, padding: bool, read: torch.Tensor | None = None
 ) -> list[Extent]:
     """Return the columns computed per row.
@@ -170,7 +170,7 @@ def pack_rows(count: int, load: Callable[[Sequence[int]], float], most: float) -
     return parts
 
 
-def tokens_of(rows: Sequence[int], extents: Sequence[Extent], groups: Sequence[int] | None) -> int:
+def count_tokens(rows: Sequence[int], extents: Sequence[Extent], groups: Sequence[int] | None) -> int:
     """Count the tokens that a pass over some rows computes, padding included; skipped rows cost nothing.
 
     Prompts are as wide as the longest and computed once per group; completions are as wide as the longest.

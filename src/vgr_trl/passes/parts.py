@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 
-from vgr_trl.passes.loss_mask import Extent, pack_rows, tokens_of
+from vgr_trl.passes.loss_mask import Extent, count_tokens, pack_rows
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import OLD_LOGPS
 from vgr_trl.scoring_inputs import take_rows, valid_tokens
@@ -34,7 +34,7 @@ def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[st
     before: Tensor | float = 0.0
     for rows in parts:
         part = _take_part(inputs, rows)
-        weight = _weight_of(part, inputs, trainer.args.loss_type)
+        weight = _weigh_part(part, inputs, trainer.args.loss_type)
         is_last = rows is parts[-1]
         with nullcontext() if is_last else _accumulate(trainer.accelerator, model):
             loss = compute(model, part, weight)
@@ -81,7 +81,7 @@ def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[lis
 
     def count_positions(rows: Sequence[int], process: int) -> tuple[int, int]:
         extents, prompts = processes[process]
-        return tokens_of(rows, extents, prompts), tokens_of(rows, extents, None)
+        return count_tokens(rows, extents, prompts), count_tokens(rows, extents, None)
 
     def load(rows: Sequence[int]) -> float:
         computed, attended = map(
@@ -106,7 +106,7 @@ def _take_part(inputs: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     return part
 
 
-def _weight_of(part: dict[str, Any], inputs: dict[str, Any], loss_type: str) -> float:
+def _weigh_part(part: dict[str, Any], inputs: dict[str, Any], loss_type: str) -> float:
     """Return the weight of a part's mean loss in the mean of the micro-batch."""
     if loss_type in PER_WINDOW:
         return 1.0

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from vgr_trl.errors import DataError
-from vgr_trl.passes.loss_mask import Extent, Window, extents_of, find_loss_mask, find_text, find_window, trim_inputs
+from vgr_trl.passes.loss_mask import (
+    Extent,
+    Window,
+    find_extents,
+    find_loss_mask,
+    find_text,
+    find_window,
+    trim_inputs,
+)
 from vgr_trl.run_facts import Features
 from vgr_trl.scoring_inputs import valid_tokens
 from vgr_trl.sharing.prefix_split import is_image_token
@@ -45,7 +53,7 @@ class Skipping:
 
     def extents(self, batch: Mapping[str, Any]) -> list[Extent]:
         """Return the columns that each row of a training batch computes."""
-        return extents_of(self.loss_mask(batch), batch["prompt_mask"], rows=self.rows, padding=self.padding)
+        return find_extents(self.loss_mask(batch), batch["prompt_mask"], rows=self.rows, padding=self.padding)
 
     def runs_images(self, inputs: Mapping[str, Any]) -> bool:
         """Whether the images of a micro-batch run even if no row has loss."""
@@ -64,26 +72,20 @@ class Skipping:
             images = is_image_token(inputs["input_ids"][:, -length:], config)
             # Sharing needs a token behind the images of a row.
             read = loss_mask | images | torch.nn.functional.pad(images[:, :-1], (1, 0))
-        window = self._find_window(inputs, loss_mask, read, config)
-        cut = read if self.padding else None
-        try:
-            return trim_inputs(inputs, window, cut), window
-        except DataError:  # the pixels of a row are not known, so that every row stays
-            window = replace(window, rows=list(range(len(loss_mask))))
-            return trim_inputs(inputs, window, cut), window
-
-    def _find_window(self, inputs: Mapping[str, Any], loss_mask: Tensor, read: Tensor, config: Any) -> Window:
-        length, runs_images = inputs["logits_to_keep"], self.runs_images(inputs)
-        if self.rows and self.padding and not runs_images and not loss_mask.any():
-            text = find_text(is_image_token(inputs["input_ids"], config), length, self.multiple)
-            if text is not None:
-                return text
-        return find_window(
+        cut, window = read if self.padding else None, None
+        if self.rows and self.padding and not self.runs_images(inputs) and not loss_mask.any():
+            window = find_text(is_image_token(inputs["input_ids"], config), length, self.multiple)
+        window = window or find_window(
             loss_mask,
             inputs["attention_mask"][:, :-length],
-            inputs.get("num_images") if runs_images else None,
+            inputs.get("num_images") if self.runs_images(inputs) else None,
             rows=self.rows,
             padding=self.padding,
             multiple=self.multiple,
             read=read,
         )
+        try:
+            return trim_inputs(inputs, window, cut), window
+        except DataError:  # the pixels of a row are not known, so that every row stays
+            window = replace(window, rows=list(range(len(loss_mask))))
+            return trim_inputs(inputs, window, cut), window

@@ -161,24 +161,17 @@ def _score_chunk(
     if compute is None:
         head, tokens = Head(causal_model(model)), inputs["input_ids"][:, -length:]
         logps, entropies = head.score(states[0], tokens, mask, temperature)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"entropies": entropies if want.entropies else None, "router_loss": router_loss}
+    found |= {"hidden": states[0] if want.hidden else None, "similarity": similar and similar.similarity}
+    if want.values is not None:
+        found["values"] = want.values(states[0].detach())
     if probe is not None:
-        found["attention"] = replace(probe.mass, mask=mask, **({} if own is None else _seen(probe.sets, length)))
+        found["attention"] = replace(probe.mass, mask=mask, **({} if own is None else _count_seen(probe.sets, length)))
         if want.attention is not None and want.attention.per_image:
-            found["per_image"] = _per_image(probe, mask, want.attention.keep_layers, inputs.get("num_images"))
+            found["per_image"] = _measure_images(probe, mask, want.attention.keep_layers, inputs.get("num_images"))
         found["prompt_attention"] = probe.prompt_mass if probe.plan.measure_prompt else None
         found["maps"] = {rows[row]: kept for row, kept in probe.kept.items()}
-    return Scores(
-        logps,
-        mask,
-        entropies=entropies if want.entropies else None,
-        hidden=states[0] if want.hidden else None,
-        values=None if want.values is None else want.values(states[0].detach()),
-        similarity=None if similar is None else similar.similarity,
-        router_loss=router_loss,
-        rows_run=len(rows),
-        **found,
-    )
+    return Scores(logps, mask, **found, rows_run=len(rows))
 
 
 def _build_probes(
@@ -224,7 +217,7 @@ def given_tokens(inputs: Mapping[str, Any], own: Tensor | None) -> Tensor:
     return torch.cat([given[:, :-length], of_tools], dim=1)
 
 
-def _seen(sets: Tensor, length: int) -> dict[str, Tensor]:
+def _count_seen(sets: Tensor, length: int) -> dict[str, Tensor]:
     """Count the vision and instruction tokens in front of each completion token, (N, T) int each.
 
     Args:
@@ -235,7 +228,7 @@ def _seen(sets: Tensor, length: int) -> dict[str, Tensor]:
     return {"seen_vision": seen[..., 0], "seen_instruction": seen[..., 1]}
 
 
-def _per_image(
+def _measure_images(
     probe: AttentionProbe, mask: Tensor, layers: Sequence[int] | None, num_images: Sequence[int] | None
 ) -> list[list[float | None]]:
     """Return each row's mean attention to each of its images, over layers and over the valid tokens behind it.
