@@ -1,4 +1,4 @@
-"""Assign the pixel inputs of a batch to its rows, by one table of layouts.
+"""Assign the pixel inputs of a batch to its rows, by a table of layouts.
 
 A family of models with another layout needs one more `Layout`.
 """
@@ -82,7 +82,7 @@ def parts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> Parts:
 
 
 def tiles_by_tokens(given: ImageInputs, num_images: Sequence[int], is_image: torch.Tensor) -> list[int] | None:
-    """Return the number of tiles of each row; None: each image is one tile, or the model has no tiles.
+    """Return the number of tiles of each row; None: each image is a tile, or the model has no tiles.
 
     Args:
         given: pixel inputs by name.
@@ -134,10 +134,10 @@ def find_layout(given: ImageInputs, images: int | None = None) -> Layout:
 
 
 def _slice_inputs(given: ImageInputs, layout: Layout, counts: dict[Unit, list[int]]) -> Parts:
-    slices = {unit: _slices(of_rows) for unit, of_rows in counts.items()}
+    slices = {unit: _make_slices(of_rows) for unit, of_rows in counts.items()}
     if "patch" in layout.units.values():
         patches = given["image_grid_thw"].prod(-1).tolist()
-        slices["patch"] = _slices([sum(patches[images]) for images in slices["image"]])
+        slices["patch"] = _make_slices([sum(patches[images]) for images in slices["image"]])
     parts = {name: slices[layout.units[name]] for name in given}
     for name, value in given.items():
         if (parts[name][-1].stop if parts[name] else 0) != len(value):
@@ -145,7 +145,7 @@ def _slice_inputs(given: ImageInputs, layout: Layout, counts: dict[Unit, list[in
     return parts
 
 
-def _slices(counts: Sequence[int]) -> list[slice]:
+def _make_slices(counts: Sequence[int]) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise([0, *accumulate(counts)])]
 
 
@@ -229,7 +229,7 @@ def number_images(given: ImageInputs, num_images: Sequence[int], is_image: torch
         sizes = [1] * sum(num_images)
     else:
         return numbers
-    for row, images in enumerate(_slices(num_images)):
+    for row, images in enumerate(_make_slices(num_images)):
         tokens, worth = int(is_image[row].sum()), sum(sizes[images])
         if worth and not any(tokens * size % worth for size in sizes[images]):
             counts = [tokens * size // worth for size in sizes[images]]
@@ -281,7 +281,7 @@ def split_images(batch: Mapping[str, Any], count: int) -> tuple[list[Images], bo
 
 
 def stack_images(rows: Sequence[Images], one_per_row: bool) -> Images:
-    """Combine the image inputs of rows into those of a batch; the inverse of `split_images`.
+    """Combine the image inputs of rows into a batch; the inverse of `split_images`.
 
     Rows of different sizes are padded to the largest image, or to the most patches or images.
 
@@ -290,10 +290,10 @@ def stack_images(rows: Sequence[Images], one_per_row: bool) -> Images:
         one_per_row: whether rows without images get an entry of zeros.
     """
     names = [name for name in ROW_INPUTS if any(name in row for row in rows)]
-    return {name: _stack([row.get(name) for row in rows], _PADDING.get(name, 0), one_per_row) for name in names}
+    return {name: _stack_parts([row.get(name) for row in rows], _PADDING.get(name, 0), one_per_row) for name in names}
 
 
-def _stack(parts: Sequence[torch.Tensor | None], padding: int, one_per_row: bool) -> torch.Tensor:
+def _stack_parts(parts: Sequence[torch.Tensor | None], padding: int, one_per_row: bool) -> torch.Tensor:
     present = [part for part in parts if part is not None]
     shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in present), strict=True)]
     if one_per_row:
@@ -312,7 +312,7 @@ def move_images(rows: Sequence[Images], device: torch.device | str) -> list[Imag
 
 
 def store_images(rows: Sequence[Images]) -> list[Images]:
-    """Copy rows to the CPU without the batches that they are views of; equal tensors become one object."""
+    """Copy rows to the CPU without the batches that they are views of; equal tensors become the same object."""
     return _map_shared_tensors(rows, lambda value: clone_to(value, "cpu"), fingerprint)
 
 

@@ -1,4 +1,4 @@
-"""Faults of transformers and torch: each with its link, and what makes the repair removable."""
+"""Repairs of faults in transformers and torch, each with its link and the condition under which it can be removed."""
 
 import atexit
 import copy
@@ -34,7 +34,7 @@ def rotate_at_end() -> Iterator[None]:
 
 # Weights of a vision-language model resumed under the names they were saved with.
 #
-# transformers saves the parameters of vision-language models under other names, and `from_pretrained` renames them back.
+# transformers saves parameters of vision-language models under other names, and `from_pretrained` renames them back.
 # The trainer's loading does not: it warns and keeps the weights of the start (seen with transformers 5.23 and
 # Qwen2.5-VL). Removable when `Trainer._load_from_checkpoint` renames.
 

@@ -1,4 +1,4 @@
-"""Faults of TRL: each with its link, and what makes the repair removable."""
+"""Repairs of faults in TRL, each with its link and the condition under which it can be removed."""
 
 import json
 import math
@@ -34,7 +34,7 @@ logger = logging.get_logger(__name__)
 
 
 def conversation_text(messages: Any) -> str:
-    """Return a conversation as one printable text, with `<image>` for each image.
+    """Return a conversation as a printable text, with `<image>` for each image.
 
     A column of a table has one type, and trackers show texts. Messages with images are lists of parts: wandb 0.31
     refuses them, trackio 0.43 shows `[object Object]`, and Parquet cannot store them beside messages that are texts
@@ -49,8 +49,8 @@ def conversation_text(messages: Any) -> str:
     if isinstance(messages, str):
         return printable(messages)
     if len(messages) == 1:
-        return printable(_content(messages[0]))
-    return printable("\n\n".join(f"{message['role']}: {_content(message)}" for message in messages))
+        return printable(_content_text(messages[0]))
+    return printable("\n\n".join(f"{message['role']}: {_content_text(message)}" for message in messages))
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def keep_training_table(output_dir: str | None, step: int, evaluates: bool) -> I
         step: number of the step.
         evaluates: whether this process writes the table of an evaluation.
     """
-    file = _folder(output_dir) / f"completions_{step:05d}.parquet"
+    file = _tables_folder(output_dir) / f"completions_{step:05d}.parquet"
     kept = file.with_suffix(".training")
     if evaluates and file.exists():
         file.replace(kept)
@@ -108,7 +108,7 @@ def warn_of_lost_table(trainer: GRPOTrainer, mode: str) -> Iterator[None]:
 
 def remove_oldest_tables(output_dir: str | None, max_bytes: float) -> None:
     """Remove the oldest tables of completions, except the first, until all tables have at most `max_bytes`."""
-    paths = _folder(output_dir).glob("completions_[0-9]*.parquet")
+    paths = _tables_folder(output_dir).glob("completions_[0-9]*.parquet")
     sizes = {path: path.stat().st_size for path in sorted(paths, key=lambda path: (int(path.stem.split("_")[1]), path))}
     total = sum(sizes.values())
     for path in list(sizes)[1:-1]:
@@ -118,11 +118,11 @@ def remove_oldest_tables(output_dir: str | None, max_bytes: float) -> None:
         total -= sizes[path]
 
 
-def _folder(output_dir: str | None) -> Path:
+def _tables_folder(output_dir: str | None) -> Path:
     return Path(output_dir or "trainer_output", "completions")
 
 
-def _content(message: dict[str, Any]) -> str:
+def _content_text(message: dict[str, Any]) -> str:
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     text = "".join(str(part["text"]) if part.get("type") == "text" else f"<{part.get('type')}>" for part in parts)
@@ -150,7 +150,7 @@ def images_logged_by_all(trainer: GRPOTrainer, rows: Sequence[Mapping[str, Any]]
         return
     with patched_attribute(trainer, "log_multimodal", False):
         yield
-    gathered = gather_object([images_of(row) or _images_in_messages(row.get("prompt")) for row in rows])
+    gathered = gather_object([images_of(row) or _find_images_in_messages(row.get("prompt")) for row in rows])
     logged: Any = trainer._logs["images"]
     if any(gathered) or logged:
         without = len(trainer._logs["prompt"]) - len(gathered) - len(logged)
@@ -158,7 +158,7 @@ def images_logged_by_all(trainer: GRPOTrainer, rows: Sequence[Mapping[str, Any]]
         logged.extend(gathered)
 
 
-def _images_in_messages(prompt: Any) -> list[Any]:
+def _find_images_in_messages(prompt: Any) -> list[Any]:
     messages = prompt if isinstance(prompt, list) else []
     parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     return [part["image"] for part in parts if part.get("type") == "image" and part.get("image") is not None]
@@ -169,7 +169,7 @@ def _images_in_messages(prompt: Any) -> list[Any]:
 
 @contextmanager
 def merge_round_metrics(trainer: GRPOTrainer, completions: int) -> Iterator[list[int]]:
-    """Merge TRL's metrics of a rollout batch and of further rounds, generated in this block, to one value each.
+    """Merge TRL's metrics of a rollout batch and of further rounds, generated in this block.
 
     Means are weighted by completions; minima and maxima are kept.
 
@@ -207,7 +207,7 @@ def replace_newest(values: deque[Any], newest: list[Any]) -> None:
 
 
 def enlarge_tables(logs: dict[str, Any], count: int) -> None:
-    """Make room for `count` rows in the table of completions, in place; TRL's table holds one rollout batch."""
+    """Make room for `count` rows in the table of completions, in place; TRL's table holds a single rollout batch."""
     for name, values in logs.items():
         is_column = isinstance(values, deque)
         logs[name] = deque(values, count) if is_column else defaultdict(lambda: deque(maxlen=count), values)
@@ -312,13 +312,13 @@ def let_decoding_compile(trainer: GRPOTrainer) -> None:
 
 
 def has_pixels_by_row(inputs: Mapping[str, Any]) -> bool:
-    """Whether the pixel inputs of a batch or a pass have one entry per row."""
+    """Whether the pixel inputs of a batch or a pass have an entry for each row."""
     return inputs.get("pixel_attention_mask") is not None and inputs.get("spatial_shapes") is None
 
 
 @contextmanager
 def keep_pixel_rows_whole() -> Iterator[None]:
-    """Let TRL shuffle pixels that have one entry per row with their rows, in this block."""
+    """Let TRL shuffle pixels that have an entry for each row with their rows, in this block."""
     name, plain = "split_pixel_values_by_grid", grpo_trainer.split_pixel_values_by_grid
     with patched_attribute(grpo_trainer, name, lambda batch: batch if has_pixels_by_row(batch) else plain(batch)):
         yield
@@ -378,7 +378,7 @@ def readable_calls(clean: Callable[[str], str]) -> AbstractContextManager[None]:
         try:
             parsed: dict[str, Any] = plain(tokenizer, ids, *args, **kwargs)
             for call in parsed.get("tool_calls") or ():
-                function = _checked_call(call["function"])
+                function = _check_call(call["function"])
                 call.update(type=call["type"], function=function | {"name": clean(function["name"])})
         except Exception:  # parsers raise errors of any type
             return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
@@ -387,7 +387,7 @@ def readable_calls(clean: Callable[[str], str]) -> AbstractContextManager[None]:
     return patched_attribute(grpo_trainer, "parse_response", parse)
 
 
-def _checked_call(function: dict[str, Any]) -> Any:
+def _check_call(function: dict[str, Any]) -> Any:
     """Return a tool call without lone surrogates, or raise an error if its arguments are nested too deeply."""
     text = json.dumps(function, ensure_ascii=False).encode("utf-8", "replace").decode()
     if max(accumulate(_BRACKETS.get(character, 0) for character in text)) > _MOST_NESTED:

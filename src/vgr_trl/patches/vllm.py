@@ -1,4 +1,4 @@
-"""Faults of TRL with vLLM: each with its link, and what makes the repair removable."""
+"""Repairs of faults in TRL with vLLM, each with its link and the condition under which it can be removed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,7 +70,7 @@ def collapse_images(
     image_token_id: int,
     tokens_per_image: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Replace the placeholders of each image by one placeholder token.
+    """Collapse the placeholders of each image to a single placeholder token.
 
     Args:
         prompt_ids: tokens of N prompts.

@@ -20,7 +20,7 @@ _HIDES_NOTHING = WeakTensorKeyDictionary()  # mask -> whether it hides no earlie
 
 
 def mark_shared(keys: Tensor) -> Tensor:
-    """Let `sdpa_by_key_head` know keys, (B, H, K, D), as those of a pass with shared prompts.
+    """Let `sdpa_by_key_head` know that keys, (B, H, K, D), belong to a pass with shared prompts.
 
     It knows them as long as they exist. A flag of the block would be gone when a checkpoint computes a layer again in
     the backward pass.
@@ -30,7 +30,7 @@ def mark_shared(keys: Tensor) -> Tensor:
 
 
 def wrap_attention(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[None]:
-    """Wrap every attention function that a model looks up in this block, eager ones and local overrides included."""
+    """Wrap every attention function that a model looks up in this block, eager and overridden functions included."""
     look_up = AttentionInterface.get_interface
 
     def get_interface(interface: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,10 +58,13 @@ def sdpa_by_key_head(
     outputs of padding behind completions differ then. Passes without shared prompts run transformers' `sdpa`.
 
     Args:
+        module: attention layer.
         query: (B, H, Q, D).
         key: (B, key heads, K, D), known by `mark_shared` where prompts are shared.
         value: (B, key heads, K, D).
         attention_mask: (B, 1, Q, K).
+        dropout: probability.
+        scaling: of the scores; None: 1 / sqrt(D).
         attend_within: function that computes the attention instead, (B, Q, H, D); a hook of the module passes it.
     """
     if attend_within is not None:
@@ -94,7 +97,7 @@ def sdpa_by_key_head(
 
 
 def hides_nothing_before(mask: Tensor) -> bool:
-    """Return whether each query sees all keys up to its own and no later one; its own are the last Q of K.
+    """Return whether each query sees all keys up to its own and no later key; the queries' keys are the last Q of K.
 
     Args:
         mask: (B, 1, Q, K) bool. Queries that do not see their own key are padding, and may see anything.

@@ -260,7 +260,7 @@ class MicroBatch:
 
     @property
     def lends(self) -> bool:
-        """Whether the micro-batch reads an open prompt, or opens one for a later micro-batch."""
+        """Whether the micro-batch reads an open prompt, or opens a prompt for a later micro-batch."""
         return any(self.again) or self.computed < len(self.found)
 
     def prefill(self, base: Any, plain: Callable[..., Any]) -> Prefill:
@@ -278,7 +278,7 @@ class MicroBatch:
         read = [each.copies if again else each.close() for each, again in zip(prompts, self.again, strict=True)]
         joined = copy(prompts[0].prefill)
         joined.written = WrittenPrefix(base.config, self.split.groups)
-        tensors = iter([_left_padded(same, self.split.start) for same in zip(*read, strict=True)])
+        tensors = iter([_pad_left(same, self.split.start) for same in zip(*read, strict=True)])
         for layer in joined.written.layers:
             layer.update(next(tensors), next(tensors))
         if has_rope_deltas(base):
@@ -289,7 +289,7 @@ class MicroBatch:
         return joined
 
     def _run(self, number: int, base: Any, plain: Callable[..., Any]) -> LentPrompt:
-        """Run one prompt, without its padding."""
+        """Run a single prompt, without its padding."""
         row, tokens = self.rows[number], self.tokens[number]
         alone = {name: value for name, value in self.inputs.items() if name not in (*PER_TOKEN, *self.split.pixels)}
         columns = slice(self.split.start - len(tokens), self.split.start)
@@ -303,7 +303,7 @@ class MicroBatch:
         return LentPrompt(tokens, self.pixels[number], prefill, self.lending)
 
 
-def _left_padded(tensors: Sequence[Tensor], width: int) -> Tensor:
+def _pad_left(tensors: Sequence[Tensor], width: int) -> Tensor:
     """Pad U tensors (1, H, P - 1, D) on the left to (U, H, width, D); a single tensor of this width is not copied."""
     if len(tensors) == 1 and tensors[0].size(-2) == width:
         return tensors[0]
@@ -368,7 +368,7 @@ def shuffle_whole_groups(
     groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], by_row)
     batch = batch | {name: _share_pixels(each, groups) for name, each in pixels.items() if isinstance(each, list)}
     if is_image is not None and isinstance(pixels.get("image_grid_thw"), list):
-        groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], _pixels_of_prompts(batch, is_image))
+        groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], _select_prompt_pixels(batch, is_image))
     batch[PROMPT_GROUP] = groups
     order = arrange(torch.randperm(len(groups)).tolist(), groups)
 
@@ -382,7 +382,7 @@ def shuffle_whole_groups(
     return {key: reordered(value) for key, value in batch.items()}
 
 
-def _pixels_of_prompts(batch: Mapping[str, Any], is_image: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:
+def _select_prompt_pixels(batch: Mapping[str, Any], is_image: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:
     """Return patches and grids of each row's prompt, whose images precede the images of its completion."""
     before, behind = (is_image(batch[name]).sum(1).tolist() for name in ("prompt_ids", "completion_ids"))  # (N,) each
     found = []

@@ -73,7 +73,7 @@ def attention_modules(model: nn.Module) -> list[Any]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `torch.compile` has been applied to the model or to one of its modules."""
+    """Whether `torch.compile` has been applied to the model or to any of its modules."""
     return any(hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) for each in model.modules())
 
 

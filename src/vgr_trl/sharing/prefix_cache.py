@@ -23,7 +23,7 @@ class PromptsStored(Exception):
 
 
 class _Keys(CacheLayerMixin):
-    """A layer whose keys `sdpa_by_key_head` recognises as those of a pass with shared prompts."""
+    """A layer that marks its keys as shared, for `sdpa_by_key_head`."""
 
     keys: Any
     values: Any
@@ -70,7 +70,7 @@ class StoredKeys(_Keys):
 
 
 class ExpandedKeys(_Keys):
-    """Stored keys and values, prepended to those of every row of a batch; read-only."""
+    """Stored keys and values, prepended to the keys and values of every row of a batch; read-only."""
 
     def __init__(self, stored: StoredKeys, index: Tensor) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class ExpandedKeys(_Keys):
 
 
 class PackedKeys(ExpandedKeys):
-    """Stored keys and values of U prompts of P - 1 tokens, prepended to those of packed completions; read-only.
+    """Stored keys and values of U prompts of P - 1 tokens, prepended to packed completions; read-only.
 
     The index (K,) gathers keys from the concatenation of U * (P - 1) keys of prompts and Q keys of completions.
     """
@@ -182,12 +182,12 @@ class ExpandedState(_State):
 
 
 def is_stateless_layer(layer: Any) -> bool:
-    """Whether a cache layer reads the keys and values of another layer; older releases have no such layers."""
+    """Whether a cache layer reads the keys and values of another layer; older releases have none of them."""
     return type(layer).__name__ == "DummyLayer"
 
 
 class WrittenPrefix(Cache):
-    """A cache that one forward pass over the unique prompts fills.
+    """A cache that a forward pass over the unique prompts fills.
 
     Args:
         config: of the model.
@@ -199,7 +199,7 @@ class WrittenPrefix(Cache):
     def __init__(self, config: PretrainedConfig, groups: Sequence[int]) -> None:
         layers = DynamicCache(config=config).layers
         kinds = layer_types(config) or [""] * len(layers)
-        super().__init__(layers=[_stored(layer, kind) for layer, kind in zip(layers, kinds, strict=False)])
+        super().__init__(layers=[_make_layer(layer, kind) for layer, kind in zip(layers, kinds, strict=False)])
         self.groups = list(groups)
 
     def check(self, length: int, hidden: Tensor | None) -> None:
@@ -226,7 +226,7 @@ def layer_types(config: Any) -> list[str]:
     return list(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
-def _stored(layer: Any, kind: str) -> Any:
+def _make_layer(layer: Any, kind: str) -> Any:
     if is_stateless_layer(layer):
         return layer
     if isinstance(layer, LinearAttentionLayer):

@@ -127,8 +127,8 @@ class CompletionPass:
         lengths: list[int] = emitted.clamp(min=1).tolist()
         return lengths
 
-    def padded(self, rows: Sequence[int], length: int) -> Any:
-        """Return the outputs of one pass over `length` columns of some rows.
+    def run_padded(self, rows: Sequence[int], length: int) -> Any:
+        """Run `length` columns of some rows, and return their outputs, (B, length, D).
 
         Args:
             rows: their numbers.
@@ -160,14 +160,14 @@ class CompletionPass:
         if prefers_cudnn():  # which plans every new shape for 0.4 to 0.6 s (FunASR#3704)
             lengths = [min(length + -length % _FEW_SHAPES, columns) for length in lengths]
         passes = cut_by_length(lengths, _PASS_COST.get(self.ids.device.type, _PASS_COST_ON_GPU))
-        parts = [self.padded(rows, max(lengths[row] for row in rows)) for rows in passes]
+        parts = [self.run_padded(rows, max(lengths[row] for row in rows)) for rows in passes]
         wide = [torch.nn.functional.pad(part, (0, 0, 0, columns - part.size(1))) for part in map(hidden_states, parts)]
         order = [row for rows in passes for row in rows]
         back = on_device(sorted(range(len(order)), key=order.__getitem__), self.ids.device)
         return type(parts[0])(last_hidden_state=wide[0] if len(wide) == 1 else torch.cat(wide)[back])
 
-    def packed(self, lengths: Sequence[int]) -> Any:
-        """Run all rows as one row without padding; return their outputs, (N, stop - start, D), 0 for padding.
+    def run_packed(self, lengths: Sequence[int]) -> Any:
+        """Run all rows as a single row without padding; return outputs (N, stop - start, D), 0 for padding.
 
         Raises:
             UnsupportedModel: the model does not pass cu_seqlens on to its attention.
@@ -236,9 +236,9 @@ def prefix_forward(
         prefill = split.lent.prefill(base, plain)
     completions = CompletionPass(base, prefill, inputs)
     if packs and not whole and not split.behind:
-        outputs = completions.packed(completions.lengths())
+        outputs = completions.run_packed(completions.lengths())
     elif whole or alike:
-        outputs = completions.padded(range(len(split.groups)), split.stop - split.start)
+        outputs = completions.run_padded(range(len(split.groups)), split.stop - split.start)
     else:
         outputs = completions.run_by_length(completions.lengths())
     hidden = hidden_states(outputs)  # (N, stop - start, D)

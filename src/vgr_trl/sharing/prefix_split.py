@@ -47,7 +47,7 @@ def find_groups(ids: Tensor, mask: Tensor | None = None, pixels: Sequence[Sequen
     firsts, undecided = list(range(len(texts))), list(alike.values())  # the first row of each row's group
     while undecided:
         pairs = [(rows[0], row) for rows in undecided for row in rows[1:]]
-        equal = {row: first for (first, row), same in zip(pairs, _equal(pixels, pairs), strict=True) if same}
+        equal = {row: first for (first, row), same in zip(pairs, _compare_pixels(pixels, pairs), strict=True) if same}
         for row, first in equal.items():
             firsts[row] = first
         others = ([row for row in rows[1:] if row not in equal] for rows in undecided)
@@ -61,7 +61,7 @@ def first_rows(groups: Sequence[int]) -> list[int]:
     return [row for row, group in enumerate(groups) if group not in groups[:row]]
 
 
-def _equal(pixels: Sequence[Sequence[Tensor]] | None, pairs: Sequence[tuple[int, int]]) -> list[bool]:
+def _compare_pixels(pixels: Sequence[Sequence[Tensor]] | None, pairs: Sequence[tuple[int, int]]) -> list[bool]:
     """Return whether both rows of each pair have the same pixels; the host waits once, after all comparisons."""
     if pixels is None or not pairs:
         return [True] * len(pairs)
@@ -169,12 +169,12 @@ def find_split(
     is_image = is_image_token(ids, config)
     given = image_inputs_of(inputs)
     try:
-        parts, behind = _parts_of_prompts(given, is_image, columns[0] if columns else ids.size(1))
+        parts, behind = _separate_prompt_parts(given, is_image, columns[0] if columns else ids.size(1))
     except UnknownParts as error:
         raise UnsupportedModel(error.reason) from error
     rows = range(len(ids))
     pixels = [[given[name][slices[row]] for name, slices in parts.items()] for row in rows] if parts else None
-    start, stop = columns or (_best_start(ids, mask, is_image, pixels), ids.size(1))
+    start, stop = columns or (_find_best_start(ids, mask, is_image, pixels), ids.size(1))
     require(1 <= start < stop, "no prompt before the completions")
     groups = find_groups(ids[:, :start], mask[:, :start], pixels)
     require(alone or max(groups) + 1 < len(groups), "no prompt occurs twice")
@@ -192,7 +192,7 @@ def find_split(
     return PrefixSplit(start, stop, groups, parts, behind=behind)
 
 
-def _parts_of_prompts(given: ImageInputs, is_image: Tensor, start: int) -> tuple[Parts, Parts]:
+def _separate_prompt_parts(given: ImageInputs, is_image: Tensor, start: int) -> tuple[Parts, Parts]:
     """Return the parts of each pixel input that belong to the columns before `start`, and to the columns behind.
 
     Only patches can be assigned to columns. Other pixel inputs belong to prompts.
@@ -206,7 +206,7 @@ def _parts_of_prompts(given: ImageInputs, is_image: Tensor, start: int) -> tuple
     return {name: slices[::2] for name, slices in halves.items()}, behind if has_images else {}
 
 
-def _best_start(ids: Tensor, mask: Tensor, is_image: Tensor, pixels: Sequence[Sequence[Tensor]] | None) -> int:
+def _find_best_start(ids: Tensor, mask: Tensor, is_image: Tensor, pixels: Sequence[Sequence[Tensor]] | None) -> int:
     """Return the split that computes the fewest tokens, for a batch with unknown prompt lengths.
 
     The split is the number of columns p, behind padding and images, with the largest p * (N - number of different rows
@@ -222,7 +222,7 @@ def _best_start(ids: Tensor, mask: Tensor, is_image: Tensor, pixels: Sequence[Se
     common = torch.where(differs.any(-1), differs.int().argmax(-1), ids.size(1)).tolist()
     pairs = [(row, earlier) for row in range(len(ids)) for earlier in range(row)]
     shared = [0] * len(ids)  # columns that a row has in common with some earlier row
-    for (number, _), same, equal in zip(pairs, common, _equal(pixels, pairs), strict=True):
+    for (number, _), same, equal in zip(pairs, common, _compare_pixels(pixels, pairs), strict=True):
         shared[number] = max(shared[number], min(same, latest) if equal else 0)
     splits = {split for split in shared if split >= earliest}
     require(splits, "no prompt occurs twice")

@@ -45,7 +45,7 @@ class GrowingLayer(DynamicLayer):
         self.dtype, self.device, self.is_initialized = filled.dtype, filled.device, True
         filled.reorder_cache(index)
         self._longer = [_grow_buffer(filled.keys), _grow_buffer(filled.values)]
-        self._show(filled.get_seq_length())
+        self._show_tokens(filled.get_seq_length())
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         start = self.get_seq_length()
@@ -54,10 +54,10 @@ class GrowingLayer(DynamicLayer):
             self._longer = [_grow_buffer(each, key_states.size(-2)) for each in (self.keys, self.values)]
         for longer, new in zip(self._longer, (key_states, value_states), strict=True):
             longer[:, :, start:stop] = new
-        self._show(stop)
+        self._show_tokens(stop)
         return self.keys, self.values
 
-    def _show(self, length: int) -> None:
+    def _show_tokens(self, length: int) -> None:
         self.keys, self.values = (longer[:, :, :length] for longer in self._longer)
 
 
@@ -119,7 +119,7 @@ class SharedGeneration:
             per_row = isinstance(value, Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS)
             alone = name in ("assistant_model", "custom_generate") and value is not None
             require(not (per_row or alone), f"the input {name}")
-        copies = self._check_config(self._config_of(inputs))
+        copies = self._check_config(self._prepare_config(inputs))
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         require(isinstance(ids, Tensor) and ids.ndim == 2, "no prompt before the completions")
         require(mask is not None and mask.shape == ids.shape, "generate without an attention mask")
@@ -128,7 +128,7 @@ class SharedGeneration:
         split = find_split(inputs, self.model.config, (ids.size(1) - 1, ids.size(1)), alone=alone)
         return replace(split, copies=copies)
 
-    def _config_of(self, inputs: dict[str, Any]) -> GenerationConfig:
+    def _prepare_config(self, inputs: dict[str, Any]) -> GenerationConfig:
         given = {name: value for name, value in inputs.items() if name in _OPTIONS}
         config: GenerationConfig
         config, _ = self.model._prepare_generation_config(given.pop("generation_config", None), **given)
@@ -148,17 +148,17 @@ class SharedGeneration:
 
     def _generate(self, inputs: dict[str, Any], split: PrefixSplit) -> Any:
         """Generate from cached prompts, without their images, which the cache contains."""
-        cache: Cache = self._prefill(inputs, split)
+        cache: Cache = self._fill_cache(inputs, split)
         inputs = {name: value for name, value in inputs.items() if name not in IMAGE_INPUTS}
         if split.copies > 1:
             tokens = {name: inputs[name] for name in PER_TOKEN if inputs.get(name) is not None}
             inputs |= {name: value.repeat_interleave(split.copies, dim=0) for name, value in tokens.items()}
             inputs["num_return_sequences"] = 1
-        config = self._config_of(inputs)
+        config = self._prepare_config(inputs)
         if config.cache_implementation is None:
-            return self._continue(cache, inputs)
+            return self._continue_cache(cache, inputs)
         inputs = {name: value for name, value in inputs.items() if name not in _OPTIONS}
-        cache, config.cache_implementation = self._fixed(cache, inputs["input_ids"], config), None
+        cache, config.cache_implementation = self._make_static_cache(cache, inputs["input_ids"], config), None
         for longer, new in (("max_length", config.max_new_tokens), ("min_length", config.min_new_tokens)):
             if new is not None:  # transformers would warn of two lengths, of which one is its default
                 setattr(config, longer, None)
@@ -168,16 +168,16 @@ class SharedGeneration:
         if of_class:
             del base.forward
         try:
-            return self._continue(cache, inputs | {"generation_config": config})
+            return self._continue_cache(cache, inputs | {"generation_config": config})
         finally:
             base.forward = shared
 
-    def _continue(self, cache: Cache, inputs: dict[str, Any]) -> Any:
+    def _continue_cache(self, cache: Cache, inputs: dict[str, Any]) -> Any:
         # transformers accepts either a cache or its kind, which it would take from the model's defaults.
         with patched_attribute(self.model.generation_config, "cache_implementation", None):
             return self.plain(**inputs, past_key_values=cache)
 
-    def _fixed(self, filled: Any, ids: Tensor, config: GenerationConfig) -> Any:
+    def _make_static_cache(self, filled: Any, ids: Tensor, config: GenerationConfig) -> Any:
         """Return a static cache with the keys and values of a filled cache, and room for all new tokens."""
         longest = config.max_length if config.max_new_tokens is None else ids.size(1) + config.max_new_tokens
         # torch compiles again for a cache of another length, half a minute for a 7B.
@@ -189,7 +189,7 @@ class SharedGeneration:
             layer.update(of_prompt.keys, of_prompt.values)
         return cache
 
-    def _prefill(self, inputs: dict[str, Any], split: PrefixSplit) -> DynamicCache:
+    def _fill_cache(self, inputs: dict[str, Any], split: PrefixSplit) -> DynamicCache:
         """Return a cache of all rows to generate, filled with their prompts except for the last tokens."""
         others = {"synced_gpus": inputs["synced_gpus"]} if "synced_gpus" in inputs else {}
         cache = DynamicCache(config=self.model.config)
@@ -198,7 +198,7 @@ class SharedGeneration:
         greedy = {"do_sample": False, "num_beams": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
         step = GenerationConfig(max_new_tokens=1, num_return_sequences=1, return_dict_in_generate=True, **greedy)
         with torch.no_grad():
-            self._continue(cache, {**split.prompt_inputs(inputs), **others, "generation_config": step})
+            self._continue_cache(cache, {**split.prompt_inputs(inputs), **others, "generation_config": step})
         whole = cache.get_seq_length() == split.start
         require(whole, "the model did not keep the whole prompt in its cache")
         index = on_device(split.groups, inputs["input_ids"].device).repeat_interleave(split.copies)  # (N * copies,)

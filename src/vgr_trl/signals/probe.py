@@ -224,7 +224,7 @@ class AttentionProbe:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of an attention function, which can be repeated to measure attention on sets of keys.
+    """A call of an attention function, which can be repeated to measure attention on sets of keys.
 
     Attributes:
         function: attention function of transformers.
@@ -258,9 +258,9 @@ class AttentionCall:
             rows: the B' rows.
         """
         width = self.key.size(-1)  # fused kernels require values as wide as keys
-        return torch.cat([self._outputs(part, queries, rows) for part in sets.split(width, dim=-1)], dim=-1)
+        return torch.cat([self._run_with_sets(part, queries, rows) for part in sets.split(width, dim=-1)], dim=-1)
 
-    def _outputs(self, sets: torch.Tensor, queries: Queries, rows: slice) -> torch.Tensor:
+    def _run_with_sets(self, sets: torch.Tensor, queries: Queries, rows: slice) -> torch.Tensor:
         """Run the function with at most D sets as values; return (B', T', C)."""
         key, query, options = self.key, self.query, {**self.options, "dropout": 0.0}
         flash = "flash" in (getattr(self.module.config, "_attn_implementation", None) or "")
@@ -270,7 +270,7 @@ class AttentionCall:
             stop = key.size(2) - query.size(2) + last
             chosen = slice(queries.first, last) if flash else queries.index  # flash attention takes consecutive queries
             key, query, sets = key[rows, :, :stop], query[rows, :, chosen], sets[:, :stop]
-            options = self._options(chosen, stop, rows, flash)
+            options = self._select_options(chosen, stop, rows, flash)
         values = sets.to(key.dtype)
         if (missing := key.size(-1) - sets.size(-1)) > 0:
             values = torch.nn.functional.pad(values, (0, missing))  # (B', K', D)
@@ -282,7 +282,7 @@ class AttentionCall:
             return mass[rows, queries.index]
         return mass[:, queries.index - queries.first] if flash else mass
 
-    def _options(self, chosen: slice | torch.Tensor, stop: int, rows: slice, flash: bool) -> dict[str, Any]:
+    def _select_options(self, chosen: slice | torch.Tensor, stop: int, rows: slice, flash: bool) -> dict[str, Any]:
         """Return the arguments of the call for some rows and queries.
 
         Args:
@@ -319,7 +319,7 @@ class AttentionCall:
 def cosine_similarity(
     emitting: torch.Tensor, image: torch.Tensor, over: str, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the cosine similarity of T hidden states to those of an image, (T,) float32 in [-1, 1].
+    """Return the cosine similarity of T hidden states to the hidden states of an image, (T,) float32 in [-1, 1].
 
     Args:
         emitting: (T, D) hidden states of the positions that emit tokens.
@@ -447,7 +447,7 @@ def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
 
 
 def hidden_state_number(layer: int, layers: int) -> int:
-    """Convert a number of hidden states in [-L - 1, L] to one in [0, L].
+    """Convert a number of hidden states in [-L - 1, L] to a number in [0, L].
 
     Raises:
         ConfigError: the number is outside [-L - 1, L].

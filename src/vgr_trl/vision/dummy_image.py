@@ -65,7 +65,7 @@ class DummyImage:
             if generates:
                 self._refuse_uneven(kwargs)
             elif self._is_due(base, kwargs):
-                with add_zero_features(base, self._features):
+                with add_zero_features(base, self._compute_features):
                     return plain(*args, **kwargs)
             return plain(*args, **kwargs)
 
@@ -95,7 +95,7 @@ class DummyImage:
             return mine
         return int(self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).sum())
 
-    def _features(self, base: Any) -> Any:
+    def _compute_features(self, base: Any) -> Any:
         names = signature(base.get_image_features).parameters
         inputs = {name: value.to(self._accelerator.device) for name, value in self._inputs.items() if name in names}
         return base.get_image_features(**inputs)

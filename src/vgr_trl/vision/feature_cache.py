@@ -94,7 +94,7 @@ class VisionCache:
         names = list(signature(plain).parameters)
 
         def features(*args: Any, **kwargs: Any) -> Any:
-            return self._outputs(plain, dict(zip(names, args, strict=False)) | kwargs)
+            return self._complete_outputs(plain, dict(zip(names, args, strict=False)) | kwargs)
 
         with patched_method(self.base, "get_image_features", features):
             yield
@@ -107,9 +107,9 @@ class VisionCache:
         self._wanted = self._computed = 0
         return found
 
-    def _outputs(self, plain: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    def _complete_outputs(self, plain: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Return outputs of `get_image_features`, as far as decoders read them."""
-        images = _images_of(arguments)
+        images = _separate_images(arguments)
         if images is None:
             return plain(**arguments)
         keys = [tuple((name, fingerprint(value)) for name, value in image.items()) for image in images]
@@ -120,11 +120,11 @@ class VisionCache:
             inputs = {name: torch.cat([image[name] for image in missing.values()]) for name in images[0]}
             with torch.no_grad():  # transformers may have marked the patches of a frozen tower
                 outputs = plain(**{**arguments, **inputs})
-            self._form, computed = _split(outputs)
+            self._form, computed = _split_outputs(outputs)
             for key, features in zip(missing, computed, strict=True):
                 found[key] = features
                 self._keep(key, features)
-        return _join([found[key] for key in keys], *self._form)
+        return _join_features([found[key] for key in keys], *self._form)
 
     def _keep(self, key: Hashable, features: Features) -> None:
         size = sum(part.nbytes for part in features)
@@ -146,7 +146,7 @@ def why_not_once(base: Any) -> str | None:
     return "dropout in the vision tower" if draws else None
 
 
-def _images_of(arguments: Mapping[str, Any]) -> list[PixelInputs] | None:
+def _separate_images(arguments: Mapping[str, Any]) -> list[PixelInputs] | None:
     """Return the pixel inputs of each image passed to `get_image_features`; None: they cannot be separated."""
     given = image_inputs_of(arguments)
     if any(isinstance(value, torch.Tensor) for name, value in arguments.items() if name not in given):
@@ -162,7 +162,7 @@ def _images_of(arguments: Mapping[str, Any]) -> list[PixelInputs] | None:
     return [dict(zip(parts, image, strict=True)) for image in zip(*parts.values(), strict=True)]
 
 
-def _split(outputs: Any) -> tuple[Form, list[Features]]:
+def _split_outputs(outputs: Any) -> tuple[Form, list[Features]]:
     """Return copies of the features of each image; views would keep the tensor of all images in memory."""
     pooled: Any = outputs.pooler_output
     levels = list(getattr(outputs, "deepstack_features", None) or ())
@@ -173,7 +173,7 @@ def _split(outputs: Any) -> tuple[Form, list[Features]]:
     return (type(outputs), isinstance(pooled, torch.Tensor), behind), features
 
 
-def _join(features: Sequence[Features], kind: type, stacks: bool, behind: bool) -> Any:
+def _join_features(features: Sequence[Features], kind: type, stacks: bool, behind: bool) -> Any:
     """Return outputs of `get_image_features` with these features alone.
 
     Args:

@@ -51,17 +51,17 @@ class _ProcessedOnce:
 
     def __call__(self, images: Any, *args: Any, **options: Any) -> Any:
         as_tensors = not args and options.get("return_tensors") in (None, "pt")
-        keys = _keys(images) if as_tensors else None
+        keys = _make_keys(images) if as_tensors else None
         if keys is None:
             return self.plain(images, *args, **options)
         asked = options | {"return_tensors": "pt"}
         changed = [f"{name}={value}" for name, value in asked.items() if value != getattr(self.processor, name, None)]
         calls = [(*sorted(changed), key) for key in keys]
         if (call := tuple(calls)) not in self._known:
-            self._known[call] = self._outputs(images, calls, asked)
+            self._known[call] = self._combine_outputs(images, calls, asked)
         return BatchFeature(dict(self._known[call]))
 
-    def _outputs(self, images: list[Any], calls: Sequence[Hashable], options: dict[str, Any]) -> dict[str, Any]:
+    def _combine_outputs(self, images: list[Any], calls: Sequence[Hashable], options: dict[str, Any]) -> dict[str, Any]:
         """Combine the outputs of the rows, or process all rows at once if the outputs have an unknown layout."""
         for call, row in zip(calls, images, strict=True):
             if row and call not in self._known:
@@ -79,17 +79,17 @@ class _ProcessedOnce:
         return joined
 
 
-def _keys(images: Any) -> list[Hashable] | None:
+def _make_keys(images: Any) -> list[Hashable] | None:
     """Return a hashable key for each row of images; None unless all rows are lists of images without palettes."""
     if not isinstance(images, list) or not all(isinstance(row, list) for row in images):
         return None
     flat = {id(image): image for row in images for image in row}
     if not flat or not all(isinstance(image, Image.Image) and image.palette is None for image in flat.values()):
         return None
-    known = {number: _key(image) for number, image in flat.items()}
+    known = {number: _make_key(image) for number, image in flat.items()}
     return [tuple(known[id(image)] for image in row) for row in images]
 
 
-def _key(image: Image.Image) -> Hashable:
+def _make_key(image: Image.Image) -> Hashable:
     transparency = str(image.info.get("transparency"))
     return image.mode, image.size, transparency, xxhash.xxh3_128_digest(image.tobytes())

@@ -1,4 +1,4 @@
-"""Attend within all windows of a vision tower in one call.
+"""Attend within all windows of a vision tower in a single call.
 
 transformers' towers of the Qwen-VL kind call `sdpa` for each window of 64 patches, 80 times a layer for an image of
 1,280 tokens, and wait for the device three times a layer to learn the lengths of the windows.
@@ -24,7 +24,7 @@ from vgr_trl.sharing.attention import keep_keys_unrepeated, sdpa_by_key_head
 
 
 def join_windows(model: nn.Module) -> int:
-    """Attend within all windows of vision towers in one call from here on, where their attention is `sdpa`.
+    """Attend within all windows of vision towers in a single call from here on, where their attention is `sdpa`.
 
     Returns:
         The number of changed attention layers; 0 for towers of other families.
@@ -68,7 +68,7 @@ _PLANS = WeakTensorKeyDictionary()  # cu_seqlens -> its windows
 
 
 def _merge_bounds(layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Merge cu_seqlens into one segment, and pass the windows on to `sdpa_by_key_head`."""
+    """Merge cu_seqlens into a single segment, and pass the windows on to `sdpa_by_key_head`."""
     bounds: Any = kwargs.get("cu_seqlens")
     is_ours = AttentionInterface._global_mapping.get("sdpa") is sdpa_by_key_head
     if bounds is None or len(bounds) < 3 or not is_ours or layer.config._attn_implementation != "sdpa":
@@ -89,7 +89,7 @@ def attend_windows(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Compute attention within windows, in one call for all windows of a length.
+    """Compute attention within windows, with a call for each length of windows.
 
     Args:
         windows: positions of the windows.
