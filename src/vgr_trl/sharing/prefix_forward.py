@@ -18,7 +18,7 @@ from vgr_trl.pixels import (
     on_device,
 )
 from vgr_trl.sharing.attention import prefers_cudnn, wrap_attention
-from vgr_trl.sharing.model_support import cache_name, has_rope_deltas, is_reentrant
+from vgr_trl.sharing.model_support import cache_name, has_rope_deltas, indexed_modules, is_reentrant
 from vgr_trl.sharing.prefix_cache import PackedKeys, PromptsStored, ReadPrefix, StoredKeys, WrittenPrefix
 from vgr_trl.sharing.prefix_split import PrefixSplit, first_rows, is_constant, take_pixels
 from vgr_trl.sharing.report import require
@@ -294,7 +294,7 @@ def _end_early(base: Any, written: WrittenPrefix) -> GradientCheckpointingLayer 
         (name, layer)
         for name, layer in modules.items()
         if isinstance(layer, GradientCheckpointingLayer)
-        and any(getattr(module, "layer_idx", None) == number for module in layer.modules())
+        and any(module.layer_idx == number for module in indexed_modules(layer))
     ]
     # Completions must read nothing behind the last layer's keys and values.
     if len(last) != 1 or type(written.layers[-1]) is not StoredKeys:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -34,9 +34,8 @@ SUPPORTED = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
 def find_decoder(model: nn.Module) -> Any:
     """Return the language model of a transformers model, also wrapped by DDP, DeepSpeed or PEFT."""
-    inside: Any = causal_model(model)
-    decoder = inside.get_decoder() if hasattr(inside, "get_decoder") else None
-    return inside if decoder is None else decoder
+    causal = causal_model(model)
+    return causal.get_decoder() or causal
 
 
 def count_attention_layers(model: nn.Module) -> int:
@@ -53,18 +52,34 @@ def why_not_measurable(model: nn.Module) -> str | None:
     if causal_model(model).config.is_encoder_decoder:
         return f"{type(causal_model(model)).__name__} has an encoder for prompts; use a decoder-only model."
     decoder = find_decoder(model)
-    used = getattr(getattr(decoder, "config", None), "_attn_implementation", None)
-    if used not in SUPPORTED:
+    if (used := decoder.config._attn_implementation) not in SUPPORTED:
         return f"the attention implementation is {used!r}; load the model with one of {', '.join(SUPPORTED)}."
-    can_change: Any = getattr(decoder, "_can_set_attn_implementation", None)
-    if can_change is not None and not can_change():
+    if not decoder._can_set_attn_implementation():
         return f"{type(decoder).__name__} does not use the attention registry of transformers; use another model."
     if not count_attention_layers(model):
         return f"{type(decoder).__name__} has no attention layers with a layer_idx."
     return None
 
 
-class AttentionProbe:
+class _Probe:
+    """Hooks a model in its block, and measures its passes."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._hook(self._stack)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _hook(self, stack: ExitStack) -> None:
+        """Hook the model until `stack` is closed."""
+        raise NotImplementedError
+
+
+class AttentionProbe(_Probe):
     """Measures how much attention the queries of a batch pay to vision and instruction tokens, within its block.
 
         with AttentionProbe(model, masks) as probe:
@@ -109,6 +124,7 @@ class AttentionProbe:
         images = () if masks.images is None else masks.images.unbind(-1)
         self.sets = torch.stack([*sets, *images], dim=-1)  # (N, P or S, C)
         self.plan = PassPlan(self.sets, rows, measure_prompt, prompt)
+        super().__init__()
         self.keep_rows, self.packed = tuple(keep_rows), packed
         self._base: Any = causal_model(model).base_model
         decoder = find_decoder(model)
@@ -119,17 +135,12 @@ class AttentionProbe:
         self._masses: dict[int, torch.Tensor] = {}  # layer -> (N, T, 2)
         self._prompts: dict[int, torch.Tensor] = {}  # layer -> (N, 2), sums over instruction tokens as queries
         self._maps: dict[tuple[int, int], torch.Tensor] = {}  # (row, layer) -> (T, V)
-        self._stack = ExitStack()
 
-    def __enter__(self) -> "AttentionProbe":
-        self.plan.hook(self._stack, self._base, self._attention[0])
+    def _hook(self, stack: ExitStack) -> None:
+        self.plan.hook(stack, self._base, self._attention[0])
         # With a hook on the last layer, shared prompts run this layer to its end.
-        self._stack.callback(self._attention[-1].register_forward_hook(lambda *call: None).remove)
-        self._stack.enter_context(wrap_attention(self._wrap))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        stack.callback(self._attention[-1].register_forward_hook(lambda *call: None).remove)
+        stack.enter_context(wrap_attention(_pass_calls_to(self._measure, self.packed)))
 
     @property
     def mass(self) -> AttentionMass:
@@ -177,17 +188,6 @@ class AttentionProbe:
         counts = sets.sum(1)  # (N, C)
         region = (sides[..., 2], counts[:, 2]) if self.sides == 3 else ()
         return AttentionMass(sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1], mask.to(sides.device), *region)
-
-    def _wrap(self, attention: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an attention function that measures each call."""
-
-        def measured(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
-            outputs = attention(module, query, key, value, *args, **kwargs)
-            self._measure(module, AttentionCall(attention, module, query, key, options, self.packed))
-            return outputs
-
-        return measured
 
     @torch.no_grad()
     def _measure(self, module: Any, call: "AttentionCall") -> None:
@@ -238,7 +238,7 @@ class AttentionCall:
     """
 
     function: Callable[..., Any]
-    module: nn.Module
+    module: Any
     query: torch.Tensor
     key: torch.Tensor
     options: dict[str, Any]
@@ -263,7 +263,7 @@ class AttentionCall:
     def _run_with_sets(self, sets: torch.Tensor, queries: Queries, rows: slice) -> torch.Tensor:
         """Run the function with at most D sets as values; return (B', T', C)."""
         key, query, options = self.key, self.query, {**self.options, "dropout": 0.0}
-        flash = "flash" in (getattr(self.module.config, "_attn_implementation", None) or "")
+        flash = "flash" in self.module.config._attn_implementation
         if not self.packed:
             # Causal kernels align the last query with the last key, so the keys end with those of the last query.
             last = queries.stop if self._is_causal() else query.size(2)
@@ -316,6 +316,23 @@ class AttentionCall:
         return bool(causal) and self.query.size(2) > 1 and (mask is None or mask.ndim == 2)
 
 
+def _pass_calls_to(
+    measure: Callable[[Any, AttentionCall], None], packed: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a wrapper for attention functions that calls `measure` with the module and each of its calls."""
+
+    def wrap(attention: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs = attention(module, query, key, value, *args, **kwargs)
+            options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
+            measure(module, AttentionCall(attention, module, query, key, options, packed))
+            return outputs
+
+        return measured
+
+    return wrap
+
+
 def cosine_similarity(
     emitting: torch.Tensor, image: torch.Tensor, over: str, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -342,7 +359,7 @@ def cosine_similarity(
     return found.masked_fill(seen == 0, torch.nan)
 
 
-class SimilarityProbe:
+class SimilarityProbe(_Probe):
     """Measures the `cosine_similarity` to the image of positions that emit completions, within its block.
 
         with SimilarityProbe(model, vision) as probe:
@@ -371,6 +388,7 @@ class SimilarityProbe:
         over: str = "max",
         prompt: int | None = None,
     ) -> None:
+        super().__init__()
         self.vision, self.over = vision, over
         self._plan = PassPlan(vision.unsqueeze(-1), None, measure_prompt=False, prompt=prompt)
         self._seen = None if prompt is None else vision.cumsum(1)  # (N, S)
@@ -382,15 +400,10 @@ class SimilarityProbe:
         self._read = self._decoder if self._number == len(layers) else layers[max(self._number - 1, 0)]
         self._images: dict[int, torch.Tensor] = {}  # row -> (V, D), of present and later rows
         self._found: list[tuple[Pass, torch.Tensor]] = []
-        self._stack = ExitStack()
 
-    def __enter__(self) -> "SimilarityProbe":
-        self._plan.hook(self._stack, self._base, self._attention)
-        self._stack.callback(self._read.register_forward_hook(self._measure, with_kwargs=True).remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+    def _hook(self, stack: ExitStack) -> None:
+        self._plan.hook(stack, self._base, self._attention)
+        stack.callback(self._read.register_forward_hook(self._measure, with_kwargs=True).remove)
 
     @property
     def similarity(self) -> torch.Tensor:
@@ -458,7 +471,7 @@ def hidden_state_number(layer: int, layers: int) -> int:
     return layer % (layers + 1)
 
 
-class GenerationProbe:
+class GenerationProbe(_Probe):
     """Measures the tokens that `model.generate` samples, each in the pass that samples it, within its block.
 
         with GenerationProbe(model, vision_token_ids=..., special_token_ids=...) as probe:
@@ -496,21 +509,17 @@ class GenerationProbe:
     ) -> None:
         if (why := why_not_measurable(model)) is not None:
             raise ConfigError(f"Attention cannot be measured: {why}")
+        super().__init__()
         self.causal: Any = causal_model(model)
         decoder = find_decoder(model)
         self._attention, self._modules = attention_modules(decoder), set(indexed_modules(decoder))
         self._ids = {"vision_token_ids": vision_token_ids, "special_token_ids": special_token_ids}
         self._temperature = temperature
         self._mass: AttentionMass | None = None
-        self._stack = ExitStack()
 
-    def __enter__(self) -> "GenerationProbe":
+    def _hook(self, stack: ExitStack) -> None:
         generate = partial(self._generate, self.causal.generate)
-        self._stack.enter_context(patched_method(self.causal, "generate", generate))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        stack.enter_context(patched_method(self.causal, "generate", generate))
 
     @property
     def mass(self) -> AttentionMass:
@@ -539,7 +548,7 @@ class GenerationProbe:
             hook = self._attention[0].register_forward_pre_hook(self._begin_step, with_kwargs=True)
             stack.callback(hook.remove)
             stack.callback(self.causal.register_forward_hook(self._read_logits, with_kwargs=True).remove)
-            stack.enter_context(wrap_attention(self._wrap))
+            stack.enter_context(wrap_attention(_pass_calls_to(self._measure)))
             outputs = generate(*args, **kwargs)
         sequences: torch.Tensor = outputs if isinstance(outputs, torch.Tensor) else outputs.sequences
         self._score(sequences[:, -1])
@@ -560,20 +569,11 @@ class GenerationProbe:
         self._makes_token = self._seen >= self._sets.size(1)
         self._of_keys: dict[int, torch.Tensor] = {}
 
-    def _wrap(self, attention: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an attention function that measures the last query of each call."""
-
-        def measured(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            outputs = attention(module, query, key, value, *args, **kwargs)
-            if module in self._modules and self._makes_token:
-                options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
-                self._measure(module, AttentionCall(attention, module, query, key, options))
-            return outputs
-
-        return measured
-
     @torch.no_grad()
     def _measure(self, module: Any, call: AttentionCall) -> None:
+        """Measure the last query of a call."""
+        if module not in self._modules or not self._makes_token:
+            return
         rows, queries, keys, device = call.shape
         if keys not in self._of_keys:
             first = self._seen - keys  # a cache with a window drops earlier keys
