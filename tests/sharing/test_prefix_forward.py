@@ -76,6 +76,13 @@ def test_keys_of_grouped_queries_are_kept_once(groups):
         assert kept_bytes(sdpa_by_key_head, module, *inputs, mask)[1] <= kept[1]
 
 
+def test_a_compiled_model_of_the_process_attends_without_a_graph_break():
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    tensors = [torch.randn(1, heads, length, 8) for heads, length in ((4, 3), (2, 5), (2, 5))]
+    compiled = torch.compile(lambda *args: sdpa_by_key_head(module, *args)[0], backend="eager", fullgraph=True)
+    assert torch.equal(compiled(*tensors, None), sdpa_attention_forward(module, *tensors, None)[0])
+
+
 @pytest.mark.parametrize("attention", ["padded", "whole", "windows"])
 def test_a_kernel_reads_no_mask_behind_prompts_without_padding(attention, monkeypatch):
     """As on a GPU that has flash attention; each query sees all keys up to its own, those of padding in the end too."""

@@ -122,13 +122,18 @@ class SharedForward:
             kind = "training" if gradients else "scoring"
             rows = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
             outputs = self.share(kind, rows, partial(self._split, inputs, width), shared, partial(self.plain, **inputs))
-            if gradients and self.lending is not None and self.lending.open and is_last_micro_batch():
-                outputs.last_hidden_state = self.lending.close_all(outputs.last_hidden_state)
-            if gradients and self.first_step is not None and is_last_micro_batch():
-                kinds = "; ".join(f"{kind} {counts}" for kind, counts in self.first_step.items())
-                print(f"share_prompts, until the end of the first step: {kinds}.", flush=True)
-                self.first_step = None
+            if gradients and is_last_micro_batch():
+                self._finish_step(outputs)
             return outputs
+
+    def _finish_step(self, outputs: Any) -> None:
+        """Close open prompts in the last micro-batch of an optimizer step, and print the counts of the first step."""
+        if self.lending is not None and self.lending.open:
+            outputs.last_hidden_state = self.lending.close_all(outputs.last_hidden_state)
+        if self.first_step is not None:
+            kinds = "; ".join(f"{kind} {counts}" for kind, counts in self.first_step.items())
+            print(f"share_prompts, until the end of the first step: {kinds}.", flush=True)
+            self.first_step = None
 
     def _split(self, inputs: dict[str, Any], width: int | None) -> PrefixSplit:
         """Split a batch, and lend its prompts to other micro-batches where that is possible."""
