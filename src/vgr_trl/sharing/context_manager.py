@@ -49,6 +49,14 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
     If `completion_length` is None, the main process prints after the first step how many prompts were computed. Calls
     from several threads take turns.
 
+    Example:
+        >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
+        >>> tokens = torch.tensor([[70, 71, 72, 80], [70, 71, 72, 81]])  # two completions of a prompt
+        >>> with torch.no_grad(), share_prompts(model, completion_length=1) as report:
+        ...     logits = model(input_ids=tokens, logits_to_keep=2).logits
+        >>> print(report)
+        computed 1 prompts for 2 rows
+
     Args:
         model: transformers model, also wrapped by DDP, DeepSpeed or PEFT, or patched by TRL.
         completion_length: T, the number of columns behind the prompts in every batch of the block, at least 1. The
