@@ -1,8 +1,6 @@
 """A group over several micro-batches: its prompt runs forward and backward once, with the same gradients."""
 
-import gc
 from contextlib import contextmanager, nullcontext, suppress
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -110,19 +108,6 @@ def planned(model, batch, open_prompts):
     return around
 
 
-def test_a_prompt_closes_with_its_planned_last_reader(monkeypatch):
-    """With a plan no prompt stays open behind its group, or in memory; without, all wait for the last micro-batch."""
-    model, batch = case("qwen2_5_vl")
-    plain, open_prompts, made = accumulated(model, batch, ONE_BY_ONE), [], WeakSet()
-    add = Lending.add
-    monkeypatch.setattr(Lending, "add", lambda lending, prompt: made.add(prompt) or add(lending, prompt))
-    gc.disable()
-    shared = accumulated(model, batch, ONE_BY_ONE, around=planned(model, batch, open_prompts))
-    gc.enable()
-    assert (open_prompts, len(made)) == ([1, 1, 0, 1, 1, 0], 0)
-    assert largest_relative(plain, shared) < 1e-6
-
-
 @pytest.mark.parametrize("exchanges", [False, True])
 @pytest.mark.parametrize("looked_at", [[], [2], [5], [2, 4, 5]])
 @pytest.mark.parametrize("plans", [False, True])
@@ -144,25 +129,6 @@ def test_a_pass_that_never_runs_backward_takes_no_gradient(plans, looked_at, exc
     assert largest_relative(plain, shared) < 1e-6
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_two_passes_of_the_last_micro_batch_run_backward(together):
-    """Each takes the prompt's gradient of its own completions, and one of them what others have collected."""
-    model, batch = case("qwen2_5_vl")
-
-    def step():
-        accumulated(model, batch, ONE_BY_ONE[:5], synchronises=False)
-        GradientState()._set_sync_gradients(True)
-        losses = [scored(model, rows_of(model, batch, [5]))[0].sum() * factor for factor in (1, 3)]
-        for loss in [sum(losses)] if together else losses:
-            loss.backward()
-        return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-
-    plain = step()
-    with share_prompts(model):
-        shared = step()
-    assert largest_relative(plain, shared) < 1e-6
-
-
 def test_a_prompt_whose_last_reader_is_skipped_waits_for_the_last_micro_batch():
     """Memory runs out in the pass of row 2, which was to close its prompt; no optimizer steps before it is closed."""
     model, batch = case("qwen2_5_vl")
@@ -179,13 +145,6 @@ def test_a_prompt_whose_last_reader_is_skipped_waits_for_the_last_micro_batch():
     shared = accumulated(model, batch, micro_batches, around=around)
     assert lending.open == []
     assert largest_relative(plain, shared) < 1e-6
-    with share_prompts(model, batch.completion_length, lending=lending, again=[True]):
-        GradientState()._set_sync_gradients(False)
-        scored(model, rows_of(model, batch, [0]))[0].sum().backward()
-        GradientState()._set_sync_gradients(True)
-        scored(model, rows_of(model, batch, [2]))
-    with pytest.raises(VGRError, match="1 prompts have run forward and not backward"):
-        torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
 def run(finds_unused):

@@ -21,13 +21,6 @@ def make(text_tokenizer, tmp_path):
     return build
 
 
-@pytest.mark.parametrize(("mode", "regroup"), [("auto", "off (the loss bnpo divides by"), ("on", "on")])
-def test_a_loss_that_divides_by_the_micro_batch_keeps_its_order_by_default(mode, regroup, make):
-    features = make(loss_type="bnpo", share_prompts=mode).features
-    assert features["share_training"].enabled
-    assert str(features["regroup"]).startswith(regroup)
-
-
 @pytest.mark.parametrize(("coefficient", "training"), [(None, "off (the load-balancing loss"), (0.0, "on")])
 def test_the_load_balancing_loss_of_experts(coefficient, training, make):
     body = dict(build_model("qwen3").config.to_dict(), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)

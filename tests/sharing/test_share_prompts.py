@@ -142,28 +142,6 @@ def test_blocks_can_be_nested_and_end_with_errors():
     assert "forward" not in vars(model.model)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "reasons"),
-    [
-        ([False], {"another process cannot share this batch": 1}),
-        ([True, True], {"no prompt occurs twice": 1}),
-        ([True, False], {}),
-    ],
-)
-def test_processes_decide_together(theirs, reasons):
-    """No prompt occurs twice here; another process cannot share, has nothing to share either, or has."""
-    model, alone = with_head(build("qwen3")), make_batch("qwen3", generations=1)
-    answers = iter(theirs)
-    with torch.no_grad():
-        plain = scored(model, alone)[0]
-        with share_prompts(model, alone.completion_length, agree=lambda mine: mine and next(answers)) as report:
-            shared = scored(model, alone)[0]
-    assert (plain - shared).abs().max() < 4e-6
-    assert report.plain == reasons
-    assert report.prompts_per_row == 1
-    assert next(answers, None) is None
-
-
 def test_a_pass_that_wants_a_cache_gets_it():
     model, batch = build("llama"), make_batch("llama")
     with torch.no_grad(), share_prompts(model) as report:

@@ -18,15 +18,10 @@ ROUNDING = 3e-5
 PLACES = ("generation", "scoring", "training")
 DAPO, STOCK = trainers.OURS, trainers.STOCK
 LOSSES = {
-    "dapo": {},
-    "grpo": {"loss_type": "grpo"},
-    "dr_grpo": {"loss_type": "dr_grpo"},
-    "bnpo": {"loss_type": "bnpo"},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
-    "sapo": {"loss_type": "sapo"},
-    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-    "vespo": {"loss_type": "vespo"},
-}
+    "dapo": {}, "grpo": {"loss_type": "grpo"}, "dr_grpo": {"loss_type": "dr_grpo"}, "bnpo": {"loss_type": "bnpo"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0}, "sapo": {"loss_type": "sapo"},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"}, "vespo": {"loss_type": "vespo"},
+}  # fmt: skip
 
 
 def uneven_reward(completion_ids, **kwargs):

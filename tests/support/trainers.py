@@ -17,25 +17,14 @@ from vgr_trl.data.rows import prepare_rows
 from vgr_trl.rows import scoring_inputs
 
 OPTIONS = {
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "per_device_train_batch_size": 8,
-    "num_generations": 4,
-    "max_completion_length": 6,
-    "learning_rate": 1e-3,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-}
+    "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 8,
+    "num_generations": 4, "max_completion_length": 6, "learning_rate": 1e-3, "logging_steps": 1,
+    "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+}  # fmt: skip
 BIG_STEPS = {
-    "learning_rate": 0.05,
-    "optim": "sgd",
-    "max_grad_norm": 1e9,
-    "lr_scheduler_type": "constant",
+    "learning_rate": 0.05, "optim": "sgd", "max_grad_norm": 1e9, "lr_scheduler_type": "constant",
     "max_completion_length": 64,
-}
+}  # fmt: skip
 
 
 def letters_reward(completions, **kwargs):

@@ -170,39 +170,19 @@ FAMILIES = {
     family.name: family
     for family in [
         Family("qwen2_vl", vision_model("Qwen2VL", MROPE, QWEN2_TOWER, **MARKS), *QWEN),
-        Family(
-            "qwen2_5_vl",
-            vision_model("Qwen2_5_VL", MROPE, {**QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}, **MARKS),
-            *QWEN,
-        ),
+        Family("qwen2_5_vl", vision_model("Qwen2_5_VL", MROPE, {**QWEN_TOWER, "window_size": 16,
+            "fullatt_block_indexes": [1]}, **MARKS), *QWEN),
         Family("qwen3_vl", vision_model("Qwen3VL", MROPE, QWEN3_TOWER, **MARKS), *QWEN),
         Family("qwen3_vl_moe", vision_model("Qwen3VLMoe", MROPE | EXPERTS, QWEN3_TOWER, **MARKS), *QWEN),
-        Family(
-            "qwen3_5",
-            vision_model("Qwen3_5", MIXED_3_5, {**QWEN3_TOWER, "deepstack_visual_indexes": []}, **MARKS),
-            *QWEN,
-            lora=("q_proj", "in_proj_qkv"),
-        ),
-        Family(
-            "gemma3",
-            vision_model("Gemma3", WINDOWS, SQUARES, **GEMMA3, tie_word_embeddings=False),
-            square_picture(4),
-            ("token_type_ids",),
-        ),
+        Family("qwen3_5", vision_model("Qwen3_5", MIXED_3_5, {**QWEN3_TOWER, "deepstack_visual_indexes": []},
+            **MARKS), *QWEN, lora=("q_proj", "in_proj_qkv")),
+        Family("gemma3", vision_model("Gemma3", WINDOWS, SQUARES, **GEMMA3, tie_word_embeddings=False),
+            square_picture(4), ("token_type_ids",)),
         Family("llava", vision_model("Llava", LLAMA, LLAVA_TOWER, image_token_index=IMAGE), square_picture(16)),
-        Family(
-            "llava_next",
-            vision_model("LlavaNext", LLAMA, LLAVA_TOWER, image_token_index=IMAGE, image_grid_pinpoints=PINPOINTS),
-            _pinpoint_picture,
-        ),
-        Family(
-            "internvl",
-            vision_model(
-                "InternVL", {"model_type": "qwen2"}, {**TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
-                image_token_id=IMAGE, downsample_ratio=0.5,
-            ),
-            _tiled_picture,
-        ),
+        Family("llava_next", vision_model("LlavaNext", LLAMA, LLAVA_TOWER, image_token_index=IMAGE,
+            image_grid_pinpoints=PINPOINTS), _pinpoint_picture),
+        Family("internvl", vision_model("InternVL", {"model_type": "qwen2"}, {**TOWER, "image_size": [16, 16],
+            "patch_size": [4, 4]}, image_token_id=IMAGE, downsample_ratio=0.5), _tiled_picture),
         Family("idefics3", vision_model("Idefics3", LLAMA, SQUARES, **IDEFICS3), row_picture, per_row=True),
         Family("smolvlm", vision_model("SmolVLM", LLAMA, SQUARES, **IDEFICS3), row_picture, per_row=True),
         Family("qwen3", text_model("Qwen3")),
@@ -284,33 +264,18 @@ OTHERS = {
     for family in [
         Family("glm4v", vision_model("Glm4v", MROPE, {**QWEN_TOWER, "image_size": 16}, **GLM4V), *QWEN),
         Family("gemma4", vision_model("Gemma4", GEMMA4, GEMMA4_TOWER, **GEMMA4_MARKS), *GEMMA4_IMAGES),
-        Family(
-            "idefics2",
-            vision_model("Idefics2", MISTRAL, SQUARES, perceiver_config=PERCEIVER, image_token_id=IMAGE),
-            row_picture,
-            per_row=True,
-        ),
-        Family(
-            "mistral3",
-            vision_model("Mistral3", MISTRAL, PIXTRAL, image_token_index=IMAGE, spatial_merge_size=2),
-            mistral3_picture,
-        ),
-        Family(
-            "ovis2",
-            vision_model("Ovis2", {"model_type": "qwen2"}, OVIS2_TOWER, image_token_id=IMAGE, **OVIS2),
-            square_picture(4),
-        ),
-        Family(
-            "paligemma", vision_model("PaliGemma", {"model_type": "gemma"}, SIGLIP, **PALIGEMMA), square_picture(16)
-        ),
-        Family(
-            "lfm2_vl", vision_model("Lfm2Vl", LFM2, SIGLIP2, image_token_id=IMAGE, downsample_factor=2), lfm2_picture
-        ),
-        Family(
-            "gemma4_published",
-            vision_model("Gemma4", GEMMA4_PUBLISHED, GEMMA4_TOWER, **GEMMA4_MARKS),
-            *GEMMA4_IMAGES,
-        ),
+        Family("idefics2", vision_model("Idefics2", MISTRAL, SQUARES, perceiver_config=PERCEIVER,
+            image_token_id=IMAGE), row_picture, per_row=True),
+        Family("mistral3", vision_model("Mistral3", MISTRAL, PIXTRAL, image_token_index=IMAGE, spatial_merge_size=2),
+            mistral3_picture),
+        Family("ovis2", vision_model("Ovis2", {"model_type": "qwen2"}, OVIS2_TOWER, image_token_id=IMAGE, **OVIS2),
+            square_picture(4)),
+        Family("paligemma", vision_model("PaliGemma", {"model_type": "gemma"}, SIGLIP, **PALIGEMMA),
+            square_picture(16)),
+        Family("lfm2_vl", vision_model("Lfm2Vl", LFM2, SIGLIP2, image_token_id=IMAGE, downsample_factor=2),
+            lfm2_picture),
+        Family("gemma4_published", vision_model("Gemma4", GEMMA4_PUBLISHED, GEMMA4_TOWER, **GEMMA4_MARKS),
+            *GEMMA4_IMAGES),
         Family("gemma3n", text_model("Gemma3n", **SHARED_KEYS, activation_sparsity_pattern=[0.5] * 6, laurel_rank=4)),
         Family("llama4_text", text_model("Llama4", **LLAMA4_BODY)),
         Family("llama4", vision_model("Llama4", LLAMA4_BODY, LLAMA4_TOWER, **LLAMA4), square_picture(4)),
@@ -319,17 +284,15 @@ OTHERS = {
         Family("qwen3_next", text_model("Qwen3Next", **EXPERTS, **MIXED, shared_expert_intermediate_size=16)),
         Family("qwen3_5_moe", text_model("Qwen3_5Moe", **EXPERTS, **MIXED_3_5, shared_expert_intermediate_size=16)),
         Family("gemma2", text_model("Gemma2", **WINDOWS)),
-        Family(
-            "gpt_oss",
-            text_model("GptOss", **WINDOWS, num_local_experts=2, num_experts_per_tok=1, rope_parameters=rope()),
-        ),
+        Family("gpt_oss", text_model("GptOss", **WINDOWS, num_local_experts=2, num_experts_per_tok=1,
+            rope_parameters=rope())),
         Family("phi3", text_model("Phi3")),
         Family("phi3_longrope", text_model("Phi3", original_max_position_embeddings=36, rope_parameters=LONG_ROPE)),
         Family("falcon_h1", text_model("FalconH1", **STATE_SPACE)),
         Family("jamba", text_model("Jamba", attn_layer_period=2, attn_layer_offset=1)),
         Family("mamba", lambda: hf.MambaForCausalLM(hf.MambaConfig(**MAMBA))),
     ]
-}
+}  # fmt: skip
 
 
 def build(name: "str | Family", seed: int = 0) -> Any:
