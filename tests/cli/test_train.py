@@ -27,11 +27,10 @@ RUN = {"model": "m", "data": "d", "reward_funcs": ["accuracy"]}
 
 def test_a_finished_run_of_trl_and_a_file_are_refused_too(tmp_path):
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match="holds a run \\(model.safetensors\\)"):
-        check_output_dir(tmp_path, RUN, None)
-    with pytest.raises(ConfigError, match="model.safetensors, which cannot be written to"):
-        check_output_dir(tmp_path / "model.safetensors", RUN, None)
-    with pytest.raises(ConfigError, match="no complete checkpoint, only a finished run"):
+    for folder in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(ConfigError):
+            check_output_dir(folder, RUN, None)
+    with pytest.raises(ConfigError):
         resolve_checkpoint("latest", tmp_path)
 
 

@@ -1,6 +1,5 @@
 """Repairs of TRL and transformers (`patches/`), but for prompts with images for vLLM."""
 
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ from vgr_trl.patches.transformers import disable_cudnn_attention
 from vgr_trl.patches.trl import (
     conversation_text,
     flatten_conversations,
-    images_logged_by_all,
     keep_training_table,
     merge_round_metrics,
     remove_oldest_tables,
@@ -85,25 +83,6 @@ def test_rounds_become_one_entry():
         "sampling/importance_sampling_ratio/max": [9.0, 1.5],
         "num_tokens": [70.0],
     }
-
-
-def test_batches_without_images_among_batches_with_some():
-    logs = {"prompt": deque(maxlen=6), "images": deque(maxlen=6)}
-    trainer = SimpleNamespace(log_multimodal=True, tools=None, environment_factories=None, _logs=logs)
-    of_messages = [{"role": "user", "content": [{"type": "image", "image": "c"}, {"type": "text", "text": "?"}]}]
-    batches = (
-        [{"prompt": "p"}, {"prompt": "q"}],
-        [{"prompt": "r", "image": "a"}, {"prompt": "s", "images": ["b", "b"]}],
-        [{"prompt": of_messages}, {"prompt": "t", "images": None}],
-        [{"prompt": "u"}, {"prompt": "v"}],
-    )
-    found = []
-    for rows in batches:
-        with images_logged_by_all(trainer, rows):
-            logs["prompt"].extend(rows)  # as TRL does
-        found.append(list(logs["images"]))
-    of_two = [[], [], ["a"], ["b", "b"]]
-    assert found == [[], of_two, [*of_two, ["c"], []], [*of_two[2:], ["c"], [], [], []]]
 
 
 def test_image_tokens_are_suppressed_where_trl_does_not(vision_trainer):

@@ -227,11 +227,8 @@ def test_references_are_resolved_after_overrides(tmp_path, monkeypatch):
     sizes = "worker: {actor: {global_batch_size: 8}}\ndata: {rollout_batch_size: '${worker.actor.global_batch_size}'}"
     file.write_text(sizes)
     argv = [
-        "--config",
-        str(file),
-        "worker.actor.global_batch_size=4",
-        "trainer.experiment_name=x_${oc.env:SLURM_JOB_ID}",
-    ]
+        "--config", str(file), "worker.actor.global_batch_size=4", "trainer.experiment_name=x_${oc.env:SLURM_JOB_ID}",
+    ]  # fmt: skip
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     found, _ = read_configuration(argv)
     assert found == {

@@ -1,8 +1,6 @@
-"""Processes of one run: options that differ are refused on all of them, and each closes its group before it ends."""
+"""Options that differ between the processes of one run are refused on all of them."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 from support.launching import results_of
@@ -24,30 +22,3 @@ def differ(folder):
 
 def test_options_that_differ_are_named_by_all_processes(tmp_path):
     results_of(differ, tmp_path, processes=2)
-
-
-SCRIPT = """
-import atexit
-from torch import distributed
-from vgr_trl.patches.transformers import close_group_at_exit
-
-distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-atexit.register(lambda: print("open" if distributed.is_initialized() else "closed"))  # runs after the next one
-close_group_at_exit()
-close_group_at_exit()
-distributed.all_gather_object([None], "last words")
-"""
-
-
-@pytest.mark.parametrize(
-    ("end", "status", "said"),
-    [
-        ("", 0, "closed"),
-        pytest.param("raise SystemExit(3)", 3, "closed", marks=pytest.mark.minutes),
-        pytest.param("distributed.destroy_process_group()", 0, "closed", marks=pytest.mark.minutes),
-        ("raise ValueError('while others wait in a collective')", 1, "open"),
-    ],
-)
-def test_the_group_is_closed_at_exit_unless_the_process_failed(end, status, said):
-    done = subprocess.run([sys.executable, "-c", SCRIPT + end], capture_output=True, text=True, timeout=900)
-    assert (done.returncode, done.stdout.split()) == (status, [said]), done.stderr

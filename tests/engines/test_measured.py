@@ -11,12 +11,8 @@ from support.launching import launch
 WORKER = Path(__file__).with_name("measure_worker.py")
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 NAMES = {
-    "ddp": "DDP",
-    "zero2": "ZeRO-2",
-    "zero3": "ZeRO-3",
-    "offload": "ZeRO-3, optimizer on the CPU",
-    "fsdp2": "FSDP2",
-}
+    "ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "offload": "ZeRO-3, optimizer on the CPU", "fsdp2": "FSDP2",
+}  # fmt: skip
 
 
 def ratio(measured: dict, *counted: str) -> float:

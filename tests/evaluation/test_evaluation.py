@@ -12,8 +12,6 @@ from transformers import AutoProcessor, GenerationConfig, PreTrainedTokenizerFas
 from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.demo.demo import draw_questions
 from vgr_trl.evaluation import CompletionGenerator, blank_image, build_conversation, evaluate
-from vgr_trl.rewards import mdi_reward
-from vgr_trl.utils import VGRError
 
 
 class Scripted(torch.nn.Module):
@@ -92,17 +90,6 @@ def test_interval_unparsable_and_majority_by_hand(tokenizer):
     assert result.majority == pytest.approx(2 / 3)
     assert (result.blind, result.mean_at_k, result.pass_at_k) == (None, None, None)
     assert result.rewards == {"letters_reward": pytest.approx(len("what colour") / 2)}
-
-
-def test_rows_that_cannot_be_evaluated(tokenizer):
-    for rows, more, message in (
-        ([{"problem": "what ?"}], {}, "None of the 1 rows has a usable"),
-        (ROWS, {"blank_images": True}, "needs images"),
-        (ROWS, {"reward_funcs": [mdi_reward]}, "mdi_reward cannot be called with the arguments it gets"),
-        (ROWS, {"group_by": "famly"}, "group_by is 'famly': give one of the columns problem, solution, family"),
-    ):
-        with pytest.raises(VGRError, match=message):
-            evaluate(Scripted(tokenizer, SCRIPT), tokenizer, rows, num_samples=0, progress=False, **more)
 
 
 def test_a_batch_is_answered_as_its_rows_are_one_by_one(text_model, tokenizer):

@@ -154,16 +154,6 @@ def test_groups_that_are_spread_over_processes(sizes):
     assert [reward for local in rewards for reward in local] == [-3.5, -2.5, 0.5, 5.5, -15.5, -6.5, 4.5, 17.5]
 
 
-def test_a_marked_function_gets_what_trl_passes_and_no_local_column():
-    reward = needs_whole_groups("value")(lambda completions, **kwargs: seen.append(kwargs) or [0.0, 1.0])
-    seen, logged, passed = [], [], {"prompts": ["p"], "image": [object()], "trainer_state": "state"}
-    second = gather_groups(reward, lambda own: [(["a"], {"value": [2]}), *own], 1, num_generations=2)
-    assert second(completions=["b"], value=[1], log_extra=lambda *given: logged.append(given), **passed) == [1.0]
-    assert seen[0].pop("log_extra")("text", ["x", "y"]) is None
-    assert logged == [("text", ["y"])]
-    assert seen == [{"value": [2, 1], "num_generations": 2, "trainer_state": "state"}]
-
-
 def test_whole_group_rewards_that_do_not_fit():
     """A column that one process lacks is an error on every process."""
     reward = gather_groups(above_mean, lambda own: [*own, (["c"], {})], 0, num_generations=2)

@@ -99,13 +99,6 @@ def test_pairs_of_reward_and_metrics(written):
     assert logged == {"reward/overall": 1.0, "reward/length": 2.0}
 
 
-def test_what_cannot_be_read_is_an_error_with_the_name(written):
-    text = "def batch(reward_inputs):\n    return [{'overall': 1}]\ndef single(reward_input):\n    return 'good'\n"
-    for name, message in (("batch", "batch returned .* batch of 2 completions"), ("single", "single returned 'good'")):
-        with pytest.raises(RewardError, match=message):
-            load_reward(f"{written(text)}:{name}")(**ROWS)
-
-
 PROGRAM = """
 import json, signal, sys
 from vgr_trl.rewards import load_rewards

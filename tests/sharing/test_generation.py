@@ -9,24 +9,10 @@ from transformers import CompileConfig
 from vgr_trl.sharing import share_prompts, sharing
 
 
-def generated(model, batch):
-    torch.manual_seed(11)
-    options = {"do_sample": True, "max_new_tokens": 12, "suppress_tokens": [EOS], "return_dict_in_generate": True}
-    with share_prompts(model) as report:
-        found = model.generate(**batch.prompt_inputs(), **options, output_logits=True)
-    assert report.prompts_per_row == 1 / 3
-    return found.sequences, torch.stack(found.logits)
-
-
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "qwen3_5"])
-def test_tokens_and_logits_are_those_of_a_cache_that_is_copied_at_each_token(name, monkeypatch):
-    model, batch = build(name), make_batch(name)
-    monkeypatch.setattr(sharing, "ROOM", 5)  # outgrown twice
-    tokens, logits = generated(model, batch)
-    monkeypatch.setattr(sharing, "grow_in_place", lambda cache, index: cache.reorder_cache(index))
-    expected_tokens, expected = generated(model, batch)
-    assert torch.equal(tokens, expected_tokens)
-    assert torch.equal(logits, expected)
+def test_tokens_of_a_cache_that_is_outgrown_twice(name, monkeypatch):
+    monkeypatch.setattr(sharing, "ROOM", 5)
+    compare.assert_same_tokens(build(name), make_batch(name), sample=True)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

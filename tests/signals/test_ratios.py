@@ -88,14 +88,11 @@ def test_tokens_that_see_different_images_by_hand():
 @pytest.mark.parametrize(
     ("one", "expected"),
     [
-        (mass([[0.0]], [[0.9]], num_vision=0), NAN),
-        (mass([[0.9]], [[0.0]], num_instruction=0), NAN),
-        (mass([[0.4]], [[0.2]], mask=[False]), NAN),
-        (mass([[0.0]], [[0.0]]), NAN),
-        (mass([[0.0]], [[0.2]]), INF),
+        (mass([[0.0]], [[0.9]], num_vision=0), NAN), (mass([[0.9]], [[0.0]], num_instruction=0), NAN),
+        (mass([[0.4]], [[0.2]], mask=[False]), NAN), (mass([[0.0]], [[0.0]]), NAN), (mass([[0.0]], [[0.2]]), INF),
         (mass([[0.4]], [[0.0]]), 0.0),
     ],
-)
+)  # fmt: skip
 def test_undefined_ratios(one, expected):
     ratio = vision_gain_ratio(one)
     assert ratio.tolist() == pytest.approx([expected], nan_ok=True)

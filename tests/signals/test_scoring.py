@@ -112,24 +112,22 @@ def test_a_model_that_trains():
 
 
 def test_what_is_refused():
-    with pytest.raises(ConfigError, match="prompt learning"):
+    with pytest.raises(ConfigError):
         scorer_of(get_peft_model(build("qwen3"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)))
     (ids, mask, new_ids, new_mask), _ = arguments(make_batch("llama"))
     holes = new_mask.clone()
     holes[2, 3] = 0
-    with pytest.raises(DataError, match="pad prompts on the left"):
-        RolloutScorer(build("llama")).score(ids.flip(1), mask.flip(1), new_ids, new_mask, attention=False)
-    with pytest.raises(DataError, match="a 0 before a 1"):
-        RolloutScorer(build("llama")).score(ids, mask, new_ids, holes, attention=False)
-    with pytest.raises(ConfigError, match="Give vision_token_ids, for attention special_token_ids too"):
+    for prompts, given, new in ((ids.flip(1), mask.flip(1), new_mask), (ids, mask, holes)):
+        with pytest.raises(DataError):
+            RolloutScorer(build("llama")).score(prompts, given, new_ids, new, attention=False)
+    with pytest.raises(ConfigError):
         score(RolloutScorer(build("llava")), make_batch("llava"))
     with pytest.raises(ConfigError, match="share_prompts is on, but prompts could not be shared: a prompt"):
         score(RolloutScorer(build(OTHERS["jamba"]), share_prompts="on"), make_batch("llama"), attention=False)
     scorer, batch = scorer_of(build("qwen2_5_vl"), batch_size=3), make_batch("qwen2_5_vl")
-    with pytest.raises(DataError, match="cannot be assigned to its rows"):
-        score(scorer, batch, num_images=[1] * 5)
-    with pytest.raises(DataError, match="cannot be cut into chunks"):
-        score(scorer, batch, num_images=[1] * 6, pixel_mask=torch.ones(1, 1))
+    for more in ({"num_images": [1] * 5}, {"num_images": [1] * 6, "pixel_mask": torch.ones(1, 1)}):
+        with pytest.raises(DataError):
+            score(scorer, batch, **more)
 
 
 @pytest.mark.parametrize("shares", ["auto", "off"])

@@ -7,12 +7,8 @@ from vgr_trl.reporting.records import Completion, Record
 
 def completion(**changed: Any) -> Completion:
     fields: dict[str, Any] = {
-        "question": "0" * 16,
-        "group": 0,
-        "prompt": "what?",
-        "text": "red",
-        "tokens": ["red", "."],
-    }
+        "question": "0" * 16, "group": 0, "prompt": "what?", "text": "red", "tokens": ["red", "."],
+    }  # fmt: skip
     return Completion(**fields | changed)
 
 

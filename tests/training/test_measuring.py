@@ -98,8 +98,6 @@ def test_attention_features_that_data_or_model_cannot_have(make, vision_trainer,
         make(rows=vision_trainer.rows.remove_columns("image"), token_weights=True)
     with pytest.raises(ConfigError, match="last_k_layers is 4: give a number in .1, 3., or None"):
         make(token_weights=True, token_weights_last_k_layers=4)
-    with pytest.raises(ConfigError, match='attention_source is "generate" with a static cache'):
-        make(attention_source="generate", cache_implementation="static", token_weights=True)
     model = tiny_model(model_folder)
     model.generation_config.cache_implementation = "static"
     with pytest.raises(ConfigError, match='attention_source is "generate" with a static cache'):

@@ -77,14 +77,6 @@ def test_a_part_that_names_an_address_is_refused_before_anything_is_fetched(visi
             server.accept()
 
 
-def test_columns_that_cannot_be_named_so_are_refused_at_the_start(model_folder, questions, text_rows, tmp_path):
-    for rows, name in ((text_rows, "completions"), (text_rows, "prompts"), (questions, "__place__"), (questions, "")):
-        named = Dataset.from_list([{**row, name: "x"} for row in rows.select(range(4))])
-        for data in (named, IterableDataset.from_generator(lambda named=named: iter(named))):
-            with pytest.raises(DataError, match=f"The train data ha.* a column .*{name}.*: rename"):
-                DAPOTrainer(str(model_folder), [think_format_reward], config(tmp_path), data)
-
-
 def test_padding_on_the_right_is_refused_where_token_types_are_read(model_folder, questions, tmp_path):
     processor = AutoProcessor.from_pretrained(model_folder, padding_side="right")
     options = {"reward_funcs": [think_format_reward], "args": config(tmp_path), "train_dataset": questions}
