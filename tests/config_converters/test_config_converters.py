@@ -1,6 +1,5 @@
 """Configurations of EasyR1, MTRL, VPPO and verl; expected values follow from their documentation and code by hand."""
 
-import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -95,30 +94,26 @@ def test_options_by_hand(case):
     assert options_of(case["given"]) == {name: value for name, value in expected.items() if value is not None}
 
 
+REFUSED = [
+    {"worker.actor.loss_type": "dppo"}, {"worker.rollout.n": 1}, {"trainer.critic_warmup": 2},
+    {"worker.critic.model.model_path": "other", **GAE}, {"worker.critic.optim.lr_warmup_ratio": 0.1, **GAE},
+    {"worker.critic.ppo_epochs": 2, **GAE}, {f"{ACTOR}.loss_avg_mode": "token", f"{ACTOR}.loss_type": "sapo"},
+    {"worker.actor.clip_ratio_low": 0.1, "worker.actor.loss_type": "cispo"}, {"data.val_files": "a.jsonl,b.jsonl"},
+]  # fmt: skip
+UNSUPPORTED = [
+    {"worker.actor.clip_ratio_lwo": 0.2}, {"worker.rollout.val_override_config": {"top_k": 5}},
+    {"worker.reward.reward_function": None}, {"trainer.logger": ["comet"]},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("kind", "given", "why"),
-    [
-        ("refused", {"worker.actor.loss_type": "dppo"}, "supported values are default, gspo"),
-        ("refused", {"worker.rollout.n": 1}, "at least 2 completions per prompt"),
-        ("refused", {"trainer.critic_warmup": 2}, "EasyR1 delays the policy"),
-        ("refused", {"worker.critic.model.model_path": "other", **GAE}, "the critic starts as a copy of the policy"),
-        ("refused", {"worker.critic.optim.lr_warmup_ratio": 0.1, **GAE}, "give lr_warmup_steps"),
-        ("refused", {"worker.critic.ppo_epochs": 2, **GAE}, "give 1, or leave it out"),
-        ("refused", {f"{ACTOR}.loss_avg_mode": "token", f"{ACTOR}.loss_type": "sapo"}, "averages over completions"),
-        ("refused", {"worker.actor.clip_ratio_low": 0.1, "worker.actor.loss_type": "cispo"}, "give null"),
-        ("refused", {"data.val_files": "a.jsonl,b.jsonl"}, "several evaluation files need training files"),
-        ("unsupported", {"worker.actor.clip_ratio_lwo": 0.2}, "Did you mean worker.actor.clip_ratio_low"),
-        ("unsupported", {"worker.rollout.val_override_config": {"top_k": 5}}, "top_k cannot be set for evaluation"),
-        ("unsupported", {"worker.reward.reward_function": None}, "give FILE.py:FUNCTION, or --reward_funcs"),
-        ("unsupported", {"trainer.logger": ["comet"]}, "comet is not supported"),
-    ],
-)  # fmt: skip
-def test_values_that_cannot_be_followed_are_named(kind, given, why):
+    ("kind", "given"), [*(("refused", each) for each in REFUSED), *(("unsupported", each) for each in UNSUPPORTED)]
+)
+def test_values_that_cannot_be_followed_are_named(kind, given):
     found, key = convert({**ENOUGH, **given}), next(iter(given))
     assert list(getattr(found, kind)) == [key]
-    assert why in getattr(found, kind)[key]
     assert any(name == key and value.startswith("stops") for name, _, value in found.table_rows())
-    with pytest.raises(ConfigError, match=re.escape(why)):
+    with pytest.raises(ConfigError):
         found.check(ignore_unknown=kind == "refused", has_rewards=False)
     if kind == "unsupported":
         found.check(ignore_unknown=True, has_rewards=False)
