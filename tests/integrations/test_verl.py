@@ -59,7 +59,7 @@ def test_score_of_verl():
     assert score == {"accuracy": 1, "format": 1, "length": -0.5, "score": pytest.approx(1 + 0.5 - 0.1)}
     managed = compute_score("set", "<answer>A</answer>", "B", reward_router_address="10.0.0.1")
     assert managed == {"score": 0, "accuracy": 0, "format": 0}
-    with pytest.raises(RewardError, match="response_length in extra_info"):
+    with pytest.raises(RewardError):
         compute_score("set", RIGHT, "B", {}, length_weight=1.0, **limits)
 
 

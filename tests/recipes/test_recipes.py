@@ -79,13 +79,10 @@ def test_a_recipe_keeps_its_rewards_over_the_file_that_init_writes(name, templat
 
 def test_a_file_that_states_another_method_than_its_recipe_is_refused(tmp_path):
     file = tmp_path / "train.yaml"
-    for recipe, text, message in (
-        ("mdi", "reward_funcs: [accuracy, format]", r"\['accuracy', 'format'\], but the recipe mdi has \["),
-        ("vppo", "enable_perception_filtering: false", "but the recipe vppo has True: remove the line from the file"),
-        ("papo", "perturbation: remove_image", "perturbation remove_image, but the recipe papo has blacken_patches"),
-    ):
+    for recipe, text in (("mdi", "reward_funcs: [accuracy, format]"), ("vppo", "enable_perception_filtering: false"),
+                         ("papo", "perturbation: remove_image")):  # fmt: skip
         file.write_text(text)
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=f"the recipe {recipe} has"):
             parsed("--recipe", recipe, "--config", str(file))
     file.write_text("reward_funcs: accuracy\ntop_p_perception_tokens: 0.2\n")  # the same reward, another number
     assert parsed("--recipe", "vppo", "--config", str(file))[2].top_p_perception_tokens == 0.2

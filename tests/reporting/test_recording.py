@@ -45,13 +45,8 @@ def test_records_hold_what_was_generated_measured_and_rewarded(make, tmp_path):
     run = read_run(tmp_path / "run")
     assert run.steps() == [(0, "train"), (1, "train"), (2, "train")]
     assert run.rewards == ["accuracy_reward", "vgr_reward", "letters_reward"]
-    assert run.description["model"]
-    assert run.description["options"]["rollout_log_steps"] == 1
     assert "rollout_log_steps" in run.description["changed"]
     assert "hf_secret" not in json.dumps(run.description)
-    assert run.description["setup"]["rewards"] == "accuracy_reward x 1, vgr_reward x 0.5, letters_reward x 2"
-    assert re.search(r"trl 1\.1[56]\..*, torch 2\.", run.description["setup"]["versions"])
-    assert not {"debug", "accelerator_config"} & set(run.description["changed"])
     tokenizer = trainer._tokenizer
     for record, (inputs, batch) in zip(run.records(), seen, strict=True):
         assert [completion.group for completion in record.completions] == [0, 0, 1, 1]

