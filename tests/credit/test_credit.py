@@ -226,15 +226,6 @@ def vgpo_weights(similarity, mask, groups=None, **options):
     return vgpo(torch.ones(len(mask)), measured, measured.mask, VGPOOptions(**options), groups=groups)[0]
 
 
-def test_vgpo_by_hand():
-    """Scores 0.5, 1, 0.5, 0.75 of one completion; of the last two the largest, 0.75, is raised by 1 + 1 · 3/3 to 1.5.
-
-    Scaled to [0, 1]: 0, 0.5, 0, 1 with mean 0.375, so weights 0.625, 1.125, 0.625, 1.625. Alone it is worth 1.
-    """
-    weights = vgpo_weights([[0.0, 1.0, 0.0, 0.5]], [[1, 1, 1, 1]], vgpo_compensation=1.0)
-    assert torch.allclose(weights, torch.tensor([[0.625, 1.125, 0.625, 1.625]]), atol=1e-6)
-
-
 def test_vgpo_compares_completions_of_a_prompt():
     """Scaled scores 0, 1 and 0, 1, 1 have sums 1 and 2, so u is 0 and 1: 0.5, clamped to 0.9, and 1.5.
 

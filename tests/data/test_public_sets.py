@@ -60,7 +60,7 @@ def test_a_missing_number_closes_up_in_images_and_placeholders(tmp_path):
     assert found["problem"] == "Compare <image 1> with <image 2>, then <image 1>."
     assert (found["choices"], found["images"]) == (["<image 2>", "<image 1>"], [PICTURES[1], PICTURES[4]])
     assert renumber_placeholders(["<Image 3>, <image3>", "<image 12"], [3]) == ["<image 1>, <image 1>", "<image 12"]
-    with pytest.raises(DataError, match="it refers to <image 99999999>"):
+    with pytest.raises(DataError):
         renumber_placeholders(["<image 99999999>"], [1])
 
 

@@ -16,7 +16,7 @@ def differ(folder):
     rank = int(os.environ["RANK"])
     close_group_at_exit()
     refuse_differing_options(config(folder / str(rank), run_name=str(rank)))
-    with pytest.raises(ConfigError, match="num_generations is 4 in process 0 and 2 in process 1"):
+    with pytest.raises(ConfigError):
         refuse_differing_options(config(folder, num_generations=[4, 2][rank]))
 
 

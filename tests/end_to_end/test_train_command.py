@@ -91,7 +91,7 @@ def test_sizes_fit_the_machine(parameters, gigabytes, device, expected):
     options = suggest_options(parameters, gigabytes * 1e9, device)
     assert {name: options.get(name) for name in expected} == expected
     assert int(options["per_device_train_batch_size"]) * int(options["gradient_accumulation_steps"]) == 64
-    with pytest.raises(ConfigError, match="32.0 billion parameters"):
+    with pytest.raises(ConfigError):
         suggest_options(32e9, 24e9, "cuda")
 
 

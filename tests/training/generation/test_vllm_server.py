@@ -54,7 +54,7 @@ def test_images_are_forgotten_with_every_new_weights(run, mode, forgets):
     trainer.train()
     assert trainer.vllm_generation.done == ["sync", forgets, "generate"] * 2
     if mode == "server":
-        with pytest.raises(VLLMServerError, match="at http://host:8000 answers reset_encoder_cache with 404, and wou"):
+        with pytest.raises(VLLMServerError):
             run(mode, status=404).train()
 
 

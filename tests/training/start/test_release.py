@@ -36,6 +36,6 @@ def test_an_untested_release_is_told_before_anything_of_it_is_imported(tmp_path,
 def test_a_head_that_needs_a_gpu_is_told_where_there_is_none(monkeypatch, release, device, kernel, is_told):
     function = None if kernel is None else type("Function", (), {"__module__": kernel})
     monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", function)
-    expected = pytest.raises(UnsupportedTRLError, match=f"Triton kernel, but the model is on {device}: train on a GPU")
+    expected = pytest.raises(UnsupportedTRLError)
     with expected if is_told else nullcontext():
         check_head(torch.device(device), installed=release)
