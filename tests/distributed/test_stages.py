@@ -4,27 +4,25 @@ Three SGD steps each, with completions that do not depend on how they are dealt 
 """
 
 import math
+from pathlib import Path
 
 import pytest
+import yaml
 from datasets import Dataset
 from support.dealt_completions import generate_by_prompt
 from support.launching import results_of
 from support.trainers import BIG_STEPS, config, moves, prompts, train_file, vision_trainer
 
 from vgr_trl.registries import declares
-from vgr_trl.rewards import (
-    accuracy_reward,
-    load_reward,
-    mdi_reward,
-    needs_whole_groups,
-    vgr_hard_negative_reward,
-    vgr_reward,
-)
+from vgr_trl.rewards import load_reward, needs_whole_groups
 
 DIFFERENT = (
     "perf/", "timing/", "step_time", "sharing/", "skipped/rows", "vision/", "replay/megabytes", "grad_norm", "loss",
     "epoch", "clip_ratio",
 )  # fmt: skip
+
+
+CASES = yaml.safe_load(Path(__file__).with_name("stages.yaml").read_text(encoding="utf-8"))
 
 
 def sparse_reward(completions, **kwargs):
@@ -60,61 +58,13 @@ def ranks(reward_inputs):  # of the batch of all processes
     texts = [row["response"] for row in reward_inputs]
     return [{"overall": sorted(texts).index(text), "rows": len(texts)} for text in texts]
 """
-CASES = {
-    "signals": {
-        "reward_funcs": [accuracy_reward, vgr_reward, vgr_hard_negative_reward, mdi_reward],
-        "token_weights": True, "token_weights_smooth_sigma": 1.0, "enable_perception_filtering": True,
-        "enable_entropy_filtering": True, "enable_trajectory_reweighting": True, "use_entropy_penalty": True,
-    },
-    "published credit": {
-        "reward_funcs": [accuracy_reward, vgr_reward], "credit_rules": ["vgpo", "vepo"],
-        "hidden_similarity_over": "centre", "hidden_similarity_layer": 1, "max_steps": 2,
-    },
-    "replay and resample": {
-        "reward_funcs": [sparse_reward], "replay_buffer_size": 16, "dynamic_sampling": "resample",
-        "dynamic_sampling_max_rounds": 1, "max_steps": 9, "compute_attention_metrics": False,
-        "save_strategy": "steps", "save_steps": 4,
-        "gradient_accumulation_steps": 3,  # six rows on each of two processes: the second of three groups is on both
-    },
-    "remax, rows without images": {
-        "reward_funcs": [accuracy_reward, vgr_reward], "advantage_estimator": "remax", "shuffle_dataset": False,
-        "log_completions": True, "num_completions_to_print": 0,
-    },
-    "kl among the rewards": {
-        "reward_funcs": [sparse_reward], "kl_coef": 0.5, "use_kl_loss": False, "kl_type": "adaptive",
-        "kl_target": 1e-3, "kl_horizon": 50, "dynamic_sampling": "resample",
-    },
-    "ranks": {"reward_funcs": [rank_reward, "ranks"], "early_reward_weights": [0.5, 1], "warmup_steps": 1},
-    "critic": {
-        "reward_funcs": [partial_reward], "advantage_estimator": "gae", "lam": 0.9, "critic_learning_rate": 1e-2,
-        "kl_coef": 0.5, "use_kl_loss": False, "token_weights": True,
-    },
-    "critic model": {
-        "reward_funcs": [sparse_reward], "advantage_estimator": "gae", "critic": "model", "online_filtering": True,
-        "filter_key": "overall", "dynamic_sampling": "resample",
-    },
-    "perception loss": {"reward_funcs": [accuracy_reward], "perception_loss_weight": 0.01, "der_loss_weight2": 0.03},
-    "regions, similarity and views": {
-        "reward_funcs": [load_reward("region"), likeness_reward], "hidden_similarity_layer": 1,
-        "signals": ["region_focus", "stability"], "perturbation": "remove_image",
-        "further_perturbations": ["blacken_patches"], "enable_perception_filtering": True,
-        "enable_trajectory_reweighting": True,
-    },
-    "noise and blind answers": {
-        "reward_funcs": [load_reward("blind_accuracy"), accuracy_reward], "blind_without_tag": "completion",
-        "noisy_generations": 2, "noisy_importance": "perturbed", "noisy_decay": "sigmoid", "noisy_decay_coef": 3.0,
-        "noisy_decay_midpoint": 2.0, "noisy_decay_of": "both",
-    },
-}  # fmt: skip
 
 
 def run(name, model_folder, question_file, output, rows_per_process, checkpoint=None):
     """How far weights moved, and what was logged, in a run or in one that is continued."""
     options = {"gradient_accumulation_steps": 2, "max_steps": 3, "attention_rows": "all"} | BIG_STEPS | CASES[name]
-    rewards = [
-        load_reward(f"{output.parent}/scored.py:ranks") if each == "ranks" else each
-        for each in options.pop("reward_funcs")
-    ]
+    names = [f"{output.parent}/scored.py:ranks" if each == "ranks" else each for each in options.pop("reward_funcs")]
+    rewards = [globals().get(each) or load_reward(each) for each in names]
     if name == "critic":  # micro-batches of four rows: two in one process, or one in each of two
         options["gradient_accumulation_steps"], rows_per_process = rows_per_process // 2, 4
     options = config(output / name.replace(" ", "_"), per_device_train_batch_size=rows_per_process, **options)
