@@ -1,14 +1,16 @@
 """One tiny random model per family, and batches of G completions per prompt as TRL hands them to it.
 
-`OTHERS` are text models of other kinds, and models that fall back to plain passes.
+Their configurations are in `families.yaml`; `OTHERS` are text models of other kinds, and models that fall back.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
+import yaml
 
 from vgr_trl.efficiency.vision import parameters_of_tower
 from vgr_trl.sharing.model_support import base_of, causal_model
@@ -20,23 +22,8 @@ PIXEL_INPUTS = (
     *("pixel_attention_mask", "image_position_ids", "spatial_shapes"),
 )
 
-BODY = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512,
-    "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None, "tie_word_embeddings": False,
-}  # fmt: skip
-MARKS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": OPEN, "vision_end_token_id": CLOSE}
-TOWER = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-SQUARES = {**TOWER, "image_size": 16, "patch_size": 4}
-CLIP = {**SQUARES, "projection_dim": 24}
-QWEN_TOWER = {"depth": 2, "hidden_size": 24, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
-QWEN_TOWER |= {"patch_size": 4}
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
-WINDOWS: dict[str, Any] = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
-MIXED: dict[str, Any] = {**LINEAR, "layer_types": ["linear_attention", "full_attention"]}
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+BODY, PINPOINTS = TABLE["body"], TABLE["pinpoints"]
 
 
 @dataclass(frozen=True)
@@ -92,20 +79,6 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def rope(**more: Any) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": 10000.0, **more}
-
-
-def vision_model(kind: str, text: dict[str, Any], vision: dict[str, Any], **options: Any) -> Callable[[], Any]:
-    """`text`: what differs from `BODY`."""
-
-    def build() -> Any:
-        config = getattr(hf, f"{kind}Config")(text_config={**BODY, **text}, vision_config=vision, **options)
-        return getattr(hf, f"{kind}ForConditionalGeneration")(config)
-
-    return build
-
-
 def text_model(kind: str, **options: Any) -> Callable[[], Any]:
     """`options`: what differs from `BODY`; of a kind with images, its text model alone."""
 
@@ -116,25 +89,11 @@ def text_model(kind: str, **options: Any) -> Callable[[], Any]:
     return build
 
 
-QWEN2_TOWER = {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
-QWEN3_TOWER = {**QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-ROPE_3_5 = rope(mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5)
-MIXED_3_5 = {**MIXED, "rope_parameters": ROPE_3_5}
-LLAMA, LLAVA_TOWER = {"model_type": "llama"}, {**CLIP, "model_type": "clip_vision_model"}
-PINPOINTS = [[16, 32], [32, 16], [32, 32]]
-GEMMA3 = {"image_token_index": IMAGE, "boi_token_index": OPEN, "eoi_token_index": CLOSE, "mm_tokens_per_image": 4}
-IDEFICS3: dict[str, Any] = {"image_token_id": IMAGE, "scale_factor": 2, "pad_token_id": PAD}
-
-
-def qwen_picture(temporal: int = 2, patch: int = 4) -> Callable[[int], Picture]:
-    def picture(seed: int) -> Picture:
-        grid = [1, 4, 4 + 2 * (seed % 2)]
-        patches = grid[1] * grid[2]
-        values = noise(seed, patches, 3 * temporal * patch * patch)
-        inputs = {"pixel_values": values, "image_grid_thw": torch.tensor([grid])}
-        return Picture([OPEN, *[IMAGE] * (patches // 4), CLOSE], inputs)
-
-    return picture
+def qwen_picture(seed: int) -> Picture:
+    grid = [1, 4, 4 + 2 * (seed % 2)]
+    patches = grid[1] * grid[2]
+    inputs = {"pixel_values": noise(seed, patches, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([grid])}
+    return Picture([OPEN, *[IMAGE] * (patches // 4), CLOSE], inputs)
 
 
 def square_picture(tokens: int) -> Callable[[int], Picture]:
@@ -165,48 +124,6 @@ def row_picture(seed: int) -> Picture:
     return Picture([OPEN, *[IMAGE] * 4, CLOSE], inputs)
 
 
-QWEN = (qwen_picture(), ("mm_token_type_ids",))
-FAMILIES = {
-    family.name: family
-    for family in [
-        Family("qwen2_vl", vision_model("Qwen2VL", MROPE, QWEN2_TOWER, **MARKS), *QWEN),
-        Family("qwen2_5_vl", vision_model("Qwen2_5_VL", MROPE, {**QWEN_TOWER, "window_size": 16,
-            "fullatt_block_indexes": [1]}, **MARKS), *QWEN),
-        Family("qwen3_vl", vision_model("Qwen3VL", MROPE, QWEN3_TOWER, **MARKS), *QWEN),
-        Family("qwen3_vl_moe", vision_model("Qwen3VLMoe", MROPE | EXPERTS, QWEN3_TOWER, **MARKS), *QWEN),
-        Family("qwen3_5", vision_model("Qwen3_5", MIXED_3_5, {**QWEN3_TOWER, "deepstack_visual_indexes": []},
-            **MARKS), *QWEN, lora=("q_proj", "in_proj_qkv")),
-        Family("gemma3", vision_model("Gemma3", WINDOWS, SQUARES, **GEMMA3, tie_word_embeddings=False),
-            square_picture(4), ("token_type_ids",)),
-        Family("llava", vision_model("Llava", LLAMA, LLAVA_TOWER, image_token_index=IMAGE), square_picture(16)),
-        Family("llava_next", vision_model("LlavaNext", LLAMA, LLAVA_TOWER, image_token_index=IMAGE,
-            image_grid_pinpoints=PINPOINTS), _pinpoint_picture),
-        Family("internvl", vision_model("InternVL", {"model_type": "qwen2"}, {**TOWER, "image_size": [16, 16],
-            "patch_size": [4, 4]}, image_token_id=IMAGE, downsample_ratio=0.5), _tiled_picture),
-        Family("idefics3", vision_model("Idefics3", LLAMA, SQUARES, **IDEFICS3), row_picture, per_row=True),
-        Family("smolvlm", vision_model("SmolVLM", LLAMA, SQUARES, **IDEFICS3), row_picture, per_row=True),
-        Family("qwen3", text_model("Qwen3")),
-        Family("llama", text_model("Llama")),
-        Family("gemma3_text", text_model("Gemma3", **WINDOWS)),
-        Family("mistral", text_model("Mistral", sliding_window=24)),
-    ]
-}  # fmt: skip
-
-
-STATE_SPACE = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
-GLM4V = {**MARKS, "image_start_token_id": OPEN, "image_end_token_id": CLOSE}
-PERCEIVER = {"hidden_size": 32, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2}
-PERCEIVER |= {"resampler_head_dim": 16, "num_key_value_heads": 1}
-OVIS2_TOWER = {**SQUARES, "hidden_stride": 2, "vocab_size": 40, "num_visual_indicator_tokens": 2}
-OVIS2: dict[str, Any] = {"visual_indicator_token_ids": [OPEN, CLOSE], "vocab_size": VOCABULARY, "hidden_size": 32}
-MISTRAL = {"model_type": "mistral"}
-PIXTRAL = {**SQUARES, "model_type": "pixtral", "head_dim": 12}
-PALIGEMMA = {"image_token_index": IMAGE, "projection_dim": 32, "pad_token_id": PAD}
-SIGLIP = {**CLIP, "model_type": "siglip_vision_model"}
-LFM2 = {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
-SIGLIP2 = {**SQUARES, "model_type": "siglip2_vision_model", "num_patches": 16}
-
-
 def mistral3_picture(seed: int) -> Picture:
     """Two rows of two tokens, each row ended by a token of its own."""
     inputs = {"pixel_values": noise(seed, 1, 3, 16, 16), "image_sizes": torch.tensor([[16, 16]])}
@@ -224,22 +141,6 @@ def lfm2_picture(seed: int) -> Picture:
     return Picture([OPEN, *[IMAGE] * rows, CLOSE], inputs)
 
 
-SHARED_KEYS: dict[str, Any] = {
-    **WINDOWS,
-    "num_hidden_layers": 6,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "num_kv_shared_layers": 2,
-    "vocab_size_per_layer_input": 96,
-    "hidden_size_per_layer_input": 8,
-}
-GEMMA4 = {**WINDOWS, "global_head_dim": 16, "num_global_key_value_heads": 1}
-GEMMA4 |= {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 0}
-GEMMA4_TOWER = {**SQUARES, "num_key_value_heads": 2, "head_dim": 12, "pooling_kernel_size": 2}
-GEMMA4_MARKS = {"image_token_id": IMAGE, "boi_token_id": OPEN, "eoi_token_id": CLOSE, "audio_config": None}
-# Images that see themselves in windowed layers, and layers that take their keys from others.
-GEMMA4_PUBLISHED = {**GEMMA4, **SHARED_KEYS, "use_bidirectional_attention": "vision"}
-
-
 def gemma4_picture(seed: int) -> Picture:
     """16 patches, pooled to 4 tokens."""
     rows, columns = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")
@@ -248,51 +149,28 @@ def gemma4_picture(seed: int) -> Picture:
     return Picture([OPEN, *[IMAGE] * 4, CLOSE], inputs)
 
 
-GEMMA4_IMAGES = (gemma4_picture, ("mm_token_type_ids",))
-# A prompt fills more than one chunk, and a chunk ends within the completions.
-LLAMA4_BODY: dict[str, Any] = {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "attention_chunk_size": 12}
-LLAMA4_BODY |= {"floor_scale": 16, "intermediate_size_mlp": 48, "num_local_experts": 2, "interleave_moe_layer_step": 2}
-LLAMA4_TOWER = {**SQUARES, "projector_input_dim": 24, "projector_output_dim": 24, "vision_output_dim": 24}
-LLAMA4_TOWER |= {"intermediate_size": 96}
-LLAMA4 = {"image_token_index": IMAGE, "boi_token_index": OPEN, "eoi_token_index": CLOSE}
-
-
-MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-OTHERS = {
-    family.name: family
-    for family in [
-        Family("glm4v", vision_model("Glm4v", MROPE, {**QWEN_TOWER, "image_size": 16}, **GLM4V), *QWEN),
-        Family("gemma4", vision_model("Gemma4", GEMMA4, GEMMA4_TOWER, **GEMMA4_MARKS), *GEMMA4_IMAGES),
-        Family("idefics2", vision_model("Idefics2", MISTRAL, SQUARES, perceiver_config=PERCEIVER,
-            image_token_id=IMAGE), row_picture, per_row=True),
-        Family("mistral3", vision_model("Mistral3", MISTRAL, PIXTRAL, image_token_index=IMAGE, spatial_merge_size=2),
-            mistral3_picture),
-        Family("ovis2", vision_model("Ovis2", {"model_type": "qwen2"}, OVIS2_TOWER, image_token_id=IMAGE, **OVIS2),
-            square_picture(4)),
-        Family("paligemma", vision_model("PaliGemma", {"model_type": "gemma"}, SIGLIP, **PALIGEMMA),
-            square_picture(16)),
-        Family("lfm2_vl", vision_model("Lfm2Vl", LFM2, SIGLIP2, image_token_id=IMAGE, downsample_factor=2),
-            lfm2_picture),
-        Family("gemma4_published", vision_model("Gemma4", GEMMA4_PUBLISHED, GEMMA4_TOWER, **GEMMA4_MARKS),
-            *GEMMA4_IMAGES),
-        Family("gemma3n", text_model("Gemma3n", **SHARED_KEYS, activation_sparsity_pattern=[0.5] * 6, laurel_rank=4)),
-        Family("llama4_text", text_model("Llama4", **LLAMA4_BODY)),
-        Family("llama4", vision_model("Llama4", LLAMA4_BODY, LLAMA4_TOWER, **LLAMA4), square_picture(4)),
-        Family("qwen2", text_model("Qwen2")),
-        Family("qwen3_moe", text_model("Qwen3Moe", **EXPERTS)),
-        Family("qwen3_next", text_model("Qwen3Next", **EXPERTS, **MIXED, shared_expert_intermediate_size=16)),
-        Family("qwen3_5_moe", text_model("Qwen3_5Moe", **EXPERTS, **MIXED_3_5, shared_expert_intermediate_size=16)),
-        Family("gemma2", text_model("Gemma2", **WINDOWS)),
-        Family("gpt_oss", text_model("GptOss", **WINDOWS, num_local_experts=2, num_experts_per_tok=1,
-            rope_parameters=rope())),
-        Family("phi3", text_model("Phi3")),
-        Family("phi3_longrope", text_model("Phi3", original_max_position_embeddings=36, rope_parameters=LONG_ROPE)),
-        Family("falcon_h1", text_model("FalconH1", **STATE_SPACE)),
-        Family("jamba", text_model("Jamba", attn_layer_period=2, attn_layer_offset=1)),
-        Family("mamba", lambda: hf.MambaForCausalLM(hf.MambaConfig(**MAMBA))),
-    ]
+PICTURES = {
+    "qwen": qwen_picture, "four": square_picture(4), "sixteen": square_picture(16), "tiled": _tiled_picture,
+    "pinpoint": _pinpoint_picture, "row": row_picture, "mistral3": mistral3_picture, "lfm2": lfm2_picture,
+    "gemma4": gemma4_picture,
 }  # fmt: skip
+
+
+def _from_table(name, kind, *, text=None, vision=None, options=None, bare=None, picture=None, **rest) -> Family:
+    def with_images() -> Any:
+        config = getattr(hf, f"{kind}Config")(text_config={**BODY, **text}, vision_config=vision, **options)
+        return getattr(hf, f"{kind}ForConditionalGeneration")(config)
+
+    def without_body() -> Any:
+        return getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**bare))
+
+    build = without_body if bare else with_images if vision else text_model(kind, **text or {})
+    tuples = {key: tuple(rest.pop(key)) for key in ("per_token", "lora") if key in rest}
+    return Family(name, build, picture and PICTURES[picture], **tuples, **rest)
+
+
+FAMILIES = {name: _from_table(name, **row) for name, row in TABLE["families"].items()}
+OTHERS = {name: _from_table(name, **row) for name, row in TABLE["others"].items()}
 
 
 def build(name: "str | Family", seed: int = 0) -> Any:
