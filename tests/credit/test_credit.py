@@ -1,9 +1,12 @@
 """Token-level credit: filters, weights and scales by hand, the rules composed, published rules."""
 
 import math
+from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from vgr_trl.credit import (
     OF_REWARD,
@@ -24,7 +27,7 @@ from vgr_trl.credit import (
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
 
-INF, NAN = math.inf, math.nan
+NAN = math.nan
 ON = ("token_weights", "enable_perception_filtering", "enable_entropy_filtering", "enable_trajectory_reweighting")
 SOFT = {"enable_perception_filtering": True, "perception_weighting": "soft"}
 
@@ -172,27 +175,12 @@ def weigh(vgr, mask, **options):
     return token_weights(torch.tensor([vgr]).float(), torch.tensor([mask]).bool(), **options)[0].tolist()
 
 
-@pytest.mark.parametrize(
-    ("vgr", "mask", "options", "expected"),
-    [
-        # Raw 2, 1, 0.5, whose mean is 7/6; the limits cut nothing.
-        ([1, 2, 4], [1, 1, 1], {}, [12 / 7, 6 / 7, 3 / 7]),
-        ([1, 2, 4], [1, 1, 1], {"clip": (0.01, 1.25), "topk_ratio": 0.3}, [15 / 13, 12 / 13, 12 / 13]),
-        # Mean s is -4/3 ln 2, raw is 2^(4/3) twice and 2^(-8/3); clipped to [0.5, 2] before the division: 2, 2, 0.5.
-        ([1, 1, 16], [1, 1, 1], {"clip": (0.5, 2.0)}, [4 / 3, 4 / 3, 1 / 3]),
-        # Padding and tokens of tools take no part.
-        ([1, 999, 2, NAN, 4, 0], [1, 0, 1, 0, 1, 0], {}, [12 / 7, 1, 6 / 7, 1, 3 / 7, 1]),
-        # inf counts as 4, 0 as 1: raw of [2, 1/2, 1, 2, 1/2] times e^mean, with mean s = -ln 2.
-        ([1, INF, 2, 0, 4], [1] * 5, {"clip": None}, [10 / 6, 5 / 12, 5 / 6, 10 / 6, 5 / 12]),
-        ([NAN, INF, 0], [1, 1, 1], {"smooth_sigma": 1.0, "topk_ratio": 0.5}, [1, 1, 1]),  # nothing is finite
-        # The mean score lies near that of the many, so the one is 140 above it, and e^140 is no float32.
-        ([1e-38, 1e38, 1e38, 1e38, 1e38], [1] * 5, {"clip": None}, [5, 0, 0, 0, 0]),
-        # Raw 1/2 and 2; an undefined token is not among the largest.
-        ([NAN, 4, 1], [1, 1, 1], {"topk_ratio": 1 / 3}, [1, 2 / 3, 4 / 3]),
-    ],
-)
+WEIGHTS = yaml.safe_load(Path(__file__).with_name("token_weights.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("vgr", "mask", "options", "expected"), WEIGHTS)
 def test_token_weights_by_hand(vgr, mask, options, expected):
-    assert weigh(vgr, mask, **options) == pytest.approx(expected, abs=1e-6)
+    assert weigh(vgr, mask, **options) == pytest.approx([float(Fraction(each)) for each in expected], abs=1e-6)
 
 
 def test_smoothing_skips_invalid_tokens_and_reaches_three_sigma():
