@@ -18,12 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 from vgr_trl import registries
 from vgr_trl.config import RULES, CreditOptions
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.metrics.totals import Gather, Totals, add_weights
+from vgr_trl.metrics.step_metrics import Gather, Totals, add_weights
 from vgr_trl.options import check_options, option
 from vgr_trl.registries import declares, is_measurement, needed_signals, short_name
-from vgr_trl.signals.named import read_segments
+from vgr_trl.signals.named import RolloutSignals, read_segments
 from vgr_trl.signals.ratios import AttentionMass, last_layers, late_layers, token_vision_gain_ratio
-from vgr_trl.signals.rollout_signals import RolloutSignals
 
 Metrics = Mapping[str, float | Tensor | tuple[Tensor, Tensor]]
 Credit = tuple[Tensor, Metrics]  # weights (N, T), or bool (N, T): tokens to keep

@@ -11,7 +11,7 @@ from vgr_trl.errors import DataError
 from vgr_trl.metrics.collapse import ENGINE_BOUND
 from vgr_trl.patching import keep_random_state
 from vgr_trl.rollout import ConstructedTrainer, Rollout, find_completion_maker
-from vgr_trl.scoring_inputs import Prompts, rows_with_images, scoring_inputs, take_rows, valid_tokens
+from vgr_trl.rows import Prompts, rows_with_images, scoring_inputs, take_rows, valid_tokens
 from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.scoring import Want
 from vgr_trl.views.perturbed_pass import inputs_with_other_images

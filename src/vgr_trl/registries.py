@@ -202,7 +202,7 @@ signals = Registry("signal", "vgr_trl.signals", "vgr_trl.signals.named")
 credit_rules = Registry("credit rule", "vgr_trl.credit", "vgr_trl.credit")
 perturbations = Registry("perturbation", "vgr_trl.perturbations", "vgr_trl.signals.perturbation")
 rewards = Registry("reward", "vgr_trl.rewards", "vgr_trl.rewards.loading", RewardError)
-datasets = Registry("data set", "vgr_trl.datasets", "vgr_trl.data.public_sets")
+datasets = Registry("data set", "vgr_trl.datasets", "vgr_trl.data.convert")
 
 
 def declares(*, needs: Sequence[str] = (), options: type | None = None) -> Callable[[Plugin], Plugin]:

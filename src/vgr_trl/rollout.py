@@ -12,11 +12,8 @@ from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
 from vgr_trl.errors import DataError
 from vgr_trl.registries import BLIND_ANSWERS
-from vgr_trl.rows import Placement
-from vgr_trl.scoring_inputs import Prompts, Turns
-from vgr_trl.signals.columns import SIGNAL_COLUMNS
-from vgr_trl.signals.named import NamedSignal
-from vgr_trl.signals.rollout_signals import RolloutSignals
+from vgr_trl.rows import Placement, Prompts, Turns
+from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal, RolloutSignals
 from vgr_trl.signals.scoring import Scores
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from transformers import AutoProcessor
 from trl import ModelConfig
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, load_processor
-from vgr_trl.cli.parser import parse
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, load_processor, parse
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.trainer import DAPOTrainer

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from trl import TrlParser
 
-from vgr_trl.cli.plan import describe_run
+from vgr_trl.cli.train import describe_run
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.options import changed_options, unused_options

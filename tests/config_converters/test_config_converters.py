@@ -14,7 +14,7 @@ from vgr_trl.config_converters.verl import VERL_DEFAULTS, VERL_KEYS, VERL_RENAME
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.credit import OPTION_ALIASES
-from vgr_trl.strict_yaml import parse_yaml
+from vgr_trl.recipes import parse_yaml
 
 EASYR1 = Path(__file__).with_name("easyr1_keys.txt").read_text().splitlines()[1:]
 BY_HAND = yaml.safe_load(Path(__file__).with_name("easyr1_options.yaml").read_text())

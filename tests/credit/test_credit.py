@@ -24,8 +24,8 @@ from vgr_trl.credit import (
     vepo,
     vgpo,
 )
+from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
-from vgr_trl.signals.rollout_signals import RolloutSignals
 
 NAN = math.nan
 ON = ("token_weights", "enable_perception_filtering", "enable_entropy_filtering", "enable_trajectory_reweighting")

@@ -15,8 +15,7 @@ from datasets import Dataset
 from PIL import Image
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments
-from vgr_trl.cli.parser import parse
+from vgr_trl.cli.arguments import DataArguments, parse
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import prepare_rows
 from vgr_trl.data.load import load_split

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.trainers import logged
 
+from vgr_trl.signals.named import columns_to_signals, signals_to_columns
 from vgr_trl.signals.ratios import jensen_shannon
-from vgr_trl.signals.rollout_signals import columns_to_signals, signals_to_columns
 from vgr_trl.views.perturbed_pass import score_perturbed
 
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.equality import is_same_open_answer, is_same_value, is_value
-from vgr_trl.rewards.language import (
+from vgr_trl.rewards.phrases import (
+    BULLETS,
     MARKS,
     OR,
     POLARITY,
@@ -25,14 +26,17 @@ from vgr_trl.rewards.language import (
     TABLES,
     WORDS,
     compile_words,
+    cut_openers,
+    cut_reason,
+    find_polarity,
     fold,
     normalise,
+    read_quantity,
     strip_article,
     strip_wrapping,
     to_half_width,
+    why_no_value,
 )
-from vgr_trl.rewards.phrases import BULLETS, cut_openers, cut_reason, find_polarity, why_no_value
-from vgr_trl.rewards.quantities import read_quantity
 
 
 def completion_text(completion: Any) -> str:
