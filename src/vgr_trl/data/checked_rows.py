@@ -484,8 +484,8 @@ def report_skipped(skipped: Sequence[SkippedRow], path: Path, mode: str = "w") -
 
 PARALLEL_FROM = 1000  # number of rows that are checked in several processes, with a cached result
 READERS = (  # the files of this package that a cached result depends on
-    "boxes.py", "data/*.py", "validate/data.py", "rewards/*.toml", "rewards/*.txt",
-    *(f"rewards/{name}.py" for name in ("answers", "equality", "language", "phrases", "quantities")),
+    "data/*.py", "prepare.py", "rewards/*.toml", "rewards/*.txt",
+    *(f"rewards/{name}.py" for name in ("answers", "equality", "phrases")),
 )  # fmt: skip
 CHECKSUM = 16  # bytes at the end of a cached result
 PART_ROWS = 100  # rows that a process examines at a time
