@@ -35,11 +35,9 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
             trainer.train()
 
     A prompt whose completions lie in several micro-batches runs once for all of them, forward and backward, where
-    accelerate accumulates gradients, as in TRL.
-
-    Log-probabilities, gradients and tokens equal those of plain passes up to the order of additions. Other calls run
-    plainly, and the report says why. Active dropout or router noise is an exception: the completions of a prompt then
-    share the random numbers of their prompt, and a warning says so.
+    accelerate accumulates gradients, as in TRL. Results equal those of plain passes up to the order of additions. Other
+    calls run plainly, and the report says why. With active dropout or router noise, the completions of a prompt share
+    the random numbers of their prompt, and a warning says so.
 
     If `completion_length` is None, the main process prints after the first step how many prompts were computed. Calls
     from several threads take turns.
