@@ -1,0 +1,1 @@
+"""Records of rollouts, the report, tables and logs made of them."""
