@@ -324,7 +324,7 @@ def _ratio(ours: Load, stock: Load, machine: Machine, stages: list[str] | None) 
 
 
 def row_table() -> str:
-    """Return the table of docs/sharing.md: what passes keep of a plain row, and of 8 rows that share a prompt."""
+    """Return what passes keep of a plain row, and of 8 rows that share a prompt; docs/sharing.md has one of them."""
     prompts = (512, 1536, 4096, 8192)
     lines = [
         f"| GB, LoRA | T | {' | '.join(f'P {prompt:,}' for prompt in prompts)} |",

@@ -41,7 +41,7 @@ def _sections(recipes: Sequence[Recipe]) -> Iterator[str]:
     yield "\n## Source\n"
     for recipe in recipes:
         file = f"[`{recipe.name}`](../../src/vgr_trl/recipes/{recipe.name}.yaml)"
-        departures = f". Departures in its file: {found}" if (found := len(_about(recipe).departures)) else ""
+        departures = f"; {found} departure{'s' * (found > 1)}" if (found := len(_about(recipe).departures)) else ""
         yield f"- {file}: {_source(_about(recipe))}{departures}"
     yield ""
 
