@@ -246,7 +246,7 @@ def experiment_load(name: str, *, shared: bool = True) -> Load:
     shape, adapters, perception, shard, _ = EXPERIMENTS[name]
     size = Size(1024, 768, 512, 8)
     kept = shared and shard < 3
-    return Load(MODEL_SHAPES[shape], size, 1, Update(adapters), 8, shard, kept, perception)
+    return Load(MODEL_SHAPES[shape], size, 1, Update(adapters), 8, shard, kept, perception=perception)
 
 
 def largest_group(load: Load, bytes_of_gpu: float) -> int:
@@ -266,7 +266,7 @@ WAYS = {  # of training one prompt with G completions: whether prompts are share
 
 
 def group_tables() -> str:
-    """Return the tables of docs/large_groups.md."""
+    """Return the tables of groups, of which docs/sharing.md has the largest that fit."""
     lines = [f"| GB of 7B, LoRA | G | {' | '.join(WAYS)} |", "|---:|---:|" + "---:|" * len(WAYS)]
     for prompt in (512, 2048, 8192, 16384):
         for group in (8, 16, 64):
@@ -324,7 +324,7 @@ def _ratio(ours: Load, stock: Load, machine: Machine, stages: list[str] | None) 
 
 
 def row_table() -> str:
-    """Return the table of docs/sharing.md: what passes keep of a plain row, and of 8 rows that share a prompt."""
+    """Return what passes keep of a plain row, and of 8 rows that share a prompt; docs/sharing.md has one of them."""
     prompts = (512, 1536, 4096, 8192)
     lines = [
         f"| GB, LoRA | T | {' | '.join(f'P {prompt:,}' for prompt in prompts)} |",

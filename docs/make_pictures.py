@@ -1,6 +1,6 @@
-"""Draw the pictures of docs/idea.md and docs/large_groups.md: `python docs/make_pictures.py`.
+"""Draw the pictures of docs/idea.md and docs/sharing.md: `python docs/make_pictures.py`.
 
-The numbers of docs/idea.md are examples; those of docs/large_groups.md come from benchmarks/cost.py.
+The numbers of docs/idea.md are examples; those of docs/sharing.md come from benchmarks/cost.py.
 """
 
 import sys

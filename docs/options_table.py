@@ -27,26 +27,28 @@ SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 def page() -> str:
     """Return the page with the lists."""
-    return MADE.sub(lambda _: "\n".join([*_lists(), ""]), PAGE.read_text(encoding="utf-8"))
+    return MADE.sub(lambda _: re.sub("\n{3,}", "\n\n", "\n".join([*_lists(), ""])), PAGE.read_text(encoding="utf-8"))
 
 
 def _lists() -> Iterator[str]:
-    """Yield a heading per group and an item per option; needs of a whole group follow its heading."""
+    """Yield a heading per group and an item per option, those with the same needs below one line that says them."""
     for group in GROUPS:
         hints, left = get_type_hints(group), {each.name: each for each in fields(group)}
         for base in group.__mro__:
             own = inspect.get_annotations(base) if base.__module__.startswith("vgr_trl.") else {}
             options = [left.pop(name) for name in own if name in left and base is not DataArguments]
-            unused = [_unused(each.metadata["needs"]) for each in options]
-            shared = unused[0] if len(set(unused)) == 1 else ""
+            together: dict[str, list[str]] = {"": []}
+            for each in options:
+                values, why = _values(hints[each.name], each), _unused(each.metadata["needs"])
+                text = f"- `{each.name}`{f' ({values})' * bool(values)}: {each.metadata['help']}"
+                together.setdefault(_condition(why) if why else "", []).append(text)
+            alone = [f"{texts[0]} {why}" for why, texts in together.items() if why and len(texts) == 1]
             if options:
                 yield f"\n## {re.sub('(Options|Arguments|Config)$', '', base.__name__).lower()}\n"
-            if shared:
-                yield f"{_condition(shared)}\n"
-            for each, why in zip(options, unused, strict=True):
-                values = _values(hints[each.name], each)
-                text = f"- `{each.name}`{f' ({values})' * bool(values)}: {each.metadata['help']}"
-                yield text + f" {_condition(why)}" * bool(why and not shared)
+            yield from [*together.pop(""), *alone]
+            for why, texts in together.items():
+                if len(texts) > 1:
+                    yield from (f"\n{why.removesuffix('.').replace('Needs', 'Need')}:\n", *texts)
     yield ""
 
 

@@ -1,4 +1,4 @@
-"""Write the parts of docs/methods that recipes declare: source, departures and the index.
+"""Write the parts of docs/methods that recipes declare: sources and the index.
 
 python docs/recipes_table.py
 """
@@ -11,7 +11,6 @@ from vgr_trl.recipes import About, Recipe, read_recipe
 
 DOCS = Path(__file__).resolve().parent
 MADE = re.compile(r"(?<=<!-- made by docs/recipes_table.py: )(.+?) -->\n.*?(?=<!-- end -->)", re.DOTALL)
-COMMON = ("Batches are left to the flags", "The loss divides by")  # of many recipes: said in docs/methods/index.md
 OPERATIONS = re.compile(r"^\| `(\w+)` \|.*\| ([\d.]+) \|$", re.MULTILINE)
 
 
@@ -39,12 +38,12 @@ def _index(shown: dict[Path, list[Recipe]]) -> Iterator[str]:
 
 
 def _sections(recipes: Sequence[Recipe]) -> Iterator[str]:
-    yield "\n## Source and departures\n"
+    yield "\n## Source\n"
     for recipe in recipes:
         file = f"[`{recipe.name}`](../../src/vgr_trl/recipes/{recipe.name}.yaml)"
-        yield f"{file}: {_source(_about(recipe))}\n"
-        if departures := [said for said in _about(recipe).departures if not said.startswith(COMMON)]:
-            yield "\n".join(f"- {sentence}" for sentence in departures) + "\n"
+        departures = f"; {found} departure{'s' * (found > 1)}" if (found := len(_about(recipe).departures)) else ""
+        yield f"- {file}: {_source(_about(recipe))}{departures}"
+    yield ""
 
 
 def _about(recipe: Recipe) -> About:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # VPPO with EasyR1 at b44b311, in whose folder it is run: its example qwen2_5_vl_7b_geo3k_grpo.sh, each line that differs
-# from it marked `# vgr`. Not run on GPUs yet: its parts are tested on a CPU (docs/verl.md).
+# from it marked `# vgr`. Not run on GPUs yet: its parts are tested on a CPU (docs/migration.md).
 set -euo pipefail
 
 REWARD=$(python3 -c 'import vgr_trl.integrations.verl.credit as r; print(r.__file__)') # vgr

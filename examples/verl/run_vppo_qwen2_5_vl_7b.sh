@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # VPPO on Qwen2.5-VL-7B with verl 0.9.1, on one machine with 8 GPUs: verl's example grpo_trainer/run_qwen2_5_vl_7b_fsdp.sh,
-# each line that differs from it marked `# vgr`. Not run on GPUs yet: its parts are tested on a CPU (docs/verl.md).
+# each line that differs from it marked `# vgr`. Not run on GPUs yet: its parts are tested on a CPU (docs/migration.md).
 set -euo pipefail
 
 export VERL_USE_EXTERNAL_MODULES=vgr_trl.integrations.verl.inside_verl.plugin # vgr: names, trainer and engine

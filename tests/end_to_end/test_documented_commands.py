@@ -36,7 +36,7 @@ FOUND = [(page, text, found) for page, text in ENGLISH.items() for found in BLOC
 BASH = {f"{page}:{text.count(chr(10), 0, found.start()) + 1}": found[2] for page, text, found in FOUND}  # by line
 NEEDS = re.compile(r"needs (a GPU|an hour|the hub|a package index|lmms-eval|vLLM)(, .*)?")
 TESTED_ELSEWHERE = (  # programs
-    "docs/evaluation.md", "docs/extending.md", "docs/sharing.md", "docs/tools.md", "docs/verl.md",
+    "docs/evaluation.md", "docs/extending.md", "docs/migration.md", "docs/sharing.md", "docs/tools.md",
 )  # fmt: skip
 CLONED = ("accelerate_configs", "examples", "experiments")
 PROGRAMS = "accelerate make nvidia-smi pip pytest python python3 remark unzip vgr-trl vllm".split()

@@ -1,4 +1,4 @@
-"""Signals of this library inside verl and EasyR1, without TRL. Guide: docs/verl.md.
+"""Signals of this library inside verl and EasyR1, without TRL. Guide: docs/migration.md.
 
 `credit.py`: options, and signals in rewards, advantages and loss. `signals.py`: measurement in the actor, and token
 weights. `rewards.py`: rewards with their signatures. `inside_verl/` and `inside_easyr1/`: the adapters.
