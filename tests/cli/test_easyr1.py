@@ -12,6 +12,7 @@ from support.commands import finish
 from vgr_trl import mtrl
 from vgr_trl.cli.__main__ import main
 
+ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("easyr1.yaml").read_text(encoding="utf-8")
 GAE = """
   algorithm.adv_estimator=gae algorithm.lam=0.95 algorithm.disable_kl=false algorithm.kl_coef=0.01
@@ -87,6 +88,25 @@ def test_their_entry_point_evaluates_only(config, capsys):
 def test_keys_that_cannot_be_followed_stop_the_run(config, capsys, more, message):
     assert main(["train", "--config", str(config), *more]) == 1
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("example", ["config", "mtrl"])
+def test_an_example_trains(example, model_folder, question_files, tmp_path, monkeypatch, capsys):
+    """As the pages start it in a clone; a name that no file has is named before the overrides are read."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("VGR_TRL_LAUNCHED", "WANDB_PROJECT", "SWANLAB_PROJ_NAME", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny_vlm").mkdir()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    links = dict(part.split("=") for part in question_files.split(","))
+    for name, target in [(f"{split}.parquet", file) for split, file in links.items()] + [("model", model_folder)]:
+        (tmp_path / "tiny_vlm" / name).symlink_to(target)
+    steps = "trainer" if example == "config" else "training"
+    small = [f"{steps}.max_steps=1", f"{steps}.val_freq=-1", "worker.rollout.n=2", *CPU]
+    assert mtrl.main([f"config=examples/{example}.yaml", *small]) == 0
+    assert mtrl.main([f"config=examples/no_{example}.yaml", *small]) == 1
+    assert f"examples/no_{example}.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.minutes

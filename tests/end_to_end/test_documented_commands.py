@@ -68,7 +68,7 @@ def folder(tmp_path, shelf, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in CLONED:
         shutil.copytree(ROOT / name, name, symlinks=True)
-    provide(["", "pictures", "train.parquet", "test.parquet"], shelf)
+    provide(["", "pictures", "train.parquet", "test.parquet", "tiny_vlm"], shelf)
     drawn = partial(draw_questions, 16, seed=0, multiple_choice=False)
     few = Questions(drawn(split="train"), drawn(split="validation"), drawn(split="test"))
     small = {"steps": 1, "prompts_per_step": 2, "num_generations": 2, "num_samples": 2}

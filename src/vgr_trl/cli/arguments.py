@@ -16,7 +16,6 @@ from textwrap import shorten
 from typing import Any, Literal, NoReturn, get_type_hints
 
 import datasets
-import yaml
 from huggingface_hub import constants
 from peft import PeftConfig
 from pyarrow.lib import ArrowException
@@ -26,7 +25,7 @@ from transformers.hf_argparser import string_to_bool
 from transformers.utils import find_adapter_config_file
 from trl import ModelConfig
 
-from vgr_trl.config_converters import convert, read_configuration
+from vgr_trl.config_converters import convert, read_config_file, read_configuration
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import SkippedRow, prepare_rows
 from vgr_trl.data.images import ImageLimits, downloaded
@@ -35,7 +34,7 @@ from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, refuse_single_i
 from vgr_trl.data.read_row import keys_of
 from vgr_trl.errors import ConfigError, VGRError, error_text
 from vgr_trl.options import check_options, check_value, option, read_mapping
-from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe, parse_yaml
+from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe
 from vgr_trl.releases import naming_torchvision
 from vgr_trl.rewards.loading import FileOptions, load_rewards
 
@@ -527,10 +526,7 @@ def _rename_aliases(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _read_config_file(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
     """Read the options of the `--config` file, and export its environment variables (`env`)."""
-    try:
-        values = parse_yaml(file.read_text(encoding="utf-8-sig"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config is {file}, which cannot be read as YAML: {error_text(error)}") from error
+    values = read_config_file(file)
     if not isinstance(values, dict):
         raise ConfigError(f"{file} has no options: give lines of the form `learning_rate: 1e-5`.")
     os.environ.update({name: str(value) for name, value in (values.pop("env", None) or {}).items()})

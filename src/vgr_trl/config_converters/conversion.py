@@ -3,7 +3,8 @@
 import os
 import re
 from argparse import ArgumentParser
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,26 +173,38 @@ _MAPPING_KEYS += [key for key, (_, default) in VERL_RENAMED_KEYS.items() if isin
 def read_configuration(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
     """Read `--config FILE` and overrides `a.b=c`; return values by dotted key, and the remaining command-line words.
 
-    Returns None and all words if there is no configuration of these trainers, or the file cannot be read.
+    Returns None and all words if there is no configuration of these trainers.
 
     Raises:
-        ConfigError: an interpolation `${…}` cannot be resolved.
+        ConfigError: the file or an override cannot be read, or an interpolation `${…}` cannot be resolved.
     """
     finder = ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
     file, kept = finder.parse_known_args(argv)
     matches = {word: match for word in kept if (match := _OVERRIDE_PATTERN.fullmatch(word))}
-    try:
-        content = {} if file.config is None else parse_yaml(file.config.read_text(encoding="utf-8-sig"))
+    content = {} if file.config is None else read_config_file(file.config)
+    with _naming_yaml_errors("An override"):
         overrides = {match[1]: parse_yaml(match[2]) for match in matches.values()}
-    except (OSError, ValueError, yaml.YAMLError):
-        return None, list(argv)
     has_section = isinstance(content, dict) and any(isinstance(content.get(name), dict) for name in _SECTIONS)
     if not has_section and not (file.config is None and overrides):
         return None, list(argv)
     if "${" in f"{content}{overrides}":
         content, overrides = _resolve_interpolations(content, overrides), {}
     return flatten(content) | overrides, [word for word in kept if word not in matches]
+
+
+def read_config_file(file: Path) -> Any:
+    """Return the content of the `--config` file, or raise `ConfigError` if it cannot be read."""
+    with _naming_yaml_errors(f"--config is {file}, which"):
+        return parse_yaml(file.read_text(encoding="utf-8-sig"))
+
+
+@contextmanager
+def _naming_yaml_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{what} cannot be read as YAML: {error_text(error)}") from error
 
 
 def _resolve_interpolations(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
