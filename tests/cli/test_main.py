@@ -37,6 +37,6 @@ def test_a_torchvision_of_another_torch_is_one_sentence_in_every_command(monkeyp
     monkeypatch.setitem(COMMANDS, "report", Mock(side_effect=hidden))
     monkeypatch.setattr("vgr_trl.cli.__main__.find_spec", lambda name: name)
     monkeypatch.setattr("vgr_trl.cli.__main__.import_module", Mock(side_effect=hidden))
-    for command in ("report", "env"):
-        assert main([command]) == 1
+    for name in ("report", "env"):
+        assert main([name]) == 1
         assert "--torch-backend" in capsys.readouterr().err

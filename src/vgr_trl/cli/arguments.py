@@ -26,7 +26,7 @@ from transformers.utils import find_adapter_config_file
 from trl import ModelConfig
 
 from vgr_trl.config_converters import convert, read_config_file, read_configuration
-from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.dapo_config import LOSS_TYPES, SEGMENTED, SPELLINGS, DAPOConfig, rename_options
 from vgr_trl.data.checked_rows import SkippedRow, prepare_rows
 from vgr_trl.data.images import ImageLimits, downloaded
 from vgr_trl.data.load import BUILDERS, load_split, parse_data_files, readable
@@ -338,23 +338,6 @@ MAX_STAGES_ON_A_PAGE = 4  # with more stages, --help lists the stages only
 METHOD_STAGES = "reward", "credit", "plugin", "perturbation", "measure", "noisy", "blind"
 
 
-# Flags of users' scripts, EasyR1 and verl -> the option they set.
-ALIASES = {
-    "eval_num_generations": "num_generations_eval",
-    "prompt_preview_chars": "prompt_preview_length",
-    "completion_preview_chars": "completion_preview_length",
-    "out_dir": "output_dir",
-    "clip_ratio_low": "epsilon",
-    "clip_ratio_high": "epsilon_high",
-    "clip_ratio_dual": "delta",
-    "late_reward_weights": "reward_weights",
-    "token_weight_clip": "token_weights_clip",
-    "loss_avg_mode": "loss_type",
-}
-LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "seq": "grpo"}  # values of `loss_avg_mode`
-SEGMENTED = "use_segmented_reward_weights"  # early_reward_weights alone switch them on
-
-
 def _read_loss_type(read: Any, text: str) -> Any:
     return read(LOSS_TYPES.get(text, text))
 
@@ -413,7 +396,7 @@ class _Parser(HfArgumentParser):
                 action.help = argparse.SUPPRESS  # --no_x of x
             elif action.type is string_to_bool:
                 action.nargs, action.const = "?", True  # `--flag` alone means true, also if the default is None
-        for alias, name in ALIASES.items():
+        for alias, name in SPELLINGS.items():
             if name in self.options:
                 self._option_string_actions |= dict.fromkeys(_spellings(alias), self.options[name])
         if (loss := self.options.get("loss_type")) is not None:
@@ -494,7 +477,7 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
     if rest and not rest[0].startswith("--"):
         raise ConfigError(f"{rest[0]!r} is not a flag or its value: remove it, or quote the value that it is part of.")
     typed = [_option_name(word) for word in argv if word.startswith("--")]
-    stated = _rename_aliases(dict.fromkeys(typed), "The command line")
+    stated = rename_options(dict.fromkeys(typed), "The command line")
     if SEGMENTED in typed and not {"early_reward_weights", "config", "recipe"} & stated.keys():
         raise ConfigError(f"--{SEGMENTED} needs --early_reward_weights: give them, or drop the flag.")
     values = {} if given.config is None else _read_config_file(Path(given.config), parser.options, ignored)
@@ -516,14 +499,6 @@ def _option_name(flag: str) -> str:
     return flag[2:].partition("=")[0].replace("-", "_")
 
 
-def _rename_aliases(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return options under their own names; raise `ConfigError` if an option and its alias are both given."""
-    for alias, name in ALIASES.items():
-        if {alias, name} <= values.keys():
-            raise ConfigError(f"{where} has {alias} and {name}, which are the same option: give one of them.")
-    return {ALIASES.get(name, name): value for name, value in values.items()}
-
-
 def _read_config_file(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
     """Read the options of the `--config` file, and export its environment variables (`env`)."""
     values = read_config_file(file)
@@ -539,8 +514,7 @@ def _read_config_file(file: Path, known: Collection[str], ignored: Collection[st
 
 def _check_names(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
     """Return the options of a file under their own names; raise `ConfigError` for an unknown option."""
-    values = _rename_aliases(values, where)
-    values.pop(SEGMENTED, None)
+    values = rename_options(values, where)
     for name, value in values.items():
         if name not in known:
             raise ConfigError(f"{where} has {name}, which is not an option.{did_you_mean(str(name), known)}")
