@@ -169,13 +169,19 @@ def test_a_default_that_nobody_wrote_stops_nothing(monkeypatch):
 
 
 def test_the_newest_checkpoint_of_a_folder_is_continued(tmp_path):
-    """Complete ones alone; an empty folder begins, and so does one that is not there, if it is asked for."""
+    """Complete ones alone; a folder that is empty or not there begins, with a line, and cannot be evaluated."""
     load, find = "trainer.load_checkpoint_path", "trainer.find_last_checkpoint"
     folder, theirs = tmp_path / "experiment", tmp_path / "theirs"
 
     def resumed(path=folder, **given):
-        found = convert({**ENOUGH, load: str(path), **given})
-        assert found.evaluation_options()["model_name_or_path"] == (found.checkpoint or "some/model")
+        path = given.get(load, str(path))
+        found = convert({**ENOUGH, load: path, **given})
+        if path is None or Path(found.checkpoint or "no folder").is_dir():
+            assert found.evaluation_options()["model_name_or_path"] == (found.checkpoint or "some/model")
+        else:
+            with pytest.raises(ConfigError):
+                found.evaluation_options()
+        assert bool(found.notes) == (found.options.get("resume_from_checkpoint") == "none")
         return found.options.get("resume_from_checkpoint")
 
     assert resumed() == str(folder)  # which is refused where it is read

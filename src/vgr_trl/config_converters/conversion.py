@@ -33,6 +33,7 @@ class Conversion:
         unsupported: keys that are unknown or have no equivalent here -> reason.
         refused: keys that cannot be ignored without changing the training -> reason.
         checkpoint: checkpoint to resume from or to evaluate.
+        notes: sentences printed below the table.
     """
 
     values: dict[str, Any]
@@ -44,6 +45,7 @@ class Conversion:
     unsupported: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     checkpoint: str | None = None
+    notes: list[str] = field(default_factory=list)
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -123,7 +125,7 @@ class Conversion:
         if theirs != self.processes:
             asks = f"The configuration asks for {theirs} processes, this run has {self.processes}; batches stay equal"
             text.append(f"{asks}. To use {theirs}, start with accelerate launch --num_processes {theirs}.")
-        return "\n".join(text)
+        return "\n".join([*text, *self.notes])
 
     def check(self, ignore_unknown: bool, has_rewards: bool, is_evaluation: bool = False) -> None:
         """Raise `ConfigError` for keys that are unsupported or refused.
@@ -149,7 +151,14 @@ class Conversion:
             raise ConfigError(" ".join(sentences))
 
     def evaluation_options(self) -> dict[str, Any]:
-        """Return the options with the names that `vgr-trl evaluate` uses added."""
+        """Return the options with the names that `vgr-trl evaluate` uses added.
+
+        Raises:
+            ConfigError: the checkpoint to evaluate does not exist.
+        """
+        name, given = self.name("trainer.load_checkpoint_path"), self["trainer.load_checkpoint_path"]
+        if given is not None and (self.checkpoint is None or not Path(self.checkpoint).is_dir()):
+            raise ConfigError(f"{name} is {given}, which has no checkpoint to evaluate: give a folder that has one.")
         options = dict(self.options)
         for option, name in (("num_samples", "num_generations_eval"), ("temperature", "eval_temperature")):
             if name in options:

@@ -147,7 +147,8 @@ def convert_batches(c: Conversion) -> None:
     """Convert batch sizes so that micro-batch, update and rollout have as many completions as in EasyR1."""
     n, micro = c.read_integer("worker.rollout.n"), c.read_integer(_MICRO_BATCH_SIZE_KEY)
     if n < 2:
-        why = "TRL needs at least 2 completions per prompt. Batch sizes count prompts, so they grow with it"
+        why = f"TRL needs at least 2 completions per prompt: give {c.name('worker.rollout.n')}=8, for example. "
+        why += "Batch sizes count prompts, so they grow with it"
         c.mark_refused("worker.rollout.n", why)
         return
     rollout, update = c.read_integer(_ROLLOUT_SIZE_KEY) * n, c.read_integer(_UPDATE_SIZE_KEY) * n
@@ -340,7 +341,9 @@ def _convert_resume(c: Conversion, folder: str) -> None:
     present = {path.name for path in Path(given).glob("*")}
     is_new = not present or ("run.json" in present and "trainer_state.json" not in present)
     if is_sought and is_new and not c.checkpoint and (find in c.stated or Path(given).is_dir()):
-        c.set("resume_from_checkpoint", "latest" if Path(given) == Path(folder) else "none", load)
+        is_output = Path(given) == Path(folder)
+        c.set("resume_from_checkpoint", "latest" if is_output else "none", load)
+        c.notes += [] if is_output else [f"{c.name(load)} {given} has no checkpoint: this run starts anew."]
         return
     c.checkpoint = c.checkpoint or str(given)
     c.set("resume_from_checkpoint", c.checkpoint, load)
