@@ -99,7 +99,8 @@ def test_attention_rewards_are_scaled_unless_the_option_says_none(tmp_path):
     assert found["none"] == pytest.approx([1, 5 / 6, 1 / 6, 0])
     assert found["accuracy"] != found["none"]
     for functions, weights, warns in (
-        ([vgr_reward, mdi_reward], None, True), ([vgr_reward, mdi_reward], [0.0, 1.0], False), ([mdi_reward], None, False),
+        ([vgr_reward, mdi_reward], None, True), ([vgr_reward, mdi_reward], [0.0, 1.0], False),
+        ([mdi_reward], None, False),
     ):  # fmt: skip
         args.reward_weights = weights
         assert bool(attention_scale_warning(functions, args)) == warns
