@@ -81,6 +81,7 @@ def test_their_entry_point_evaluates_only(config, capsys):
     ("more", "message"),
     [
         (["trainer.max_steps=1", *CPU], "returned token_weights, but token_weights is off"),
+        (["trainer.save_checkpoint_path=/dev/null", *CPU], "output_dir by trainer.save_checkpoint_path"),
         (["worker.actor.loss_type=dppo", "--ignore_unknown_keys"], "ignoring these would change the training"),
         (["worker.actor.loss_type=dppo", "worker.actor.no_such_key=2"], "the training. worker.actor.no_such_key"),
     ],

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -298,6 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for source, words in NOISE.items():
         logging.getLogger(source).addFilter(partial(_lacks, words))
+    keys: dict[str, str] = {}
     try:
         with naming_torchvision():
             if name in ("train", "evaluate"):
@@ -307,12 +309,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                     _announce_command(name)
                 from vgr_trl.cli.arguments import convert_flags
 
-                name, rest = convert_flags(name, rest)
+                name, rest, keys = convert_flags(name, rest)
             with naming_full_disk("files"), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=DEPRECATION_PATTERN, category=FutureWarning)
                 return COMMANDS[name](rest)
     except VGRError as error:
-        print(f"vgr-trl {name}: {error}", file=sys.stderr)
+        named = [option for option in keys if "_" in option and re.search(rf"(?<!\w){option}(?!\w)", str(error))]
+        origins = "".join(f" Your file sets {option} by {keys[option]}." for option in named)
+        print(f"vgr-trl {name}: {error}{origins}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupted:
         print(f"\nvgr-trl {name}: interrupted{'; ' * bool(interrupted.args)}{interrupted}.", file=sys.stderr)

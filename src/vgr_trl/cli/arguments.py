@@ -523,17 +523,17 @@ def _check_names(values: dict[str, Any], where: str, known: Collection[str]) -> 
     return values
 
 
-def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
+def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str], dict[str, str]]:
     """Convert a configuration of EasyR1, MTRL or verl among the flags into flags of this library, and print the table.
 
-    Returns the command (`evaluate` instead of `train` if `val_only` is set) and its flags.
+    Returns the command (`evaluate` instead of `train` if `val_only` is set), its flags, and option -> key of the file.
 
     Raises:
         ConfigError: a key is unknown or unsupported, and `--ignore_unknown_keys` is not given.
     """
     given, kept = read_configuration(argv)
     if given is None:
-        return command, list(argv)
+        return command, list(argv), {}
     found = convert(given, int(os.environ.get("WORLD_SIZE", "1")))
     flags = {word.partition("=")[0] for word in kept}
     evaluates = command == "evaluate" or bool(found["trainer.val_only"])
@@ -551,4 +551,5 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
     for name, value in options.items():
         items = value if isinstance(value, list) else [value]
         words += [f"--{name}", *(json.dumps(each) if isinstance(each, dict | bool) else str(each) for each in items)]
-    return command, [*words, *kept]
+    keys = {option: found.name(key) for key, names in found.options_by_key.items() if key for option in names}
+    return command, [*words, *kept], keys
