@@ -101,6 +101,14 @@ def test_a_processor_without_torchvision_is_refused_before_the_model_is_loaded(t
         DAPOTrainer(str(tmp_path), [], options)
 
 
+def test_a_model_without_a_chat_template_is_refused(model_folder, tmp_path):
+    processor = load_processor(str(model_folder))
+    processor.chat_template = processor.tokenizer.chat_template = None
+    processor.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        load_processor(str(tmp_path))
+
+
 def test_flags_of_other_scripts_set_the_options_they_stand_for(options_of, tmp_path):
     flags = "--eval_num_generations 4 --prompt_preview_chars=300 --clip_ratio_low 0.1 --clip-ratio-dual 3.0"
     flags += " --late_reward_weights 1.0 0.5 --use_segmented_reward_weights true --loss_avg_mode seq"

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.commands import finish
@@ -129,6 +130,7 @@ def launcher(monkeypatch):
     for name in ("LOCAL_RANK", "RANK", "VGR_TRL_LAUNCHED"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=80e9))
 
     def run(command, env, check):
         started.append(command)
@@ -162,3 +164,17 @@ def test_processes_are_started_as_the_configuration_asks(config, launcher, more,
     assert expected in words
     assert absent not in words
     assert (own, arguments) == (" ".join(given), ["train", f"--{given[0]}", *given[1:]])
+
+
+def test_nothing_is_started_that_cannot_train(config, launcher, monkeypatch, capsys):
+    """7.6 billion parameters in float32, of policy and critic, with gradients and moments: 226 GiB for a GPU."""
+    monkeypatch.setattr("vgr_trl.cli.evaluate.count_parameters", lambda name: 7_600_000_000)
+    given = [f"config={config}", "trainer.n_gpus_per_node=8"]
+    for more, message in (
+        (GAE, "= 226 GiB, but a GPU has 75 GiB"),
+        (["trainer.no_such_key=1"], "trainer.no_such_key is"),
+    ):
+        assert mtrl.main([*given, *more]) == 1
+        assert message in capsys.readouterr().err
+    assert launcher == []
+    assert mtrl.main([*given, *GAE, "--critic", "head"]) == 0

@@ -322,15 +322,18 @@ def load_processor(name: str, revision: str | None = None, trust_remote_code: bo
         name: a folder or a hub name.
 
     Raises:
-        ConfigError: there is none, or it needs torchvision, which is not installed.
+        ConfigError: there is none, it has no chat template, or it needs torchvision, which is not installed.
     """
     adapter, files = load_adapter_config(name, revision), ("processor_config.json", "tokenizer_config.json")
     if adapter is not None and not any((Path(name) / file).exists() for file in files):
         name, revision = str(adapter.base_model_name_or_path), adapter.revision
     with raise_config_errors(name), naming_torchvision(name):
-        return AutoProcessor.from_pretrained(
+        processor = AutoProcessor.from_pretrained(
             name, revision=revision, padding_side="left", trust_remote_code=trust_remote_code
         )
+    if processor.chat_template is None:
+        raise ConfigError(f"{name} has no chat template: give its instruct version, or save one with its tokenizer.")
+    return processor
 
 
 MAX_STAGES_ON_A_PAGE = 4  # with more stages, --help lists the stages only

@@ -252,10 +252,8 @@ def attention_scale_warning(functions: list[Any], config: DAPOConfig) -> str | N
     counted = {function for late, early, function in weights if late or (config.early_reward_weights and early)}
     if config.attention_reward_scale == "accuracy" or not counted & {vgr_reward, vgr_hard_negative_reward}:
         return None
-    return (
-        "attention_reward_scale is none: on the demo, a VGR reward then lowered accuracy from 0.69 to 0.26. "
-        "Give --attention_reward_scale accuracy to scale it."
-    )
+    found = "on the demo, a VGR reward then lowered accuracy from 0.69 to 0.26"
+    return f"attention_reward_scale is none: {found}. --attention_reward_scale accuracy scales it."
 
 
 def _adapter_options_warning(model: ModelConfig) -> str | None:

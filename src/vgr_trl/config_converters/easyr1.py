@@ -91,7 +91,7 @@ def convert_data(c: Conversion) -> None:
     (train, split), (test, test_split) = (_parse_source(c[key], c.name(key)) for key in (train_key, test_key))
     if train is None:
         raise ConfigError(
-            f"{c.name(train_key)} is missing: give files, a folder or a hub name, optionally with @split."
+            f"{c.name(train_key)} is missing: give files, a folder or a hub name, with or without @split."
         )
     if isinstance(train, list):
         files = f"train={'+'.join(train)}"
