@@ -38,9 +38,8 @@ def count_updates(c: Conversion) -> int:
     """
     rollout, update = c.read_integer(_ROLLOUT_SIZE_KEY), c.read_integer(_UPDATE_SIZE_KEY)
     if rollout % update:
-        is_update = f"{c.name(_UPDATE_SIZE_KEY)}, which {c.describe(_UPDATE_SIZE_KEY)}"
-        size = f"{c.name(_ROLLOUT_SIZE_KEY)} {c.describe(_ROLLOUT_SIZE_KEY)}"
-        raise ConfigError(f"{size}: give a multiple of {is_update}.")
+        sizes = [f"{c.name(key)} {c.describe(key)}" for key in (_ROLLOUT_SIZE_KEY, _UPDATE_SIZE_KEY)]
+        raise ConfigError(f"{', but '.join(sizes)}: give a multiple of the second.")
     return rollout // update * c.read_integer("worker.actor.ppo_epochs")
 
 
@@ -90,9 +89,7 @@ def convert_data(c: Conversion) -> None:
     train_key, test_key = "data.train_files", "data.val_files"
     (train, split), (test, test_split) = (_parse_source(c[key], c.name(key)) for key in (train_key, test_key))
     if train is None:
-        raise ConfigError(
-            f"{c.name(train_key)} is missing: give files, a folder or a hub name, with or without @split."
-        )
+        raise ConfigError(f"{c.name(train_key)} is missing: give files, a folder or a hub name, also with @split.")
     if isinstance(train, list):
         files = f"train={'+'.join(train)}"
         if isinstance(test, list):
