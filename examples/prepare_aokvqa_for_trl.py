@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vgr_trl.cli.__main__ import main
+from vgr_trl.cli.data import main as convert
 from vgr_trl.data.convert import HUB_NAME
 from vgr_trl.data.load import row_files, splits_of
+from vgr_trl.errors import MissingIdsError, VGRError
 
 SPLITS = ("train", "validation")  # the published test split has no answers
 
@@ -37,10 +38,18 @@ def prepare(argv: Sequence[str] | None = None) -> int:
     if flags.filter_big_images:
         given.append("--filter_big_images")
     named = folder.name if folder.is_file() else splits_of(row_files(folder), folder) if folder.is_dir() else SPLITS
-    for split in [name for name in SPLITS if name in named] or ["train"]:
-        if status := main(["data", "convert", "aokvqa", "--split", split, *given]):
-            return status
-    return 0
+    splits = [name for name in SPLITS if name in named] or ["train"]
+    skipped = []
+    for split in splits:
+        try:
+            convert(["convert", "aokvqa", "--split", split, *given])
+        except MissingIdsError as error:
+            skipped.append(split)
+            print(f"Skipped the split {split}: {error}", file=sys.stderr)
+        except VGRError as error:
+            print(error, file=sys.stderr)
+            return 1
+    return int(skipped == splits)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -322,11 +323,16 @@ def stack_weights(values: Any, response_mask: Tensor) -> Tensor:
     padded = pad_sequence([*rows, torch.ones(length)], batch_first=True, padding_value=1.0)  # (N + 1, T or more)
     weights, valid = padded[:-1, :length], response_mask.bool().cpu()
     if any(len(row) > length or len(row) < int(mask.sum()) for row, mask in zip(rows, valid, strict=True)):
-        found = f"token_weights were padded with 1 or cut to the {length} tokens of the responses (logged once)."
-        warnings.warn(found, stacklevel=2)
+        warn_of_padding()
     if not bool((weights[valid].isfinite() & (weights[valid] >= 0)).all()):
         raise DataError("token_weights of a valid token is negative or not finite: give numbers of at least 0.")
     return weights.to(response_mask.device)
+
+
+@cache
+def warn_of_padding() -> None:
+    """Warn once per process; Python's own filter forgets what it has shown."""
+    warnings.warn("token_weights were padded with 1 or cut to the length of the responses (said once).", stacklevel=3)
 
 
 def given_weights(weights: Tensor | None, mask: Tensor, measured: Tensor) -> Tensor:

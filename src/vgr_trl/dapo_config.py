@@ -1,7 +1,11 @@
 """`DAPOConfig`: TRL's options and the options of `vgr_trl.config`."""
 
+import os
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import wraps
+from typing import Any, Literal
 
 from trl import GRPOConfig
 
@@ -21,6 +25,7 @@ from vgr_trl.config import (
     ReportOptions,
     check_conflicts,
 )
+from vgr_trl.errors import ConfigError
 from vgr_trl.options import RATIO_LOSSES, check_options, option
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
@@ -36,7 +41,59 @@ _LIMITS = {  # of options of TRL and transformers that are otherwise checked onl
     "top_p": {"gt": 0, "le": 1},
 }
 
+# Spellings of users' scripts, EasyR1 and verl -> the option they set, as a flag, in a file and in Python.
+SPELLINGS = {
+    "eval_num_generations": "num_generations_eval",
+    "prompt_preview_chars": "prompt_preview_length",
+    "completion_preview_chars": "completion_preview_length",
+    "out_dir": "output_dir",
+    "clip_ratio_low": "epsilon",
+    "clip_ratio_high": "epsilon_high",
+    "clip_ratio_dual": "delta",
+    "late_reward_weights": "reward_weights",
+    "token_weight_clip": "token_weights_clip",
+    "loss_avg_mode": "loss_type",
+}
+LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "seq": "grpo"}  # values of `loss_avg_mode`
+SEGMENTED = "use_segmented_reward_weights"  # early_reward_weights alone switch them on
 
+
+def rename_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Rename other spellings of options, and print a line for each.
+
+    Args:
+        given: options by name or spelling.
+        where: the place that states them, for messages.
+
+    Raises:
+        ConfigError: an option and another spelling of it are both given.
+    """
+    values = dict(given)
+    if values.pop(SEGMENTED, True) is False:
+        values.pop("early_reward_weights", None)
+    for spelling in [each for each in SPELLINGS if each in values]:
+        name, value = SPELLINGS[spelling], values.pop(spelling)
+        if name in values:
+            raise ConfigError(f"{where} has {spelling} and {name}, which are the same option: give one of them.")
+        values[name] = LOSS_TYPES.get(value, value) if name == "loss_type" else value
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{spelling} sets {name}, its name here.", file=sys.stderr)
+    return values
+
+
+def _accept_spellings(config: type[GRPOConfig]) -> Any:
+    """Let the constructor of a configuration take the spellings of `SPELLINGS`."""
+    initialize = config.__init__
+
+    @wraps(initialize)
+    def rename(self: GRPOConfig, *given: Any, **options: Any) -> None:
+        initialize(self, *given, **rename_options(options, "DAPOConfig"))
+
+    config.__init__ = rename  # type: ignore[method-assign]
+    return config
+
+
+@_accept_spellings
 @dataclass
 class DAPOConfig(
     ReportOptions,

@@ -56,6 +56,10 @@ class MissingSplitError(DataError):
         self.splits = splits
 
 
+class MissingIdsError(DataError):
+    """None of the requested ids is in a set."""
+
+
 class RewardError(VGRError, ValueError):
     """A reward cannot be found, loaded or computed from its arguments."""
 

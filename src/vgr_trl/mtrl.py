@@ -8,7 +8,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -34,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [f"--{argument}" if argument.startswith("config=") else argument for argument in given]
     is_launched = any(name in os.environ for name in (_LAUNCHED_VARIABLE, "LOCAL_RANK", "RANK", "OMPI_COMM_WORLD_RANK"))
     try:
-        stated, _ = read_configuration(arguments)
-        command = None if stated is None or is_launched else _build_launch_command(convert(stated), given)
+        stated, kept = read_configuration(arguments)
+        command = None if stated is None or is_launched else _build_launch_command(_accept(stated, kept), given)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
@@ -50,11 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return subprocess.run(command, env=environment, check=False).returncode
 
 
+def _accept(stated: Mapping[str, Any], flags: Sequence[str]) -> Conversion:
+    """Return the converted configuration, or raise `ConfigError` for keys that would stop the processes."""
+    found, names = convert(stated), {flag.partition("=")[0] for flag in flags}
+    found.check("--ignore_unknown_keys" in names, "--reward_funcs" in names, bool(found["trainer.val_only"]))
+    return found
+
+
 def _build_launch_command(found: Conversion, given: Sequence[str]) -> list[str] | None:
     """Return the command that starts the processes, or None if this process is enough.
 
     Raises:
-        ConfigError: this machine has too few GPUs, there are several nodes, or a GPU has too little memory.
+        ConfigError: this machine has too few GPUs, there are several nodes, or a GPU cannot hold policy and critic.
     """
     nodes, processes = found.read_integer(_NODES_KEY), found.read_integer(_GPUS_KEY)
     if _GPUS_KEY not in found.stated:
@@ -91,12 +99,26 @@ def _choose_engine_flags(found: Conversion, given: Sequence[str]) -> list[str]:
         )
     has_critic = found["algorithm.adv_estimator"] == "gae" and not re.search("--critic[= ]head", " ".join(given))
     if has_critic or strategy == "NO_SHARD":
+        if has_critic and not found["worker.actor.model.lora.rank"]:
+            _refuse_large_critic(found)
         why = "A critic model is not sharded (--critic head is)" if has_critic else "NO_SHARD"
         print(f"{why}: using DDP, so each process holds all parameters and nothing is offloaded.", file=sys.stderr)
         return ["--multi_gpu"]
     offloads = any(found[f"worker.actor.{key}"] for key in _OFFLOAD_KEYS)
     reshard = ["--fsdp_reshard_after_forward", _RESHARD_FLAGS[strategy]]
     return [*_FSDP_FLAGS, *reshard, "--fsdp_offload_params", str(offloads).lower()]
+
+
+def _refuse_large_critic(found: Conversion) -> None:
+    """Raise `ConfigError` if weights, gradients and moments of policy and critic exceed the memory of a GPU."""
+    from vgr_trl.cli.evaluate import count_parameters  # imports transformers, which takes seconds
+
+    name, each = str(found.options["model_name_or_path"]), 16 if found.options["dtype"] == "float32" else 8
+    parameters, memory = count_parameters(name), torch.cuda.get_device_properties(0).total_memory
+    if (needed := 2 * each * parameters) > memory:
+        total = f"2 x {each} bytes x {parameters / 1e9:.1f} billion parameters = {needed / 2**30:.0f} GiB"
+        fits = f"{total}, but a GPU has {memory / 2**30:.0f} GiB. Give --critic head, which is sharded"
+        raise ConfigError(f"A critic as large as the policy needs {fits}.")
 
 
 if __name__ == "__main__":

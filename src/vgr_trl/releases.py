@@ -11,15 +11,26 @@ from vgr_trl.errors import ConfigError, UnsupportedTRLError
 
 
 @contextmanager
-def naming_torchvision(model: str) -> Iterator[None]:
-    """Convert the errors of transformers about a missing torchvision into a `ConfigError`."""
+def naming_torchvision(model: str | None = None) -> Iterator[None]:
+    """Convert the errors of a missing torchvision, or of one that was built for another torch, into a `ConfigError`.
+
+    Args:
+        model: whose processor the block loads; None: only a torchvision that cannot be imported is meant.
+    """
     try:
         yield
-    except (ImportError, AttributeError) as error:
-        if re.search("torchvision|_extra_content", str(error), re.IGNORECASE) is None:
+    except (ImportError, AttributeError, RuntimeError) as error:
+        causes: list[BaseException] = [error]
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+            causes.append(cause)
+        text, build = " ".join(map(str, causes)), f"torch {version('torch')}"
+        if re.search("torchvision::|custom C\\+\\+ ops", text):  # transformers hides it behind its own ImportError
+            cure = "uv pip install --reinstall torch torchvision --torch-backend auto (pip install uv)"
+            raise ConfigError(f"The installed torchvision is not the build for {build}: {cure}.") from error
+        if model is None or re.search("torchvision|_extra_content", text, re.IGNORECASE) is None:
             raise
-        build = f"torch {version('torch')} (pip install torch torchvision)"
-        raise ConfigError(f"The processor of {model} needs torchvision: install the build for {build}.") from error
+        cure = f"install the build for {build} (pip install torch torchvision)"
+        raise ConfigError(f"The processor of {model} needs torchvision: {cure}.") from error
 
 
 SUPPORTED_TRL = ("1.15", "1.17")  # first release, and first unsupported release; the tests run with all between

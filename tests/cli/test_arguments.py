@@ -10,7 +10,7 @@ from trl import ModelConfig
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, load_processor, parse
-from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.dapo_config import SPELLINGS, DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.trainer import DAPOTrainer
 
@@ -101,6 +101,14 @@ def test_a_processor_without_torchvision_is_refused_before_the_model_is_loaded(t
         DAPOTrainer(str(tmp_path), [], options)
 
 
+def test_a_model_without_a_chat_template_is_refused(model_folder, tmp_path):
+    processor = load_processor(str(model_folder))
+    processor.chat_template = processor.tokenizer.chat_template = None
+    processor.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        load_processor(str(tmp_path))
+
+
 def test_flags_of_other_scripts_set_the_options_they_stand_for(options_of, tmp_path):
     flags = "--eval_num_generations 4 --prompt_preview_chars=300 --clip_ratio_low 0.1 --clip-ratio-dual 3.0"
     flags += " --late_reward_weights 1.0 0.5 --use_segmented_reward_weights true --loss_avg_mode seq"
@@ -115,3 +123,20 @@ def test_flags_of_other_scripts_set_the_options_they_stand_for(options_of, tmp_p
             parse([DAPOConfig], "train", flags)
     with pytest.raises(ConfigError, match="out_dir and output_dir, which are the same option"):
         options_of("out_dir: x\noutput_dir: y")
+
+
+def test_the_configuration_takes_the_spellings_of_the_flags(tmp_path, capsys):
+    given = {
+        **dict.fromkeys(("eval_num_generations", "prompt_preview_chars", "completion_preview_chars"), 4),
+        **dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), 0.4),
+        "clip_ratio_dual": 3.0, "late_reward_weights": [2.0], "token_weight_clip": (0.5, 2.0), "loss_avg_mode": "seq",
+    }  # fmt: skip
+    other = {"use_segmented_reward_weights": False, "early_reward_weights": [1.0], "use_cpu": True, "bf16": False}
+    made = DAPOConfig(out_dir=str(tmp_path), **given, **other)
+    assert made.output_dir == str(tmp_path)
+    assert (made.loss_type, made.early_reward_weights) == ("grpo", None)
+    assert {"out_dir", *given} == SPELLINGS.keys()
+    assert all(vars(made)[SPELLINGS[name]] == value for name, value in given.items() if name != "loss_avg_mode")
+    assert "token_weight_clip sets token_weights_clip" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        DAPOConfig(out_dir="x", output_dir="y", use_cpu=True)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.commands import finish
@@ -12,6 +13,7 @@ from support.commands import finish
 from vgr_trl import mtrl
 from vgr_trl.cli.__main__ import main
 
+ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("easyr1.yaml").read_text(encoding="utf-8")
 GAE = """
   algorithm.adv_estimator=gae algorithm.lam=0.95 algorithm.disable_kl=false algorithm.kl_coef=0.01
@@ -80,6 +82,7 @@ def test_their_entry_point_evaluates_only(config, capsys):
     ("more", "message"),
     [
         (["trainer.max_steps=1", *CPU], "returned token_weights, but token_weights is off"),
+        (["trainer.save_checkpoint_path=/dev/null", *CPU], "output_dir by trainer.save_checkpoint_path"),
         (["worker.actor.loss_type=dppo", "--ignore_unknown_keys"], "ignoring these would change the training"),
         (["worker.actor.loss_type=dppo", "worker.actor.no_such_key=2"], "the training. worker.actor.no_such_key"),
     ],
@@ -87,6 +90,25 @@ def test_their_entry_point_evaluates_only(config, capsys):
 def test_keys_that_cannot_be_followed_stop_the_run(config, capsys, more, message):
     assert main(["train", "--config", str(config), *more]) == 1
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("example", ["config", "mtrl"])
+def test_an_example_trains(example, model_folder, question_files, tmp_path, monkeypatch, capsys):
+    """As the pages start it in a clone; a name that no file has is named before the overrides are read."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("VGR_TRL_LAUNCHED", "WANDB_PROJECT", "SWANLAB_PROJ_NAME", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny_vlm").mkdir()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    links = dict(part.split("=") for part in question_files.split(","))
+    for name, target in [(f"{split}.parquet", file) for split, file in links.items()] + [("model", model_folder)]:
+        (tmp_path / "tiny_vlm" / name).symlink_to(target)
+    steps = "trainer" if example == "config" else "training"
+    small = [f"{steps}.max_steps=1", f"{steps}.val_freq=-1", "worker.rollout.n=2", *CPU]
+    assert mtrl.main([f"config=examples/{example}.yaml", *small]) == 0
+    assert mtrl.main([f"config=examples/no_{example}.yaml", *small]) == 1
+    assert f"examples/no_{example}.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.minutes
@@ -108,6 +130,7 @@ def launcher(monkeypatch):
     for name in ("LOCAL_RANK", "RANK", "VGR_TRL_LAUNCHED"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=80e9))
 
     def run(command, env, check):
         started.append(command)
@@ -141,3 +164,17 @@ def test_processes_are_started_as_the_configuration_asks(config, launcher, more,
     assert expected in words
     assert absent not in words
     assert (own, arguments) == (" ".join(given), ["train", f"--{given[0]}", *given[1:]])
+
+
+def test_nothing_is_started_that_cannot_train(config, launcher, monkeypatch, capsys):
+    """7.6 billion parameters in float32, of policy and critic, with gradients and moments: 226 GiB for a GPU."""
+    monkeypatch.setattr("vgr_trl.cli.evaluate.count_parameters", lambda name: 7_600_000_000)
+    given = [f"config={config}", "trainer.n_gpus_per_node=8"]
+    for more, message in (
+        (GAE, "= 226 GiB, but a GPU has 75 GiB"),
+        (["trainer.no_such_key=1"], "trainer.no_such_key is"),
+    ):
+        assert mtrl.main([*given, *more]) == 1
+        assert message in capsys.readouterr().err
+    assert launcher == []
+    assert mtrl.main([*given, *GAE, "--critic", "head"]) == 0

@@ -1,10 +1,12 @@
 """The command itself: its table, its errors, and the short commands."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from vgr_trl.cli import __main__ as command
-from vgr_trl.cli.__main__ import main
+from vgr_trl.cli.__main__ import COMMANDS, main
 
 
 def test_a_full_disk_is_one_sentence_in_every_command(monkeypatch, capsys):
@@ -26,3 +28,15 @@ def test_init_writes_options_that_exist_and_keeps_what_is_there(tmp_path, capsys
     flags = "--config train.yaml --system_prompt_file none --use_cpu --bf16 false --output_dir train.yaml"
     assert main(["train", *flags.split()]) == 1
     assert "output_dir is train.yaml" in capsys.readouterr().err, "every option of the file is one of the command"
+
+
+def test_a_torchvision_of_another_torch_is_one_sentence_in_every_command(monkeypatch, capsys):
+    """As transformers raises it at the first import; `env` looks for it, since it prints versions without it."""
+    hidden = ModuleNotFoundError("Could not import module 'BloomPreTrainedModel'.")
+    hidden.__cause__ = RuntimeError("operator torchvision::nms does not exist")
+    monkeypatch.setitem(COMMANDS, "report", Mock(side_effect=hidden))
+    monkeypatch.setattr("vgr_trl.cli.__main__.find_spec", lambda name: name)
+    monkeypatch.setattr("vgr_trl.cli.__main__.import_module", Mock(side_effect=hidden))
+    for name in ("report", "env"):
+        assert main([name]) == 1
+        assert "--torch-backend" in capsys.readouterr().err

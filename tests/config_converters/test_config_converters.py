@@ -155,6 +155,26 @@ def test_mtrl():
     assert {name: found.options[name] for name in expected} == expected
 
 
+def test_messages_name_keys_as_the_file_does():
+    mtrl = {"dataset.train_files": "hub/a", **{key: value for key, value in ENOUGH.items() if key[:4] != "data"}}
+    with pytest.raises(ConfigError, match=r"^dataset.rollout_batch_size is 512 by default"):
+        convert({**mtrl, "worker.actor.global_batch_size": 300})
+    for key, meant in (
+        ("optimization.lr", "worker.actor.optim.lr"), ("worker.critic.lr", "worker.critic.optim.lr"),
+        ("dataset.rollout_batch_sise", "dataset.rollout_batch_size"),
+        ("training.output_dir", "training.save_checkpoint_path"),
+    ):  # fmt: skip
+        (why,) = convert({**mtrl, key: 1}).unsupported.values()
+        assert why.endswith(f"Did you mean {meant}?")
+
+
+def test_a_reward_file_without_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text, name in (("def reward_function(x): ...", "reward_function"), ("def main(x): ...\ndef f(): ...", "main")):
+        (tmp_path / "mine.py").write_text(text)
+        assert options_of({"worker.reward.reward_function": "mine.py"})["reward_funcs"] == [f"mine.py:{name}"]
+
+
 def test_a_default_that_nobody_wrote_stops_nothing(monkeypatch):
     """Theirs: 256 prompts an update for a critic, 4 completions a pass, vLLM on 2 GPUs, and wandb."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -169,13 +189,19 @@ def test_a_default_that_nobody_wrote_stops_nothing(monkeypatch):
 
 
 def test_the_newest_checkpoint_of_a_folder_is_continued(tmp_path):
-    """Complete ones alone; an empty folder begins, and so does one that is not there, if it is asked for."""
+    """Complete ones alone; a folder that is empty or not there begins, with a line, and cannot be evaluated."""
     load, find = "trainer.load_checkpoint_path", "trainer.find_last_checkpoint"
     folder, theirs = tmp_path / "experiment", tmp_path / "theirs"
 
     def resumed(path=folder, **given):
-        found = convert({**ENOUGH, load: str(path), **given})
-        assert found.evaluation_options()["model_name_or_path"] == (found.checkpoint or "some/model")
+        path = given.get(load, str(path))
+        found = convert({**ENOUGH, load: path, **given})
+        if path is None or Path(found.checkpoint or "no folder").is_dir():
+            assert found.evaluation_options()["model_name_or_path"] == (found.checkpoint or "some/model")
+        else:
+            with pytest.raises(ConfigError):
+                found.evaluation_options()
+        assert bool(found.notes) == (found.options.get("resume_from_checkpoint") == "none")
         return found.options.get("resume_from_checkpoint")
 
     assert resumed() == str(folder)  # which is refused where it is read

@@ -39,7 +39,7 @@ TESTED_ELSEWHERE = (  # programs
     "docs/evaluation.md", "docs/extending.md", "docs/migration.md", "docs/sharing.md", "docs/tools.md",
 )  # fmt: skip
 CLONED = ("accelerate_configs", "examples", "experiments")
-PROGRAMS = "accelerate make nvidia-smi pip pytest python python3 remark unzip vgr-trl vllm".split()
+PROGRAMS = "accelerate make nvidia-smi pip pytest python python3 remark unzip uv vgr-trl vllm".split()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 NOT_DONE = [f"{module}.{name}" for module in ("demo", "write_folder") for name in ("warm_up", "set_up_process")]
@@ -68,7 +68,7 @@ def folder(tmp_path, shelf, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in CLONED:
         shutil.copytree(ROOT / name, name, symlinks=True)
-    provide(["", "pictures", "train.parquet", "test.parquet"], shelf)
+    provide(["", "pictures", "train.parquet", "test.parquet", "tiny_vlm"], shelf)
     drawn = partial(draw_questions, 16, seed=0, multiple_choice=False)
     few = Questions(drawn(split="train"), drawn(split="validation"), drawn(split="test"))
     small = {"steps": 1, "prompts_per_step": 2, "num_generations": 2, "num_samples": 2}
@@ -144,7 +144,9 @@ def call(words: list[str], is_marked: bool) -> int:
         case ["make", target]:
             assert target in TARGETS
         case ["pip", "install", *wanted]:
-            assert set(wanted) <= {".", "torch", "torchvision", *(f".[{extra}]" for extra in EXTRAS)}
+            assert set(wanted) <= {".", "torch", "torchvision", "uv", *(f".[{extra}]" for extra in EXTRAS)}
+        case ["uv", "pip", "install", "torch", "torchvision", "--torch-backend", "cpu"]:
+            pass
         case _:
             assert is_marked, f"nobody runs {words}"
     return 0

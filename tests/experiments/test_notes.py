@@ -108,7 +108,8 @@ def test_the_paths_of_earlier_scripts_lead_to_ours():
             assert (REPOSITORY / folder / name).samefile(REPOSITORY / "accelerate_configs" / name)
     for name in ("grpo_vlm.py", "grpo_vlm_2.py"):
         assert (EXAMPLES / "scripts" / name).samefile(EXAMPLES / "grpo_vlm.py")
-    assert (REPOSITORY / "prepare_aokvqa_for_trl.py").samefile(EXAMPLES / "prepare_aokvqa_for_trl.py")
+    for name in ("prepare_aokvqa_for_trl.py", "train_grpo_vlm.py"):
+        assert (REPOSITORY / name).samefile(EXAMPLES / name)
     for name in (*(f"experiment{number}.sh" for number in range(1, 6)), "dapo_train.sh", "data.sh"):
         assert (REPOSITORY / name).samefile(REPOSITORY / "experiments" / name)
 
@@ -145,5 +146,8 @@ def test_the_set_is_prepared_by_their_script_and_read(tmp_path, monkeypatch):
     found = {split: load_split(split, dataset_path="aokvqa_trl_data") for split in ("train", "validation")}
     ids = {split: rows["id"][:] for split, rows in found.items()}
     assert ids == {"train": ["train2", "train3"], "validation": ["validation1"]}
+    Path("ids.txt").write_text("train3\n", encoding="utf-8")
+    run_example("prepare_aokvqa_for_trl.py", [*flags.replace("_data", "_train").split(), "--workers", "0"], monkeypatch)
+    assert load_split("train", dataset_path="aokvqa_trl_train")["id"][:] == ["train3"]
     rows, skipped = prepare_rows(found["train"])
     assert (len(rows), skipped) == (2, [])

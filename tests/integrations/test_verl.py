@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from vgr_trl.credit import stack_weights
+from vgr_trl.credit import stack_weights, warn_of_padding
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.integrations.verl.credit import (
     REWARD_TYPE,
@@ -140,8 +140,13 @@ def test_lists_and_tensors_are_padded_or_cut_with_a_warning():
         warnings.simplefilter("error")
         assert stack_weights([[1.0, 2.0, 3.0], [4.0, 5.0]], mask).tolist() == [[1, 2, 3], [4, 5, 1]]
         assert stack_weights(torch.full((2, 3), 2.0), mask).tolist() == [[2, 2, 2], [2, 2, 2]]
-    with pytest.warns(UserWarning, match="padded with 1 or cut to the 3 tokens"):
-        assert stack_weights([[1.0, 2.0], torch.arange(5.0)], mask).tolist() == [[1, 2, 1], [0, 1, 2]]
+    warn_of_padding.cache_clear()
+    uneven = [1.0, 2.0], torch.arange(5.0)
+    with pytest.warns(UserWarning, match="padded with 1 or cut"):
+        assert stack_weights(uneven, mask).tolist() == [[1, 2, 1], [0, 1, 2]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stack_weights(uneven, mask)  # said once
     with pytest.raises(DataError):
         stack_weights([["much"], None], mask)
 

@@ -78,6 +78,18 @@ def test_rewards_that_cannot_be_called():
         check_callable(fits, ["prompt", "label_idx", "vgr"])
 
 
+def test_a_reward_that_names_label_idx_gets_it_where_there_are_choices():
+    def mc_idx_reward(completions, label_idx, **kwargs):
+        return [-1.0 if index is None else float(index) for index in label_idx]
+
+    check_callable(mc_idx_reward, ["prompt", "choices", "solution"])
+    with pytest.raises(RewardError):
+        check_callable(mc_idx_reward, ["prompt", "solution"])
+    columns = {"completions": ["", "", ""], "choices": [["a", "b"], ["c", "d"], None], "solution": ["B", "c", "7"]}
+    assert wrap_reward(mc_idx_reward, "mine", print)(**columns) == [1, 0, -1]
+    assert wrap_reward(mc_idx_reward, "mine", print)(**columns, label_idx=[4, 4, 4]) == [4, 4, 4]
+
+
 def call(returned, count=2):
     counted = []
     reward = wrap_reward(lambda completions, **kwargs: returned, "mine", lambda *nans: counted.append(nans))

@@ -13,7 +13,7 @@ from support.launching import SECONDS
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards import load_reward, load_rewards
-from vgr_trl.rewards.loading import FileOptions
+from vgr_trl.rewards.loading import FileOptions, collect_token_weights
 
 BATCH = """
 REWARD_NAME = "math"
@@ -77,6 +77,13 @@ def test_batch_form_logs_its_scores_and_a_second_one_is_a_reward_that_costs_no_c
         load_reward(f"{name}[style]")(**ROWS)
     with pytest.raises(RewardError):
         load_reward("accuracy[accuracy]")
+
+
+def test_a_stated_form_makes_any_function_a_reward_file_and_no_weights_are_none(written):
+    text = "def compute_reward(batch):\n    return [1.0, 0.5], {'accuracy': [1, 0], 'token_weights': None}\n"
+    (reward,) = load_rewards([f"{written(text)}:compute_reward"], files=FileOptions(form="batch"))
+    assert reward(**ROWS) == [1.0, 0.5]
+    assert collect_token_weights([reward]) == [None, None]
 
 
 def test_sequential_form_runs_in_processes_of_its_own(written):

@@ -1,6 +1,5 @@
 """Tiny versions of what the commands of the pages name: models, questions, configurations, sets."""
 
-import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,15 +11,6 @@ from vgr_trl.recipes import TEMPLATES, recipe_file
 
 MODELS = ("MODEL", "runs/first", "runs/second", "tiny_vlm/model", "runs/tiny/embedded/model")
 SETS = ("HuggingFaceM4/A-OKVQA", "lujunxi57/DDM", "some/questions")
-EASYR1 = """
-data: {train_files: train.parquet, val_files: test.parquet, prompt_key: problem, answer_key: solution,
-       rollout_batch_size: 4}
-worker:
-  actor: {model: {model_path: MODEL}, global_batch_size: 4}
-  reward: {reward_function: score.py:compute_score}
-  rollout: {n: 4}
-"""
-SCORE = "def compute_score(reward_inputs):\n    return [{'overall': 0.0} for _ in reward_inputs]\n"
 
 
 def fill_shelf(shelf: Path, model: Path, questions: str, models_of_the_hub: Iterable[str]) -> None:
@@ -37,11 +27,8 @@ def fill_shelf(shelf: Path, model: Path, questions: str, models_of_the_hub: Iter
         "train.yaml": laptop,
         "mine.yaml": laptop,
         "my_method.yaml": recipe_file("papo").read_text(encoding="utf-8"),
-        "examples/config.yaml": re.sub(r"\w+\.parquet|MODEL|score\.py", rf"{shelf}/\g<0>", EASYR1),
-        "score.py": SCORE,
     }
     for name, text in texts.items():
-        (shelf / name).parent.mkdir(exist_ok=True)
         (shelf / name).write_text(text, encoding="utf-8")
     (shelf / "pictures").mkdir()
     rows = draw_questions(12, seed=0, split="train")

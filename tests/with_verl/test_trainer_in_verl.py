@@ -9,6 +9,7 @@ import torch
 from memory_store import Store, configuration, nested, trainer
 from tensordict import NonTensorStack
 
+from vgr_trl.credit import warn_of_padding
 from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.inside_verl import plugin as ours
 
@@ -30,6 +31,7 @@ def test_weights_of_a_reward_shape_the_advantages(store):
     weights = [[1.0, 3.0, 2.0], [1.0, 1.0], None, [2.0]]
     fields = [{"reward_extra_info": {} if row is None else {"token_weights": row}} for row in weights]
     store["extra_fields"] = NonTensorStack.from_list(fields)
+    warn_of_padding.cache_clear()
     with pytest.warns(UserWarning, match="padded with 1 or cut"):  # the third row has none
         trainer(configuration(collect_attentions=True))._compute_advantage(store.meta, {})
     found = store["advantages"].to_padded_tensor(0)

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -12,6 +13,7 @@ import webbrowser
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from vgr_trl import __version__
 from vgr_trl.atomic_files import naming_full_disk
 from vgr_trl.errors import ConfigError, VGRError
 from vgr_trl.recipes import TEMPLATES, read_recipe, recipe_file, recipe_names
+from vgr_trl.releases import naming_torchvision
 
 RECIPES_LEGEND = """
 passes: forward passes over the completions of a rollout, without + with gradients, not counting generation.
@@ -257,12 +260,14 @@ def path(argv: Sequence[str]) -> int:
 
 
 def env(argv: Sequence[str]) -> int:
-    """Print package versions and devices."""
+    """Print package versions and devices, and whether torchvision fits torch."""
     _make_parser("env").parse_args(argv)
     from trl.scripts.env import print_env
 
     print(f"vgr_trl {__version__}")
     print_env()
+    if find_spec("torchvision") is not None:
+        import_module("torchvision")  # fails if it was built for another torch
     return 0
 
 
@@ -294,20 +299,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for source, words in NOISE.items():
         logging.getLogger(source).addFilter(partial(_lacks, words))
+    keys: dict[str, str] = {}
     try:
-        if name in ("train", "evaluate"):
-            if name == "train" and rest in (["--help"], ["-h"]):  # print it before the imports, which take seconds
-                print((TEMPLATES / "train_help.txt").read_text(encoding="utf-8"), end="", flush=True)
-            else:
-                _announce_command(name)
-            from vgr_trl.cli.arguments import convert_flags
+        with naming_torchvision():
+            if name in ("train", "evaluate"):
+                if name == "train" and rest in (["--help"], ["-h"]):  # print it before the imports, which take seconds
+                    print((TEMPLATES / "train_help.txt").read_text(encoding="utf-8"), end="", flush=True)
+                else:
+                    _announce_command(name)
+                from vgr_trl.cli.arguments import convert_flags
 
-            name, rest = convert_flags(name, rest)
-        with naming_full_disk("files"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=DEPRECATION_PATTERN, category=FutureWarning)
-            return COMMANDS[name](rest)
+                name, rest, keys = convert_flags(name, rest)
+            with naming_full_disk("files"), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=DEPRECATION_PATTERN, category=FutureWarning)
+                return COMMANDS[name](rest)
     except VGRError as error:
-        print(f"vgr-trl {name}: {error}", file=sys.stderr)
+        named = [option for option in keys if "_" in option and re.search(rf"(?<!\w){option}(?!\w)", str(error))]
+        origins = "".join(f" Your file sets {option} by {keys[option]}." for option in named)
+        print(f"vgr-trl {name}: {error}{origins}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupted:
         print(f"\nvgr-trl {name}: interrupted{'; ' * bool(interrupted.args)}{interrupted}.", file=sys.stderr)

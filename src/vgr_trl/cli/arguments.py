@@ -16,7 +16,6 @@ from textwrap import shorten
 from typing import Any, Literal, NoReturn, get_type_hints
 
 import datasets
-import yaml
 from huggingface_hub import constants
 from peft import PeftConfig
 from pyarrow.lib import ArrowException
@@ -26,8 +25,8 @@ from transformers.hf_argparser import string_to_bool
 from transformers.utils import find_adapter_config_file
 from trl import ModelConfig
 
-from vgr_trl.config_converters import convert, read_configuration
-from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.config_converters import convert, read_config_file, read_configuration
+from vgr_trl.dapo_config import LOSS_TYPES, SEGMENTED, SPELLINGS, DAPOConfig, rename_options
 from vgr_trl.data.checked_rows import SkippedRow, prepare_rows
 from vgr_trl.data.images import ImageLimits, downloaded
 from vgr_trl.data.load import BUILDERS, load_split, parse_data_files, readable
@@ -35,7 +34,7 @@ from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, refuse_single_i
 from vgr_trl.data.read_row import keys_of
 from vgr_trl.errors import ConfigError, VGRError, error_text
 from vgr_trl.options import check_options, check_value, option, read_mapping
-from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe, parse_yaml
+from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe
 from vgr_trl.releases import naming_torchvision
 from vgr_trl.rewards.loading import FileOptions, load_rewards
 
@@ -323,37 +322,23 @@ def load_processor(name: str, revision: str | None = None, trust_remote_code: bo
         name: a folder or a hub name.
 
     Raises:
-        ConfigError: there is none, or it needs torchvision, which is not installed.
+        ConfigError: there is none, it has no chat template, or it needs torchvision, which is not installed.
     """
     adapter, files = load_adapter_config(name, revision), ("processor_config.json", "tokenizer_config.json")
     if adapter is not None and not any((Path(name) / file).exists() for file in files):
         name, revision = str(adapter.base_model_name_or_path), adapter.revision
     with raise_config_errors(name), naming_torchvision(name):
-        return AutoProcessor.from_pretrained(
+        processor = AutoProcessor.from_pretrained(
             name, revision=revision, padding_side="left", trust_remote_code=trust_remote_code
         )
+    if processor.chat_template is None:
+        raise ConfigError(f"{name} has no chat template: give its instruct version, or save one with its tokenizer.")
+    return processor
 
 
 MAX_STAGES_ON_A_PAGE = 4  # with more stages, --help lists the stages only
 # Stages that define a method by its rewards, measurements and credit.
 METHOD_STAGES = "reward", "credit", "plugin", "perturbation", "measure", "noisy", "blind"
-
-
-# Flags of users' scripts, EasyR1 and verl -> the option they set.
-ALIASES = {
-    "eval_num_generations": "num_generations_eval",
-    "prompt_preview_chars": "prompt_preview_length",
-    "completion_preview_chars": "completion_preview_length",
-    "out_dir": "output_dir",
-    "clip_ratio_low": "epsilon",
-    "clip_ratio_high": "epsilon_high",
-    "clip_ratio_dual": "delta",
-    "late_reward_weights": "reward_weights",
-    "token_weight_clip": "token_weights_clip",
-    "loss_avg_mode": "loss_type",
-}
-LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "seq": "grpo"}  # values of `loss_avg_mode`
-SEGMENTED = "use_segmented_reward_weights"  # early_reward_weights alone switch them on
 
 
 def _read_loss_type(read: Any, text: str) -> Any:
@@ -414,7 +399,7 @@ class _Parser(HfArgumentParser):
                 action.help = argparse.SUPPRESS  # --no_x of x
             elif action.type is string_to_bool:
                 action.nargs, action.const = "?", True  # `--flag` alone means true, also if the default is None
-        for alias, name in ALIASES.items():
+        for alias, name in SPELLINGS.items():
             if name in self.options:
                 self._option_string_actions |= dict.fromkeys(_spellings(alias), self.options[name])
         if (loss := self.options.get("loss_type")) is not None:
@@ -495,7 +480,7 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
     if rest and not rest[0].startswith("--"):
         raise ConfigError(f"{rest[0]!r} is not a flag or its value: remove it, or quote the value that it is part of.")
     typed = [_option_name(word) for word in argv if word.startswith("--")]
-    stated = _rename_aliases(dict.fromkeys(typed), "The command line")
+    stated = rename_options(dict.fromkeys(typed), "The command line")
     if SEGMENTED in typed and not {"early_reward_weights", "config", "recipe"} & stated.keys():
         raise ConfigError(f"--{SEGMENTED} needs --early_reward_weights: give them, or drop the flag.")
     values = {} if given.config is None else _read_config_file(Path(given.config), parser.options, ignored)
@@ -517,20 +502,9 @@ def _option_name(flag: str) -> str:
     return flag[2:].partition("=")[0].replace("-", "_")
 
 
-def _rename_aliases(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return options under their own names; raise `ConfigError` if an option and its alias are both given."""
-    for alias, name in ALIASES.items():
-        if {alias, name} <= values.keys():
-            raise ConfigError(f"{where} has {alias} and {name}, which are the same option: give one of them.")
-    return {ALIASES.get(name, name): value for name, value in values.items()}
-
-
 def _read_config_file(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
     """Read the options of the `--config` file, and export its environment variables (`env`)."""
-    try:
-        values = parse_yaml(file.read_text(encoding="utf-8-sig"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config is {file}, which cannot be read as YAML: {error_text(error)}") from error
+    values = read_config_file(file)
     if not isinstance(values, dict):
         raise ConfigError(f"{file} has no options: give lines of the form `learning_rate: 1e-5`.")
     os.environ.update({name: str(value) for name, value in (values.pop("env", None) or {}).items()})
@@ -543,8 +517,7 @@ def _read_config_file(file: Path, known: Collection[str], ignored: Collection[st
 
 def _check_names(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
     """Return the options of a file under their own names; raise `ConfigError` for an unknown option."""
-    values = _rename_aliases(values, where)
-    values.pop(SEGMENTED, None)
+    values = rename_options(values, where)
     for name, value in values.items():
         if name not in known:
             raise ConfigError(f"{where} has {name}, which is not an option.{did_you_mean(str(name), known)}")
@@ -553,17 +526,17 @@ def _check_names(values: dict[str, Any], where: str, known: Collection[str]) -> 
     return values
 
 
-def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
+def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str], dict[str, str]]:
     """Convert a configuration of EasyR1, MTRL or verl among the flags into flags of this library, and print the table.
 
-    Returns the command (`evaluate` instead of `train` if `val_only` is set) and its flags.
+    Returns the command (`evaluate` instead of `train` if `val_only` is set), its flags, and option -> key of the file.
 
     Raises:
         ConfigError: a key is unknown or unsupported, and `--ignore_unknown_keys` is not given.
     """
     given, kept = read_configuration(argv)
     if given is None:
-        return command, list(argv)
+        return command, list(argv), {}
     found = convert(given, int(os.environ.get("WORLD_SIZE", "1")))
     flags = {word.partition("=")[0] for word in kept}
     evaluates = command == "evaluate" or bool(found["trainer.val_only"])
@@ -581,4 +554,5 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
     for name, value in options.items():
         items = value if isinstance(value, list) else [value]
         words += [f"--{name}", *(json.dumps(each) if isinstance(each, dict | bool) else str(each) for each in items)]
-    return command, [*words, *kept]
+    keys = {option: found.name(key) for key, names in found.options_by_key.items() if key for option in names}
+    return command, [*words, *kept], keys

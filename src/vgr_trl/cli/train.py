@@ -63,7 +63,7 @@ from vgr_trl.prepare import reads_boxes
 from vgr_trl.reporting.console import format_duration, print_record, progress_lines
 from vgr_trl.reporting.recorded_rows import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import read_run, refuse_unwritable
-from vgr_trl.rewards.functions import ATTENTION_REWARDS
+from vgr_trl.rewards.functions import vgr_hard_negative_reward, vgr_reward
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
 from vgr_trl.tools import load_environment
 from vgr_trl.trainer import DAPOTrainer
@@ -246,10 +246,14 @@ def select_evaluation_rows(
 
 
 def attention_scale_warning(functions: list[Any], config: DAPOConfig) -> str | None:
-    """Return a warning if an attention reward is not scaled by the spread of accuracy in its group."""
-    if config.attention_reward_scale == "accuracy" or not any(reward in ATTENTION_REWARDS for reward in functions):
+    """Return a warning if a VGR reward that counts is not scaled by the spread of accuracy in its group."""
+    ones = [1.0] * len(functions)
+    weights = zip(config.reward_weights or ones, config.early_reward_weights or ones, functions, strict=False)
+    counted = {function for late, early, function in weights if late or (config.early_reward_weights and early)}
+    if config.attention_reward_scale == "accuracy" or not counted & {vgr_reward, vgr_hard_negative_reward}:
         return None
-    return "attention_reward_scale is none: on the demo, a VGR reward then lowered accuracy from 0.69 to 0.26."
+    found = "on the demo, a VGR reward then lowered accuracy from 0.69 to 0.26"
+    return f"attention_reward_scale is none: {found}. --attention_reward_scale accuracy scales it."
 
 
 def _adapter_options_warning(model: ModelConfig) -> str | None:

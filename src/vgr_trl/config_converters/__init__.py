@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from vgr_trl.config_converters.conversion import Conversion, flatten, read_configuration
+from vgr_trl.config_converters.conversion import Conversion, flatten, read_config_file, read_configuration
 from vgr_trl.config_converters.easyr1 import CONDITIONS, CONVERTERS
 from vgr_trl.config_converters.key_tables import EASYR1_KEYS, check_type
 from vgr_trl.config_converters.mtrl import rename_mtrl_keys
 from vgr_trl.config_converters.verl import VERL_KEYS, rename_verl_keys
 
-__all__ = ["EASYR1_KEYS", "Conversion", "convert", "flatten", "read_configuration"]
+__all__ = ["EASYR1_KEYS", "Conversion", "convert", "flatten", "read_config_file", "read_configuration"]
 
 
 def convert(given: Mapping[str, Any], processes: int = 1) -> Conversion:
@@ -36,8 +36,7 @@ def convert(given: Mapping[str, Any], processes: int = 1) -> Conversion:
             check_type(found.name(key), value, EASYR1_KEYS[key])
             found.values[key] = value
         elif (known := VERL_KEYS.get(key)) is None:
-            nearest = get_close_matches(key, EASYR1_KEYS, n=1, cutoff=0.6)
-            found.unsupported[key] = f"is unknown.{f' Did you mean {nearest[0]}?' if nearest else ''}"
+            found.unsupported[key] = "is unknown."
         elif known.accepted is not None and value not in known.accepted:
             found.unsupported[key] = f"is {value!r}: {known.why}"
     for rule in CONVERTERS:
@@ -48,4 +47,14 @@ def convert(given: Mapping[str, Any], processes: int = 1) -> Conversion:
             found.set(known.option, value, key)
         elif known.accepted is not None and value not in known.accepted:
             found.mark_unsupported(key, known.why)
+    for key in [key for key, why in found.unsupported.items() if why == "is unknown."]:
+        found.unsupported[key] += did_you_mean(key, found)
     return found
+
+
+def did_you_mean(key: str, found: Conversion) -> str:
+    """Return a sentence that suggests the key with the last part of an unknown one, or that sets its option."""
+    section, _, last = key.rpartition(".")
+    same = [each for each in EASYR1_KEYS if last in (each.rpartition(".")[2], *found.options_by_key.get(each, ()))]
+    nearest = [each for each in same if each.startswith(section)] or same or get_close_matches(key, EASYR1_KEYS, n=1)
+    return f" Did you mean {found.name(nearest[0])}?" if nearest else ""

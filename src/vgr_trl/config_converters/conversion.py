@@ -3,7 +3,8 @@
 import os
 import re
 from argparse import ArgumentParser
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class Conversion:
         unsupported: keys that are unknown or have no equivalent here -> reason.
         refused: keys that cannot be ignored without changing the training -> reason.
         checkpoint: checkpoint to resume from or to evaluate.
+        notes: sentences printed below the table.
     """
 
     values: dict[str, Any]
@@ -43,6 +45,7 @@ class Conversion:
     unsupported: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     checkpoint: str | None = None
+    notes: list[str] = field(default_factory=list)
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -122,7 +125,7 @@ class Conversion:
         if theirs != self.processes:
             asks = f"The configuration asks for {theirs} processes, this run has {self.processes}; batches stay equal"
             text.append(f"{asks}. To use {theirs}, start with accelerate launch --num_processes {theirs}.")
-        return "\n".join(text)
+        return "\n".join([*text, *self.notes])
 
     def check(self, ignore_unknown: bool, has_rewards: bool, is_evaluation: bool = False) -> None:
         """Raise `ConfigError` for keys that are unsupported or refused.
@@ -148,7 +151,14 @@ class Conversion:
             raise ConfigError(" ".join(sentences))
 
     def evaluation_options(self) -> dict[str, Any]:
-        """Return the options with the names that `vgr-trl evaluate` uses added."""
+        """Return the options with the names that `vgr-trl evaluate` uses added.
+
+        Raises:
+            ConfigError: the checkpoint to evaluate does not exist.
+        """
+        name, given = self.name("trainer.load_checkpoint_path"), self["trainer.load_checkpoint_path"]
+        if given is not None and (self.checkpoint is None or not Path(self.checkpoint).is_dir()):
+            raise ConfigError(f"{name} is {given}, which has no checkpoint to evaluate: give a folder that has one.")
         options = dict(self.options)
         for option, name in (("num_samples", "num_generations_eval"), ("temperature", "eval_temperature")):
             if name in options:
@@ -172,26 +182,38 @@ _MAPPING_KEYS += [key for key, (_, default) in VERL_RENAMED_KEYS.items() if isin
 def read_configuration(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
     """Read `--config FILE` and overrides `a.b=c`; return values by dotted key, and the remaining command-line words.
 
-    Returns None and all words if there is no configuration of these trainers, or the file cannot be read.
+    Returns None and all words if there is no configuration of these trainers.
 
     Raises:
-        ConfigError: an interpolation `${…}` cannot be resolved.
+        ConfigError: the file or an override cannot be read, or an interpolation `${…}` cannot be resolved.
     """
     finder = ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
     file, kept = finder.parse_known_args(argv)
     matches = {word: match for word in kept if (match := _OVERRIDE_PATTERN.fullmatch(word))}
-    try:
-        content = {} if file.config is None else parse_yaml(file.config.read_text(encoding="utf-8-sig"))
+    content = {} if file.config is None else read_config_file(file.config)
+    with _naming_yaml_errors("An override"):
         overrides = {match[1]: parse_yaml(match[2]) for match in matches.values()}
-    except (OSError, ValueError, yaml.YAMLError):
-        return None, list(argv)
     has_section = isinstance(content, dict) and any(isinstance(content.get(name), dict) for name in _SECTIONS)
     if not has_section and not (file.config is None and overrides):
         return None, list(argv)
     if "${" in f"{content}{overrides}":
         content, overrides = _resolve_interpolations(content, overrides), {}
     return flatten(content) | overrides, [word for word in kept if word not in matches]
+
+
+def read_config_file(file: Path) -> Any:
+    """Return the content of the `--config` file, or raise `ConfigError` if it cannot be read."""
+    with _naming_yaml_errors(f"--config is {file}, which"):
+        return parse_yaml(file.read_text(encoding="utf-8-sig"))
+
+
+@contextmanager
+def _naming_yaml_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{what} cannot be read as YAML: {error_text(error)}") from error
 
 
 def _resolve_interpolations(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:

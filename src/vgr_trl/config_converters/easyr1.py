@@ -38,8 +38,8 @@ def count_updates(c: Conversion) -> int:
     """
     rollout, update = c.read_integer(_ROLLOUT_SIZE_KEY), c.read_integer(_UPDATE_SIZE_KEY)
     if rollout % update:
-        is_update = f"{_UPDATE_SIZE_KEY}, which {c.describe(_UPDATE_SIZE_KEY)}"
-        raise ConfigError(f"{_ROLLOUT_SIZE_KEY} {c.describe(_ROLLOUT_SIZE_KEY)}: give a multiple of {is_update}.")
+        sizes = [f"{c.name(key)} {c.describe(key)}" for key in (_ROLLOUT_SIZE_KEY, _UPDATE_SIZE_KEY)]
+        raise ConfigError(f"{', but '.join(sizes)}: give a multiple of the second.")
     return rollout // update * c.read_integer("worker.actor.ppo_epochs")
 
 
@@ -48,7 +48,7 @@ def convert_model(c: Conversion) -> None:
     key, kept, computed = "worker.actor.model", "worker.actor.fsdp.torch_dtype", "worker.actor.fsdp.mp_param_dtype"
     path = c[f"{key}.model_path"]
     if path is None:
-        raise ConfigError(f"{key}.model_path is missing: give a checkpoint folder or a hub name.")
+        raise ConfigError(f"{c.name(f'{key}.model_path')} is missing: give a checkpoint folder or a hub name.")
     c.set("model_name_or_path", path, f"{key}.model_path")
     if c[f"{key}.tokenizer_path"] not in (None, path):
         c.mark_unsupported(f"{key}.tokenizer_path", "the processor saved with the model is used")
@@ -65,7 +65,7 @@ def _convert_adapter(c: Conversion, key: str, lora: str) -> None:
     frozen = f"{key}.freeze_vision_tower"
     if kind is not None and rank == 0:
         name = c.names.get(f"{lora}.rank", f"{key}.lora_rank")
-        raise ConfigError(f"{key}.peft_type is {kind}, but the rank is 0: give {name}=64, for example.")
+        raise ConfigError(f"{c.name(f'{key}.peft_type')} is {kind}, but the rank is 0: give {name}=64, for example.")
     if c[frozen] and not (rank and excluded):
         c.mark_unsupported(frozen, "give lora.exclude_modules: the vision tower is frozen only if adapters exclude it")
     if rank == 0:
@@ -87,9 +87,9 @@ def _split_names(given: Any) -> list[str]:
 def convert_data(c: Conversion) -> None:
     """Convert data sources (files, a folder or a hub name, each with `@split`), columns and prompt template."""
     train_key, test_key = "data.train_files", "data.val_files"
-    (train, split), (test, test_split) = _parse_source(c[train_key], train_key), _parse_source(c[test_key], test_key)
+    (train, split), (test, test_split) = (_parse_source(c[key], c.name(key)) for key in (train_key, test_key))
     if train is None:
-        raise ConfigError(f"{train_key} is missing: give files, a folder or a hub name, optionally with @split.")
+        raise ConfigError(f"{c.name(train_key)} is missing: give files, a folder or a hub name, also with @split.")
     if isinstance(train, list):
         files = f"train={'+'.join(train)}"
         if isinstance(test, list):
@@ -132,7 +132,7 @@ def convert_reward(c: Conversion) -> None:
         c.mark_unsupported(key, "give FILE.py:FUNCTION, or --reward_funcs")
         return
     file, colon, name = str(c[key]).rpartition(":")
-    spec = f"{file}:{name}" if colon else f"{name}:{'reward_function' if kind == 'function' else 'main'}"
+    spec = f"{file}:{name}" if colon else f"{name}:{_default_function(name, kind)}"
     if c["algorithm.online_filtering"] and c[filter_key] != "overall":
         c.set("reward_funcs", [spec, f"{spec}[{c[filter_key]}]"], key, filter_key)
         c.set("reward_weights", [1.0, 0.0], filter_key)
@@ -143,11 +143,19 @@ def convert_reward(c: Conversion) -> None:
         c.set("reward_function_kwargs", json.dumps(arguments), "worker.reward.reward_function_kwargs")
 
 
+def _default_function(file: str, kind: str | None) -> str:
+    """Return the function of a reward file that is named without one: `main`, or `reward_function` if it is alone."""
+    text = Path(file).read_text(encoding="utf-8") if Path(file).is_file() else ""
+    is_alone = re.findall(r"^def (\w+)", text, re.MULTILINE) == ["reward_function"]
+    return "reward_function" if kind == "function" or is_alone else "main"
+
+
 def convert_batches(c: Conversion) -> None:
     """Convert batch sizes so that micro-batch, update and rollout have as many completions as in EasyR1."""
     n, micro = c.read_integer("worker.rollout.n"), c.read_integer(_MICRO_BATCH_SIZE_KEY)
     if n < 2:
-        why = "TRL needs at least 2 completions per prompt. Batch sizes count prompts, so they grow with it"
+        why = f"TRL needs at least 2 completions per prompt: give {c.name('worker.rollout.n')}=8, for example. "
+        why += "Batch sizes count prompts, so they grow with it"
         c.mark_refused("worker.rollout.n", why)
         return
     rollout, update = c.read_integer(_ROLLOUT_SIZE_KEY) * n, c.read_integer(_UPDATE_SIZE_KEY) * n
@@ -155,8 +163,8 @@ def convert_batches(c: Conversion) -> None:
         micro -= 1
     at_once = micro * c.processes
     if update % at_once:
-        takes = f"An update takes {update} completions ({_UPDATE_SIZE_KEY} · worker.rollout.n)"
-        passes = f"{c.processes} processes with {micro} at a time ({_MICRO_BATCH_SIZE_KEY})"
+        takes = f"An update takes {update} completions ({c.name(_UPDATE_SIZE_KEY)} · {c.name('worker.rollout.n')})"
+        passes = f"{c.processes} processes with {micro} at a time ({c.name(_MICRO_BATCH_SIZE_KEY)})"
         raise ConfigError(f"{takes}, which {passes} cannot share evenly: change one of the three.")
     c.set("num_generations", n, "worker.rollout.n")
     c.set("per_device_train_batch_size", micro, _MICRO_BATCH_SIZE_KEY)
@@ -340,7 +348,9 @@ def _convert_resume(c: Conversion, folder: str) -> None:
     present = {path.name for path in Path(given).glob("*")}
     is_new = not present or ("run.json" in present and "trainer_state.json" not in present)
     if is_sought and is_new and not c.checkpoint and (find in c.stated or Path(given).is_dir()):
-        c.set("resume_from_checkpoint", "latest" if Path(given) == Path(folder) else "none", load)
+        is_output = Path(given) == Path(folder)
+        c.set("resume_from_checkpoint", "latest" if is_output else "none", load)
+        c.notes += [] if is_output else [f"{c.name(load)} {given} has no checkpoint: this run starts anew."]
         return
     c.checkpoint = c.checkpoint or str(given)
     c.set("resume_from_checkpoint", c.checkpoint, load)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from vgr_trl.config_converters.key_tables import load_tables
+from vgr_trl.config_converters.key_tables import EASYR1_KEYS, load_tables
 from vgr_trl.errors import ConfigError
 
 _TABLES = load_tables("mtrl")
@@ -23,7 +23,7 @@ def easyr1_name(key: str) -> str:
 
 
 def rename_mtrl_keys(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return values by EasyR1's keys, and EasyR1 key -> name in the configuration.
+    """Return values by EasyR1's keys, and EasyR1 key -> name in the configuration, or in its section.
 
     Raises:
         ConfigError: two names of one key have different values.
@@ -35,4 +35,9 @@ def rename_mtrl_keys(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         if key in stated and stated[key] != value:
             raise ConfigError(f"{names[key]} is {stated[key]!r}, but its other name {name} is {value!r}: give one.")
         stated[key], names[key] = value, name
+    sections = {name.partition(".")[0] for name in given}
+    used = {section: each for each, section in MTRL_SECTIONS.items() if each in sections}
+    for key in EASYR1_KEYS:
+        section, dot, rest = key.partition(".")
+        names.setdefault(key, f"{used.get(section, section)}{dot}{rest}")
     return stated, names

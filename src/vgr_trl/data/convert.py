@@ -53,7 +53,7 @@ from vgr_trl.data.read_row import (
     undecoded,
     value_of,
 )
-from vgr_trl.errors import ConfigError, DataError, RewardError
+from vgr_trl.errors import ConfigError, DataError, MissingIdsError, RewardError
 from vgr_trl.rewards.answers import LETTERS, resolve_solution
 from vgr_trl.rewards.phrases import normalise
 
@@ -261,7 +261,8 @@ def convert_rows(rows: Dataset, rules: Rules, columns: Sequence[str], folder: st
         workers: processes that decode images; 0: this process.
 
     Raises:
-        DataError: no row has one of the ids, or the source cannot be read.
+        MissingIdsError: no row has one of the ids.
+        DataError: the source cannot be read.
     """
     features = Features({name: SCHEMA[name] for name in columns} | ABOUT)
     places: Sequence[int] = list(range(len(rows)))
@@ -269,7 +270,7 @@ def convert_rows(rows: Dataset, rules: Rules, columns: Sequence[str], folder: st
     if rules.ids is not None and column is not None:
         places = [place for place, name in enumerate(rows[column]) if str(name) in rules.ids]
     if not places:
-        raise DataError(f"None of the ids is in {rules.file}: check the file of ids.")
+        raise MissingIdsError(f"None of the ids is in {rules.file}: check the file of ids.")
     if rules.most is not None:  # the usable rows are counted, so one process gets all; only lists are divided
         workers, places = 0, tuple(places)
     given = {"rows": undecoded(rows), "rules": rules, "columns": tuple(features), "places": places}

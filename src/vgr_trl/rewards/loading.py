@@ -20,7 +20,7 @@ from typing import Any
 from vgr_trl import registries
 from vgr_trl.errors import ConfigError, RewardError, VGRError, error_text
 from vgr_trl.processes import kill_workers, pool
-from vgr_trl.rewards.answers import completion_text, excerpt
+from vgr_trl.rewards.answers import completion_text, excerpt, resolve_solution
 from vgr_trl.rewards.functions import (
     WholeGroups,
     accuracy_reward,
@@ -57,14 +57,20 @@ class FileOptions:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-def is_easyr1_reward(function: Any) -> bool:
-    """Return whether a function is a reward of EasyR1 or MTRL, by its first parameter or its module's constants."""
+def is_easyr1_reward(function: Any, form: str | None = None) -> bool:
+    """Return whether a function is a reward of EasyR1 or MTRL, by its first parameter or its module's constants.
+
+    Args:
+        function: the reward.
+        form: the form of reward files if the user states it; then every function is one that takes no completions.
+    """
     if not inspect.isfunction(function):
         return False
     names = list(inspect.signature(function).parameters)
     if not names or set(names) & {"prompts", "completions", "completion_ids"}:
         return False
-    return names[0] in _FORMS or not _module_names(function).keys().isdisjoint({"REWARD_TYPE", "REWARD_NAME"})
+    has_constants = not _module_names(function).keys().isdisjoint({"REWARD_TYPE", "REWARD_NAME"})
+    return form is not None or names[0] in _FORMS or has_constants
 
 
 def _module_names(function: Callable[..., Any]) -> dict[str, Any]:
@@ -143,7 +149,7 @@ class ScoredFile:
 
     def _parse_batch(self, returned: Any, count: int) -> list[dict[str, Any]]:
         if _is_pair(returned):
-            lists = {**returned[1], OVERALL: returned[0]}
+            lists = {key: each for key, each in {**returned[1], OVERALL: returned[0]}.items() if each is not None}
             returned = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
         if not isinstance(returned, list | tuple) or len(returned) != count:
             batch = f"{self.function.__name__} returned {excerpt(returned)} for a batch of {count} completions"
@@ -238,7 +244,8 @@ def load_rewards(
         if isinstance(spec, str):
             name, _, key = spec.strip().removesuffix("]").partition("[")
         reward: Any = registries.rewards.load(name)
-        if is_easyr1_reward(reward) and isinstance(spec, str):
+        form = files.form if files is not None and ".py:" in str(spec) else None
+        if is_easyr1_reward(reward, form) and isinstance(spec, str):
             reward = ScoredFile(reward, key or OVERALL, files or FileOptions(arguments=options or {}))
             same = [each for each in rewards if isinstance(each, ScoredFile) and each.function is reward.function]
             reward.computed = same[0].computed if same else {}  # call the function once for all its scores
@@ -382,7 +389,8 @@ def check_callable(reward: Any, columns: Iterable[str]) -> None:
     if isinstance(reward, WholeGroups) or not callable(reward) or hasattr(reward, "forward"):
         return
     try:
-        passed = dict.fromkeys([*PASSED_COLUMNS, *columns])
+        indices = ["label_idx"] * ({"choices", "solution"} <= {*columns} and _names_argument(reward, "label_idx"))
+        passed = dict.fromkeys([*PASSED_COLUMNS, *columns, *indices])
         inspect.signature(reward).bind(**{key: None for key in passed if key not in ("prompt", "completion")})
     except TypeError as error:
         uncallable = f"The reward {name} cannot be called with the arguments it gets ({error})"
@@ -407,17 +415,27 @@ def wrap_reward(
         async def call_async(**kwargs: Any) -> list[float | None]:
             count = len(kwargs["completions"])  # before the reward can change them
             with _naming_reward(name):
-                return _parse_rewards(await reward(**given | kwargs), count, name, on_nan)
+                return _parse_rewards(await reward(**given | add_label_idx(reward, kwargs)), count, name, on_nan)
 
         return call_async
 
     def call(**kwargs: Any) -> list[float | None]:
         count = len(kwargs["completions"])
         with _report_hanging(seconds, name, kwargs), _restore_columns(kwargs), _naming_reward(name):
-            returned = reward(**given | kwargs)  # may be a generator: parsed, and so run, inside of these contexts
+            # May be a generator: parsed, and so run, inside of these contexts.
+            returned = reward(**given | add_label_idx(reward, kwargs))
             return _parse_rewards(returned, count, name, on_nan)
 
     return call
+
+
+def add_label_idx(reward: Any, columns: dict[str, Any]) -> dict[str, Any]:
+    """Add the indices of the right options as `label_idx` for a reward that names it, if the data lack the column."""
+    is_known = "label_idx" not in columns and {"choices", "solution"} <= columns.keys()
+    if not is_known or not _names_argument(reward, "label_idx"):
+        return columns
+    rows = zip(columns["solution"], columns["choices"], strict=True)
+    return {**columns, "label_idx": [resolve_solution(right, each).index if each else None for right, each in rows]}
 
 
 @contextmanager
@@ -488,6 +506,10 @@ def _takes_argument(reward: Any, name: str) -> bool:
         return False
     parameters = inspect.signature(reward).parameters
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _names_argument(reward: Any, name: str) -> bool:
+    return name in inspect.signature(reward).parameters
 
 
 def _parse_rewards(returned: Any, count: int, name: str, on_nan: Callable[[str, int], None]) -> list[float | None]:
