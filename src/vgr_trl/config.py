@@ -36,6 +36,8 @@ PERTURBATIONS: Mapping[str, Mapping[str, str]] = {  # of this library -> keyword
     REMOVE_IMAGE: {},
 }
 
+PER_WINDOW = ("dapo", "cispo", "vespo")  # losses that are divided by the tokens of the optimizer step
+
 
 @dataclass
 class PluginOptions:

@@ -26,7 +26,7 @@ from vgr_trl.metrics.collapse import CollapseWatch
 from vgr_trl.metrics.step_metrics import OptimizerClock, StageClock, StepMetrics
 from vgr_trl.passes.loss_mask import Skipping
 from vgr_trl.passes.micro_batches import join_micro_batches, loss_in_parts, plan_shuffle
-from vgr_trl.passes.run_pass import ForwardPasses, Purpose, refuse_nan
+from vgr_trl.passes.run_pass import ForwardPasses, refuse_nan
 from vgr_trl.patches.trl import (
     enable_reference_model,
     enlarge_tables,
@@ -64,7 +64,7 @@ from vgr_trl.sharing.context_manager import SharedPasses
 from vgr_trl.sharing.lending import READ_AGAIN, Lending
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
-from vgr_trl.signals.scoring import Scores, Want, policy_is_active
+from vgr_trl.signals.scoring import Purpose, Scores, Want, policy_is_active
 from vgr_trl.validate.features import (
     announce,
     plan_dummy_image,

@@ -18,7 +18,7 @@ from support.launching import children_of, environment, outputs, wait_for_line
 from support.trainers import train_file
 from transformers import TrainerControl
 
-from vgr_trl.callbacks import termination
+from vgr_trl.callbacks import stopping
 from vgr_trl.errors import RewardError
 
 CPU = {"ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
@@ -161,9 +161,9 @@ def test_a_training_that_fails_leaves_signals_as_they_were_and_one_in_a_thread_t
 
 def test_a_second_signal_ends_the_process_unless_it_belongs_to_the_first(monkeypatch):
     now, raised = [100.0], []
-    monkeypatch.setattr(termination.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(termination.signal, "raise_signal", raised.append)
-    callback = termination.SaveOnTermination(SimpleNamespace(device="cpu", gather=lambda asked: asked))
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stopping.signal, "raise_signal", raised.append)
+    callback = stopping.SaveOnTermination(SimpleNamespace(device="cpu", gather=lambda asked: asked))
     callback.on_train_begin(None, None, None)
     try:
         handler = signal.getsignal(signal.SIGTERM)

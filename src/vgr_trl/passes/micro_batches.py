@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 
+from vgr_trl.config import PER_WINDOW
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.passes.loss_mask import Extent, count_tokens, group_by_length, pack_rows
 from vgr_trl.rollout import ConstructedTrainer
@@ -183,7 +184,6 @@ def describe_spread_groups(args: DAPOConfig, num_generations: int, processes: in
     return f" {problem}, and each computes its prompt; whole with {' or '.join(cures)}."
 
 
-PER_WINDOW = ("dapo", "cispo", "vespo")  # losses that are divided by the tokens of the optimizer step
 Loss = Callable[..., Tensor]  # TRL's `_compute_loss` of a model and inputs, times a weight
 
 

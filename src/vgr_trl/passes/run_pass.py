@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 import torch
@@ -22,20 +21,9 @@ from vgr_trl.sharing.context_manager import SharedPasses, whole_groups
 from vgr_trl.sharing.lending import READ_AGAIN, is_last_micro_batch
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.shared_forward import has_images
-from vgr_trl.signals.scoring import Scores, Want, score
+from vgr_trl.signals.scoring import Purpose, Scores, Want, score
 from vgr_trl.vision.dummy_image import DummyImage
 from vgr_trl.vision.feature_cache import VisionCache
-
-
-class Purpose(Enum):
-    """Purpose of a pass, stated by its caller; the value names the stage of the clock that times the pass."""
-
-    ROLLOUT = "old_logps"
-    REFERENCE = "reference"
-    VIEW = "perturbed"
-    TRAINING = "update"
-    EVALUATION = "evaluation"
-    CRITIC = "values"
 
 
 @dataclass

@@ -7,6 +7,7 @@ dropout are the caller's.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,6 +21,17 @@ from vgr_trl.rows import take_scoring_rows
 from vgr_trl.sharing.model_support import base_of, causal_model, replace_hidden_states
 from vgr_trl.signals.probe import AttentionProbe, SimilarityProbe, find_decoder
 from vgr_trl.signals.ratios import AttentionMass, build_modality_masks, entropies_of, jensen_shannon, join_masses
+
+
+class Purpose(Enum):
+    """Purpose of a pass, stated by its caller; the value names the stage of the clock that times the pass."""
+
+    ROLLOUT = "old_logps"
+    REFERENCE = "reference"
+    VIEW = "perturbed"
+    TRAINING = "update"
+    EVALUATION = "evaluation"
+    CRITIC = "values"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from PIL import Image
 
 from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.errors import DataError
-from vgr_trl.passes.run_pass import Purpose
 from vgr_trl.patches.trl import process_with_options
 from vgr_trl.pixels import image_tensors, joined
 from vgr_trl.rollout import ConstructedTrainer, Noise, Rollout, weighted_sums
@@ -31,7 +30,7 @@ from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.named import add_named, build_unmeasured_signals, named_metrics
 from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.ratios import visual_dependency
-from vgr_trl.signals.scoring import Head, Want
+from vgr_trl.signals.scoring import Head, Purpose, Want
 from vgr_trl.tools import show_again
 
 Perturb = Callable[..., list[Image.Image]]  # images of a conversation, index=its number -> as many images
