@@ -125,7 +125,8 @@ def train(
     is_trained = lacks_final_model_only(trainer, checkpoint, steps, metrics_file)  # metrics are written last
     if not is_trained:
         refuse_finished(checkpoint, steps)
-    trainer.add_callback(RecordBeforeTraining(trainer))
+    before = RecordBeforeTraining(trainer)
+    trainer.add_callback(before)
     if is_main:
         write_identity(output_dir, identity)
         print_plan(describe_run(trainer, source_name(data), checkpoint, verbose, identity["recipe"]))
@@ -153,7 +154,8 @@ def train(
         metrics = final_metrics(trainer)
         if is_main:
             write_atomic(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
-            print(*progress_lines(trainer.state.log_history, count_rows(trainer.eval_dataset)), sep="\n")
+            rows = count_rows(trainer.eval_dataset)
+            print(*progress_lines(trainer.state.log_history, rows, before.scores, before.completions), sep="\n")
             print(f"Model, metrics and completions are in {output_dir}. Next: vgr-trl report {output_dir}")
     trainer.accelerator.wait_for_everyone()
     wait_for_gloo()
