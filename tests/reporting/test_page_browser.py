@@ -202,7 +202,7 @@ def test_runs_that_differ_by_their_seed_are_one_line_with_its_deviation(opened: 
     strips = page.locator(".strip")
     expect(strips).to_have_count(2)
     # Accuracy in training ends at 80, 90 and 100 %: 90 ± 10; the other run has other rewards.
-    expect(strips.first).to_contain_text("seed0 and 2 more, mean of 3 seeds")
+    expect(strips.first).to_contain_text("accuracy_reward x 1, vgr_reward x 1, mean of 3 seeds")
     expect(strips.first).to_contain_text(re.compile(r"→ 90\s%\s± 10(\.0)?\s%"))
     expect(strips.last.locator("h2")).to_have_text("two")
     expect(page.locator(".legend li").first).to_contain_text("mean of 3 seeds")

@@ -22,7 +22,7 @@ _STEP_QUANTITIES = (  # heading, logged name (EasyR1 reward files: reward/…), 
     ("format", "rewards/think_format_reward/mean", "{:.2f}"),
     ("format", "rewards/format_reward/mean", "{:.2f}"),
     ("format", "reward/format", "{:.2f}"),
-    ("length", "completions/mean_length", "{:.0f}"),
+    ("tokens", "completions/mean_length", "{:.0f}"),
     ("VGR", "attention/late/vgr", "{:.3f}"),
     ("groups with non-zero variance", "sampling/nonzero_variance_fraction", "{:.0%}"),
     ("loss", "loss", "{:.4f}"),
@@ -49,7 +49,7 @@ def print_record(record: Record, console: Console | None = None, prompt_length: 
 
 
 def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step: float | None) -> str:
-    """Return one line: step, every reward, length, VGR, groups with non-zero variance, seconds per step, time left.
+    """Return one line: step, rewards, tokens per completion, VGR, groups with variance, seconds per step, time left.
 
     Args:
         total: steps of the run.
