@@ -241,7 +241,7 @@ def select_evaluation_rows(
             return train_rows, *load(others[0]), f"The data have no test split: evaluating on {others[0]}."
         if data.test_dataset is not None or data.dataset_streaming:
             raise
-    root = image_root(data, data.dataset_train_split)
+    root = image_root(data, data.dataset_train_split, train_rows)
     kept, test_rows = train_test_split(train_rows, config.seed, root, data.max_test_rows)
     held_out = f"{len(test_rows)} of {len(train_rows)} rows are held out for evaluation, chosen by image and seed"
     return kept, test_rows, [], f"The data have no {data.dataset_test_split} split: {held_out} {config.seed}."
