@@ -203,6 +203,7 @@ def raise_config_errors(model: str | None = None) -> Iterator[None]:
         raise
     except OF_LIBRARIES as error:
         cause = f"{type(error).__name__}: {error_text(error, 450)}"
+        cause += " On a CPU, give --use_cpu --bf16 false." * ("assign use_cpu" in cause)
         load = f"{model} cannot be loaded ({cause}): give a model folder or a hub name."
         raise ConfigError(load if model else cause) from error
 
@@ -316,6 +317,14 @@ def load_adapter_config(name: str, revision: str | None) -> PeftConfig | None:
     with raise_config_errors(name):
         is_adapter = find_adapter_config_file(name, revision=revision) is not None
         return PeftConfig.from_pretrained(name, revision=revision) if is_adapter else None
+
+
+def refuse_adapter(model: str) -> None:
+    """Raise `ConfigError` if a folder holds a LoRA adapter without the model, which transformers does not recognise."""
+    folder = Path(model)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        merged = f"vgr-trl merge {model}, then give {folder / 'merged'}"
+        raise ConfigError(f"{model} is a LoRA adapter without its model: run {merged}.")
 
 
 def load_processor(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:

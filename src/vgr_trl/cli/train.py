@@ -48,6 +48,7 @@ from vgr_trl.cli.arguments import (
     load_system_prompt,
     parse,
     raise_config_errors,
+    refuse_adapter,
     source_name,
 )
 from vgr_trl.dapo_config import DAPOConfig
@@ -83,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
     close_group_at_exit()
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
+    refuse_adapter(model.model_name_or_path)
     sources = data.dataset_name, evaluation_source(data).dataset_name
     keep_offline(model.model_name_or_path, rewards.reward_model_name_or_path, *sources)
     separate_lora_modules(model)
