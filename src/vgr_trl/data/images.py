@@ -27,9 +27,6 @@ MEDIA = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *FURTHER_IMAGES, *VIDEO_COLUMNS)
 FOLDER = "__folder__"  # column: the folder that a row's relative paths start from, where files lie in several
 PLACE = "__place__"  # column: the number of a row in the user's data
 
-OUTSIDE = (
-    "give the folder of the files with --image_dir, or --image_dir shared for the one that all absolute paths share"
-)
 LARGEST_FILE = 2**30  # bytes; more than an image within Pillow's limit of pixels takes
 MOST_ELONGATED = 200  # the ratio of sides from which on Qwen's image processors refuse an image
 MAX_SHORT_SIDE = 1024
@@ -89,7 +86,7 @@ def path_within(root: Path, name: str | Path) -> Path:
         return path
     allowed = (Path(folder).resolve() for folder in (root, HF_HUB_CACHE, downloaded()))
     if root != Path() and not any(real.is_relative_to(folder) for folder in allowed):
-        raise DataError(f"file {str(path)[:200]} is outside {root}: {OUTSIDE}")
+        raise DataError(f"file {str(path)[:200]} is outside {root}: give its --image_dir, or --image_dir shared")
     return path
 
 
