@@ -86,7 +86,7 @@ export interface Run {
   /** Options that are not at their defaults; null where that is not known. */
   changed: string[] | null;
   /** What `vgr-trl evaluate` measured; null of a run that was trained. */
-  scores: { questions: number; k: number; accuracy: number; interval?: [number, number]; mean_at_k?: number | null; pass_at_k?: number | null; format?: number | null } | null;
+  scores: { questions: number; k: number; accuracy: number; interval?: [number, number]; mean_at_k?: number | null; pass_at_k?: number | null; format?: number | null; blind?: number | null } | null;
   /** What the configuration names before the options: recipe, data, rewards, versions, … */
   setup: Record<string, string>;
   /** What `vgr-trl demo` measured before and after training, of all questions and of each group. */
@@ -103,6 +103,8 @@ export interface Compared {
   accuracy: number;
   mean_at_k?: number | null;
   format?: number | null;
+  /** Accuracy with grey images. */
+  blind?: number | null;
 }
 
 export interface Data {

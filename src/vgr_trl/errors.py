@@ -48,11 +48,14 @@ class DataError(VGRError, ValueError):
     """A data set, a row or an image cannot be used."""
 
 
+CURE = "name one with --dataset_train_split or --dataset_test_split (--split of data commands)"
+
+
 class MissingSplitError(DataError):
     """A data set does not have the requested split, but `splits`."""
 
     def __init__(self, source: str, splits: Sequence[str], wanted: str) -> None:
-        super().__init__(f"{source} has the splits {splits}, but not {wanted!r}: name one of them.")
+        super().__init__(f"{source} has the splits {splits}, but not {wanted!r}: {CURE}.")
         self.splits = splits
 
 

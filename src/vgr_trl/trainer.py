@@ -50,12 +50,20 @@ from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import check_data, prepare_trainer
 from vgr_trl.processes import initialise_loader
 from vgr_trl.releases import check_release
+from vgr_trl.reporting.console import LATE_REWARD
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.functions import WholeGroups
 from vgr_trl.rewards.loading import ScoredFile, collect_token_weights, wrap_reward
-from vgr_trl.rollout import Rollout, TrainingPass, describe_row, normalise_image_columns, refuse_files_in_prompts
+from vgr_trl.rollout import (
+    Rollout,
+    TrainingPass,
+    describe_row,
+    normalise_image_columns,
+    refuse_files_in_prompts,
+    weighted_sums,
+)
 from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, valid_tokens
 from vgr_trl.run_facts import RunFacts, read_facts
 from vgr_trl.sampling.replay import Replay
@@ -347,6 +355,9 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                 self._log_metrics({f"rewards/{name}/not_applicable": undefined.float().mean().item()})
                 if isinstance(reward, nn.Module) and undefined.any():
                     self._warn_of_nan(name, int(undefined.sum()))
+            if self.reward_schedule.changes:  # comparable over the change of weights, unlike `reward`
+                late = weighted_sums(rewards, self._late_weights())
+                self._log_metrics({LATE_REWARD: late.nanmean().item()})
             if rollout is not None:
                 rollout.rewards = rewards  # unweighted, (N of all, F)
                 if self.has_reward_files:
@@ -617,15 +628,19 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Set the reward weights of this step; evaluations have the late weights, so that their scores compare."""
         if not self.reward_schedule.changes:
             return nullcontext()
-        weights, late = self.reward_weights.clone(), self.reward_schedule.regular
+        weights, state = self._late_weights(), self.state
         if not self.model.training:
-            weights[: len(late)] = torch.tensor(late)
             return patched_attribute(self, "reward_weights", weights)
-        state = self.state
         early = self.reward_schedule.early_steps(self.args.get_warmup_steps(state.max_steps), state.max_steps)
-        weights[: len(late)] = torch.tensor(self.reward_schedule.weights_at(state.global_step, early))
+        now = self.reward_schedule.weights_at(state.global_step, early)
+        weights[: len(now)] = torch.tensor(now)
         self.reward_weights = weights
         return nullcontext()
+
+    def _late_weights(self) -> torch.Tensor:
+        weights, late = self.reward_weights.clone(), self.reward_schedule.regular
+        weights[: len(late)] = torch.tensor(late)
+        return weights
 
     def _wrap_rewards(self, rollout: Rollout | None) -> list[Any]:
         """Wrap the reward functions, so that they return one number or None per completion, or an error names them.

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from support.made_sets import jsonl
 
+from vgr_trl.cli.arguments import DataArguments, image_root, load_rows
 from vgr_trl.cli.data import main as data
 from vgr_trl.data.checked_rows import REASON, RowOptions
 from vgr_trl.data.inspect import LITERAL, inspect_rows, report
-from vgr_trl.data.load import load_path
+from vgr_trl.data.load import load_path, load_split
 from vgr_trl.data.prompts import SIZES
+from vgr_trl.errors import DataError
 
 HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \u2028\u202e\x1b[2J"
 
@@ -50,6 +53,22 @@ def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, 
     assert examples == [f"row {n}, counted from 0 (id 'q{n}')" for n in (2, 3, 4, 6)]
     answers = {one["row"]: one["answer"] for one in found.sample}
     assert answers == {0: "B. y", 1: "B. y", 5: "B) forty-two", 7: "B. y"}
+
+
+def test_absolute_paths_elsewhere_need_a_flag_that_takes_the_folder_they_share(tmp_path, capsys):
+    images = [tmp_path / "images" / name / "a.png" for name in ("one", "two")]
+    for image in images:
+        image.parent.mkdir(parents=True)
+        Image.new("RGB", (8, 6)).save(image)
+    file = jsonl(tmp_path / "rows" / "a.jsonl", [{"problem": "q", "solution": "x", "image": str(i)} for i in images])
+    with pytest.raises(DataError):
+        main(f"{file} --samples 0")
+    (skipped,) = [line for line in capsys.readouterr().out.splitlines() if "█" in line and "outside" in line]
+    assert skipped.split()[0] == "2"
+    assert main(f"{file} --samples 0 --image_dir shared --strict") == 0
+    arguments = DataArguments(data_files=str(file), image_dir="shared")
+    assert len(load_rows(arguments, "train", limit=None)[0]) == 2
+    assert image_root(arguments, "train", load_split("train", data_files=str(file))) == tmp_path / "images"
 
 
 def test_open_answers_that_only_the_same_text_matches_are_named():

@@ -93,6 +93,16 @@ def test_json_keeps_its_types_and_csv_its_texts(tmp_path):
         load_split("train", data_files=str(path))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_values_inside_others_become_columns(tmp_path, streaming):
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "q"}]
+    row = {"prompt": [{"role": "user", "content": parts}], "reward_model": {"style": "rule", "ground_truth": "3"}}
+    Dataset.from_list([row] * 2).to_parquet(tmp_path / "a.parquet")
+    read = next(iter(load_split("train", data_files=str(tmp_path / "a.parquet"), streaming=streaming)))
+    assert (read["images"], read["reward_model.ground_truth"]) == (["a.png"], "3")
+    assert read["prompt"][0]["content"] == "<image>q"
+
+
 def test_several_files_of_a_split(tmp_path):
     for name in ("a.jsonl", "b.jsonl", "c+d.jsonl"):
         jsonl(tmp_path / name, [{"file": name}])

@@ -76,6 +76,7 @@ def test_from_a_file_to_a_trained_model_an_evaluation_and_a_page(model_folder, t
     assert [entry["step"] for entry in evaluated] == [0, 1], "before and after, on rows that are not trained on"
     assert "training 11 rows, evaluation 1 rows" in " ".join(screen.split())
     again = shlex.split(re.search(r"^ *vgr-trl (train .*)$", screen, re.M)[1])
+    assert again.count("--max_steps") == 1, "the user's, without the one that was chosen"
     assert main([*again, "--dry_run", "--output_dir", "other"]) == 0, "the command to go on from"
 
 

@@ -13,7 +13,8 @@ from vgr_trl.reporting.records import read_run
 def test_the_command_writes_a_row_per_token_with_own_signals_and_credit(tmp_path, ending):
     run = make_run(tmp_path / "run", steps=2)
     file = tmp_path / f"tokens.{ending}"
-    assert main(["export", str(run), "--output", str(file)]) == 0
+    assert main(["export", str(run), "--output", str(file)]) == main(["export", str(run)]) == 0
+    assert (run / "tokens.parquet").is_file(), "without --output"
     read = pd.read_csv(file) if ending == "csv" else pd.read_parquet(file)
     pd.testing.assert_frame_equal(read, to_pandas(run), check_dtype=False)
     assert len(read) == 88

@@ -65,7 +65,10 @@ def test_page_holds_curves_completions_and_thumbnails(tmp_path: Path) -> None:
 
 def test_the_page_of_a_demo_has_its_table_before_and_after(tmp_path: Path) -> None:
     make_run(tmp_path / "run", steps=1)
-    scores = [{"questions": 320, "k": 8, "accuracy": 0.784 + gain, "mean_at_k": 0.662 + gain} for gain in (0, 0.1)]
+    scores = [
+        {"questions": 320, "k": 8, "accuracy": 0.784 + gain, "mean_at_k": 0.662 + gain, "blind": 0.25}
+        for gain in (0, 0.1)
+    ]
     (tmp_path / "run/metrics.json").write_text('{"eval_reward": 0.5}')  # of `vgr-trl train`
     assert report_of(tmp_path / "run")["compared"] == []
     before, after = ({**each, "format": 1.0, "groups": {"colour": each}} for each in scores)
@@ -215,4 +218,4 @@ def test_command_writes_the_page_into_the_first_run(tmp_path: Path, capsys: pyte
     assert "report.html: 0.2 MB, 4 recorded steps." in printed
     assert r"\x1b[31mred: " in printed  # names do not steer the terminal
     assert main(["report", str(tmp_path / "missing")]) == 1
-    assert capsys.readouterr().err.startswith(f"vgr-trl report: {tmp_path / 'missing'} has no records")
+    assert capsys.readouterr().err.startswith(f"vgr-trl report: {tmp_path / 'missing'} does not exist")

@@ -11,6 +11,7 @@ from made_run import completion, make_run, with_tools
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.reporting.page import write_report
+from vgr_trl.reporting.records import LogEntry, encode_entry
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:
@@ -48,6 +49,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     named.rewards["toString"], named.signals["constructor"] = 0.5, [1.0] * len(named.tokens)
     odd.append(named)
     again = make_run(root / "again", steps=4, offset=0.2, seed=0)
+    weighted = [LogEntry(step, "train", 0.0, {"reward_weights/vgr_reward": step // 3 + 1.0}) for step in (1, 2, 3, 4)]
+    with (again / "rollouts" / "logs.jsonl").open("ab") as logs:
+        logs.writelines(map(encode_entry, weighted))
     hostile = make_run(root / "hostile", steps=1, name=HOSTILE, extra=odd)
     long = make_run(root / "long", steps=4, prompt=CHAT)
     records = long / "rollouts/records-000001.jsonl"
@@ -198,7 +202,7 @@ def test_runs_that_differ_by_their_seed_are_one_line_with_its_deviation(opened: 
     strips = page.locator(".strip")
     expect(strips).to_have_count(2)
     # Accuracy in training ends at 80, 90 and 100 %: 90 ± 10; the other run has other rewards.
-    expect(strips.first).to_contain_text("seed0 and 2 more, mean of 3 seeds")
+    expect(strips.first).to_contain_text("accuracy_reward x 1, vgr_reward x 1, mean of 3 seeds")
     expect(strips.first).to_contain_text(re.compile(r"→ 90\s%\s± 10(\.0)?\s%"))
     expect(strips.last.locator("h2")).to_have_text("two")
     expect(page.locator(".legend li").first).to_contain_text("mean of 3 seeds")
@@ -208,6 +212,12 @@ def test_runs_that_differ_by_their_seed_are_one_line_with_its_deviation(opened: 
 
 def test_runs_of_one_seed_are_no_mean_of_seeds(opened: Open) -> None:
     expect(opened("again").locator(".strip h2")).to_have_text(["seed0", "again"])
+
+
+def test_the_chart_of_the_reward_marks_a_change_of_its_weights(opened: Open) -> None:
+    charts = opened("again").locator(".chart")
+    expect(charts.filter(has_text=re.compile("^Reward")).first).to_contain_text("weights change at step 3")
+    expect(charts.filter(has_text="weights change")).to_have_count(1)
 
 
 def test_hostile_text_is_shown_as_text(opened: Open) -> None:

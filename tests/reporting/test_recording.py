@@ -15,6 +15,7 @@ from support.trainers import config, letters_reward, logged, prompts, train_file
 
 from vgr_trl import registries
 from vgr_trl.registries import declares
+from vgr_trl.reporting.console import progress_lines
 from vgr_trl.reporting.recorded_rows import RecordBeforeTraining
 from vgr_trl.reporting.records import read_logs, read_run
 from vgr_trl.rewards import accuracy_reward, vgr_reward
@@ -138,6 +139,25 @@ def test_evaluations_ask_the_same_questions_as_before_the_first_step(make, tmp_p
     assert read_run(tmp_path / "other").steps("eval") == [(1, "eval"), (2, "eval")]
     for name in ("loss", "reward", "eval_reward", "eval_completions/mean_length"):
         assert logged(trainer, name) == logged(other, name) != []
+
+
+def test_the_last_lines_compare_under_the_late_weights_and_begin_before_training(make, tmp_path):
+    weights = {"early_reward_weights": [5.0, 1.0], "reward_weights": [0.5, 1.0], "warmup_steps": 1}
+    trainer = make([one_reward, letters_reward], **weights, max_steps=2, eval_strategy="steps", eval_steps=2)
+    before = RecordBeforeTraining(trainer)
+    trainer.add_callback(before)
+    trainer.train()
+    letters = logged(trainer, "rewards/letters_reward/mean")
+    assert logged(trainer, "reward_late_weights") == pytest.approx([0.5 + mean for mean in letters])
+    assert logged(trainer, "reward")[0] == pytest.approx(5 + letters[0])
+    recorded = [completion.reward for completion in next(read_run(tmp_path / "run").records("eval")).completions]
+    training, evaluation = progress_lines(trainer.state.log_history, "2 rows", before.scores, before.completions)
+    assert f"{0.5 + letters[0]:.3f} → {0.5 + letters[1]:.3f}" in training
+    assert f"on the first 4 completions: reward {sum(recorded) / 4:.3f}" in evaluation
+
+
+def one_reward(completions, **kwargs):
+    return [1.0] * len(completions)
 
 
 def test_recording_makes_no_pass_and_changes_no_number(make, passes, tmp_path):

@@ -33,6 +33,7 @@ export function Looking({ completion, images, lit, tokens, turn, onAll, comparin
   const seen = looks.filter((item) => item !== null);
   const range = useMemo(() => span(seen), [looks]);
   const several = completion.images.length > 1;
+  const layers = completion.metrics && !completion.metrics.late ? "all layers" : "the late layers"; // as Python's late_layers
   const regions = completion.images.some((picture) => picture.regions?.length);
   const changed = completion.images.some((picture) => picture.perturbed);
   return (
@@ -41,7 +42,7 @@ export function Looking({ completion, images, lit, tokens, turn, onAll, comparin
       {seen.length > 0 && !lit && <p class="whose">Attention is not drawn.</p>}
       {lit && whom.map(({ name }, side) => looks[side] && (
         <p key={side} class="whose" aria-live="polite">
-          Coloured{whom.length > 1 && ["", " in the middle", " at the right"][side + 1]} where <b>{tokens.length ? <>“{visible(completion.tokens[tokens[side]!]!).trim() || "␣"}” ({name})</> : name}</b> looked: {percent(looks[side].mass)} of its attention is on the {several ? "images" : "image"}.
+          Coloured{whom.length > 1 && ["", " in the middle", " at the right"][side + 1]} where <b>{tokens.length ? <>“{visible(completion.tokens[tokens[side]!]!).trim() || "␣"}” ({name})</> : name}</b> looked: {percent(looks[side].mass)} of its attention in {layers} is on the {several ? "images" : "image"}.
         </p>
       ))}
       {completion.images.map((picture, index) => {

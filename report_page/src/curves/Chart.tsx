@@ -5,7 +5,7 @@ import type { Numbers, Run } from "../data";
 import { number } from "../format";
 import { useDark } from "../hooks";
 import { type Axis, along } from "./axis";
-import type { Line, Panel } from "./panels";
+import { type Line, type Panel, weightChanges } from "./panels";
 import { asSvg, save, savePng } from "./picture";
 
 const HEIGHT = 162;
@@ -105,6 +105,9 @@ export function Chart({ panel, runs, drawing: { smoothing, axis, logarithmic } }
     return positive.some((values) => values.some((value) => typeof value === "number")) ? [places, ...positive] as uPlot.AlignedData : null;
   }, [data, logarithmic]);
 
+  // Under other weights, the sum of the rewards is another quantity.
+  const changes = useMemo(() => (/^reward(_std)?$/.test(panel.name) ? runs.flatMap((run) => weightChanges(run).map((step) => ({ step, place: along(run, axis, [step])[0] }))) : []), [panel, axis, runs]);
+
   useLayoutEffect(() => { // before the page is printed, too
     const element = box.current!;
     const style = getComputedStyle(element);
@@ -143,7 +146,21 @@ export function Chart({ panel, runs, drawing: { smoothing, axis, logarithmic } }
           series: [panel.lines.length + 1 + 2 * i, panel.lines.length + 2 + 2 * i] as [number, number],
           fill: `${runColour(look(line, panel.lines).colour, dark)}33`,
         })),
-        hooks: { setCursor: [(self) => setIndex(self.cursor.idx ?? null)] },
+        hooks: {
+          setCursor: [(self) => setIndex(self.cursor.idx ?? null)],
+          draw: [({ ctx, bbox, valToPos }) => changes.forEach(({ place }) => {
+            if (place === null || place === undefined) return;
+            const x = Math.round(valToPos(place, "x", true));
+            ctx.save();
+            Object.assign(ctx, { strokeStyle: ink, lineWidth: devicePixelRatio });
+            ctx.setLineDash([4, 4]);
+            ctx.beginPath();
+            ctx.moveTo(x, bbox.top);
+            ctx.lineTo(x, bbox.top + bbox.height);
+            ctx.stroke();
+            ctx.restore();
+          })],
+        },
       },
       drawn ?? data,
       element,
@@ -155,7 +172,7 @@ export function Chart({ panel, runs, drawing: { smoothing, axis, logarithmic } }
       watcher.disconnect();
       made.destroy();
     };
-  }, [panel, data, drawn, dark]);
+  }, [panel, data, drawn, dark, changes]);
 
   const steps = data[0] as number[];
   function picture(): string {
@@ -191,6 +208,7 @@ export function Chart({ panel, runs, drawing: { smoothing, axis, logarithmic } }
         {index === null
           ? panel.lines.map((line, i) => <Reading key={i} line={line} lines={panel.lines} runs={runs} dark={dark} value={lastOf(data[i + 1] as Numbers)} />)
           : panel.lines.map((line, i) => <Reading key={i} line={line} lines={panel.lines} runs={runs} dark={dark} value={(data[i + 1] as Numbers)[index] ?? null} />)}
+        {changes.length > 0 && <span class="muted">The reward weights change at step {[...new Set(changes.map(({ step }) => step))].join(", ")}.</span>}
         <span class="muted">{index === null ? "last" : axis.of ? `${number(steps[index], 4)} ${axis.name}` : `step ${steps[index]}`}</span>
       </p>
     </figure>

@@ -58,6 +58,7 @@ const RULES: Rule[] = [
   { section: "Accuracy", pattern: /^rewards\/(.*accuracy.*)\/(mean|std)$/, title: ([, name, what]) => `${capital(plain(name!))}, ${what}` },
   { section: "Accuracy", pattern: /accuracy|pass@|mean@/ },
   { section: "Rewards", pattern: /^reward$/, title: () => "Reward" },
+  { section: "Rewards", pattern: /^reward_late_weights$/, title: () => "Reward under the late weights" },
   { section: "Rewards", pattern: /^reward_std$/, title: () => "Reward, deviation within a group" },
   { section: "Rewards", pattern: /^rewards\/(.+)\/(mean|std)$/, title: ([, name, what]) => `${capital(plain(name!))}, ${what}` },
   { section: "Rewards", pattern: /^frac_reward_zero_std$/, title: () => "Groups whose rewards are all alike" },
@@ -144,13 +145,20 @@ export function sections(runs: Run[]): Section[] {
   return full;
 }
 
+/** The steps from which a run has other reward weights than before. */
+export function weightChanges({ curves }: Run): number[] {
+  const weights = curves.filter(({ name, mode }) => mode === "train" && name.startsWith("reward_weights/"));
+  const steps = weights.flatMap(({ steps, values }) => steps.filter((_, i) => i > 0 && values[i] !== values[i - 1]));
+  return [...new Set(steps)].sort((a, b) => a - b);
+}
+
 /** Whether a chart would be a line at 0. */
 const flat = ({ lines }: Panel) => lines.every(({ curve: { values } }) => values.every((value) => !value));
 
 // What says first whether a run goes well: of each line, the first that was logged.
 const MATTERS = [
   [/^rewards\/.*accuracy.*\/mean$/, /accuracy|pass@|mean@/],
-  [/^reward$/],
+  [/^reward_late_weights$/, /^reward$/],
   [/^attention\/\*\/vgr$/],
   [/^completions\/mean_length$/],
   [/^sampling\/nonzero_variance_fraction$/, /^frac_reward_zero_std$/],

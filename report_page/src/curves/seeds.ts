@@ -1,5 +1,6 @@
 // Runs that differ by their seed alone, as one: the means of their curves, and the deviations around them.
 import type { Curve, Numbers, Run } from "../data";
+import { preview } from "../format";
 
 const OWN = new Set(["seed", "data_seed", "output_dir", "run_name", "logging_dir", "command", "commit"]);
 const shared = (values: Record<string, unknown>) => Object.entries(values).filter(([name]) => !OWN.has(name)).sort();
@@ -17,16 +18,29 @@ export function bySeed(runs: Run[]): Run[] {
     groups.set(key, [...(groups.get(key) ?? []), run]);
   });
   if (groups.size === runs.length) return runs;
-  return [...groups.values()].map((group) => (group.length === 1 ? group[0]! : joined(group)));
+  const firsts = [...groups.values()].map(([first]) => first!);
+  return [...groups.values()].map((group) => (group.length === 1 ? group[0]! : joined(group, whatDiffers(group[0]!, firsts))));
 }
 
-function joined(group: Run[]): Run {
+const MOST = 3; // options in a name
+const asText = (value: unknown) => (typeof value === "string" ? value : JSON.stringify(value) ?? "–");
+
+/** The options, else the entries of the setup, that the runs do not share, with the values of one; "" if they share all. */
+function whatDiffers(run: Run, runs: Run[]): string {
+  for (const part of ["options", "setup"] as const) {
+    const names = shared(run[part]).map(([name]) => name).filter((name) => new Set(runs.map((other) => JSON.stringify(other[part][name]))).size > 1);
+    if (names.length) return names.slice(0, MOST).map((name) => `${name} ${preview(asText(run[part][name]), 60)}`).join(", ") + (names.length > MOST ? ", …" : "");
+  }
+  return "";
+}
+
+function joined(group: Run[], differs: string): Run {
   const curves = new Map<string, Curve[]>();
   for (const curve of group.flatMap((run) => run.curves)) {
     const key = `${curve.mode} ${curve.name}`;
     curves.set(key, [...(curves.get(key) ?? []), curve]);
   }
-  const name = `${group[0]!.name} and ${group.length - 1} more, mean of ${group.length} seeds`;
+  const name = `${differs || `${group[0]!.name} and ${group.length - 1} more`}, mean of ${group.length} seeds`;
   const notes = [`Mean ± deviation of ${group.map((run) => run.name).join(", ")}.`];
   return { ...group[0]!, name, notes, signs: group.flatMap(({ signs }) => signs), compared: [], records: [], curves: [...curves.values()].map(mean) };
 }

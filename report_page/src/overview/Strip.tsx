@@ -63,17 +63,18 @@ function Strip({ run, index, alone }: { run: Run; index: number; alone: boolean 
 function Compared({ compared }: { compared: Run["compared"] }) {
   const [all] = compared;
   const sampled = typeof all!.after.mean_at_k === "number";
-  const change = (name: "accuracy" | "mean_at_k" | "format", { before, after }: Run["compared"][number]) =>
+  const blind = typeof all!.after.blind === "number";
+  const change = (name: "accuracy" | "mean_at_k" | "format" | "blind", { before, after }: Run["compared"][number]) =>
     [before, after].map((scores) => (typeof scores[name] === "number" ? percent(scores[name]!) : "–")).join(" → ");
   return (
     <>
       <p class="lead">Accuracy on {plural(all!.after.questions ?? 0, "new question")}, before → after training: <b>{change(sampled ? "mean_at_k" : "accuracy", all!)}</b></p>
       <div class="scroll">
         <table class="compared">
-          <thead><tr><th scope="col">questions</th>{sampled && <th scope="col">sampled, {all!.after.k} each</th>}<th scope="col">greedy</th><th scope="col">format</th></tr></thead>
+          <thead><tr><th scope="col">questions</th>{sampled && <th scope="col">sampled, {all!.after.k} each</th>}<th scope="col">greedy</th><th scope="col">format</th>{blind && <th scope="col">greedy, grey image</th>}</tr></thead>
           <tbody>
             {compared.map((row) => (
-              <tr key={row.name}><th scope="row">{row.name} ({row.after.questions})</th>{sampled && <td>{change("mean_at_k", row)}</td>}<td>{change("accuracy", row)}</td><td>{change("format", row)}</td></tr>
+              <tr key={row.name}><th scope="row">{row.name} ({row.after.questions})</th>{sampled && <td>{change("mean_at_k", row)}</td>}<td>{change("accuracy", row)}</td><td>{change("format", row)}</td>{blind && <td>{change("blind", row)}</td>}</tr>
             ))}
           </tbody>
         </table>
@@ -82,8 +83,8 @@ function Compared({ compared }: { compared: Run["compared"] }) {
   );
 }
 
-function Scores({ scores: { accuracy, interval, k, mean_at_k, pass_at_k, format } }: { scores: NonNullable<Run["scores"]> }) {
-  const others: [string, number | null | undefined][] = [[`Mean of ${k} sampled`, mean_at_k], [`Any of ${k} right`, pass_at_k], ["Format", format]];
+function Scores({ scores: { accuracy, interval, k, mean_at_k, pass_at_k, format, blind } }: { scores: NonNullable<Run["scores"]> }) {
+  const others: [string, number | null | undefined][] = [[`Mean of ${k} sampled`, mean_at_k], [`Any of ${k} right`, pass_at_k], ["Format", format], ["Accuracy with grey images", blind]];
   return (
     <>
       <div class="main">

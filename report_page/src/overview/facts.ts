@@ -22,7 +22,7 @@ const WANTED: { title: string; patterns: RegExp[]; share: boolean; complement?: 
   { title: "Accuracy in evaluation", patterns: ACCURACY, share: true, mode: "eval" },
   { title: "Accuracy in training", patterns: ACCURACY, share: true, mode: "train" },
   { title: "Format", patterns: [/^rewards\/.*format.*\/mean$/], share: true },
-  { title: "Length", patterns: [/^completions\/mean_length$/], share: false },
+  { title: "Tokens per completion", patterns: [/^completions\/mean_length$/], share: false },
   { title: "Non-zero variance", patterns: [/^sampling\/nonzero_variance_fraction$/], share: true },
   { title: "Non-zero variance", patterns: [/^frac_reward_zero_std$/], share: true, complement: true },
   { title: "VGR", patterns: [/^attention\/late\/vgr$/, /^attention\/(?!prompt)\w+\/vgr$/], share: false },

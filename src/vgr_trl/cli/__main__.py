@@ -97,7 +97,9 @@ def quickstart(argv: Sequence[str]) -> int:
     options |= {"output_dir": str(flags.output_dir)} | suggest_options(count_parameters(flags.model), memory, device)
     if device == "cuda":
         options |= [choose_generation()]
-    words = [word for name, value in options.items() for word in (f"--{name}", value)] + more
+    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in more if word.startswith("--")}
+    chosen = {name: value for name, value in options.items() if name not in given}
+    words = [word for name, value in chosen.items() for word in (f"--{name}", value)] + more
     print(f"Equivalent command:\n  vgr-trl train {shlex.join(words)}", flush=True)
     if status := train(words):
         return status
@@ -201,9 +203,10 @@ def export(argv: Sequence[str]) -> int:
 
     parser = _make_parser("export")
     parser.add_argument("run", metavar="RUN", type=Path, help="output_dir of a run")
-    parser.add_argument("--output", type=Path, default="tokens.parquet", help=".csv or .parquet (default %(default)s)")
+    parser.add_argument("--output", type=Path, help=".csv or .parquet (default: tokens.parquet in RUN)")
     flags = parser.parse_args(argv)
-    print(f"Wrote {export_run(flags.run, flags.output):,} rows to {flags.output}.")
+    output = flags.output or flags.run / "tokens.parquet"
+    print(f"Wrote {export_run(flags.run, output):,} rows to {output}.")
     return 0
 
 

@@ -27,7 +27,7 @@ from trl import ModelConfig
 
 from vgr_trl.config_converters import convert, read_config_file, read_configuration
 from vgr_trl.dapo_config import LOSS_TYPES, SEGMENTED, SPELLINGS, DAPOConfig, rename_options
-from vgr_trl.data.checked_rows import SkippedRow, prepare_rows
+from vgr_trl.data.checked_rows import SHARED, SkippedRow, prepare_rows, shared_folder
 from vgr_trl.data.images import ImageLimits, downloaded
 from vgr_trl.data.load import BUILDERS, load_split, parse_data_files, readable
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, refuse_single_image_models, special_tokens
@@ -70,7 +70,7 @@ class DataArguments:
     image_key: str | None = option(None, "Image column (default: images or image); none: train on text only.")
     video_key: str | None = option(None, "Video column (default: videos or video); none: ignore videos.")
     image_dir: str | None = option(None, "Root folder for relative image paths; paths may not leave it "
-        "(default: the folder of the data).")
+        "(default: the folder of the data); shared: the folder that all absolute paths share.")
     min_pixels: int | None = option(None, "Enlarge smaller images to this area, in pixels.", ge=1)
     max_pixels: int | None = option(None, "Shrink larger images to this area, in pixels.", ge=1)
     max_short_side: int | None = option(None, "Shrink images whose shorter side exceeds this, in pixels; 0: off.", ge=0)
@@ -95,7 +95,7 @@ class DataArguments:
         check_options(self)
         keys_of(**vars(self))
         self.image_limits()
-        if self.image_dir is not None and not Path(self.image_dir).is_dir():
+        if self.image_dir not in (None, SHARED) and not Path(self.image_dir).is_dir():
             raise ConfigError(f"image_dir is {self.image_dir}, which is not a folder.")
         if len(self.prompt_options()) > 1:
             raise ConfigError("prompt_language, system_prompt_file and question_template_file: give only one of them.")
@@ -202,6 +202,7 @@ def raise_config_errors(model: str | None = None) -> Iterator[None]:
         raise
     except OF_LIBRARIES as error:
         cause = f"{type(error).__name__}: {error_text(error, 450)}"
+        cause += " On a CPU, give --use_cpu --bf16 false." * ("assign use_cpu" in cause)
         load = f"{model} cannot be loaded ({cause}): give a model folder or a hub name."
         raise ConfigError(load if model else cause) from error
 
@@ -276,7 +277,7 @@ def load_rows(
     with readable(source_name(arguments), "the data"):  # a stream raises read errors only here
         if processor is not None and set(keys["video"]) & set(dataset.column_names or ()):
             refuse_single_image_models(processor())
-        options = row_rules(arguments, image_root(arguments, split), processor and processor()) | rules
+        options = row_rules(arguments, image_root(arguments, split, dataset), processor and processor()) | rules
         return prepare_rows(dataset, split=split, keys=keys, **options)
 
 
@@ -298,8 +299,10 @@ def row_rules(arguments: DataArguments, root: Path, processor: Any) -> dict[str,
     }
 
 
-def image_root(arguments: DataArguments, split: str) -> Path:
-    """Return the root folder for relative image and video paths; paths may not leave it."""
+def image_root(arguments: DataArguments, split: str, rows: Any) -> Path:
+    """Return the root folder for relative image and video paths of `rows`; paths may not leave it."""
+    if arguments.image_dir == SHARED:
+        return shared_folder(rows, keys_of(**vars(arguments)))
     if arguments.image_dir is not None:
         return Path(arguments.image_dir).absolute()
     if arguments.data_files:
@@ -313,6 +316,14 @@ def load_adapter_config(name: str, revision: str | None) -> PeftConfig | None:
     with raise_config_errors(name):
         is_adapter = find_adapter_config_file(name, revision=revision) is not None
         return PeftConfig.from_pretrained(name, revision=revision) if is_adapter else None
+
+
+def refuse_adapter(model: str) -> None:
+    """Raise `ConfigError` if a folder holds a LoRA adapter without the model, which transformers does not recognise."""
+    folder = Path(model)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        merged = f"vgr-trl merge {model}, then give {folder / 'merged'}"
+        raise ConfigError(f"{model} is a LoRA adapter without its model: run {merged}.")
 
 
 def load_processor(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:

@@ -144,7 +144,7 @@ def convert_run(flags: argparse.Namespace) -> None:
         converter,
         source_name(data),
         keys_of(**vars(flags)),
-        image_root(data, asked),
+        image_root(data, asked, rows),
         data.image_limits(),
         read_ids(flags.question_id_file) if flags.question_id_file else None,
         flags.subset_size,
@@ -198,8 +198,6 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
     if flags.model:
         processor = load_processor(flags.model, flags.model_revision, flags.trust_remote_code)
     root = path.parent if path.is_file() else path if path.is_dir() else downloaded()
-    root = Path(data.image_dir).absolute() if data.image_dir else root
-    options = RowOptions(needs_solution=not flags.no_solution, **row_rules(data, root, processor))
     split, loads = load_path(flags.path, flags.split, config=data.dataset_config, streaming=data.dataset_streaming)
     lengths = None if processor is None else PromptLengths(processor)
     others = [name for name in loads if name != split and not data.dataset_streaming and flags.max_rows is None]
@@ -207,6 +205,8 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
         rows = loads[split]()
         if flags.max_rows is not None:
             rows = rows.take(min(flags.max_rows, len(rows)) if isinstance(rows, Dataset) else flags.max_rows)
+        root = image_root(data, split, rows) if data.image_dir else root
+        options = RowOptions(needs_solution=not flags.no_solution, **row_rules(data, root, processor))
         inspect = partial(inspect_rows, options=options, keys=keys_of(**vars(data)), hashes=bool(others))
         drawing = {"samples": flags.samples, "seed": flags.seed, "limit": flags.max_prompt_length}
         findings = inspect(rows, split=split, lengths=lengths, **drawing)

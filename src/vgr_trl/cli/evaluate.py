@@ -24,6 +24,7 @@ from vgr_trl.cli.arguments import (
     load_rows,
     parse,
     raise_config_errors,
+    refuse_adapter,
 )
 from vgr_trl.data.checked_rows import SkippedRow, report_skipped
 from vgr_trl.data.prompts import PromptTemplate, to_parts
@@ -43,12 +44,12 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("save_completions needs a file: give --output_file FILE.")
     if output is not None:
         refuse_unwritable(output, "output_file")  # before the evaluation, not after it
-        output.parent.mkdir(parents=True, exist_ok=True)
     results = evaluate_models(data, options)
     print_scores(results)
     if output is not None:
         values = {name: result.to_dict(records=options.save_completions) for name, result in results.items()}
         content = next(iter(values.values())) if len(values) == 1 else {"models": values}
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
     return 0
 
@@ -152,6 +153,7 @@ def count_parameters(name: str) -> int:
     Raises:
         ConfigError: the model does not exist, or transformers lacks its class.
     """
+    refuse_adapter(name)
     with raise_config_errors(name), torch.device("meta"):
         config = AutoConfig.from_pretrained(name)
         make = _find_class(config) or AutoModelForCausalLM.from_config

@@ -48,6 +48,7 @@ from vgr_trl.cli.arguments import (
     load_system_prompt,
     parse,
     raise_config_errors,
+    refuse_adapter,
     source_name,
 )
 from vgr_trl.dapo_config import DAPOConfig
@@ -83,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
     close_group_at_exit()
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
+    refuse_adapter(model.model_name_or_path)
     sources = data.dataset_name, evaluation_source(data).dataset_name
     keep_offline(model.model_name_or_path, rewards.reward_model_name_or_path, *sources)
     separate_lora_modules(model)
@@ -125,7 +127,8 @@ def train(
     is_trained = lacks_final_model_only(trainer, checkpoint, steps, metrics_file)  # metrics are written last
     if not is_trained:
         refuse_finished(checkpoint, steps)
-    trainer.add_callback(RecordBeforeTraining(trainer))
+    before = RecordBeforeTraining(trainer)
+    trainer.add_callback(before)
     if is_main:
         write_identity(output_dir, identity)
         print_plan(describe_run(trainer, source_name(data), checkpoint, verbose, identity["recipe"]))
@@ -153,7 +156,8 @@ def train(
         metrics = final_metrics(trainer)
         if is_main:
             write_atomic(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
-            print(*progress_lines(trainer.state.log_history, count_rows(trainer.eval_dataset)), sep="\n")
+            rows = count_rows(trainer.eval_dataset)
+            print(*progress_lines(trainer.state.log_history, rows, before.scores, before.completions), sep="\n")
             print(f"Model, metrics and completions are in {output_dir}. Next: vgr-trl report {output_dir}")
     trainer.accelerator.wait_for_everyone()
     wait_for_gloo()
@@ -239,7 +243,7 @@ def select_evaluation_rows(
             return train_rows, *load(others[0]), f"The data have no test split: evaluating on {others[0]}."
         if data.test_dataset is not None or data.dataset_streaming:
             raise
-    root = image_root(data, data.dataset_train_split)
+    root = image_root(data, data.dataset_train_split, train_rows)
     kept, test_rows = train_test_split(train_rows, config.seed, root, data.max_test_rows)
     held_out = f"{len(test_rows)} of {len(train_rows)} rows are held out for evaluation, chosen by image and seed"
     return kept, test_rows, [], f"The data have no {data.dataset_test_split} split: {held_out} {config.seed}."

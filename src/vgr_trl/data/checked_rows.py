@@ -26,6 +26,7 @@ from xxhash import xxh3_128_digest
 
 from vgr_trl.atomic_files import write_atomic
 from vgr_trl.data.images import (
+    BASE64_IMAGE,
     FOLDER,
     MEDIA,
     PLACE,
@@ -53,7 +54,7 @@ from vgr_trl.data.read_row import (
     require_columns,
     undecoded,
 )
-from vgr_trl.errors import DataError, error_text
+from vgr_trl.errors import ConfigError, DataError, error_text
 from vgr_trl.processes import belong_to_parent
 
 logger = logging.get_logger(__name__)
@@ -272,6 +273,32 @@ def _prepare_dataset(
     if skipped:
         dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
     return dataset.with_transform(ShowRows(column, rules)), skipped
+
+
+SHARED = "shared"  # in the place of a folder
+
+
+def shared_folder(rows: Any, keys: Keys) -> Path:
+    """Return the deepest folder in which all absolute paths of images and videos lie.
+
+    Args:
+        rows: a data set.
+        keys: accepted names of columns.
+
+    Raises:
+        ConfigError: the rows are a stream, or no path is absolute.
+    """
+    if not isinstance(rows, Dataset):
+        raise ConfigError("image_dir shared reads all paths first, which a stream does not allow: give the folder.")
+    names = {column: name for column, name in known_names(rows.column_names, keys).items() if name in MEDIA}
+    rows = undecoded(rows.with_format(None).select_columns(list(names))).rename_columns(names)
+    values = (value for row in rows for value in (*images_of(row), *videos_of(row)))
+    paths = (each.get("path") if isinstance(each, Mapping) and each.get("bytes") is None else each for each in values)
+    texts = {path for path in paths if isinstance(path, str) and os.path.isabs(path)}
+    folders = {os.path.dirname(path) for path in texts if not BASE64_IMAGE.fullmatch(path)}
+    if not folders:
+        raise ConfigError("image_dir is shared, but no image has an absolute path: leave the flag out.")
+    return Path(os.path.commonpath(folders))
 
 
 def drop_long_prompts(

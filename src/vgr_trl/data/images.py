@@ -86,7 +86,7 @@ def path_within(root: Path, name: str | Path) -> Path:
         return path
     allowed = (Path(folder).resolve() for folder in (root, HF_HUB_CACHE, downloaded()))
     if root != Path() and not any(real.is_relative_to(folder) for folder in allowed):
-        raise DataError(f"file {str(path)[:200]} is outside {root}: give the folder of the files with --image_dir")
+        raise DataError(f"file {str(path)[:200]} is outside {root}: give its --image_dir, or --image_dir shared")
     return path
 
 

@@ -74,7 +74,7 @@ def power_class(number: int) -> str:
 def kind_of(reason: str) -> str:
     """Return a reason with an ellipsis for quotations, names of files and numbers, which differ from row to row."""
     reason = re.sub(r"(?<!\w)'[^']*'|\"[^\"]*\"|\([^()]*\)", "…", reason)
-    reason = re.sub(r"((?:image|video) file) .+ (does not exist)", r"\1 … \2", reason)
+    reason = re.sub(r"\b(file) .+ (does not exist|is outside .*: )", r"\1 … \2", reason)
     return to_one_line(re.sub(r"(?<!UTF-)\d[\d,.x]*(?<![,.])", "…", reason)[:160])
 
 

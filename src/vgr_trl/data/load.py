@@ -35,8 +35,9 @@ from pyarrow.dataset import ParquetFragmentScanOptions
 from pyarrow.lib import ArrowException
 
 from vgr_trl.atomic_files import is_disk_full
-from vgr_trl.data.images import FOLDER, downloaded, path_within
-from vgr_trl.data.read_row import KEYS, UNREADABLE
+from vgr_trl.data.images import FOLDER, MEDIA, downloaded, path_within
+from vgr_trl.data.prompts import PLACEHOLDER
+from vgr_trl.data.read_row import DIALOGUES, KEYS, REWARD_MODEL, UNREADABLE
 from vgr_trl.errors import ConfigError, DataError, MissingSplitError, VGRError, error_text
 
 MMMU_PRO = "MMMU/MMMU_Pro", "standard (10 options)"  # a hub name, and the configuration that is read by default
@@ -176,7 +177,31 @@ def _checked(rows: Any) -> Any:
         if isinstance(feature.feature if isinstance(feature, List) else feature, Json):
             mixed = f"The column `{name}` mixes texts and numbers, which would all become numbers"
             raise DataError(f"{mixed}: give the JSONL files with data_files, or write the column as texts.")
-    return rows.remove_columns([FOLDER]) if FOLDER in (rows.column_names or ()) else rows
+    rows = rows.remove_columns([FOLDER]) if FOLDER in (rows.column_names or ()) else rows
+    types = {name: each for name, each in (rows.features or {}).items() if name in (*DIALOGUES, "prompt", REWARD_MODEL)}
+    return rows.map(lift_nested) if re.search("'(image|ground_truth)'", str(types)) else rows
+
+
+def lift_nested(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return columns for values inside others: images in parts of messages (Qwen, unsloth) and verl's ground truth."""
+    found, model = dict[str, Any](), row.get(REWARD_MODEL)
+    if isinstance(model, Mapping) and model.get("ground_truth") is not None:
+        found[f"{REWARD_MODEL}.ground_truth"] = model["ground_truth"]
+    name = next((name for name in ("prompt", *DIALOGUES) if isinstance(row.get(name), list)), None)
+    if name is None or any(row.get(column) is not None for column in MEDIA):
+        return found
+    images, turns = list[Any](), list[Any]()
+    for turn in row[name]:
+        parts = turn.get("content") if isinstance(turn, Mapping) else None
+        if isinstance(parts, list):
+            kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
+            if not {*kinds} <= {"image", "text"}:
+                return found
+            images += [part["image"] for part in parts if part["type"] == "image" and part.get("image") is not None]
+            texts = [PLACEHOLDER if part["type"] == "image" else str(part.get("text") or "") for part in parts]
+            turn = {**turn, "content": "".join(texts)}
+        turns.append(turn)
+    return {**found, name: turns, "images": images} if images else found
 
 
 # Where data lie
@@ -320,6 +345,7 @@ def _rows(
                 row.pop(FOLDER, None)  # a row may not choose it
                 if with_folders and UNREADABLE not in row:
                     row[FOLDER] = str(path.absolute().parent)
+                row |= lift_nested(row)
                 yield row | {name: json.dumps(row[name]) for name in mixed if row.get(name) is not None}
         except (OSError, ValueError, RecursionError, csv.Error) as error:
             problem = f"The file {path} cannot be read ({error_text(error)}): check that it is complete."

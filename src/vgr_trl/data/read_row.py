@@ -32,6 +32,7 @@ from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.rewards.answers import LETTERS, Solution, resolve_solution
 
 DIALOGUES = ("messages", "conversations")
+REWARD_MODEL = "reward_model"  # column of verl, with the answer as `ground_truth`
 INDICES = ("label_idx", "correct_choice_idx")  # always an index
 UNREADABLE = "__unreadable__"  # column: why there is no row at this place of a file
 VISION_ONLY_PROBLEM = "Answer the multiple-choice question in the image with the letter of the right option."
@@ -52,7 +53,7 @@ Keys = dict[str, tuple[str, ...]]
 # Our name of a column → the names that it may have; the first that a row has counts.
 KEYS: Keys = {
     "problem": ("prompt", "problem", "question", "query", *DIALOGUES),
-    "solution": ("solution", "answer", "answers", *INDICES),
+    "solution": ("solution", "answer", "answers", *INDICES, f"{REWARD_MODEL}.ground_truth"),
     "image": ("images", "image"),
     "video": ("videos", "video"),
     "choices": ("choices", "options"),

@@ -52,6 +52,7 @@ FAMILIES = {
     "shape": ("which shape is it?", SHAPES),
     "corner": ("which corner is it in?", tuple(PAPERS)),
 }
+BAR_FORMAT = "{l_bar}{bar}| {n_fmt} steps, at most {total_fmt} [{elapsed}, {rate_fmt}]"  # a fit may end early
 EVALUATION = {"max_completion_length": 16, "system_prompt": None}
 RECORDED_QUESTIONS = 32  # evaluation questions, answered twice each before the first and after the last step
 
@@ -272,7 +273,7 @@ def fit(
     rng, was_training, step, average = random.Random(seed), model.training, 0, 3.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    with tqdm(total=max_steps, desc=title) as bar:
+    with tqdm(total=max_steps, desc=title, bar_format=BAR_FORMAT) as bar:
         for step in range(1, max_steps + 1):
             model.train()
             loss, answer_loss = supervised_loss(model, processor, rng.sample(rows, batch_size), **loss_options)

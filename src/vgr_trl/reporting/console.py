@@ -13,6 +13,7 @@ from rich.text import Text
 from vgr_trl.errors import printable
 from vgr_trl.reporting.records import Completion, Numbers, Record
 
+LATE_REWARD = "reward_late_weights"  # the mean reward under `reward_weights`, while `early_reward_weights` hold too
 _REWARD_MEAN = re.compile(r"rewards?/([^/]+)(?:/mean)?")
 _STEP_QUANTITIES = (  # heading, logged name (EasyR1 reward files: reward/…), format
     ("reward", "reward", "{:.3f}"),
@@ -21,7 +22,7 @@ _STEP_QUANTITIES = (  # heading, logged name (EasyR1 reward files: reward/…), 
     ("format", "rewards/think_format_reward/mean", "{:.2f}"),
     ("format", "rewards/format_reward/mean", "{:.2f}"),
     ("format", "reward/format", "{:.2f}"),
-    ("length", "completions/mean_length", "{:.0f}"),
+    ("tokens", "completions/mean_length", "{:.0f}"),
     ("VGR", "attention/late/vgr", "{:.3f}"),
     ("groups with non-zero variance", "sampling/nonzero_variance_fraction", "{:.0%}"),
     ("loss", "loss", "{:.4f}"),
@@ -48,7 +49,7 @@ def print_record(record: Record, console: Console | None = None, prompt_length: 
 
 
 def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step: float | None) -> str:
-    """Return one line: step, every reward, length, VGR, groups with non-zero variance, seconds per step, time left.
+    """Return one line: step, rewards, tokens per completion, VGR, groups with variance, seconds per step, time left.
 
     Args:
         total: steps of the run.
@@ -77,24 +78,37 @@ def evaluation_line(step: int, logs: Mapping[str, float]) -> str:
     return f"evaluation at step {step}  {'  '.join(shown)}"
 
 
-def progress_lines(history: Sequence[Mapping[str, Any]], evaluated: str) -> list[str]:
+def progress_lines(
+    history: Sequence[Mapping[str, Any]], evaluated: str, before: Mapping[str, float], completions: int
+) -> list[str]:
     """Return lines with reward and accuracy at the start and the end of training and of the evaluations.
 
     Args:
         history: `log_history` of a trainer's state.
         evaluated: description of the evaluation data, such as `64 rows`.
+        before: metrics of the evaluation completions that were recorded before training; empty if there are none.
+        completions: number of these completions.
     """
     lines = []
+    changes = any(LATE_REWARD in entry for entry in history)
     for title, prefix in (("training", ""), ("evaluation", "eval_")):
         logs = [entry for entry in history if f"{prefix}reward" in entry]
         few = 1 if prefix else -(-len(logs) // 10)  # a tenth, as in the report
-        parts = []
+        parts, recorded = list[str](), list[str]()
         for heading, name, _ in _STEP_QUANTITIES[:3]:
+            if changes and name == "reward" and not prefix:
+                heading, name = "reward under the late weights", LATE_REWARD
             if values := [entry[prefix + name] for entry in logs if prefix + name in entry]:
                 ends = [fmean(values[:few]), fmean(values[-few:])][len(values) == 1 :]
                 parts.append(f"{heading} {' → '.join(f'{end:.3f}' for end in ends)}")
+            if prefix and prefix + name in before:
+                recorded.append(f"{heading} {before[prefix + name]:.3f}")
         if parts:
-            which = f"on {evaluated}" if prefix else f"(means of the first and last tenth of {len(logs)} logs)"
+            which = f"(means of the first and last tenth of {len(logs)} logs)"
+            if prefix:
+                steps = " → ".join(str(step) for step in dict.fromkeys([logs[0]["step"], logs[-1]["step"]]))
+                first = f"; before training, on the first {completions} completions: {', '.join(recorded)}"
+                which = f"on {evaluated} (step {steps}{first if recorded else ''})"
             lines.append(f"{title:<12}{', '.join(parts)} {which}")
     accuracy = [entry[name] for entry in history for _, name, _ in _STEP_QUANTITIES[1:3] if name in entry]
     if accuracy and max(accuracy) < 0.01:

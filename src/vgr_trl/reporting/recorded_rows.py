@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from hashlib import sha1
 from itertools import accumulate, chain, cycle, groupby, islice, repeat
 from math import isqrt, prod
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -275,10 +276,15 @@ class RecordBeforeTraining(TrainerCallback):
     """Record the first evaluation batch at step 0, so that later evaluations can be compared with it.
 
     Costs one rollout, including reward functions. Random state, metrics and completion tables are restored.
+
+    Attributes:
+        scores: metrics of the batch, named as in an evaluation; empty until it is recorded.
+        completions: number of completions in the batch, over all processes.
     """
 
     def __init__(self, trainer: ConstructedTrainer) -> None:
-        self._trainer = trainer
+        self._trainer, self.scores = trainer, dict[str, float]()
+        self.completions = trainer.args.eval_batch_size * trainer.accelerator.num_processes
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the batch, unless the run is resumed."""
@@ -294,6 +300,8 @@ class RecordBeforeTraining(TrainerCallback):
         try:
             with keep_random_state(trainer.accelerator.device), torch.no_grad(), unlogged(trainer), logs:
                 trainer._prepare_inputs(rows)
+                metrics = trainer._metrics["eval"].items()
+                self.scores = {f"eval_{name}": fmean(values) for name, values in metrics}
         finally:
             trainer.model_wrapped.train()
             random.setstate(python)

@@ -376,9 +376,11 @@ def read_run(path: str | Path) -> Run:
     Raises:
         DataError: there are no records, or a later release wrote them.
     """
-    folder = records_folder(Path(path))
+    path = Path(path)
+    folder = records_folder(path)
     if not (folder / LOGS_FILE).is_file() and not any(folder.glob(RECORD_FILES)):
-        raise DataError(f"{path} has no records: give the output_dir of a run with rollout_log_steps above 0.")
+        found = "has no records" if path.exists() else "does not exist"
+        raise DataError(f"{path} {found}: give the output_dir of a run with rollout_log_steps above 0.")
     return Run(folder)
 
 

@@ -393,8 +393,9 @@ def check_callable(reward: Any, columns: Iterable[str]) -> None:
         passed = dict.fromkeys([*PASSED_COLUMNS, *columns, *indices])
         inspect.signature(reward).bind(**{key: None for key in passed if key not in ("prompt", "completion")})
     except TypeError as error:
+        shown = [column for column in columns if not column.startswith("__")]  # the others are our own
         uncallable = f"The reward {name} cannot be called with the arguments it gets ({error})"
-        raise RewardError(f"{uncallable}: accept completions, columns of {columns}, and **kwargs.") from error
+        raise RewardError(f"{uncallable}: accept completions, columns of {shown}, and **kwargs.") from error
 
 
 def wrap_reward(
