@@ -3,14 +3,23 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
+from support.models.families import build
 from support.models.processors import GEMMA, byte_tokenizer, processor
 from support.tool_runs import TEMPLATE
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from trl import GRPOTrainer
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.patches.vllm import TextProcessor, UnexpandedPrompts, plan_unexpanded_prompts
+from vgr_trl.patches.vllm import (
+    TextProcessor,
+    UnexpandedPrompts,
+    name_weights_as_saved,
+    naming_unserved_model,
+    plan_unexpanded_prompts,
+)
 
 MESSAGES = [[{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (16, 16))}]}]]
 
@@ -72,3 +81,22 @@ def test_servers_and_releases_of_trl_that_do_it_themselves_get_what_trl_gives_th
     assert plan_unexpanded_prompts(trainer_of(gemma, None, "server")) is None
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda self, prompt_ids, vllm_prompt_ids=None: None)
     assert plan_unexpanded_prompts(trainer_of(gemma, None)) is None
+
+
+def test_weights_have_the_names_of_a_checkpoint(tmp_path):
+    build("llava").save_pretrained(tmp_path)
+    saved, model = load_file(tmp_path / "model.safetensors"), build("llava")
+    vllm = SimpleNamespace(_iter_named_params=model.named_parameters)
+    name_weights_as_saved(SimpleNamespace(use_vllm=True, _is_vlm=True, model=model, vllm_generation=vllm))
+    sent = dict(vllm._iter_named_params())
+    assert sent.keys() == saved.keys() != dict(model.named_parameters()).keys()
+    assert all(torch.equal(sent[name], saved[name]) for name in saved)
+
+
+def test_a_model_that_vllm_does_not_serve_is_named():
+    with pytest.raises(ConfigError, match="Ovis2ForCausalLM"), naming_unserved_model():
+        raise ValueError(
+            "Value error, Model architectures ['Ovis2ForCausalLM'] are not supported for now. Supported: []"
+        )
+    with pytest.raises(ValueError, match="another"), naming_unserved_model():
+        raise ValueError("another")

@@ -153,6 +153,7 @@ def _lfm2() -> Any:
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 HEADS = {"rope_parameters": MROPE}
 INTERLEAVED = {"rope_parameters": {**MROPE, "mrope_interleaved": True}}
+EXPERTS = {**INTERLEAVED, "norm_topk_prob": True}
 QWEN3_5 = {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}}
 QWEN3_5["rope_parameters"]["partial_rotary_factor"] = 0.5
 OUT = {"out_hidden_size": 64}
@@ -168,6 +169,8 @@ GEMMA4 = {
     "eoi_token_id": "<image|>",
     "video_token_id": "<|video|>",
 }
+GEMMA4_LAYERS = {"global_head_dim": 32, "vocab_size_per_layer_input": 275}
+GEMMA4_VISION = {"default_output_length": 70}
 GLM = {"image_token_id": "<|image|>", "video_token_id": "<|video|>", "image_start_token_id": "<|begin_of_image|>"}
 GLM |= {"image_end_token_id": "<|end_of_image|>", "video_start_token_id": "<|begin_of_video|>"}
 GLM |= {"video_end_token_id": "<|end_of_video|>"}
@@ -175,12 +178,12 @@ SETUPS: dict[str, tuple[Callable[[], Any], str, dict[str, str], dict[str, Any], 
     "qwen2_vl": (_qwen("Qwen2VLProcessor"), TRIPLE, QWEN_CONFIG, HEADS, {"hidden_size": 64}),
     "qwen2_5_vl": (_qwen("Qwen2_5_VLProcessor"), TRIPLE, QWEN_CONFIG, HEADS, OUT),
     "qwen3_vl": (_qwen("Qwen3VLProcessor", videos="Qwen3VLVideoProcessor"), TRIPLE, QWEN_CONFIG, INTERLEAVED, OUT),
-    "qwen3_vl_moe": (_qwen("Qwen3VLProcessor", videos="Qwen3VLVideoProcessor"), TRIPLE, QWEN_CONFIG, INTERLEAVED, OUT),
+    "qwen3_vl_moe": (_qwen("Qwen3VLProcessor", videos="Qwen3VLVideoProcessor"), TRIPLE, QWEN_CONFIG, EXPERTS, OUT),
     "qwen3_5": (_qwen("Qwen3VLProcessor", videos="Qwen3VLVideoProcessor"), TRIPLE, QWEN_CONFIG, QWEN3_5, OUT),
     "glm4v": (_glm, "<|begin_of_image|><|image|><|end_of_image|>", GLM, HEADS, OUT),
     "gemma3": (_gemma3, "<start_of_image>", GEMMA3, {}, {}),
-    "gemma4": (_gemma4, "<|image|>", GEMMA4, {"global_head_dim": 32}, {}),
-    "gemma4_published": (_gemma4, "<|image|>", GEMMA4, {"global_head_dim": 32, "vocab_size_per_layer_input": 275}, {}),
+    "gemma4": (_gemma4, "<|image|>", GEMMA4, {"global_head_dim": 32}, GEMMA4_VISION),
+    "gemma4_published": (_gemma4, "<|image|>", GEMMA4, GEMMA4_LAYERS, GEMMA4_VISION),
     "llava": (_llava, "<image>", INDEX, {}, {}),
     "llava_next": (_llava_next, "<image>", INDEX, {}, {}),
     "internvl": (_internvl, "<IMG_CONTEXT>", {"image_token_id": "<IMG_CONTEXT>"}, {}, {}),
@@ -190,7 +193,7 @@ SETUPS: dict[str, tuple[Callable[[], Any], str, dict[str, str], dict[str, Any], 
     "mistral3": (_mistral3, "[IMG]", {"image_token_index": "[IMG]"}, {}, {}),
     "paligemma": (_paligemma, "", INDEX, {}, {"projection_dim": 64}),
     "ovis2": (_ovis2, "<image>", {"image_token_id": "<IMG_ATOM>"}, {}, {}),
-    "lfm2_vl": (_lfm2, "<image>", {"image_token_id": "<image>"}, {}, {}),
+    "lfm2_vl": (_lfm2, "<image>", {"image_token_id": "<image>"}, {"conv_dim": 64}, {}),
 }
 
 

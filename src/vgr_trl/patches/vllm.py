@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from inspect import signature
 from typing import Any
 
@@ -82,7 +81,7 @@ def name_weights_as_saved(trainer: GRPOTrainer) -> None:
 
 # Families that vLLM does not serve. Its error lists all those it does.
 
-UNSERVED = re.compile(r"Model architectures \['(\w+)'.*?\] (?:are not supported|have no vLLM implementation)")
+UNSERVED = re.compile(r"Model architectures \['(\w+)'.*?\] are not supported")
 
 
 @contextmanager
@@ -93,7 +92,7 @@ def naming_unserved_model() -> Iterator[None]:
     except ValueError as error:
         if not (found := UNSERVED.search(str(error))):
             raise
-        raise ConfigError(f"vLLM {version('vllm')} does not serve {found[1]}: set use_vllm=False.") from error
+        raise ConfigError(f"The installed vLLM does not serve {found[1]}: set use_vllm=False.") from error
 
 
 # Prompts with images for a colocated vLLM, as its own processor expects them.
