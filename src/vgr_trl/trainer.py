@@ -33,6 +33,7 @@ from vgr_trl.patches.trl import (
     flatten_conversations,
     images_logged_by_all,
     keep_pixel_rows_whole,
+    keep_prompts_unpadded,
     keep_training_table,
     mark_images,
     mark_scored_images,
@@ -164,6 +165,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             super().__init__(model, rewards, args, *rest, **options)
         self.beta = args.beta
         self._video_pad_token_id = None  # with tools TRL 1.16 would mark it as a video, and no row has one
+        keep_prompts_unpadded(self)
         prepare_trainer(self, options.get("peft_config"))
         facts = read_facts(self)
         self.clock, self.step_metrics = StageClock(), StepMetrics(args, self.accelerator)

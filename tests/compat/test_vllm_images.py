@@ -7,12 +7,14 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from support.models.families import build
-from support.models.processors import GEMMA, byte_tokenizer, processor
+from support.models.processors import AUDIO, GEMMA, byte_tokenizer, processor
 from support.tool_runs import TEMPLATE
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from trl import GRPOTrainer
 
 from vgr_trl.errors import ConfigError
+from vgr_trl.patches.trl import keep_prompts_unpadded
 from vgr_trl.patches.vllm import (
     TextProcessor,
     UnexpandedPrompts,
@@ -31,6 +33,19 @@ def gemma():
     made = processor("Gemma3Processor", images, GEMMA, byte_tokenizer, image_seq_length=4)
     made.chat_template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", made.image_token)
     return made
+
+
+def test_prompts_of_gemma_4_are_not_padded():
+    """Its processor pads by default, and TRL takes the padding for text."""
+    absent = {"feature_extractor": None, "video_processor": None}
+    made = processor("Gemma4Processor", Gemma4ImageProcessorPil(), GEMMA | AUDIO, byte_tokenizer, **absent)
+    parts = {"environment_factories": None, "tools": None, "chat_template": None, "chat_template_kwargs": {}}
+    trainer = SimpleNamespace(_is_vlm=True, processing_class=made, **parts)
+    made.chat_template = TEMPLATE
+    keep_prompts_unpadded(trainer)
+    asked = [[{"role": "user", "content": text}] for text in ("a", "longer")]
+    short, long = GRPOTrainer._tokenize_prompts(trainer, asked)[0]
+    assert len(long) - len(short) == 5
 
 
 def trainer_of(processor, generate, mode="colocate") -> SimpleNamespace:
