@@ -153,6 +153,8 @@ def _lfm2() -> Any:
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 HEADS = {"rope_parameters": MROPE}
 INTERLEAVED = {"rope_parameters": {**MROPE, "mrope_interleaved": True}}
+GLM_ROPE = {"rope_parameters": {**MROPE, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}}
+GLM_ROPE |= {"attention_bias": True}
 EXPERTS = {**INTERLEAVED, "norm_topk_prob": True}
 QWEN3_5 = {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}}
 QWEN3_5["rope_parameters"]["partial_rotary_factor"] = 0.5
@@ -180,7 +182,7 @@ SETUPS: dict[str, tuple[Callable[[], Any], str, dict[str, str], dict[str, Any], 
     "qwen3_vl": (_qwen("Qwen3VLProcessor", videos="Qwen3VLVideoProcessor"), TRIPLE, QWEN_CONFIG, INTERLEAVED, OUT),
     "qwen3_vl_moe": (_qwen("Qwen3VLProcessor", videos="Qwen3VLVideoProcessor"), TRIPLE, QWEN_CONFIG, EXPERTS, OUT),
     "qwen3_5": (_qwen("Qwen3VLProcessor", videos="Qwen3VLVideoProcessor"), TRIPLE, QWEN_CONFIG, QWEN3_5, OUT),
-    "glm4v": (_glm, "<|begin_of_image|><|image|><|end_of_image|>", GLM, HEADS, OUT),
+    "glm4v": (_glm, "<|begin_of_image|><|image|><|end_of_image|>", GLM, GLM_ROPE, OUT),
     "gemma3": (_gemma3, "<start_of_image>", GEMMA3, {}, {}),
     "gemma4": (_gemma4, "<|image|>", GEMMA4, {"global_head_dim": 32}, GEMMA4_VISION),
     "gemma4_published": (_gemma4, "<|image|>", GEMMA4, GEMMA4_LAYERS, GEMMA4_VISION),
@@ -193,7 +195,13 @@ SETUPS: dict[str, tuple[Callable[[], Any], str, dict[str, str], dict[str, Any], 
     "mistral3": (_mistral3, "[IMG]", {"image_token_index": "[IMG]"}, {}, {}),
     "paligemma": (_paligemma, "", INDEX, {}, {"projection_dim": 64}),
     "ovis2": (_ovis2, "<image>", {"image_token_id": "<IMG_ATOM>"}, {}, {}),
-    "lfm2_vl": (_lfm2, "<image>", {"image_token_id": "<image>"}, {"conv_dim": 64}, {}),
+    "lfm2_vl": (
+        _lfm2,
+        "<image>",
+        {"image_token_id": "<image>"},
+        {"conv_dim": 64, "block_dim": 64, "block_ff_dim": 96},
+        {"vision_use_head": False},
+    ),
 }
 
 
@@ -228,13 +236,18 @@ def saved_model(name: str, folder: Path) -> Any:
     special = [token for token in processor.tokenizer.all_special_tokens if token.strip() not in ("", "<|im_end|>")]
     never_say(model, [number(token) for token in special])
     model.save_pretrained(folder)
-    if name in ("gemma3", "llava", "llava_next", "paligemma"):  # vLLM reads the names of published checkpoints alone
-        file = folder / "model.safetensors"
-        weights = load_file(file)
-        named = {key.replace("vision_tower.", "vision_tower.vision_model."): value for key, value in weights.items()}
-        save_file(named, file, metadata={"format": "pt"})
+    file = folder / "model.safetensors"
+    published = dict(as_published(name, *each) for each in load_file(file).items())
+    save_file(published, file, metadata={"format": "pt"})
     processor.save_pretrained(folder)
     return hf.AutoProcessor.from_pretrained(folder, padding_side="left")
+
+
+def as_published(name: str, key: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """A weight as published checkpoints name it: vLLM reads no others, and transformers keeps what it has loaded."""
+    if name in ("gemma3", "llava", "llava_next", "paligemma", "lfm2_vl"):
+        key = key.replace("vision_tower.", "vision_tower.vision_model.")
+    return key, weight
 
 
 def never_say(model: torch.nn.Module, tokens: list[int]) -> None:

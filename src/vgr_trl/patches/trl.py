@@ -492,4 +492,5 @@ PADDING = {"Gemma4Processor", "Gemma4UnifiedProcessor"}
 def keep_prompts_unpadded(trainer: GRPOTrainer) -> None:
     """Tell a processor that pads by default not to pad prompts."""
     if PADDING.intersection(kind.__name__ for kind in type(trainer.processing_class).__mro__):
-        trainer.chat_template_kwargs = {"padding": False, **trainer.chat_template_kwargs}
+        given: Any = trainer.chat_template_kwargs
+        trainer.chat_template_kwargs = {"padding": False, **given}
