@@ -1,4 +1,4 @@
-"""Write the table of docs/sharing.md: model families that share prompts, are measured, and get images through vLLM.
+"""Write the table of docs/sharing.md: model families that share prompts and are measured.
 
 python docs/sharing_table.py
 """
@@ -7,11 +7,9 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -19,10 +17,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.models.compare import generated, gradients, largest_relative, scored, with_head  # noqa: E402
 from support.models.eager_reference import assert_agrees, reference, run  # noqa: E402
 from support.models.families import FAMILIES, OTHERS, Batch, Family, build, make_batch  # noqa: E402
-from support.models.processors import PROCESSORS  # noqa: E402
 
 from vgr_trl.errors import ConfigError  # noqa: E402
-from vgr_trl.patches.vllm import plan_vllm_images  # noqa: E402
 from vgr_trl.sharing import share_prompts  # noqa: E402
 from vgr_trl.signals import RolloutScorer, visual_dependency  # noqa: E402
 
@@ -68,7 +64,7 @@ TITLES = {
     "mamba": "Mamba",
 }
 
-COLUMNS = ("family", "shared", "attention", "dependency", "colocated vLLM")
+COLUMNS = ("family", "shared", "attention", "dependency")
 NUM_IMAGES = ((0, 0), (1, 1), (2, 3))  # of the two prompts of a batch
 
 
@@ -85,12 +81,12 @@ def make_table() -> str:
 
 
 def cells_of(family: Family) -> list[str]:
-    """Return the cells of a family: sharing, attention, dependency, images for vLLM."""
+    """Return the cells of a family: sharing, attention, dependency."""
     given = ("text", "one image", "several images")
     found = {name: shared(family, images) for name, images in zip(given, NUM_IMAGES, strict=True)}
     alike = len({*found.values()}) == 1
     cell = found["text"] if alike else "; ".join(f"{name}: {each}" for name, each in found.items())
-    return [cell, attention(family), dependency(family), for_vllm(family)]
+    return [cell, attention(family), dependency(family)]
 
 
 def shared(family: Family, images: tuple[int, int]) -> str:
@@ -170,25 +166,6 @@ def dependency(family: Family) -> str:
     changed = by_prompt.score(*prompts, num_generations=generations, attention=False, **inputs)
     depends = visual_dependency(clean.logps, changed.logps).where(clean.mask, 0).sum(1)
     return "yes" if bool((depends > 0).all()) else "no: other pixels change nothing"
-
-
-def for_vllm(family: Family) -> str:
-    """Say whether a colocated vLLM gets a placeholder per image, as the tokenizer writes it, or no images."""
-    if family.name not in PROCESSORS:
-        return "not tried"
-    processor = PROCESSORS[family.name]()
-    args = SimpleNamespace(vllm_mode="colocate")
-    trainer: Any = SimpleNamespace(use_vllm=True, _is_vlm=True, args=args, processing_class=processor)
-    try:
-        plan = plan_vllm_images(trainer, has_images=True)
-    except ConfigError:
-        return "refused"
-    text = f"{processor.image_token}\n\n{processor.image_token}"
-    images = [[Image.new("RGB", (64, 64)), Image.new("RGB", (128, 64))]]
-    written = processor(text=[text], images=images)
-    prompts, _ = plan.prepared(written["input_ids"], images, written)
-    assert prompts == processor.tokenizer([text])["input_ids"]
-    return "one token per image"
 
 
 if __name__ == "__main__":

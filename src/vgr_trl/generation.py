@@ -60,9 +60,10 @@ def generate(
         prompts = perturb_noisy_prompts(trainer, rollout)
         if rollout.noise is not None or rollout.blind:  # prompts differ within a group
             num_generations = 1
+    images: Any
     ids, images = prompts.ids, prompts.images
-    if trainer.vllm_images is not None:
-        ids, images = trainer.vllm_images.prepared(ids, images, prompts.fields)
+    if trainer.use_vllm and images is not None:
+        images = [row or None for row in images]  # TRL reads the first image of every list
     with (
         trainer.clock.stage("generation", model.training),
         trainer.passes.around(model, counts=model.training),

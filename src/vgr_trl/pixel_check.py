@@ -10,11 +10,11 @@ from transformers.utils import logging
 from vgr_trl.errors import DataError
 from vgr_trl.metrics.collapse import ENGINE_BOUND
 from vgr_trl.patching import keep_random_state
-from vgr_trl.rollout import ConstructedTrainer, Rollout, find_completion_maker
+from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.rows import Prompts, rows_with_images, scoring_inputs, take_rows, valid_tokens
 from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.scoring import Want
-from vgr_trl.views.perturbed_pass import inputs_with_other_images
+from vgr_trl.views.perturbed_pass import inputs_with_images, inputs_with_other_images, perturb_turns
 
 logger = logging.get_logger(__name__)
 UNCHANGED = 1e-5  # nats; smaller changes of all log-probabilities are rounding errors
@@ -91,20 +91,24 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
         DataError: no log-probability changes; on every process.
     """
     batch, accelerator, size = rollout.batch, trainer.accelerator, trainer.completions_per_prompt
-    if find_completion_maker(trainer) is not None:
+    if trainer.rollout_func is not None:
         return {}
     valid = valid_tokens(batch).bool()
     compared = valid & rows_with_images(batch).to(valid.device).unsqueeze(1)  # (N, T)
     if not accelerator.gather(compared.sum().view(1)).any():
         return None
     start = min(int(compared.any(1).int().argmax()), max(len(valid) - size, 0))
-    rows = list(range(start, min(start + size, len(valid))))
+    rows = range(start, min(start + size, len(valid)))
     part, inputs, why = take_rows(batch, rows), [], ""
     try:
         blank = partial(perturb_images, name="mask_image", seed=0, step=0)
         prompts = [(accelerator.process_index * len(valid) + row) // size for row in rows]
         messages = [rollout.messages[row] for row in rows]
-        other, _ = inputs_with_other_images(trainer.tokenize, part, messages, prompts, blank)
+        if rollout.turns is None:
+            other, _ = inputs_with_other_images(trainer.tokenize, part, messages, prompts, blank)
+        else:
+            images = perturb_turns(rollout.turns.take(rows), prompts, "all", blank)
+            other = inputs_with_images(trainer.processing_class, part, images)
         inputs = [scoring_inputs(part), other]
     except DataError as error:
         why = f": {error}"
@@ -117,7 +121,9 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
     if engine is not None and rollout.noise is not None:  # the engine saw perturbed images
         noisy = torch.tensor([rollout.noise.rows[row] for row in rows], device=engine.device)
         engine = engine.masked_fill(noisy.unsqueeze(1), torch.nan)
-    use = compare_logps(logps, blank_logps, engine, compared[rows].to(logps.device), accelerator.gather)
+    use = compare_logps(
+        logps, blank_logps, engine, compared[rows.start : rows.stop].to(logps.device), accelerator.gather
+    )
     if use.tokens and use.largest < UNCHANGED:
         raise DataError(
             f"The log-probabilities of {use.tokens} tokens do not change with a blank image, so the model does not "

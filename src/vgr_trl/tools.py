@@ -72,7 +72,6 @@ class LookAgain(_ImageOfRow):
         return [{"type": "image", "image": show_part(self._image, (0, 0, *self._image.size))}]
 
 
-RETURN_IMAGES = {Zoom.zoom, LookAgain.look_again}
 ENVIRONMENTS: Mapping[str, type] = {"zoom": Zoom, "look_again": LookAgain}
 
 

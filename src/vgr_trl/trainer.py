@@ -33,6 +33,7 @@ from vgr_trl.patches.trl import (
     flatten_conversations,
     images_logged_by_all,
     keep_pixel_rows_whole,
+    keep_prompts_unpadded,
     keep_training_table,
     mark_images,
     mark_scored_images,
@@ -44,7 +45,12 @@ from vgr_trl.patches.trl import (
     unlogged,
     warn_of_lost_table,
 )
-from vgr_trl.patches.vllm import AFTER_IMAGES, forget_with_new_weights, plan_vllm_images
+from vgr_trl.patches.vllm import (
+    forget_with_new_weights,
+    name_weights_as_saved,
+    naming_unserved_model,
+    plan_unexpanded_prompts,
+)
 from vgr_trl.patching import keep_random_state, patched_attribute
 from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import check_data, prepare_trainer
@@ -104,7 +110,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     TRL's in each:
 
     - `_get_dataloader`, `_prepare_inputs`: read each row once; keep the rows of a prompt in one micro-batch.
-    - `_tokenize_prompts`, `_generate_single_turn`: refuse prompts that name files; share prompts; measure attention.
+    - `_tokenize_prompts`, `_get_tool_suffix_ids`, `_generate_single_turn`: refuse prompts that name files; give vLLM
+      unexpanded images; share prompts; measure attention.
     - `_generate`: keep the prompts, and the turns of completions that call tools.
     - `_calculate_rewards`: run the scoring pass, pass signals to rewards as columns, check returned rewards.
     - `_generate_and_score_completions`: score perturbed views, select groups, apply token credit, record.
@@ -161,10 +168,12 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self._pass: TrainingPass | None = None  # the pass over them
         self._rewards_with_nan: set[str] = set()
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
-        with enable_reference_model(args, args), patched_attribute(args, "reward_weights", weights):
+        given = patched_attribute(args, "reward_weights", weights)
+        with enable_reference_model(args, args), given, naming_unserved_model():
             super().__init__(model, rewards, args, *rest, **options)
         self.beta = args.beta
         self._video_pad_token_id = None  # with tools TRL 1.16 would mark it as a video, and no row has one
+        keep_prompts_unpadded(self)
         prepare_trainer(self, options.get("peft_config"))
         facts = read_facts(self)
         self.clock, self.step_metrics = StageClock(), StepMetrics(args, self.accelerator)
@@ -205,8 +214,9 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             shared=self.shared_passes,
             dummy_image=self.dummy_image,
         )
-        self.vllm_images = plan_vllm_images(self, facts.has_images)
+        self.unexpanded = plan_unexpanded_prompts(self)
         self.pixels_unchecked = facts.args.check_pixels and facts.is_vlm and facts.has_images
+        name_weights_as_saved(self)
         forget_with_new_weights(self)
 
     def _add_state(self) -> None:
@@ -304,7 +314,22 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Refuse prompts that name files, and return [] for rows without images in a batch with images."""
         refuse_files_in_prompts(prompts)
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        if self.unexpanded is not None:
+            prompt_ids = [[*map(int, ids)] for ids in prompt_ids]  # the processor of Mistral 3 returns tensors
+            self.unexpanded.texts.clear()
+            if images is not None:
+                with self.unexpanded.as_text(self):
+                    texts = super()._tokenize_prompts(prompts)[0]
+                self.unexpanded.texts |= zip(map(tuple, prompt_ids), texts, strict=True)
         return prompt_ids, None if images is None else [row_images or [] for row_images in images], fields
+
+    def _get_tool_suffix_ids(self, tool_messages: list[Any]) -> Any:
+        """Keep the tokens of the messages' text, which vLLM reads."""
+        ids = super()._get_tool_suffix_ids(tool_messages)
+        if self.unexpanded is not None:
+            with self.unexpanded.as_text(self):
+                self.unexpanded.texts[tuple(ids)] = super()._get_tool_suffix_ids(tool_messages)
+        return ids
 
     def _generate(self, prompts: list[Any]) -> Any:
         """Keep the prompts, and with tools the turns: the policy's own tokens, and returned images."""
@@ -324,11 +349,12 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Share prompts during generation and measure attention; sample with the options of the mode.
 
         Raises:
-            ConfigError: vLLM would have to read an image that a tool has returned.
+            ConfigError: a vLLM server would have to read an image that a tool has returned.
         """
         if kwargs.pop("has_tool_images", False):
-            if self.use_vllm:
-                raise ConfigError(f"A tool has returned images, {AFTER_IMAGES}")
+            if self.use_vllm and self.args.vllm_mode == "server":
+                cure = "use colocate, or tools that return text"
+                raise ConfigError(f"A tool has returned images, which is untested with vllm_mode server: {cure}.")
             multimodal_fields = mark_turn(self.model, prompt_ids, multimodal_fields)
         plain = super()._generate_single_turn
         prompts = Prompts(prompt_ids, images, multimodal_fields)

@@ -1,75 +1,117 @@
-"""Prompts with images, as vLLM has to get them; what vLLM does with them is tested in `with_vllm/`."""
+"""Prompts with images, as a colocated vLLM has to get them; what vLLM does with them is tested in `with_vllm/`."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
-from support.models.processors import PROCESSORS
+from safetensors.torch import load_file
+from support.models.families import build
+from support.models.processors import AUDIO, GEMMA, byte_tokenizer, processor
+from support.tool_runs import TEMPLATE
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from trl import GRPOTrainer
 
-from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.errors import ConfigError
-from vgr_trl.patches.vllm import VLLMImages, collapse_images, plan_vllm_images, repeats_one_token
-
-PAD = 9  # the placeholder token of images
-
-
-@pytest.mark.parametrize(
-    ("ids", "images", "sizes", "expected"),
-    [
-        ([1, PAD, PAD, PAD, PAD, PAD, 2], 2, [2, 3], [1, PAD, PAD, 2]),  # two images that touch
-        ([1, PAD, PAD, PAD, 2], 1, [4], [1, PAD, 2]),  # one run, one image: sizes are not needed
-        ([PAD, PAD, 1, PAD], 2, [2], [PAD, 1, PAD]),  # a turn after a tool call has the fields of the first turn
-    ],
+from vgr_trl.patches.trl import keep_prompts_unpadded
+from vgr_trl.patches.vllm import (
+    TextProcessor,
+    UnexpandedPrompts,
+    name_weights_as_saved,
+    naming_unserved_model,
+    plan_unexpanded_prompts,
 )
-def test_one_token_per_image(ids, images, sizes, expected):
-    assert collapse_images([ids], [images], PAD, sizes) == [expected]
+
+MESSAGES = [[{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (16, 16))}]}]]
 
 
-@pytest.mark.parametrize(
-    ("ids", "images", "sizes"),
-    [
-        ([PAD, PAD, PAD, PAD], 2, None),  # (1, 3), (2, 2) or (3, 1)
-        ([PAD, PAD, PAD, PAD], 2, [1, 3, 2]),  # the sizes of other images
-        ([PAD, PAD, 1, PAD], 3, [2, 1, 1]),
-        ([PAD, 1, PAD], 1, [2]),
-    ],
-)
-def test_images_that_cannot_be_told_apart(ids, images, sizes):
+@pytest.fixture
+def gemma():
+    """A processor that writes line ends and marks around an image."""
+    images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    made = processor("Gemma3Processor", images, GEMMA, byte_tokenizer, image_seq_length=4)
+    made.chat_template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", made.image_token)
+    return made
+
+
+def test_prompts_of_gemma_4_are_not_padded():
+    """Its processor pads by default, and TRL takes the padding for text."""
+    absent = {"feature_extractor": None, "video_processor": None}
+    made = processor("Gemma4Processor", Gemma4ImageProcessorPil(), GEMMA | AUDIO, byte_tokenizer, **absent)
+    parts = {"environment_factories": None, "tools": None, "chat_template": None, "chat_template_kwargs": {}}
+    trainer = SimpleNamespace(_is_vlm=True, processing_class=made, **parts)
+    made.chat_template = TEMPLATE
+    keep_prompts_unpadded(trainer)
+    asked = [[{"role": "user", "content": text}] for text in ("a", "longer")]
+    short, long = GRPOTrainer._tokenize_prompts(trainer, asked)[0]
+    assert len(long) - len(short) == 5
+
+
+def trainer_of(processor, generate, mode="colocate") -> SimpleNamespace:
+    vllm, args = SimpleNamespace(generate=generate), SimpleNamespace(vllm_mode=mode)
+    return SimpleNamespace(use_vllm=True, _is_vlm=True, args=args, processing_class=processor, vllm_generation=vllm)
+
+
+@pytest.mark.parametrize("start", ["<|im_start|>", None])
+def test_the_text_has_one_placeholder_and_the_special_tokens_of_the_processor(gemma, start):
+    """A template that writes the first token itself does not get it twice."""
+    gemma.tokenizer.bos_token = start
+    text = gemma.tokenizer(gemma.image_token)["input_ids"]
+    written = gemma.apply_chat_template(MESSAGES, tokenize=True, return_dict=True)["input_ids"][0]
+    (ids,) = TextProcessor(gemma).apply_chat_template(MESSAGES, tokenize=True, return_dict=True)["input_ids"]
+    place = ids.index(text[0])
+    assert ids.count(text[0]) == 1
+    assert (ids[:place], ids[place + 1 :]) == (written[:place], written[len(written) - len(ids) + place + 1 :])
+
+
+def test_later_turns_continue_the_text_of_earlier_ones(gemma):
+    given = []
+
+    def generate(prompts, *rest):
+        given.extend(prompts)
+        return [row], [], [], None
+
+    trainer = trainer_of(gemma, generate)
+    unexpanded = plan_unexpanded_prompts(trainer)
+    prompt, reply, tool, more = [1, 9, 9, 2], [5], [7, 9, 9, 9, 8], [6, 9]  # the policy may write a placeholder
+    unexpanded.texts |= {tuple(prompt): [1, 9, 2], tuple(tool): [7, 9, 8]}
+    rows = [prompt, prompt + reply + tool, prompt + reply + tool + more + tool]
+    for row in rows:
+        trainer.vllm_generation.generate(prompts=[row], images=[["image"]], num_generations=1, profiler=None)
+    assert given == [[1, 9, 2], [1, 9, 2, 5, 7, 9, 8], [1, 9, 2, 5, 7, 9, 8, 6, 9, 7, 9, 8]]
+
+
+def test_a_prompt_that_vllm_expands_otherwise_is_refused(gemma):
+    trainer = trainer_of(gemma, lambda prompts, *rest: (prompts, [], [], None))
+    unexpanded = plan_unexpanded_prompts(trainer)
+    unexpanded.texts[1, 9, 9] = [1, 9]
     with pytest.raises(ConfigError):
-        collapse_images([[5], ids], [0, images], PAD, sizes)
+        trainer.vllm_generation.generate([[1, 9, 9]], [["image"]], 1)
+    assert trainer.vllm_generation.generate([[1, 9, 9]], None, 1)[0] == [[1, 9, 9]]
 
 
-def test_the_prompts_of_the_processor_become_those_of_the_tokenizer():
-    """Two images of 4 and 6 tokens, apart and touching: what vLLM wants is the text before images are expanded."""
-    processor = build_processor(["what is it?"])
-    image = processor.image_token
-    texts = [f"what {image}{image} is", f"{image} it? {image}", "what"]
-    small, large = Image.new("RGB", (56, 56)), Image.new("RGB", (84, 56))
-    written = processor(text=texts, images=[[small, large], [large, small], []])
-    prompts, images = written["input_ids"], [[small, large], [large, small], []]
-    assert [ids.count(processor.image_token_id) for ids in prompts] == [10, 10, 0]
-    guard = VLLMImages(processor.image_token_id, processor.image_processor.merge_size)
-    collapsed, given = guard.prepared(prompts, images, written)
-    assert collapsed == processor.tokenizer(texts)["input_ids"]
-    assert given == [[small, large], [large, small], None]
+def test_servers_and_releases_of_trl_that_do_it_themselves_get_what_trl_gives_them(gemma, monkeypatch):
+    assert isinstance(plan_unexpanded_prompts(trainer_of(gemma, None)), UnexpandedPrompts)
+    assert plan_unexpanded_prompts(trainer_of(gemma, None, "server")) is None
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda self, prompt_ids, vllm_prompt_ids=None: None)
+    assert plan_unexpanded_prompts(trainer_of(gemma, None)) is None
 
 
-def trainer_of(processor, mode="colocate") -> SimpleNamespace:
-    args = SimpleNamespace(vllm_mode=mode)
-    return SimpleNamespace(use_vllm=True, _is_vlm=True, args=args, processing_class=processor)
+def test_weights_have_the_names_of_a_checkpoint(tmp_path):
+    build("llava").save_pretrained(tmp_path)
+    saved, model = load_file(tmp_path / "model.safetensors"), build("llava")
+    vllm = SimpleNamespace(_iter_named_params=model.named_parameters)
+    name_weights_as_saved(SimpleNamespace(use_vllm=True, _is_vlm=True, model=model, vllm_generation=vllm))
+    sent = dict(vllm._iter_named_params())
+    assert sent.keys() == saved.keys() != dict(model.named_parameters()).keys()
+    assert all(torch.equal(sent[name], saved[name]) for name in saved)
 
 
-def test_what_a_trainer_needs():
-    processor = build_processor(["what"])
-    assert plan_vllm_images(trainer_of(processor), True) == VLLMImages(processor.image_token_id, merge_size=2)
-    assert plan_vllm_images(trainer_of(processor, mode="server"), True) == VLLMImages()
-    assert not repeats_one_token(SimpleNamespace(tokenizer=None))
-
-
-def test_a_family_that_surrounds_images_is_refused_where_there_are_images():
-    with pytest.raises(ConfigError):
-        plan_vllm_images(trainer_of(PROCESSORS["gemma3"]()), True)
-    later = plan_vllm_images(trainer_of(PROCESSORS["gemma3"]()), False)
-    assert later.prepared([[1]], None, {}) == ([[1]], None)
-    with pytest.raises(ConfigError):
-        later.prepared([[1]], [["image"]], {})
+def test_a_model_that_vllm_does_not_serve_is_named():
+    with pytest.raises(ConfigError, match="Ovis2ForCausalLM"), naming_unserved_model():
+        raise ValueError(
+            "Value error, Model architectures ['Ovis2ForCausalLM'] are not supported for now. Supported: []"
+        )
+    with pytest.raises(ValueError, match="another"), naming_unserved_model():
+        raise ValueError("another")

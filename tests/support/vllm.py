@@ -16,6 +16,9 @@ class NoVLLM:
         self.done = []
         self.llm = SimpleNamespace(llm_engine=SimpleNamespace(reset_encoder_cache=lambda: self.done.append("forget")))
 
+    def _iter_named_params(self):
+        return iter(())
+
     def sync_weights(self):
         self.done.append("sync")
 
@@ -23,16 +26,31 @@ class NoVLLM:
 class Sampler(NoVLLM):
     """Notes what it is given, and draws completions, with log-probabilities that are not quite the model's."""
 
-    def __init__(self, calls, lengths, *args, **kwargs):
+    def __init__(self, calls, lengths, *args, processing_class, **kwargs):
         super().__init__()
-        self.calls, self.lengths = calls, lengths
+        self.calls, self.lengths, self.processor = calls, lengths, processing_class
         self.generator = torch.Generator().manual_seed(5)
 
     def generate(self, prompts, images, num_generations, profiler):
         self.calls.append((len(prompts), images, num_generations))
         lengths = torch.randint(*self.lengths, (len(prompts),), generator=self.generator).tolist()
         completions = [torch.randint(300, 310, (n,), generator=self.generator).tolist() for n in lengths]
-        return prompts, completions, [[[-2.5]] * len(tokens) for tokens in completions], None
+        read = prompts if images is None else expanded(self.processor, prompts, images)
+        return read, completions, [[[-2.5]] * len(tokens) for tokens in completions], None
+
+
+def expanded(processor, prompts, images):
+    """What vLLM reads: each placeholder becomes the tokens of its image."""
+    read = []
+    for ids, of_row in zip(prompts, images, strict=True):
+        shown, token = iter(of_row or ()), processor.image_token_id
+        written = [
+            processor(text=[processor.image_token], images=[[next(shown)]])["input_ids"][0] if each == token else [each]
+            for each in ids
+        ]
+        read.append([each for part in written for each in part])
+        assert next(shown, None) is None, "an image without a placeholder"
+    return read
 
 
 def in_place_of_vllm(monkeypatch, lengths=(4, 5)):

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.launching import results_of
-from support.tool_runs import call, deal_turns, look, tool_trainer
+from support.tool_runs import call, deal_turns, tool_trainer
 from support.trainers import BIG_STEPS, begin, emitted, prompts, train_file, weights
-from support.vllm import in_place_of_vllm
+from support.vllm import expanded, in_place_of_vllm
 from test_turns import rollout_of
 
-from vgr_trl.errors import ConfigError
+from vgr_trl.patches.vllm import plan_unexpanded_prompts
 from vgr_trl.rows import pad_rows
-from vgr_trl.tools import LookAgain, Zoom
 
 
 @pytest.mark.parametrize("which", ["all", "prompt", "tools"])
@@ -78,46 +77,26 @@ def test_two_processes_with_different_numbers_of_turns(model_folder, question_fi
     assert logged == also == pytest.approx(metrics, rel=1e-4)
 
 
-class Both(Zoom, LookAgain):
-    """An environment of a user, from those of the library."""
-
-
-def test_vllm_never_reads_returned_images(make, monkeypatch):
-    """Whether its log-probabilities then are the model's is not known; tools that return text are as before."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+def test_vllm_reads_returned_images(make, monkeypatch):
+    """Three turns, rows with one to three images: vLLM expands what training uses, and the check blanks all of them."""
     in_place_of_vllm(monkeypatch)
-    for environment, name in ((Both, "look_again"), (Zoom, "zoom")):
-        with pytest.raises(ConfigError, match=f"^The tool {name} returns images, .* set use_vllm=False"):
-            make(use_vllm=True, environment_factory=environment)
-    seen = []
+    trainer, plain = make(use_vllm=True, check_pixels=True), make()
+    vllm, dealt, seen = trainer.vllm_generation, trainer.model.generate, []
 
-    def answered_by_vllm(tool):
-        trainer = make(use_vllm=True, tools=[tool])
-        vllm, dealt = trainer.vllm_generation, trainer.model.generate
+    def generate(prompts, images, *options):
+        seen.append([len(row or ()) for row in images])
+        read = expanded(trainer.processing_class, prompts, images)
+        ids, _ = pad_rows(read, trainer._tokenizer.pad_token_id, "left", None)
+        completions = dealt(ids)[:, ids.size(1) :].tolist()
+        end = trainer._tokenizer.eos_token_id
+        completions = [tokens[: tokens.index(end) + 1] for tokens in completions]
+        return read, completions, [[[-2.5]] * len(tokens) for tokens in completions], None
 
-        def generate(prompts, images, **options):
-            seen.append(len(prompts))
-            ids, _ = pad_rows(prompts, trainer._tokenizer.pad_token_id, "left", None)
-            completions = dealt(ids)[:, ids.size(1) :].tolist()
-            end = trainer._tokenizer.eos_token_id
-            completions = [tokens[: tokens.index(end) + 1] for tokens in completions]
-            return prompts, completions, [[[-2.5]] * len(tokens) for tokens in completions], None
-
-        vllm.generate, vllm.llm.llm_engine.model_config = generate, SimpleNamespace(max_model_len=4096)
-        return trainer._generate_and_score_completions(begin(trainer))
-
-    def described(wide: int) -> str:
-        """Return a description of the image.
-
-        Args:
-            wide: is not read.
-        """
-        return "a circle is teal"
-
-    described.__name__ = look.__name__
-    assert answered_by_vllm(described)["tool_mask"].eq(0).any()
-    assert seen == [8, 6, 2], "three turns"
-    seen.clear()
-    with pytest.raises(ConfigError, match=r"^A tool has returned images, .* set use_vllm=False"):
-        answered_by_vllm(look)
-    assert seen == [8], "vLLM was asked for no turn after an image"
+    vllm.llm.llm_engine.model_config = SimpleNamespace(max_model_len=4096)
+    monkeypatch.setattr(vllm, "generate", generate)
+    trainer.unexpanded = plan_unexpanded_prompts(trainer)
+    batch, other = (each._generate_and_score_completions(begin(each)) for each in (trainer, plain))
+    assert seen == [[1] * 8, [2, 2, 2] * 2, [3] * 2]
+    for name in ("prompt_ids", "completion_ids", "tool_mask", "pixel_values"):
+        assert torch.equal(batch[name], other[name]), name
+    assert trainer._metrics["train"]["pixels/change"][0] > 0

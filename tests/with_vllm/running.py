@@ -22,7 +22,7 @@ NEEDS_VLLM = pytest.mark.skipif(
 
 def environment() -> dict[str, str]:
     """Of a process on one core that imports vLLM."""
-    paths = [str(HERE / "site"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(HERE / "site"), str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),

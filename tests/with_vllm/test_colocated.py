@@ -4,6 +4,10 @@ import pytest
 from running import EXACT, METRIC, NEEDS_VLLM, outcome, run
 
 pytestmark = NEEDS_VLLM
+AGREE = (
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "llava_next", "internvl", "idefics3",
+    "smolvlm", "mistral3", "gemma4",
+)  # fmt: skip
 
 
 def test_what_vllm_samples_is_what_the_model_says(tmp_path):
@@ -20,3 +24,19 @@ def test_what_vllm_samples_is_what_the_model_says(tmp_path):
     assert [call["behind"] for call in found["calls"]] == [0.0] * 3
     moves = [call["since_start"] for call in found["calls"]]
     assert moves[0] == 0 < moves[1] < moves[2], "vLLM got the same weights again"
+
+
+@pytest.mark.parametrize(("name", "flags"), [*((name, ()) for name in AGREE), ("qwen2_5_vl", ("--tools",))])
+def test_a_family_with_none_one_and_several_images(name, flags, tmp_path):
+    """Log-probabilities differ by rounding; with tools, in three turns whose rows have different numbers of images."""
+    found = outcome(tmp_path, run(tmp_path, "family_run.py", name, *flags))
+    assert found["same_tokens"]
+    assert found["rows"] >= (64 if flags else 24)
+    assert max(found["differences"].values()) < 2 * EXACT
+    assert len(found["checked"]) == 1
+
+
+@pytest.mark.parametrize("name", ["idefics2", "ovis2"])
+def test_a_family_that_vllm_does_not_serve(name, tmp_path):
+    done = run(tmp_path, "family_run.py", name)
+    assert "ConfigError: The installed vLLM does not serve" in done.stderr, done.stderr[-2000:]

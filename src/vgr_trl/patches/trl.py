@@ -479,3 +479,18 @@ def make_completions_causal(inputs: Mapping[str, Any], config: Any, completion_l
         completions = value.new_full((len(value), completion_length), kind)
         changed["token_type_ids"] = torch.cat([value[:, :-completion_length], completions], dim=1)
     return changed
+
+
+# Prompts that are not padded.
+#
+# The processors of Gemma 4 pad prompts of several lengths unless they are told not to. TRL 1.16 takes their tokens for
+# the prompts, without the mask, so that padding is read and trained on as text. Removable with a TRL that tells them.
+
+PADDING = {"Gemma4Processor", "Gemma4UnifiedProcessor"}
+
+
+def keep_prompts_unpadded(trainer: GRPOTrainer) -> None:
+    """Tell a processor that pads by default not to pad prompts."""
+    if PADDING.intersection(kind.__name__ for kind in type(trainer.processing_class).__mro__):
+        given: Any = trainer.chat_template_kwargs
+        trainer.chat_template_kwargs = {"padding": False, **given}

@@ -1,18 +1,20 @@
 """Repairs of faults in TRL with vLLM, each with its link and the condition under which it can be removed."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
-from itertools import accumulate, groupby, islice, pairwise
+from inspect import signature
 from typing import Any
 
-from PIL import Image
+import torch
+from transformers.core_model_loading import revert_weight_conversion
 from trl import GRPOTrainer
 from trl.generation import vllm_client
 
 from vgr_trl.errors import ConfigError, VLLMServerError, error_text
 from vgr_trl.patching import patched_attribute
+from vgr_trl.sharing.model_support import causal_model
 
 # vLLM's cache of image features, reset with new weights.
 #
@@ -51,160 +53,135 @@ def forget_with_new_weights(trainer: GRPOTrainer) -> None:
     generation.sync_weights = sync_weights
 
 
-# Prompts with images for vLLM, with one placeholder token per image.
+# Weights under the names of a checkpoint.
 #
-# TRL 1.15 and 1.16 give a colocated vLLM prompts in which every image already has n placeholder tokens. vLLM expands
-# the first of them to n tokens, so the prompt gets 2n - 1 placeholders, n - 1 of them without features. Nothing fails,
-# but completions answer another prompt than training uses. vLLM 0.11 to 0.32 all expand the placeholders of token
-# prompts, and document one placeholder per image as their input. See https://github.com/huggingface/trl/issues/6294.
-
-PROBE_SIZE = (64, 64)
-AFTER_IMAGES = (
-    "and whether completions that vLLM goes on with behind them have the model's log-probabilities is untested: set "
-    "use_vllm=False, or use tools that return text."
-)
+# TRL 1.16 gives vLLM the names that parameters have in the model. transformers renames and regroups parameters when it
+# loads a checkpoint, and vLLM reads those of checkpoints: the first rollout of Gemma 3 and LLaVA ends in a ValueError.
+# See https://github.com/huggingface/transformers/pull/45448; removable with a TRL that converts them.
 
 
-def collapse_images(
-    prompt_ids: Sequence[Sequence[int]],
-    images_per_prompt: Sequence[int],
-    image_token_id: int,
-    tokens_per_image: Sequence[int] | None = None,
-) -> list[list[int]]:
-    """Collapse the placeholders of each image to a single placeholder token.
-
-    Args:
-        prompt_ids: tokens of N prompts.
-        images_per_prompt: (N,) number of images.
-        image_token_id: the placeholder token, once or more for each image.
-        tokens_per_image: number of placeholder tokens of every image, prompt after prompt; None: unknown, which is
-            enough if no two images are adjacent.
-
-    Raises:
-        ConfigError: it is ambiguous which placeholder tokens of a prompt belong to which image.
-    """
-    is_known = tokens_per_image is not None and len(tokens_per_image) == sum(images_per_prompt)
-    sizes = iter(tokens_per_image or ()) if is_known else iter(())
-    collapsed = []
-    for row, (ids, images) in enumerate(zip(prompt_ids, images_per_prompt, strict=True)):
-        runs = [len(list(run)) for is_image, run in groupby(ids, image_token_id.__eq__) if is_image]
-        counts = _images_per_run(runs, images, list(islice(sizes, images)))
-        if counts is None:
-            found = f"Prompt {row} has {len(runs)} runs of the image token {image_token_id}, of {runs} tokens"
-            cure = "put text between images, or generate with use_vllm=False"
-            raise ConfigError(f"{found}, for {images} images, so which belong to which image is ambiguous: {cure}.")
-        collapsed.append(list(_replace_runs(ids, image_token_id, counts)))
-    return collapsed
-
-
-def _images_per_run(runs: Sequence[int], images: int, sizes: Sequence[int]) -> list[int] | None:
-    """Return the number of images in each run of placeholders; None: ambiguous.
-
-    Args:
-        runs: length of each run.
-        images: number of images of the prompt.
-        sizes: number of placeholders of each image; empty: unknown.
-    """
-    if len(runs) == images:
-        return [1] * images
-    ends, image_ends = list(accumulate(runs)), list(accumulate(sizes))
-    if ends[-1:] != image_ends[-1:] or not set(ends) <= set(image_ends):
-        return None
-    places = [0, *(image_ends.index(end) + 1 for end in ends)]
-    return [after - before for before, after in pairwise(places)]
-
-
-def _replace_runs(ids: Sequence[int], token: int, lengths: Sequence[int]) -> Iterator[int]:
-    """Yield tokens, with new lengths for the runs of `token`."""
-    remaining = iter(lengths)
-    for is_token, run in groupby(ids, token.__eq__):
-        yield from [token] * next(remaining) if is_token else run
-
-
-@dataclass(frozen=True)
-class VLLMImages:
-    """Prepares prompts and images for TRL's generation with vLLM.
-
-    Attributes:
-        image_token_id: placeholder token of images; None: prompts are unchanged.
-        merge_size: number of patches along each side that the image processor merges into one token; None: it does not
-            return `image_grid_thw`.
-        why_not: why prompts with images cannot be used; None: they can.
-    """
-
-    image_token_id: int | None = None
-    merge_size: int | None = None
-    why_not: str | None = None
-
-    def prepared(self, prompt_ids: Any, images: Any, fields: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return prompts and images for vLLM.
-
-        Args:
-            prompt_ids: tokens of N prompts.
-            images: lists of images of N prompts; None: no prompt has images.
-            fields: other outputs of the processor; `image_grid_thw` is (images, 3).
-
-        Raises:
-            ConfigError: see `collapse_images` and `plan_vllm_images`.
-        """
-        if images is None:
-            return prompt_ids, None
-        if self.why_not is not None:
-            raise ConfigError(self.why_not)
-        if self.image_token_id is not None:
-            grid, tokens = fields.get("image_grid_thw"), None
-            if grid is not None and self.merge_size is not None:
-                tokens = [int(t) * int(h) * int(w) // self.merge_size**2 for t, h, w in grid]
-            prompt_ids = collapse_images(prompt_ids, [len(row or ()) for row in images], self.image_token_id, tokens)
-        return prompt_ids, [row or None for row in images]  # TRL reads the first image of every list
-
-
-def plan_vllm_images(trainer: GRPOTrainer, has_images: bool) -> VLLMImages | None:
-    """Return how to prepare prompts for vLLM; None: no preparation is needed.
+def name_weights_as_saved(trainer: GRPOTrainer) -> None:
+    """Give vLLM the weights of a model with images under the names, and in the form, of a checkpoint.
 
     Args:
         trainer: constructed.
-        has_images: whether the data have images.
-
-    Raises:
-        ConfigError: prompts with images have to be collapsed, but the processor does not write images as repetitions
-            of one token. Without images in the data, the first image raises it.
     """
     if not (trainer.use_vllm and trainer._is_vlm):
-        return None
-    args: Any = trainer.args
-    if args.vllm_mode != "colocate":  # TRL sends a server processed images with their positions
-        return VLLMImages()
-    processor: Any = trainer.processing_class
-    if repeats_one_token(processor):
-        token = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
-        return VLLMImages(token, getattr(processor.image_processor, "merge_size", None))
-    given = f"use_vllm is on with vllm_mode=colocate and {type(processor).__name__}"
-    effect = f"TRL {version('trl')} would have vLLM write that a second time"
-    why_not = f"{given}, which writes more for an image than one repeated token: {effect}, so set use_vllm=False."
-    if has_images:
-        raise ConfigError(why_not)
-    return VLLMImages(why_not=why_not)
+        return
+    policy: Any = trainer.model
+    generation: Any = trainer.vllm_generation
+    plain, model = generation._iter_named_params, causal_model(policy)
+
+    def named() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in plain():  # gathered one by one
+            yield from revert_weight_conversion(model, {name: weight}).items()
+
+    generation._iter_named_params = named
 
 
-def repeats_one_token(processor: Any) -> bool:
-    """Return whether a processor writes every image as repetitions of its `image_token` alone.
+# Families that vLLM does not serve. Its error lists all those it does.
 
-    True for LLaVA, LLaVA-Next and the Qwen-VL family. False for Gemma 3, InternVL, Idefics3 and SmolVLM, which add
-    tokens around an image or between its tiles, for processors without an `image_token`, and for processors that expect
-    another token in the text (Gemma 3 before transformers 5.11).
-    """
-    text = getattr(processor, "image_token", None)
-    if not isinstance(text, str):
-        return False
-    token = processor.tokenizer.convert_tokens_to_ids(text)
-    unexpanded = processor.tokenizer([text])["input_ids"][0]
+UNSERVED = re.compile(r"Model architectures \['(\w+)'.*?\] are not supported")
+
+
+@contextmanager
+def naming_unserved_model() -> Iterator[None]:
+    """Raise `ConfigError` with one sentence if vLLM is constructed for a model that it does not serve."""
     try:
-        written = processor(text=[text], images=[[Image.new("RGB", PROBE_SIZE)]])["input_ids"][0]
-    except ValueError:
-        return False
-    runs = sum(is_image for is_image, _ in groupby(written, token.__eq__))
-    return runs == 1 and list(_replace_runs(written, token, [1])) == list(unexpanded)
+        yield
+    except ValueError as error:
+        if not (found := UNSERVED.search(str(error))):
+            raise
+        raise ConfigError(f"The installed vLLM does not serve {found[1]}: set use_vllm=False.") from error
+
+
+# Prompts with images for a colocated vLLM, as its own processor expects them.
+#
+# TRL 1.15 and 1.16 give it the tokens of the model's processor, which has written every image as many tokens. vLLM
+# writes the first of them so again, and completions answer another prompt than training uses, without an error. vLLM
+# expects the text of the chat template as the tokenizer alone writes it, of prompts and of tool messages. See
+# https://github.com/huggingface/trl/issues/6294; removable with a TRL that has #6718 and #6719, where it does nothing.
+
+
+@dataclass(frozen=True)
+class TextProcessor:
+    """Writes conversations as the tokens of their text, with one placeholder per image.
+
+    Attributes:
+        processor: processor of the model.
+    """
+
+    processor: Any
+
+    def apply_chat_template(self, conversation: Any, *, return_dict: bool = False, **options: Any) -> Any:
+        """Return the tokens of each conversation, as the processor does, which adds special tokens by the same rule."""
+        text = self.processor.apply_chat_template(conversation, **{**options, "tokenize": False})
+        texts = [text] if isinstance(text, str) else text
+        tokenizer = self.processor.tokenizer
+        has_start = tokenizer.bos_token is not None and texts[0].startswith(tokenizer.bos_token)
+        ids = tokenizer(texts, add_special_tokens=not has_start)["input_ids"]
+        return {"input_ids": ids} if return_dict else ids
+
+
+class UnexpandedPrompts:
+    """Gives a colocated vLLM prompts with unexpanded images, and checks that it expands them as the processor does.
+
+    Attributes:
+        texts: tokens of the processor -> tokens of the same text for vLLM: prompts, tool messages, and the rows of
+            earlier turns, which later turns continue.
+    """
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self.texts: dict[tuple[int, ...], list[int]] = {}
+        self.processor: Any = trainer.processing_class
+        generation: Any = trainer.vllm_generation
+        plain = generation.generate
+
+        def generate(prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> Any:
+            if images is None:
+                return plain(prompts, None, num_generations, profiler)
+            given = [self.unexpand(ids) for ids in prompts]
+            read, *rest = plain(given, images, num_generations, profiler)
+            for ids, others in zip(prompts, read, strict=True):
+                self.refuse_other_images(ids, others)
+            return read, *rest
+
+        generation.generate = generate
+
+    @contextmanager
+    def as_text(self, trainer: GRPOTrainer) -> Iterator[None]:
+        """Let the trainer tokenize conversations without images in this block."""
+        with patched_attribute(trainer, "processing_class", TextProcessor(self.processor)):
+            yield
+
+    def unexpand(self, ids: Sequence[int]) -> list[int]:
+        """Return the tokens of a row for vLLM: its prompt or the last turn's row, own tokens, tool messages."""
+        row = tuple(ids)
+        lengths = sorted({*map(len, self.texts)}, reverse=True)
+        start = next((length for length in lengths if row[:length] in self.texts), 0)
+        end = next((length for length in lengths if length <= len(row) - start and row[-length:] in self.texts), 0)
+        own = row[start : len(row) - end]
+        given = [*self.texts.get(row[:start], ()), *own, *(self.texts[row[-end:]] if end else ())]
+        self.texts[row] = given
+        return given
+
+    def refuse_other_images(self, ids: Sequence[int], read: Sequence[int]) -> None:
+        """Raise `ConfigError` if vLLM has read a prompt of another length than the processor's."""
+        if len(ids) != len(read):
+            found = f"vLLM reads a prompt with images as {len(read)} tokens, but {type(self.processor).__name__}"
+            raise ConfigError(f"{found} writes {len(ids)}, which training uses: set use_vllm=False.")
+
+
+def plan_unexpanded_prompts(trainer: GRPOTrainer) -> UnexpandedPrompts | None:
+    """Return what unexpands prompts for vLLM; None: vLLM needs nothing else than TRL gives it.
+
+    A server gets processed images with their positions.
+    """
+    args: Any = trainer.args
+    needs = trainer.use_vllm and trainer._is_vlm and args.vllm_mode == "colocate"
+    if not needs or "vllm_prompt_ids" in signature(GRPOTrainer._generate_single_turn).parameters:
+        return None
+    return UnexpandedPrompts(trainer)
 
 
 # Log-probabilities of a server of vLLM 0.32, for TRL 1.16.

@@ -21,7 +21,6 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError, UnsupportedTRLError
 from vgr_trl.loss import kl_penalty_reward
 from vgr_trl.options import unused_options
-from vgr_trl.patches.vllm import AFTER_IMAGES
 from vgr_trl.pixels import TOKEN_TYPES
 from vgr_trl.releases import naming_torchvision, release
 from vgr_trl.rewards.functions import gather_groups, needed_columns, scale_by_accuracy
@@ -29,7 +28,6 @@ from vgr_trl.rewards.loading import RewardSchedule, is_reward_name, load_reward,
 from vgr_trl.run_facts import RunFacts
 from vgr_trl.sampling.zero_variance import filter_index
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.tools import RETURN_IMAGES
 from vgr_trl.validate.features import why_rows_matter
 
 logger = logging.get_logger(__name__)
@@ -136,9 +134,6 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
         raise ConfigError(f"Images are perturbed by remove_image with {maker}, which may add images: use mask_image.")
     if args.perturb_images == "tools" and not facts.tools:
         raise ConfigError('perturb_images is "tools", but the run has none: give tools, or "all".')
-    shown = [tool.__name__ for tool in facts.tools if getattr(tool, "__func__", None) in RETURN_IMAGES]
-    if facts.use_vllm and shown:
-        raise ConfigError(f"The tool {shown[0]} returns images, {AFTER_IMAGES}")
     cuts = (args.most_rows_per_pass or args.per_device_train_batch_size) < args.per_device_train_batch_size
     if args.max_tokens_per_micro_batch is not None or cuts:
         # The losses of parts add up to the loss of a micro-batch; with bnpo, if parts are weighted by their tokens. The

@@ -191,13 +191,8 @@ def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout, rows
     if rollout.turns is None:
         inputs, images = inputs_with_other_images(trainer.tokenize, batch, messages, numbers, perturb)
     else:
-        turns = rollout.turns.take(rows)
-        images = perturb_turns(turns, numbers, args.perturb_images, perturb)
-        inputs = scoring_inputs(batch)
-        if any(images):
-            fields = process_images(trainer.processing_class, images)
-            pixels = pixels_of_rows(fields, images, range(len(rows)), batch)
-            inputs = scoring_inputs({**batch, "pixel_values": joined(pixels)})
+        images = perturb_turns(rollout.turns.take(rows), numbers, args.perturb_images, perturb)
+        inputs = inputs_with_images(trainer.processing_class, batch, images)
     if name == args.perturbation:
         rollout.perturbed_images |= zip(rows, images, strict=True)
     return inputs
@@ -229,6 +224,18 @@ def inputs_with_other_images(
         return scoring_inputs(batch), images
     pixels = joined(pixels_of_rows(prompts.fields, prompts.images, own, batch))
     return scoring_inputs({**batch, "pixel_values": pixels}), images
+
+
+def inputs_with_images(processor: Any, batch: Mapping[str, Any], images: ImagesOfRows) -> dict[str, Any]:
+    """Build the scoring inputs of a batch with other images of prompts and tools.
+
+    Raises:
+        DataError: they have other pixel shapes than the batch's images.
+    """
+    if not any(images):
+        return scoring_inputs(batch)
+    pixels = pixels_of_rows(process_images(processor, images), images, range(len(images)), batch)
+    return scoring_inputs({**batch, "pixel_values": joined(pixels)})
 
 
 def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prompts:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from requests.exceptions import ConnectionError as NoAnswer
 from support.trainers import config, prompts, train_file, vision_trainer
-from support.vllm import NoVLLM
+from support.vllm import NoVLLM, expanded
 from trl.generation import vllm_client
 from trl.trainer import grpo_trainer
 
@@ -19,9 +19,9 @@ class Speaker(NoVLLM):
 
     dies, status = False, 200
 
-    def __init__(self, model, accelerator, *args, mode, **kwargs):
+    def __init__(self, model, accelerator, *args, mode, processing_class, **kwargs):
         super().__init__()
-        self.accelerator, self.mode = accelerator, mode
+        self.accelerator, self.mode, self.processor = accelerator, mode, processing_class
         self.vllm_client = SimpleNamespace(base_url="http://host:8000", session=SimpleNamespace(post=self.post))
 
     def post(self, url):
@@ -32,7 +32,8 @@ class Speaker(NoVLLM):
         if self.dies and "generate" in self.done:
             raise NoAnswer("Max retries exceeded\nwith url: /inference/v1/generate")
         self.done.append("generate")
-        return prompts, [[300, 301, 302]] * len(prompts), [[[-2.5]] * 3] * len(prompts), None
+        read = expanded(self.processor, prompts, images) if self.mode == "colocate" else prompts
+        return read, [[300, 301, 302]] * len(prompts), [[[-2.5]] * 3] * len(prompts), None
 
 
 @pytest.fixture
