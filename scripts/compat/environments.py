@@ -59,6 +59,9 @@ ENVIRONMENTS = (
     Environment(
         "oldest", torch="torch==2.8.0", packages=("trl==1.16.0", "torchvision==0.23.0", *OLDEST), replaced=EXPERTS
     ),
+    Environment("transformers-5.17", torch="torch==2.11.0", packages=("torchvision==0.26.0", "transformers==5.17.0")),
+    Environment("transformers-5.23", packages=("transformers==5.23.0",)),
+    Environment("transformers-5.24", packages=("transformers==5.24.0",)),
     Environment("newest", torch="torch"),
     Environment("trl-1.15", packages=("trl==1.15.0",), replaced=HEAD),
     Environment("trl-1.14", torch="torch", refused="1.14.2"),

@@ -1,8 +1,11 @@
 """Supported releases of TRL, and the build of torchvision that a processor needs."""
 
+import os
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import version
 
 from packaging.version import Version
@@ -41,13 +44,20 @@ def release(installed: str | None = None) -> Version:
     return Version(Version(installed or version("trl")).base_version)
 
 
+@cache
 def check_release(installed: str | None = None) -> None:
-    """Raise `UnsupportedTRLError` for a release of TRL without tests.
+    """Raise `UnsupportedTRLError` for a release of TRL without tests; warn once of a newer one with VGR_TRL_UNTESTED=1.
 
     Args:
         installed: version of TRL; None: the installed package's.
     """
     first, end = SUPPORTED_TRL
-    if not Version(first) <= release(installed) < Version(end):
-        tested, found = f"trl>={first},<{end}", installed or version("trl")
-        raise UnsupportedTRLError(f'TRL {found} is installed, but vgr_trl needs another: pip install "{tested}".')
+    if Version(first) <= release(installed) < Version(end):
+        return
+    tested, found = f"trl>={first},<{end}", f"TRL {installed or version('trl')} is installed, but vgr_trl"
+    is_newer = release(installed) >= Version(end)
+    if is_newer and os.environ.get("VGR_TRL_UNTESTED") == "1":
+        warnings.warn(f"{found} is tested with {tested} only: results may be wrong in silence.", stacklevel=2)
+        return
+    trial = ", or set VGR_TRL_UNTESTED=1 to try it untested" if is_newer else ""
+    raise UnsupportedTRLError(f'{found} needs another: pip install "{tested}"{trial}.')

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from peft import LoraConfig, PrefixTuningConfig
 from support.launching import ENGINES, KINDS, launch
+from support.old_releases import keeps_prefix
 from support.steps import LOSSES, ROUNDING, relative_difference, uneven_reward
 from support.trainers import logged
 from text_runs import START, build, computed_tokens, equal_rewards, train, weights_of
@@ -42,7 +43,9 @@ OF_ADAPTERS |= {"checkpointed": SMALL, "checkpointed vespo": SMALL | LOSSES["ves
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
-@pytest.mark.parametrize("name", OF_ADAPTERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=keeps_prefix if name == "prefix tuning" else ()) for name in OF_ADAPTERS]
+)
 def test_steps_of_adapters(name):
     settings = OF_ADAPTERS[name] | {**TWICE, "credit": True}
     ours = assert_equal_steps(weights_of(build(True, **settings)), **settings)

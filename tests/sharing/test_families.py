@@ -12,6 +12,7 @@ from support.models.compare import (
     with_head,
 )  # fmt: skip
 from support.models.families import FAMILIES, OTHERS, build, make_batch
+from support.old_releases import reads_images
 
 from vgr_trl.sharing import share_prompts
 
@@ -67,7 +68,7 @@ def test_gradients(name, checkpointing, length, monkeypatch):
     assert_same_gradients(model.train(), batch, most, checkpointing)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *UNUSUAL, "llama4"])
+@pytest.mark.parametrize("name", [*FAMILIES, *UNUSUAL, pytest.param("llama4", marks=reads_images)])
 def test_sampled_tokens(name):
     more = {"images": (0, 2)} if name in VISION else {}
     tokens = assert_same_tokens(*case(name, **more), sample=True)
@@ -99,6 +100,7 @@ def test_only_the_last_outputs_are_wanted():
             assert (plain - shared).abs().max() < 1e-4
 
 
+@reads_images
 def test_embeddings_of_text_and_images_together():
     """Llama 4 gives them to its language model, so that scoring runs plainly; the rows are counted."""
     plain, shared, report = plain_and_shared(*case("llama4"))

@@ -4,9 +4,10 @@ import pytest
 import torch
 from support.models import compare
 from support.models.families import EOS, build, make_batch
-from transformers import CompileConfig
+from transformers import CompileConfig, DynamicCache
 
 from vgr_trl.sharing import share_prompts, shared_generate
+from vgr_trl.sharing.model_support import cache_name
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "qwen3_5"])
@@ -47,3 +48,12 @@ def test_a_model_whose_own_options_name_a_static_cache():
     with share_prompts(model) as report:
         assert torch.equal(compare.generated(model, batch, sample=False), plain)
     assert (report.prompts, report.rows, report.plain) == (2, 6, {})
+
+
+def test_a_cache_of_the_caller_is_filled_and_no_prompt_is_shared():
+    model, batch = build("llama"), make_batch("llama")
+    cache = DynamicCache(config=model.config)
+    with share_prompts(model) as report:
+        compare.generated(model, batch, sample=False, **{cache_name(model.model): cache})
+    assert report.plain == {"generate from a cache or from embeddings": 1}
+    assert cache.get_seq_length() >= batch.inputs["input_ids"].size(1) - batch.completion_length

@@ -1,13 +1,14 @@
 """LoRA targets as users type them, and targets that no module has."""
 
 import pytest
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support.trainers import tiny_model
 from trl import ModelConfig
 
 from vgr_trl.cli.arguments import parse
 from vgr_trl.cli.train import separate_lora_modules
 from vgr_trl.errors import ConfigError
+from vgr_trl.validate import options
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,13 @@ def test_a_target_without_a_module_is_refused(text_trainer):
     refusal = f"No module of Qwen2ForCausalLM is named q_porj, .*linear modules are {names}"
     with pytest.raises(ConfigError, match=refusal):
         text_trainer(peft_config=LoraConfig(r=2, target_modules=["q_porj", "v_proj"]))
+
+
+@pytest.mark.parametrize("kind", [PrefixTuningConfig, PromptTuningConfig])
+def test_virtual_tokens_that_generation_would_lose_are_refused(kind, text_trainer, monkeypatch):
+    monkeypatch.setattr(options, "version", {"transformers": "5.24.0", "peft": "0.21.2", "trl": "1.16.0"}.__getitem__)
+    with pytest.raises(ConfigError, match="virtual tokens"):
+        text_trainer(peft_config=kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
 
 def test_a_comma_behind_a_target_is_dropped(text_trainer):

@@ -203,10 +203,19 @@ def why_adapter_reads_whole_rows(model: nn.Module) -> str | None:
     return None
 
 
+# Of the argument for the cache: the second until transformers 5.24, the third in single layers of some families.
+_CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+
+
 def cache_name(base: Any) -> str | None:
-    """Return the name of a base model's argument for the cache, which transformers 5.24 renamed; None: it has none."""
+    """Return the name of a base model's argument for the cache; None: it has none."""
     names = signature(base.forward).parameters
-    return next((name for name in ("cache", "past_key_values") if name in names), None)
+    return next((name for name in _CACHE_NAMES if name in names), None)
+
+
+def cache_of(inputs: Mapping[str, Any]) -> Any:
+    """Return the cache among the inputs of a call, under any of its names; None: there is none."""
+    return next((inputs[name] for name in _CACHE_NAMES if inputs.get(name) is not None), None)
 
 
 def check_model(base: Any, gradients: bool) -> None:

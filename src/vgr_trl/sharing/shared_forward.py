@@ -18,6 +18,7 @@ from vgr_trl.sharing.exactness import why_not_share
 from vgr_trl.sharing.lending import Lending, MicroBatch, is_last_micro_batch
 from vgr_trl.sharing.model_support import (
     base_of,
+    cache_of,
     causal_model,
     check_model,
     has_active_dropout,
@@ -112,7 +113,7 @@ class SharedForward:
             if self.paused:
                 return self.plain(*args, **kwargs)
             inputs = drop_empty_images(dict(zip(self.names, args, strict=False)) | kwargs, self.agree_on_images)
-            if inputs.get("use_cache") or any(inputs.get(name) is not None for name in ("past_key_values", "cache")):
+            if inputs.get("use_cache") or cache_of(inputs) is not None:
                 return self.plain(**inputs)
             gradients = torch.is_grad_enabled()
             if gradients and self.lending is not None:

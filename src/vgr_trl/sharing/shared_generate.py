@@ -14,6 +14,8 @@ from transformers.generation import GenerationMixin, GenerationMode
 from vgr_trl.patching import patched_attribute
 from vgr_trl.pixels import IMAGE_INPUTS, on_device
 from vgr_trl.sharing.model_support import (
+    cache_name,
+    cache_of,
     check_model,
     check_token_types,
     has_rope_deltas,
@@ -41,7 +43,7 @@ class GrowingLayer(DynamicLayer):
 
     def __init__(self, filled: Any, index: Tensor) -> None:
         super().__init__()
-        self.dtype, self.device, self.is_initialized = filled.dtype, filled.device, True
+        self.dtype, self.device, self.is_initialized = filled.keys.dtype, filled.device, True
         filled.reorder_cache(index)
         self._longer = [_grow_buffer(filled.keys), _grow_buffer(filled.values)]
         self._show_tokens(filled.get_seq_length())
@@ -112,7 +114,7 @@ class SharedGeneration:
         require(plain_generate, "a generate method of its own")
         check_model(self.forward.base, gradients=False)
         require(not is_checkpointed(self.model), "generate with gradient checkpointing on")
-        starts_anew = inputs.get("past_key_values") is None and inputs.get("inputs_embeds") is None
+        starts_anew = cache_of(inputs) is None and inputs.get("inputs_embeds") is None
         require(starts_anew, "generate from a cache or from embeddings")
         for name, value in inputs.items():
             per_row = isinstance(value, Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS)
@@ -174,7 +176,7 @@ class SharedGeneration:
     def _continue_cache(self, cache: Cache, inputs: dict[str, Any]) -> Any:
         # transformers accepts either a cache or its kind, which it would take from the model's defaults.
         with patched_attribute(self.model.generation_config, "cache_implementation", None):
-            return self.plain(**inputs, past_key_values=cache)
+            return self.plain(**inputs, **{str(cache_name(self.forward.base)): cache})
 
     def _make_static_cache(self, filled: Any, ids: Tensor, config: GenerationConfig) -> Any:
         """Return a static cache with the keys and values of a filled cache, and room for all new tokens."""

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.pixels import on_device
+from vgr_trl.sharing.model_support import cache_of
 from vgr_trl.sharing.prefix_cache import ReadPrefix, WrittenPrefix
 
 
@@ -180,11 +181,6 @@ def _queries(positions: list[int], seen: int, device: torch.device) -> Queries |
     if not positions:
         return None
     return Queries(on_device(positions, device) - seen, positions[0] - seen, positions[-1] + 1 - seen)
-
-
-def cache_of(kwargs: dict[str, Any]) -> Any:
-    """Return the cache of a call, whose name differs between models and releases of transformers."""
-    return next((kwargs[name] for name in ("past_key_values", "cache", "layer_past") if name in kwargs), None)
 
 
 def positions_seen(cache: Cache | None) -> int:

@@ -22,12 +22,13 @@ from vgr_trl.pixels import on_device
 from vgr_trl.sharing.attention import wrap_attention
 from vgr_trl.sharing.model_support import (
     attention_modules,
+    cache_of,
     causal_model,
     indexed_modules,
     is_compiled,
     why_adapter_reads_whole_rows,
 )
-from vgr_trl.signals.plan import Pass, PassPlan, Queries, cache_of, positions_seen
+from vgr_trl.signals.plan import Pass, PassPlan, Queries, positions_seen
 from vgr_trl.signals.ratios import AttentionMass, ModalityMasks, build_modality_masks, entropies_of
 
 SUPPORTED = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")

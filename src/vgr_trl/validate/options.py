@@ -182,7 +182,7 @@ def refuse_targets_without_module(model: PeftModel) -> None:
 
 
 def refuse_unfit_model(model: Any, processor: Any) -> None:
-    """Raise `ConfigError` if no weight is trained, or if token types and tokens are padded on two sides.
+    """Raise `ConfigError` if no weight is trained, virtual tokens are lost, or token types and tokens have two sides.
 
     Args:
         processor: of the model, or its tokenizer.
@@ -191,6 +191,15 @@ def refuse_unfit_model(model: Any, processor: Any) -> None:
     if not any(weight.requires_grad and ".ref." not in name for name, weight in model.named_parameters()):
         cure = "load the adapter with PeftModel.from_pretrained(…, is_trainable=True)"
         raise ConfigError(f"No weight of {type(model).__name__} requires a gradient: {cure}, or unfreeze the model.")
+    # PEFT looks for the cache under its old name: virtual tokens are left out of `generate`, or put before each token.
+    prompted = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
+    if (
+        prompted
+        and Version(version("transformers")) >= Version("5.24")
+        and Version(version("peft")) <= Version("0.21.2")
+    ):
+        found = f"transformers {version('transformers')} generates otherwise than peft {version('peft')} trains"
+        raise ConfigError(f'{found} virtual tokens: pip install "transformers<5.24", or train LoRA.')
     # The processor pads its token types on the right, and TRL the prompts on the left: positions are silently wrong.
     reads_types = any(name in signature(type(causal_model(model)).forward).parameters for name in TOKEN_TYPES)
     if reads_types and isinstance(processor, ProcessorMixin) and processor.tokenizer.padding_side != "left":
