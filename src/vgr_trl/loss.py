@@ -5,6 +5,8 @@ Terms are per token, (N, T), and 0 on invalid tokens: the caller sums and divide
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
@@ -14,17 +16,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vgr_trl.checkpoints import SavedState
-from vgr_trl.config import KLKind
+from vgr_trl.config import KLKind, LossOptions
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics.step_metrics import Totals
 from vgr_trl.passes.micro_batches import PER_WINDOW
 from vgr_trl.passes.run_pass import Purpose
 from vgr_trl.pixels import joined
+from vgr_trl.registries import declares, loss_terms
 from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sharing.lending import READ_AGAIN
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.ratios import visual_dependency
-from vgr_trl.signals.scoring import Head, Want
+from vgr_trl.signals.scoring import Head, Scores, Want
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
@@ -357,15 +360,74 @@ def average_as_loss(
     return average / steps
 
 
+@dataclass(frozen=True)
+class TermInputs:
+    """Inputs of a loss term: a micro-batch of N completions whose training pass has run.
+
+    Attributes:
+        logps: (N, T) with gradients, log-probabilities of the tokens; constants outside `mask`.
+        mask: (N, T) bool, tokens that count in the loss.
+        batch: the micro-batch of TRL.
+        perturbed_logps: (N, T) with gradients, given the perturbed image; of terms that need `perturbed`.
+        hidden: (N, T', D) with gradients, hidden states of the positions that emit the tokens; T' is T without the last
+            columns outside `mask`; of terms that need `hidden`.
+        model: the policy, also wrapped; None inside verl and EasyR1.
+        totals: collects metrics.
+    """
+
+    logps: Tensor
+    mask: Tensor
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    perturbed_logps: Tensor | None = None
+    hidden: Tensor | None = None
+    model: nn.Module | None = None
+    totals: Totals = field(default_factory=Totals)
+
+    def log(self, name: str, values: Tensor) -> None:
+        """Log the mean of values (N, T) over the tokens that count."""
+        self.totals.add_mean(name, values.detach(), self.mask)
+
+
+@loss_terms.register("entropy_penalty")
+def entropy_penalty_term(passed: TermInputs, options: LossOptions) -> Tensor:
+    """Return VPPO's entropy penalty of every token (N, T)."""
+    term = entropy_penalty(passed.logps, passed.mask, options.entropy_penalty_coef)
+    passed.log("entropy_penalty", term)
+    return term
+
+
+@loss_terms.register("perception_loss")
+@declares(needs=("perturbed",))
+def perception_loss_term(passed: TermInputs, options: LossOptions) -> Tensor:
+    """Return PAPO's perception loss of every token (N, T), with both entropy terms."""
+    perturbed = cast("Tensor", passed.perturbed_logps)
+    passed.log("perception_loss", -perception_divergence(passed.logps.detach(), perturbed.detach(), passed.mask))
+    return perception_loss(
+        passed.logps,
+        perturbed,
+        passed.mask,
+        coefficient=options.perception_loss_weight,
+        entropy_coefficient=options.der_loss_weight1,
+        perturbed_entropy_coefficient=options.der_loss_weight2,
+    )
+
+
+@loss_terms.register("entropy_loss")
+def entropy_loss_term(passed: TermInputs, options: LossOptions) -> Tensor:
+    """Return PAPO's entropy term on the original image, for every token (N, T), where no other term of it is on."""
+    return options.der_loss_weight1 * surprisal(passed.logps, passed.mask)
+
+
 def auxiliary_loss(trainer: "ConstructedTrainer", passed: "TrainingPass") -> tuple[Tensor | float, dict[str, float]]:
     """Return the terms of a micro-batch beside TRL's loss, averaged as TRL averages it, and metrics."""
-    args, accelerator, totals = trainer.args, trainer.accelerator, Totals()
-    mask, terms, metrics = valid_tokens(passed.inputs), list[Tensor](), dict[str, float]()  # terms (N, T) each
-    if args.use_entropy_penalty:
-        terms.append(entropy_penalty(passed.logps, mask, args.entropy_penalty_coef))
-        totals.add_mean("entropy_penalty", terms[0].detach(), mask.bool())
-    if args.perception_loss_weight > 0 or args.der_loss_weight1 > 0 or args.der_loss_weight2 > 0:
-        terms.append(_perception_term(trainer, passed, mask, totals))
+    args, accelerator, mask = trainer.args, trainer.accelerator, valid_tokens(passed.inputs)
+    metrics: dict[str, float] = {}
+    given = TermInputs(passed.logps, mask.bool(), passed.inputs, hidden=passed.hidden, model=passed.model)
+    if "perturbed" in trainer.term_needs:
+        scores = _score_perturbed(trainer, passed)
+        given = replace(given, perturbed_logps=scores.logps)
+        given.log("perturbed_entropy", cast("Tensor", scores.entropies))
+    terms = [_compute_term(name, term, given, args) for name, term in trainer.loss_terms.items()]  # (N, T) each
     if trainer.kl.in_loss:
         term, metrics = trainer.kl.term(passed, mask)
         terms.append(term)
@@ -374,28 +436,23 @@ def auxiliary_loss(trainer: "ConstructedTrainer", passed: "TrainingPass") -> tup
     steps = trainer.current_gradient_accumulation_steps
     total = torch.stack(terms).sum(dim=0)  # (N, T)
     average = average_as_loss(total, mask, passed.inputs, args, steps, accelerator.num_processes)
-    return average, metrics | totals.metrics(accelerator.gather)
+    return average, metrics | given.totals.metrics(accelerator.gather)
 
 
-def _perception_term(trainer: "ConstructedTrainer", passed: "TrainingPass", mask: Tensor, totals: Totals) -> Tensor:
-    """Return the perception loss of every token (N, T), by a further pass with perturbed images."""
-    args, inputs, logps = trainer.args, passed.inputs, passed.logps
-    perturbed_logps = logps
-    if args.uses_perception_loss:
-        pixels = inputs.get("perturbed_pixel_values")
-        perturbed = scoring_inputs(inputs if pixels is None else inputs | {"pixel_values": joined(pixels)})
-        perturbed[READ_AGAIN] = inputs.get(READ_AGAIN)
-        want = Want(entropies=True, tokens=passed.loss_mask)
-        scores = trainer.passes.run_pass(passed.model, perturbed, want, purpose=Purpose.VIEW, gradients=True)
-        perturbed_logps, entropies = scores.logps, cast("Tensor", scores.entropies)
-        divergence = perception_divergence(logps.detach(), perturbed_logps.detach(), mask)
-        totals.add_mean("perturbed_entropy", entropies.detach(), mask.bool())
-        totals.add_mean("perception_loss", -divergence, mask.bool())
-    return perception_loss(
-        logps,
-        perturbed_logps,
-        mask,
-        coefficient=args.perception_loss_weight,
-        entropy_coefficient=args.der_loss_weight1,
-        perturbed_entropy_coefficient=args.der_loss_weight2,
-    )
+def _compute_term(name: str, function: Any, given: TermInputs, args: LossOptions) -> Tensor:
+    """Return a loss term (N, T), 0 outside the mask; raise `DataError` if it is no such tensor."""
+    term = function(given, args.plugin_values(function, name))
+    if not isinstance(term, Tensor) or term.shape != given.mask.shape:
+        found = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
+        raise DataError(f"The loss term {name} returned {found}: return a tensor {tuple(given.mask.shape)}.")
+    return term.masked_fill(~given.mask, 0)
+
+
+def _score_perturbed(trainer: "ConstructedTrainer", passed: "TrainingPass") -> Scores:
+    """Score a micro-batch with perturbed images, with gradients."""
+    inputs = passed.inputs
+    pixels = inputs.get("perturbed_pixel_values")
+    perturbed = scoring_inputs(inputs if pixels is None else inputs | {"pixel_values": joined(pixels)})
+    perturbed[READ_AGAIN] = inputs.get(READ_AGAIN)
+    want = Want(entropies=True, tokens=passed.loss_mask)
+    return trainer.passes.run_pass(passed.model, perturbed, want, purpose=Purpose.VIEW, gradients=True)

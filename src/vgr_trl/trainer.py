@@ -49,6 +49,7 @@ from vgr_trl.patching import keep_random_state, patched_attribute
 from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import check_data, prepare_trainer
 from vgr_trl.processes import initialise_loader
+from vgr_trl.registries import loss_terms
 from vgr_trl.releases import check_release
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
@@ -121,6 +122,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         passes: runs every forward pass.
         replay, further_prompts, critic: None where they are off.
         kl: the KL to the reference, and the coefficient that follows it.
+        loss_terms: name of a loss term that is on -> its function.
+        term_needs: quantities that these terms need.
         termination: callback that saves a checkpoint after SIGTERM; `stopped` says whether it has.
         idle_options: name of an option that is not at its default -> why it has no effect.
 
@@ -213,6 +216,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         full = FullKL(self.model, self.ref_model, self.temperature) if args.needs_full_kl else None
         self.kl = KLControl(args, self.accelerator, full)
         self.critic = Critic(self) if args.uses_critic else None
+        self.loss_terms = {name: loss_terms.load(name) for name in args.terms}
+        self.term_needs = frozenset(args.term_needs())
         adaptive = self.kl if self.kl.is_adaptive else None
         parts = (self.replay, self.further_prompts, adaptive, self.critic, self.zero_variance_streak)
         self.resumed = [part for part in parts if part is not None]
@@ -451,7 +456,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         batch = self._micro_batch
         want = Want(
             entropies,
-            hidden=trains and self.kl.full is not None,
+            hidden=trains and (self.kl.full is not None or "hidden" in self.term_needs),
             values=self.critic.head if trains and self.critic is not None else None,
             router_loss=router_loss,
             tokens=self.passes.skipping.loss_mask(batch) if trains else None,
