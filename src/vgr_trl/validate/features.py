@@ -41,6 +41,7 @@ from vgr_trl.sharing.prefix_forward import why_not_pack
 from vgr_trl.sharing.report import Feature
 from vgr_trl.sharing.shared_generate import why_not_static
 from vgr_trl.signals.named import PER_IMAGE, named_signals, needed_signal_columns
+from vgr_trl.signals.perturbation import TEACHER_IMAGES
 from vgr_trl.signals.probe import (
     count_attention_layers,
     decoder_layers,
@@ -349,10 +350,10 @@ def plan_measurement(facts: RunFacts) -> Measurement:
     named = named_signals(args, read)
     if any(signal.name == "stability" for signal in named) and not args.further_perturbations:
         raise ConfigError("The signal stability compares at least two perturbations: add further_perturbations.")
-    views = tuple(args.read_views("dependency" in needed))
+    views, of_rows = tuple(args.read_views("dependency" in needed)), args.row_views
     layers = count_attention_layers(model) if "attention" in needed else 0
     samples = args.attention_rows == "auto" and args.attention_source == "scoring" and not facts.tools
-    return Measurement(needed, ids, tuple(special_token_ids(facts.processor)), views, named, layers, samples)
+    return Measurement(needed, ids, tuple(special_token_ids(facts.processor)), views, of_rows, named, layers, samples)
 
 
 def find_needed_measurements(facts: RunFacts) -> dict[str, str]:
@@ -379,6 +380,8 @@ def find_needed_measurements(facts: RunFacts) -> dict[str, str]:
         ("logps", "kl_coef", args.penalises_kl),
         ("logps", "replay_buffer_size", args.replay_buffer_size > 0),
         ("values" if args.critic == "head" else "critic", "advantage_estimator gae", args.uses_critic),
+        ("logps", "teacher_view", args.teacher_view is not None),
+        ("views", "teacher_view", args.teacher_view is not None),
     ):
         if is_on:
             needed.setdefault(need, option)
@@ -402,6 +405,8 @@ def why_not_measured(facts: RunFacts, need: str, vision_tokens: Sequence[int]) -
     backend = "continuous batching" if args.use_transformers_continuous_batching else backend
     in_generation, inside = args.attention_source == "generate", need in ("attention", "similarity")
     lacks_boxes = facts.train_columns is not None and {*BOX_COLUMNS}.isdisjoint(facts.train_columns)
+    crops = need == "regions" or (need == "views" and "crop_to_box" in args.row_views.values())
+    lacks_teacher = facts.train_columns is not None and TEACHER_IMAGES not in facts.train_columns
     table: list[tuple[Any, str]] = [
         (maker == "rollout_func", "with rollout_func the tokens of a completion are not all the policy's answer to its "
          "prompt; switch one of the two off."),
@@ -419,7 +424,11 @@ def why_not_measured(facts: RunFacts, need: str, vision_tokens: Sequence[int]) -
          "the data have no column `image` or `images`; add one, or switch it off."),
         (need == "regions" and in_generation,
          'attention_source is "generate", which does not know regions; use "scoring".'),
-        (need == "regions" and lacks_boxes,
+        (maker and need == "views" and args.row_views, f"views of rows change the prompt's images, but {maker} may "
+         "add images; switch one of the two off."),
+        (need == "views" and TEACHER_IMAGES in args.row_views.values() and lacks_teacher,
+         f"the data have no column {TEACHER_IMAGES}; add one, or use another view."),
+        (crops and lacks_boxes,
          f"the data have neither of the columns {' and '.join(BOX_COLUMNS)}; add one, or switch it off."),
         (inside and not vision_tokens, "the placeholder token of images is not found in the model's configuration or "
          "its processor; give it as vision_token_ids."),

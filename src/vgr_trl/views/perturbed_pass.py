@@ -1,7 +1,8 @@
-"""Perturb or drop the images of conversations and tool turns, and score or generate under such views."""
+"""Perturb, replace or drop the images of conversations and tool turns, and score or generate under such views."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from vgr_trl.errors import DataError
 from vgr_trl.passes.run_pass import Purpose
 from vgr_trl.patches.trl import process_with_options
 from vgr_trl.pixels import image_tensors, joined
+from vgr_trl.registries import TEACHER
 from vgr_trl.rollout import ConstructedTrainer, Noise, Rollout, weighted_sums
 from vgr_trl.rows import (
     OLD_LOGPS,
     ImagesOfRows,
     Prompts,
     Turns,
+    build_scoring_inputs,
     pixels_of_rows,
     rows_with_images,
     scoring_inputs,
@@ -28,11 +31,12 @@ from vgr_trl.rows import (
 )
 from vgr_trl.sharing.context_manager import whole_groups
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.signals.named import add_named, build_unmeasured_signals, named_metrics
-from vgr_trl.signals.perturbation import perturb_images
+from vgr_trl.signals.named import RolloutSignals, add_named, build_unmeasured_signals, named_metrics
+from vgr_trl.signals.perturbation import derive_seed, perturb_images, show_view
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.scoring import Head, Want
 from vgr_trl.tools import show_again
+from vgr_trl.vision.feature_cache import images_processed_once
 
 Perturb = Callable[..., list[Image.Image]]  # images of a conversation, index=its number -> as many images
 
@@ -73,17 +77,23 @@ def images_in(prompt: Any) -> list[Any]:
 
 
 def _replace_images(prompt: Any, images: Sequence[Any]) -> Any:
-    """Replace the images of a conversation, in order; image parts beyond the given images are removed."""
+    """Replace the images of a conversation, in order; without enough images, parts are removed.
+
+    Images beyond the parts of the conversation stand behind its last image.
+    """
     if isinstance(prompt, str):
         return prompt
-    left, messages = iter(images), []
+    left, to_come, messages = iter(images), len(images_in(prompt)), []
     for message in prompt:
         if not isinstance(message["content"], str):
-            parts = [
-                {**part, "image": next(left, None)} if part["type"] == "image" else part for part in message["content"]
-            ]
-            kept = [part for part in parts if part["type"] != "image" or part["image"] is not None]
-            message = {**message, "content": kept}
+            parts = []
+            for part in message["content"]:
+                if part["type"] == "image":
+                    to_come -= 1
+                    parts += [{**part, "image": image} for image in islice(left, 1 if to_come else None)]
+                else:
+                    parts.append(part)
+            message = {**message, "content": parts}
         messages.append(message)
     return messages
 
@@ -131,7 +141,7 @@ def process_images(processor: Any, images: ImagesOfRows) -> dict[str, torch.Tens
 
 
 def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
-    """Score the completions given perturbed images, and add the dependency to the rollout's signals.
+    """Score the completions given other images, and add the dependency and the views to the rollout's signals.
 
     Only the pixels of one pass are kept in memory. If the perception loss is on, the batch gets the perturbed pixels of
     all rows as `perturbed_pixel_values`.
@@ -142,17 +152,30 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         pixels = _inputs_under(args.perturbation, trainer, rollout, every).get("pixel_values")
         if pixels is not None:
             rollout.batch = batch = batch | {"perturbed_pixel_values": pixels}
-    if not measurement.views:
+    if not (measurement.views or measurement.row_views):
         return
     rollout.signals = signals = rollout.signals or build_unmeasured_signals(valid_tokens(batch).bool())
     size = whole_groups(trainer.rows_per_pass.given, trainer.completions_per_prompt)
+    chunks = [every[start : start + size] for start in every[::size]]
+    if measurement.views:
+        _score_perturbations(trainer, rollout, signals, chunks)
+    for name, view in measurement.row_views.items():
+        signals.views[name] = _score_row_view(trainer, rollout, name, view, chunks)
+    rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, trainer.accelerator.gather)
+
+
+def _score_perturbations(
+    trainer: ConstructedTrainer, rollout: Rollout, signals: RolloutSignals, chunks: Sequence[range]
+) -> None:
+    """Score a rollout under all perturbations, some rows at a time; set what its signals say about them."""
+    args, batch, measurement = trainer.args, rollout.batch, trainer.measurement
     parts = [
         trainer.score(
             stacked_inputs([_inputs_under(name, trainer, rollout, rows) for name in measurement.views]),
             Want(hidden=measurement.needs("shift")),
             purpose=Purpose.VIEW,
         )
-        for rows in (every[start : start + size] for start in every[::size])
+        for rows in chunks
     ]
     logps = torch.cat([part.logps.unflatten(0, (len(measurement.views), -1)) for part in parts], 1)  # (views, N, T)
     if args.perturbation in measurement.views:
@@ -174,7 +197,72 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
             others = torch.cat(hidden)
             shift = Head(causal_model(trainer.model)).shift(rollout.scores.hidden, others, mask, args.temperature)
         signals.jsd, signals.perturbed_entropies = (each.masked_fill(blind, torch.nan) for each in shift)
-    rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, trainer.accelerator.gather)
+
+
+def _score_row_view(
+    trainer: ConstructedTrainer, rollout: Rollout, name: str, view: str, chunks: Sequence[range]
+) -> torch.Tensor:
+    """Return the log-probabilities of the completions under a view of their rows, (N, T); NaN for rows without it.
+
+    Args:
+        trainer: scores the completions.
+        rollout: a scored rollout; of the view `teacher` it keeps the images.
+        name: of the view among the signals.
+        view: its plug-in.
+        chunks: rows of each pass.
+    """
+    found = []
+    for rows in chunks:
+        images = _images_under(view, trainer, rollout, rows)
+        inputs = inputs_with_images(trainer, rollout, rows, images)
+        logps = trainer.score(inputs, Want(), purpose=Purpose.VIEW).logps.float()
+        missing = torch.tensor([each is None for each in images], device=logps.device)
+        found.append(logps.masked_fill(missing.unsqueeze(1), torch.nan))
+        if name == TEACHER:
+            rollout.teacher_images |= {row: each for row, each in zip(rows, images, strict=True) if each is not None}
+    return torch.cat(found)
+
+
+def _images_under(
+    view: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range
+) -> list[list[Image.Image] | None]:
+    """Return the images of some rows under a view, the same for the completions of a prompt; None: it has no view."""
+    args, first = trainer.args, trainer.accelerator.process_index * len(rollout.rows)
+    parameters, step = args.parameters_of(view), trainer.state.global_step
+    shown: dict[int, list[Image.Image] | None] = {}  # number of the prompt -> its images
+    numbers = [(first + row) // trainer.completions_per_prompt for row in rows]
+    for row, number in zip(rows, numbers, strict=True):
+        if number not in shown:
+            seed, images = derive_seed(args.seed, step, number), images_in(rollout.messages[row])
+            shown[number] = show_view(images, rollout.rows[row], view, parameters, seed=seed)
+    return [shown[number] for number in numbers]
+
+
+def inputs_with_images(
+    trainer: ConstructedTrainer, rollout: Rollout, rows: range, images: Sequence[list[Image.Image] | None]
+) -> dict[str, Any]:
+    """Build the scoring inputs of some rows of a rollout behind prompts with other images, of any size and number.
+
+    Args:
+        trainer: gives the processor and the padding.
+        rollout: a scored rollout.
+        rows: numbers of the rows.
+        images: images of each of these rows; None: its own.
+    """
+    own, part = rollout.messages[rows.start : rows.stop], slice(rows.start, rows.stop)
+    shown = [one if new is None else _replace_images(one, new) for one, new in zip(own, images, strict=True)]
+    with images_processed_once(trainer.processing_class):
+        prompts = trainer.tokenize(shown)
+    inputs = build_scoring_inputs(
+        prompts,
+        rollout.batch["completion_ids"][part].tolist(),
+        pad_token_id=trainer._tokenizer.pad_token_id,
+        vision_token_ids=trainer.measurement.vision_token_ids,
+        pad_to_multiple_of=trainer.pad_to_multiple_of or None,
+    )
+    completion_mask = rollout.batch["completion_mask"][part]
+    inputs["attention_mask"][:, -inputs["logits_to_keep"] :] = completion_mask.to(inputs["attention_mask"])
+    return inputs
 
 
 def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range) -> dict[str, Any]:

@@ -50,7 +50,7 @@ _UNSUPPORTED_OPTIONS = {
     "compute_attention_metrics", "attention_source", "attention_rows", "check_pixels", "perturbation",
     "further_perturbations", "dependency_over", "patch_size", "noise_std", "blur_radius", "diffusion_steps",
     "crop_share", "mask_value", "perturb_per", "signals", "hidden_similarity_layer", "hidden_similarity_over",
-    "loss_terms",
+    "loss_terms", "teacher_view",
 }  # fmt: skip
 
 
