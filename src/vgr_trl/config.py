@@ -177,6 +177,8 @@ class PerturbationOptions(PluginOptions):
         "completion, those of the prompt, or those that tools returned.", needs=used_by())
     teacher_view: str | None = option(None, "View of a row that a teacher sees, who scores each token: crop_to_box, "
         "teacher_images, sharper, clean, those of installed packages, dotted paths or files (my_views.py:my_view).")
+    teacher_weights: Literal["policy", "reference"] = option("policy", "Weights of the teacher: the policy's at the "
+        "rollout, or the reference model's (the initial ones, unless sync_ref_model).", needs="teacher_view")
     perception_loss_weight: float = option(0.0, "Weight of PAPO's perception loss (one more gradient pass).", ge=0)
     der_loss_weight1: float = option(0.0, "Weight of the entropy on the original image (eta 1 of PAPO).", ge=0)
     der_loss_weight2: float = option(0.0, "Weight of the entropy on the perturbed image (eta 2 of PAPO).", ge=0)
@@ -201,7 +203,7 @@ class PerturbationOptions(PluginOptions):
         readers = self.readers()
         own = self.perturbations if depends or "views" in readers else [self.perturbation] * ("shift" in readers)
         read = [need.removeprefix(LOGPS_PREFIX) for need in readers if need.startswith(LOGPS_PREFIX)]
-        return [name for name in dict.fromkeys([*own, *read]) if name not in self.row_views]
+        return [name for name in dict.fromkeys([*own, *read]) if name not in {TEACHER, *self.row_views}]
 
     @property
     def row_views(self) -> dict[str, str]:

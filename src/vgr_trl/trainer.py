@@ -60,7 +60,7 @@ from vgr_trl.rollout import Rollout, TrainingPass, describe_row, normalise_image
 from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, valid_tokens
 from vgr_trl.run_facts import RunFacts, read_facts
 from vgr_trl.sampling.replay import Replay
-from vgr_trl.sampling.zero_variance import FurtherPrompts, ZeroVarianceStreak, select_groups
+from vgr_trl.sampling.zero_variance import FurtherPrompts, ZeroVarianceStreak, select_groups, warn_of_streak
 from vgr_trl.sharing.context_manager import SharedPasses
 from vgr_trl.sharing.lending import READ_AGAIN, Lending
 from vgr_trl.sharing.model_support import base_of, causal_model
@@ -156,7 +156,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self._pass: TrainingPass | None = None  # the pass over them
         self._rewards_with_nan: set[str] = set()
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
-        with enable_reference_model(args, args), patched_attribute(args, "reward_weights", weights):
+        with enable_reference_model(args, args, teaches=True), patched_attribute(args, "reward_weights", weights):
             super().__init__(model, rewards, args, *rest, **options)
         self.beta = args.beta
         self._video_pad_token_id = None  # with tools TRL 1.16 would mark it as a video, and no row has one
@@ -407,6 +407,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                     self._log_metrics(rollout.metrics)
                     if self.args.shapes_advantages:
                         self._log_metrics(apply_token_credit(self, rollout))
+                    warn_of_streak(self, rollout)
                 self.recorder.add_credit(recorded, rollout, advantages, rollout.batch["advantages"])
             self.recorder.write(rollout, recorded)
             return split_perturbed_pixels(rollout.batch)

@@ -15,7 +15,7 @@ from PIL import Image, ImageFilter
 
 from vgr_trl import registries
 from vgr_trl.config import PERTURBATIONS
-from vgr_trl.data.images import DEEP_MODES, ImageLimits, boxes_of
+from vgr_trl.data.images import DEEP_MODES, FULL_IMAGES, TEACHER_IMAGES, ImageLimits, boxes_of
 from vgr_trl.errors import DataError
 from vgr_trl.options import check_options, option
 from vgr_trl.registries import declares
@@ -271,10 +271,6 @@ def crop_to_box(
     first = np.floor((low - margin).clip(0, size - 1).round(6)).astype(int)
     last = np.ceil((high + margin).clip(first + 1, size).round(6)).astype(int)
     return [ImageLimits(max_pixels=crop_pixels).fitted(images[0].crop((*first.tolist(), *last.tolist())))]
-
-
-TEACHER_IMAGES = "teacher_images"  # column of images that the teacher sees in place of the policy's
-FULL_IMAGES = "full_images"  # column of images before `max_pixels` and other limits
 
 
 def _read_column(row: Mapping[str, Any], name: str) -> list[Image.Image] | None:

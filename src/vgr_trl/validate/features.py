@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from vgr_trl.credit import builtin_rules
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.images import BOX_COLUMNS
+from vgr_trl.data.images import BOX_COLUMNS, TEACHER_IMAGES
 from vgr_trl.errors import ConfigError
 from vgr_trl.passes.micro_batches import RowsPerPass, describe_spread_groups
 from vgr_trl.registries import (
@@ -41,7 +41,6 @@ from vgr_trl.sharing.prefix_forward import why_not_pack
 from vgr_trl.sharing.report import Feature
 from vgr_trl.sharing.shared_generate import why_not_static
 from vgr_trl.signals.named import PER_IMAGE, named_signals, needed_signal_columns
-from vgr_trl.signals.perturbation import TEACHER_IMAGES
 from vgr_trl.signals.probe import (
     count_attention_layers,
     decoder_layers,
