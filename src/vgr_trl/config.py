@@ -44,8 +44,8 @@ class PluginOptions:
     # fmt: off
     credit_rules: list[str] | None = option(None, f"Rules that give tokens credit: {', '.join(RULES)}; vgpo, pgpo, "
         "vepo, anchor_tokens, rlsd, distil; names of plug-ins, dotted paths or files (my_rules.py:my_rule).")
-    loss_terms: list[str] | None = option(None, "Terms to add to the loss: names, dotted paths or files "
-        "(my_terms.py:my_term).")
+    loss_terms: list[str] | None = option(None, "Terms to add to the loss: teacher_divergence, gated_distillation; "
+        "names of plug-ins, dotted paths or files (my_terms.py:my_term).")
     signals: list[str] | None = option(None, "Token signals to measure, log and pass to rewards: names, dotted paths "
         "or files (my_signals.py:my_signal).")
     plugin_options: dict[str, Any] | str | None = option(None, "Options of these plug-ins, as JSON or a mapping.")
@@ -407,6 +407,11 @@ class CreditOptions(PluginOptions):
 class LossOptions(CreditOptions, PerturbationOptions):
     """Terms beside TRL's loss."""
 
+    # fmt: off
+    teacher_top_k: int = option(100, "Most probable tokens of the teacher that loss terms get, the others as one; 0: "
+        "all.", ge=0, needs=lambda args: None if "teacher_top" in args.term_needs() else "no loss term reads them")
+    # fmt: on
+
     @property
     def uses_perception_loss(self) -> bool:
         """Whether PAPO's loss has a term on the perturbed image."""
@@ -579,6 +584,8 @@ Conflicts = tuple[tuple[Callable[[Any], Any], str], ...]
 PERTURBATION_CONFLICTS: Conflicts = (
     (lambda o: LOGPS_PREFIX + TEACHER in o.readers() and o.teacher_view is None,
      "teacher_view is None with a credit rule or signal that compares with a teacher: give it, such as crop_to_box."),
+    (lambda o: o.teacher_view is None and not {"teacher", "teacher_top"}.isdisjoint(o.term_needs()),
+     "teacher_view is None with loss_terms {o.loss_terms}, which learn from a teacher: give it, such as crop_to_box."),
     (lambda o: len(set(o.perturbations)) < len(o.perturbations),
      "further_perturbations is {o.further_perturbations}: give each perturbation once."),
     (lambda o: not {"entropy_penalty", "perception_loss", "entropy_loss"}.isdisjoint(o.loss_terms or ()),
@@ -621,8 +628,8 @@ CONFLICTS: Conflicts = (
     (lambda o: o.uses_critic and o.critic_warmup > 0 and o.weight_decay > 0,
      "critic_warmup is {o.critic_warmup} and weight_decay is {o.weight_decay}, which would move the policy in it: "
      "set one to 0."),
-    (lambda o: o.uses_critic and o.torch_compile,
-     "advantage_estimator is gae with torch_compile, which hides the hidden states from the critic: drop one."),
+    (lambda o: o.torch_compile and (o.uses_critic or "hidden" in o.term_needs()),
+     "torch_compile hides the hidden states that advantage_estimator gae or a loss term reads: drop one."),
     (lambda o: not o.filter_low < o.filter_high or (o.filter_mode == "quantile"
         and not 0 <= o.filter_low < o.filter_high <= 1),
      "filter_low is {o.filter_low!r} and filter_high is {o.filter_high!r}: give filter_low < filter_high, with "

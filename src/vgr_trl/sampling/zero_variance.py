@@ -79,6 +79,8 @@ def warn_of_streak(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         added = per_token(advantages).abs().amax(1) > trainer.args.replay_var_epsilon  # (N,)
         added &= ~rollout.with_gradient.to(added.device)
         trained += int(trainer.accelerator.gather(added).sum())
+    if trainer.term_needs & {"teacher", "teacher_top"}:  # a teacher trains all groups
+        trained += len(rollout.selection.dropped)
     sentence = trainer.zero_variance_streak.end_rollout(trained)
     if sentence is not None and trainer.accelerator.is_main_process:
         logger.warning(sentence)

@@ -17,7 +17,7 @@ from vgr_trl import registries
 from vgr_trl.config import PERTURBATIONS
 from vgr_trl.data.images import DEEP_MODES, FULL_IMAGES, TEACHER_IMAGES, ImageLimits, boxes_of
 from vgr_trl.errors import DataError
-from vgr_trl.options import check_options, option
+from vgr_trl.options import Checked, option
 from vgr_trl.registries import declares
 
 
@@ -236,14 +236,11 @@ def derive_seed(seed: int, step: int, index: int, image: int = 0) -> int:
 
 
 @dataclass
-class CropOptions:
+class CropOptions(Checked):
     """Options of the view `crop_to_box`."""
 
     crop_margin: float = option(0.1, "Margin of crop_to_box, as a share of the longer side of the boxes.", ge=0)
     crop_pixels: int | None = option(None, "Area to which crop_to_box shrinks larger crops, in pixels.", ge=1)
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @registries.views.register("crop_to_box")

@@ -215,22 +215,33 @@ def _score_row_view(
 
     Args:
         trainer: scores the completions.
-        rollout: a scored rollout; of the view `teacher` it keeps the images.
+        rollout: a scored rollout; of the view `teacher` it keeps the images, and its batch what loss terms read.
         name: of the view among the signals.
         view: its plug-in.
         chunks: rows of each pass.
     """
-    found = []
+    found, tops, needs = [], [], trainer.term_needs if name == TEACHER else frozenset()
     for rows in chunks:
         images = _images_under(view, trainer, rollout, rows)
         inputs = inputs_with_images(trainer, rollout, rows, images)
         with _weights_of(name, trainer) as model:
-            logps = trainer.score(inputs, Want(), model, purpose=Purpose.VIEW).logps.float()
-        missing = torch.tensor([each is None for each in images], device=logps.device)
-        found.append(logps.masked_fill(missing.unsqueeze(1), torch.nan))
+            scores = trainer.score(inputs, Want(hidden="teacher_top" in needs), model, purpose=Purpose.VIEW)
+            if scores.hidden is not None:
+                head, args = Head(causal_model(model)), trainer.args
+                tops.append(head.top(scores.hidden, scores.mask, args.teacher_top_k, args.temperature))
+        missing = torch.tensor([each is None for each in images], device=scores.logps.device)
+        found.append(scores.logps.float().masked_fill(missing.unsqueeze(1), torch.nan))
         if name == TEACHER:
             rollout.teacher_images |= {row: each for row, each in zip(rows, images, strict=True) if each is not None}
-    return torch.cat(found)
+    logps = torch.cat(found)
+    columns = {"teacher_logps": logps} if needs & {"teacher", "teacher_top"} else {}
+    if tops:
+        columns |= {
+            f"teacher_top_{part}": torch.cat(each)
+            for part, each in zip(("logps", "ids"), zip(*tops, strict=True), strict=True)
+        }
+    rollout.batch = rollout.batch | columns
+    return logps
 
 
 @contextmanager
