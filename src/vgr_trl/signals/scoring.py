@@ -365,6 +365,23 @@ class Head:
 
         return self._measure_by_position(measure, mask, hidden, others, passes=2)
 
+    def most_likely(self, hidden: Tensor, mask: Tensor, count: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return the `count` most likely tokens of each position and their log-probabilities, (N, T, count) each.
+
+        Args:
+            hidden: (N, T, D), of the positions that emit the tokens.
+            mask: (N, T) bool; other positions get 0.
+            count: number of tokens, the most likely first.
+            temperature: logits are divided by it.
+        """
+        ids = torch.zeros(*mask.shape, count, dtype=torch.long, device=hidden.device)
+        logps = torch.zeros(ids.shape, device=hidden.device)
+        if mask.any():
+            parts = hidden[mask].split(self.positions_at_a_time(hidden.device))
+            found = [torch.log_softmax(self.logits(part).float() / temperature, -1).topk(count) for part in parts]
+            logps[mask], ids[mask] = (torch.cat(each) for each in zip(*found, strict=True))
+        return ids, logps
+
     def positions_at_a_time(self, device: torch.device, passes: int = 1) -> int:
         """Return the number of positions whose logits, of so many passes, fit into memory at once."""
         return max(LOGITS_AT_A_TIME.get(device.type, LOGITS_AT_A_TIME["cpu"]) // (passes * self.vocabulary), 1)

@@ -167,7 +167,6 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     for name, view in measurement.row_views.items():
         signals.views[name] = seen = _score_row_view(trainer, rollout, name, view, chunks)
         known = signals.mask.bool() & ~seen.isnan()
-        totals.add_mean(f"views/{name}/gap", seen - signals.logps, known)
         totals.add_mean(f"views/{name}/rows", known.any(1), signals.mask.any(1))
     gather = trainer.accelerator.gather
     rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, gather) | totals.metrics(gather)
@@ -215,21 +214,30 @@ def _score_row_view(
 
     Args:
         trainer: scores the completions.
-        rollout: a scored rollout; of the view `teacher` it keeps the images.
+        rollout: a scored rollout; of the view `teacher` it keeps the images, and the most likely tokens that are read.
         name: of the view among the signals.
         view: its plug-in.
         chunks: rows of each pass.
     """
-    found = []
+    found, top, args = [], [], trainer.args
+    reads_all = trainer.measurement.needs("teacher_top")
+    count = trainer.measurement.teacher_top if name == TEACHER and (reads_all or rollout.recorded) else 0
     for rows in chunks:
         images = _images_under(view, trainer, rollout, rows)
+        shown = {row: each for row, each in zip(rows, images, strict=True) if each is not None}
         inputs = inputs_with_images(trainer, rollout, rows, images)
-        with _weights_of(name, trainer) as model:
-            logps = trainer.score(inputs, Want(), model, purpose=Purpose.VIEW).logps.float()
-        missing = torch.tensor([each is None for each in images], device=logps.device)
-        found.append(logps.masked_fill(missing.unsqueeze(1), torch.nan))
+        with _weights_of(name, trainer) as model, torch.no_grad():
+            scores = trainer.score(inputs, Want(hidden=count > 0), model, purpose=Purpose.VIEW)
+            if scores.hidden is not None:
+                read = [row in shown and (reads_all or row in (rollout.recorded or ())) for row in rows]
+                mask = scores.mask & torch.tensor(read, device=scores.mask.device).unsqueeze(1)
+                top.append(Head(causal_model(model)).most_likely(scores.hidden, mask, count, args.temperature))
+        missing = torch.tensor([row not in shown for row in rows], device=scores.logps.device)
+        found.append(scores.logps.float().masked_fill(missing.unsqueeze(1), torch.nan))
         if name == TEACHER:
-            rollout.teacher_images |= {row: each for row, each in zip(rows, images, strict=True) if each is not None}
+            rollout.teacher_images |= shown
+    if top:
+        rollout.teacher_top = torch.cat([ids for ids, _ in top]), torch.cat([logps for _, logps in top])
     return torch.cat(found)
 
 
