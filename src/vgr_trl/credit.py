@@ -21,7 +21,7 @@ from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics.step_metrics import Gather, Totals, add_weights
 from vgr_trl.options import Checked, option
 from vgr_trl.registries import LOGPS_PREFIX, TEACHER, declares, is_measurement, needed_signals, short_name
-from vgr_trl.signals.named import RolloutSignals, read_segments
+from vgr_trl.signals.named import RolloutSignals, read_segments, teacher_gap
 from vgr_trl.signals.ratios import AttentionMass, last_layers, late_layers, token_vision_gain_ratio
 
 
@@ -597,12 +597,6 @@ def vepo(
     }
 
 
-def teacher_gap(signals: RolloutSignals) -> Tensor:
-    """Return log π(token | view) − log π(token | images), (N, T); NaN for rows without the view of `teacher_view`."""
-    gap: Tensor = signals.measured(LOGPS_PREFIX + TEACHER) - signals.logps
-    return gap
-
-
 @dataclass
 class RLSDOptions(Checked):
     """Numbers of RLSD."""
@@ -622,7 +616,7 @@ def rlsd(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: RLS
         advantages: (N,) or (N, T); only their signs are read.
         signals: with the log-probabilities of the tokens, and those of the teacher.
     """
-    gap, clip = teacher_gap(signals), options.rlsd_clip
+    gap, clip = teacher_gap(signals, options), options.rlsd_clip
     weights = (per_token(advantages).sign() * gap).exp().clamp(1 - clip, 1 + clip)
     return weights.masked_fill(gap.isnan(), 1), {"gap": gap}
 
@@ -646,7 +640,7 @@ def distil(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: D
         advantages: not read.
         signals: with the log-probabilities of the tokens, and those of the teacher.
     """
-    gap = teacher_gap(signals)
+    gap = teacher_gap(signals, options)
     added = options.distil_coef * gap.clamp(-options.distil_clip, options.distil_clip).nan_to_num(nan=0.0)
     return Added(added), {"gap": gap}
 

@@ -28,7 +28,7 @@ MEASUREMENTS = ("attention", "dependency", "entropies", "logps", "regions", "shi
 LOGPS_PREFIX = "logps:"
 TEACHER = "teacher"  # the view that `teacher_view` names
 # Quantities that loss terms may need -> the measurement of the rollout that they take, if any.
-TERM_NEEDS = {"perturbed": "perception", "hidden": None, "teacher": "views", "teacher_top": "views"}
+TERM_NEEDS = {"perturbed": "perception", "hidden": None, "teacher": "views", "teacher_top": "teacher_top"}
 BLIND_ANSWERS = "blind_answers"  # answers that rewards may need; they are generated, not measured
 
 

@@ -33,6 +33,8 @@ class Measurement:
         special_token_ids: tokens that belong to no modality.
         views: perturbations under which completions are scored.
         row_views: name of a view of rows under which completions are scored -> its plug-in.
+        teacher_top: number of tokens that the teacher finds most likely, for records and loss terms; 0 for the latter:
+            all.
         named: signals that options name, or plug-ins read.
         layers: number of the model's layers with attention; 0 where attention is not measured.
         samples_curves: whether attention that only metrics read is measured for a sample.
@@ -43,6 +45,7 @@ class Measurement:
     special_token_ids: tuple[int, ...] = ()
     views: tuple[str, ...] = ()
     row_views: Mapping[str, str] = field(default_factory=dict)
+    teacher_top: int = 0
     named: tuple[NamedSignal, ...] = ()
     layers: int = 0
     samples_curves: bool = False
@@ -175,6 +178,8 @@ class Rollout:
         batch: TRL's training batch; a stage that adds to it replaces it.
         perturbed_images: row -> its images as they were perturbed for the dependency.
         teacher_images: row -> its images as the teacher sees them.
+        teacher_top: tokens that the teacher finds most likely, (N, T, k), and their log-probabilities with all others
+            last, (N, T, k + 1), 0 for rows that nothing reads; None: nothing reads any.
         changes: (N, T), changes of the log-probabilities when images are perturbed.
 
         Selected:
@@ -203,6 +208,7 @@ class Rollout:
     batch: dict[str, Any] = field(default_factory=dict)
     perturbed_images: dict[int, list[Any]] = field(default_factory=dict)
     teacher_images: dict[int, list[Any]] = field(default_factory=dict)
+    teacher_top: tuple[torch.Tensor, torch.Tensor] | None = None
     changes: torch.Tensor | None = None
     selection: GroupSelection = field(init=False)
     replaced: list[int] = field(default_factory=list)

@@ -10,6 +10,7 @@ from support.trainers import logged, tiny_model
 
 from vgr_trl import registries
 from vgr_trl.errors import ConfigError
+from vgr_trl.reporting.records import read_run
 from vgr_trl.signals.named import columns_to_signals, signals_to_columns
 from vgr_trl.signals.ratios import jensen_shannon
 from vgr_trl.views.perturbed_pass import score_perturbed
@@ -143,8 +144,11 @@ def with_boxes(rows):
 
 
 def asked_with_images(run, rollout, view):
-    """(N, T) log-probabilities, each row alone behind its prompt with the images of the view; NaN without a view."""
-    rows, processor = [], run.processing_class
+    """(N, T) log-probabilities, each row alone behind its prompt with the images of the view, and the likeliest tokens.
+
+    NaN for a row without the view.
+    """
+    rows, best, processor = [], [], run.processing_class
     for messages, row, completion in zip(rollout.messages, rollout.rows, rollout.batch["completion_ids"], strict=True):
         own = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
         if (images := view(own, row, seed=0)) is None:
@@ -160,7 +164,8 @@ def asked_with_images(run, rollout, view):
         with torch.no_grad():
             logits = run.model(**inputs).logits[0, prompt - 1 : -1] / run.temperature
         rows.append(logits.log_softmax(-1).gather(-1, completion[:, None])[:, 0])
-    return torch.stack(rows)
+        best.append(logits.argmax(-1).tolist())
+    return torch.stack(rows), best
 
 
 @pytest.mark.parametrize("share", ["on", "off"])
@@ -169,7 +174,7 @@ def test_a_teacher_with_more_image_tokens(share, closer, vision_trainer, model_f
     run = vision_trainer(
         rows=with_boxes(vision_trainer.rows), model=tiny_model(model_folder).double(), max_steps=1, learning_rate=0.0,
         teacher_view="closer", credit_rules=["rlsd", "distil"], share_prompts=share, perturbation="gaussian_blur",
-        signals=["stability"], further_perturbations=["mask_image"], shuffle_dataset=False,
+        signals=["stability"], further_perturbations=["mask_image"], shuffle_dataset=False, rollout_log_steps=1,
     )  # fmt: skip
     passes, computed = noted_passes(run, monkeypatch), {"tokens": 0, "patches": 0}
 
@@ -191,13 +196,22 @@ def test_a_teacher_with_more_image_tokens(share, closer, vision_trainer, model_f
     limit = 2 * (width - length) + 8 * length if share == "on" else 8 * width
     assert 0 < computed["tokens"] <= 1.1 * limit
     assert computed["patches"] == patches.sum() / (4 if share == "on" else 1)  # each prompt's once
-    expected = asked_with_images(run, rollout, closer)
+    expected, best = asked_with_images(run, rollout, closer)
     seen = signals.views["teacher"]
     assert expected.isnan().any(1).tolist() == [False] * 4 + [True] * 4
     assert torch.allclose(seen.double()[valid], expected[valid], atol=1e-6, equal_nan=True)
     assert (seen - signals.logps)[:4][valid[:4]].abs().max() > 1e-4
     assert inputs["num_images"] == [2] * 4 + [1] * 4
     assert set(rollout.teacher_images) == set(range(4))
+    (record,) = read_run(run.args.output_dir).records()  # of two prompts, the first with a teacher
+    taught, alone = record.completions[0], record.completions[-1]
+    sizes = [(image.width, image.height) for image in taught.teacher_images]
+    assert sizes == [image.size for image in rollout.teacher_images[0]]
+    length, decode = len(taught.tokens), run.processing_class.tokenizer.decode
+    assert taught.teacher == [decode([token]) for token in best[0][:length]]
+    gaps = (expected - signals.logps.double())[0, :length]
+    assert taught.signals["teacher_gap"] == pytest.approx(gaps.tolist(), abs=1e-5)
+    assert (alone.teacher, alone.teacher_images, alone.signals.get("teacher_gap")) == (None, [], None)
 
 
 @pytest.mark.parametrize(("rule", "moves"), [("distil", True), ("rlsd", False)])
@@ -232,7 +246,7 @@ def test_the_reference_teaches(adapts, closer, vision_trainer, model_folder, mon
     run.train()
     run.model = tiny_model(model_folder).double()
     for rollout in seen:
-        expected, valid = asked_with_images(run, rollout, closer), rollout.signals.mask.bool()
+        (expected, _), valid = asked_with_images(run, rollout, closer), rollout.signals.mask.bool()
         teacher = rollout.signals.views["teacher"].double()
         assert torch.allclose(teacher[valid], expected[valid], atol=1e-5, equal_nan=True)
     assert "ref_per_token_logps" not in seen[0].batch

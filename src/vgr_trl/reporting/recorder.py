@@ -46,7 +46,16 @@ from vgr_trl.reporting.recorded_rows import (
     strip_padding,
     summarise_rollout,
 )
-from vgr_trl.reporting.records import FOLDER, Completion, LogEntry, Record, RecordWriter, question_id, refuse_unwritable
+from vgr_trl.reporting.records import (
+    FOLDER,
+    Completion,
+    LogEntry,
+    Record,
+    RecordedImage,
+    RecordWriter,
+    question_id,
+    refuse_unwritable,
+)
 from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.signals.named import take_signal_rows
 
@@ -137,6 +146,12 @@ class RolloutRecorder:
         completion.correct = None if accuracy is None or isnan(accuracy) else accuracy == 1
         if rollout.changes is not None and images:
             completion.changes = rollout.changes[row, : len(ids)].tolist()
+        for image in rollout.teacher_images.get(row, []):
+            name, content = make_thumbnail(image)
+            thumbnails[name] = content
+            completion.teacher_images.append(RecordedImage(name, *image.size))
+        if rollout.teacher_top is not None and completion.teacher_images:
+            completion.teacher = [decode([token]) for token in rollout.teacher_top[0][row, : len(ids), 0].tolist()]
         if rollout.scores is not None and row in (maps := rollout.scores.maps or {}):
             completion.attention = quantise_attention(maps[row].mean(0)[: len(ids)], grids)
         return RecordedRow(place, completion, thumbnails)

@@ -366,27 +366,26 @@ class Head:
         return self._measure_by_position(measure, mask, hidden, others, passes=2)
 
     @torch.no_grad()
-    def top(self, hidden: Tensor, mask: Tensor, count: int, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of the most probable tokens at every position, and these tokens.
+    def most_likely(self, hidden: Tensor, mask: Tensor, count: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return the most likely tokens of each position, and their log-probabilities.
 
         Args:
             hidden: (N, T, D), of the positions that emit the tokens.
-            mask: (N, T) bool.
-            count: tokens of a position, K; 0, or more than there are: all.
+            mask: (N, T) bool; other positions get 0.
+            count: number of tokens, K; 0, or more than there are: all.
             temperature: logits are divided by it.
 
         Returns:
-            (N, K + 1, T) float32, the last of all other tokens together (K if there are none), and (N, K, T) int32; 0
-            where `mask` is False.
+            Tokens (N, T, K) int32, the most likely first, and (N, T, K + 1) float32, last of all other tokens together;
+            (N, T, K) if there are no others.
         """
         count = min(count or self.vocabulary, self.vocabulary)
-        logps = torch.zeros(*mask.shape, count + (count < self.vocabulary), device=hidden.device)
         ids = torch.zeros(*mask.shape, count, dtype=torch.int32, device=hidden.device)
+        logps = torch.zeros(*mask.shape, count + (count < self.vocabulary), device=hidden.device)
         states = hidden[mask].split(self.positions_at_a_time(hidden.device))
-        parts = [_top_tokens(self.logits(each).float() / temperature, count) for each in states if len(each)]
-        if parts:
-            logps[mask], ids[mask] = (torch.cat(each) for each in zip(*parts, strict=True))
-        return logps.transpose(1, 2).contiguous(), ids.transpose(1, 2).contiguous()
+        if parts := [_top_tokens(self.logits(each).float() / temperature, count) for each in states if len(each)]:
+            ids[mask], logps[mask] = (torch.cat(each) for each in zip(*parts, strict=True))
+        return ids, logps
 
     def positions_at_a_time(self, device: torch.device, passes: int = 1) -> int:
         """Return the number of positions whose logits, of so many passes, fit into memory at once."""
@@ -408,7 +407,7 @@ class Head:
 def _top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     logps = logits.log_softmax(-1)
     top, ids = logps.topk(count)
-    return (top if count == logps.size(-1) else torch.cat([top, rest_of(logps, ids)], -1)), ids.int()
+    return ids.int(), top if count == logps.size(-1) else torch.cat([top, rest_of(logps, ids)], -1)
 
 
 def rest_of(logps: Tensor, ids: Tensor) -> Tensor:

@@ -346,13 +346,17 @@ def plan_measurement(facts: RunFacts) -> Measurement:
     if unknown := [token for token in args.vision_token_ids or () if token >= embedded]:
         raise ConfigError(f"vision_token_ids has {unknown[0]}, but there are {embedded} tokens: give that of images.")
     read = [need for reward in facts.rewards.values() for need in needed_signals(reward) if need != BLIND_ANSWERS]
-    named = named_signals(args, read)
+    named = named_signals(args, [*read, *["teacher_gap"] * (args.teacher_view is not None)])
     if any(signal.name == "stability" for signal in named) and not args.further_perturbations:
         raise ConfigError("The signal stability compares at least two perturbations: add further_perturbations.")
     views, of_rows = tuple(args.read_views("dependency" in needed)), args.row_views
+    top = int(args.teacher_view is not None and args.rollout_log_steps > 0 and not facts.is_sharded)
+    top = args.teacher_top_k if "teacher_top" in needed else top
     layers = count_attention_layers(model) if "attention" in needed else 0
     samples = args.attention_rows == "auto" and args.attention_source == "scoring" and not facts.tools
-    return Measurement(needed, ids, tuple(special_token_ids(facts.processor)), views, of_rows, named, layers, samples)
+    return Measurement(
+        needed, ids, tuple(special_token_ids(facts.processor)), views, of_rows, top, named, layers, samples
+    )
 
 
 def find_needed_measurements(facts: RunFacts) -> dict[str, str]:

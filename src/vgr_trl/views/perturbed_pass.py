@@ -167,7 +167,6 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     for name, view in measurement.row_views.items():
         signals.views[name] = seen = _score_row_view(trainer, rollout, name, view, chunks)
         known = signals.mask.bool() & ~seen.isnan()
-        totals.add_mean(f"views/{name}/gap", seen - signals.logps, known)
         totals.add_mean(f"views/{name}/rows", known.any(1), signals.mask.any(1))
     gather = trainer.accelerator.gather
     rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, gather) | totals.metrics(gather)
@@ -220,27 +219,31 @@ def _score_row_view(
         view: its plug-in.
         chunks: rows of each pass.
     """
-    found, tops, needs = [], [], trainer.term_needs if name == TEACHER else frozenset()
+    found, top, measurement = [], [], trainer.measurement
+    reads_all, count = measurement.needs("teacher_top"), measurement.teacher_top
+    reads = name == TEACHER and (reads_all or (count > 0 and bool(rollout.recorded)))
     for rows in chunks:
         images = _images_under(view, trainer, rollout, rows)
+        shown = {row: each for row, each in zip(rows, images, strict=True) if each is not None}
         inputs = inputs_with_images(trainer, rollout, rows, images)
-        with _weights_of(name, trainer) as model:
-            scores = trainer.score(inputs, Want(hidden="teacher_top" in needs), model, purpose=Purpose.VIEW)
+        with _weights_of(name, trainer) as model, torch.no_grad():
+            scores = trainer.score(inputs, Want(hidden=reads), model, purpose=Purpose.VIEW)
             if scores.hidden is not None:
-                head, args = Head(causal_model(model)), trainer.args
-                tops.append(head.top(scores.hidden, scores.mask, args.teacher_top_k, args.temperature))
-        missing = torch.tensor([each is None for each in images], device=scores.logps.device)
+                read = [row in shown and (reads_all or row in (rollout.recorded or ())) for row in rows]
+                mask = scores.mask & torch.tensor(read, device=scores.mask.device).unsqueeze(1)
+                head = Head(causal_model(model))
+                top.append(head.most_likely(scores.hidden, mask, count, trainer.args.temperature))
+        missing = torch.tensor([row not in shown for row in rows], device=scores.logps.device)
         found.append(scores.logps.float().masked_fill(missing.unsqueeze(1), torch.nan))
         if name == TEACHER:
-            rollout.teacher_images |= {row: each for row, each in zip(rows, images, strict=True) if each is not None}
+            rollout.teacher_images |= shown
+    if top:
+        rollout.teacher_top = torch.cat([ids for ids, _ in top]), torch.cat([logps for _, logps in top])
     logps = torch.cat(found)
-    columns = {"teacher_logps": logps} if needs & {"teacher", "teacher_top"} else {}
-    if tops:
-        columns |= {
-            f"teacher_top_{part}": torch.cat(each)
-            for part, each in zip(("logps", "ids"), zip(*tops, strict=True), strict=True)
-        }
-    rollout.batch = rollout.batch | columns
+    if name == TEACHER and trainer.term_needs & {"teacher", "teacher_top"}:
+        named = zip(("teacher_top_ids", "teacher_top_logps"), (rollout.teacher_top or ()) * reads_all, strict=False)
+        columns = {column: each.transpose(1, 2).contiguous() for column, each in named}  # the tokens last
+        rollout.batch = rollout.batch | {"teacher_logps": logps} | columns
     return logps
 
 
