@@ -6,11 +6,13 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig
-from support.trainers import logged, tiny_model
+from support.trainers import emitted, logged, tiny_model
+from transformers import TrainerCallback
 
 from vgr_trl import registries
 from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.records import read_run
+from vgr_trl.signals import scoring
 from vgr_trl.signals.named import columns_to_signals, signals_to_columns
 from vgr_trl.signals.ratios import jensen_shannon
 from vgr_trl.views.perturbed_pass import score_perturbed
@@ -144,11 +146,11 @@ def with_boxes(rows):
 
 
 def asked_with_images(run, rollout, view):
-    """(N, T) log-probabilities, each row alone behind its prompt with the images of the view, and the likeliest tokens.
+    """(N, T) log-probabilities, each row alone behind its prompt with the images of the view; NaN without a view.
 
-    NaN for a row without the view.
+    And of the rows with a view those of all tokens, (T, vocabulary) each.
     """
-    rows, best, processor = [], [], run.processing_class
+    rows, every, processor = [], [], run.processing_class
     for messages, row, completion in zip(rollout.messages, rollout.rows, rollout.batch["completion_ids"], strict=True):
         own = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
         if (images := view(own, row, seed=0)) is None:
@@ -163,9 +165,9 @@ def asked_with_images(run, rollout, view):
         inputs["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, len(completion)))
         with torch.no_grad():
             logits = run.model(**inputs).logits[0, prompt - 1 : -1] / run.temperature
-        rows.append(logits.log_softmax(-1).gather(-1, completion[:, None])[:, 0])
-        best.append(logits.argmax(-1).tolist())
-    return torch.stack(rows), best
+        every.append(logits.log_softmax(-1))
+        rows.append(every[-1].gather(-1, completion[:, None])[:, 0])
+    return torch.stack(rows), every
 
 
 @pytest.mark.parametrize("share", ["on", "off"])
@@ -196,7 +198,8 @@ def test_a_teacher_with_more_image_tokens(share, closer, vision_trainer, model_f
     limit = 2 * (width - length) + 8 * length if share == "on" else 8 * width
     assert 0 < computed["tokens"] <= 1.1 * limit
     assert computed["patches"] == patches.sum() / (4 if share == "on" else 1)  # each prompt's once
-    expected, best = asked_with_images(run, rollout, closer)
+    expected, every = asked_with_images(run, rollout, closer)
+    best = [each.argmax(-1).tolist() for each in every]
     seen = signals.views["teacher"]
     assert expected.isnan().any(1).tolist() == [False] * 4 + [True] * 4
     assert torch.allclose(seen.double()[valid], expected[valid], atol=1e-6, equal_nan=True)
@@ -256,6 +259,7 @@ def test_the_reference_teaches(adapts, closer, vision_trainer, model_folder, mon
     ("options", "needed"),
     [
         ({"credit_rules": ["rlsd"]}, "teacher_view"),
+        ({"loss_terms": ["gated_distillation"]}, "teacher_view"),
         ({"teacher_view": "crop_to_box"}, "bbox"),
         ({"teacher_view": "teacher_images"}, "teacher_images"),
     ],
@@ -263,3 +267,56 @@ def test_the_reference_teaches(adapts, closer, vision_trainer, model_folder, mon
 def test_a_teacher_without_a_view(options, needed, vision_trainer):
     with pytest.raises(ConfigError, match=needed):
         vision_trainer(**options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "top", "options"),
+    [("forward", 5, {}), ("reverse", 0, {"gradient_checkpointing": True}), ("jensen_shannon", 3, {"temperature": 0.7})],
+)
+def test_gradients_of_the_divergence_from_a_teacher(
+    kind, top, options, closer, vision_trainer, model_folder, monkeypatch
+):
+    """As by autograd of the formula on all logits in float64, whole micro-batches and one position at a time."""
+    numbers = {"teacher_divergence_coef": 0.5, "teacher_divergence_kind": kind, "gated_distillation_coef": 0.2}
+    run = vision_trainer(
+        lambda completions, **columns: [1.0] * len(completions), rows=with_boxes(vision_trainer.rows), max_steps=1,
+        model=tiny_model(model_folder).double(), teacher_view="closer", teacher_top_k=top, shuffle_dataset=False,
+        loss_terms=["teacher_divergence", "gated_distillation"], plugin_options=numbers, learning_rate=0.0,
+        max_grad_norm=0.0, **options,
+    )  # fmt: skip
+    monkeypatch.setitem(scoring.LOGITS_AT_A_TIME, "cpu", 1)
+    found = {}
+
+    def keep_gradients(*args, **kwargs):
+        found.update({name: weight.grad.clone() for name, weight in run.model.named_parameters()})
+
+    run.add_callback(type("Keep", (TrainerCallback,), {"on_pre_optimizer_step": keep_gradients}))
+    rollout = rollout_of(run, monkeypatch)
+    batch, valid = rollout.batch, rollout.signals.mask.bool()
+    sampled, every = asked_with_images(run, rollout, closer)
+    seen = ~sampled[:, 0].isnan()  # (N,)
+    known, teacher = valid & seen.unsqueeze(1), torch.cat(every)[valid[seen].flatten()]
+    run.model.zero_grad()
+    logits = emitted(run.model, batch) / run.temperature
+    logps = logits.log_softmax(-1)[known]  # (K, vocabulary)
+    kept = torch.zeros_like(logps, dtype=torch.bool).scatter(1, teacher.topk(top or teacher.size(1)).indices, True)
+
+    def fold(values):  # the others as one
+        others = [] if top == 0 else [values.exp().masked_fill(kept, 0).sum(1, keepdim=True)]
+        return torch.cat([values.exp()[kept].view(len(values), -1), *others], 1)
+
+    p, q = fold(teacher), fold(logps)
+    mixture = (p + q) / 2
+    kl = lambda one, other: (one * (one / other).log()).sum(1)  # noqa: E731
+    formula = {"forward": kl(p, q), "reverse": kl(q, p), "jensen_shannon": (kl(p, mixture) + kl(q, mixture)) / 2}
+    tokens = batch["completion_ids"][known].unsqueeze(1)
+    gap = teacher.gather(1, tokens) - logps.gather(1, tokens)
+    loss = 0.5 * formula[kind].sum() + 0.2 * ((5 * gap).sigmoid().detach() * gap).sum()
+    (loss / valid.sum()).backward()
+    expected = {name: weight.grad for name, weight in run.model.named_parameters() if weight.grad is not None}
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    assert largest > 1e-4
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() <= 2e-6 * largest, name
+    assert logged(run, "teacher_divergence")[0] == pytest.approx((formula[kind].sum() / valid.sum()).item(), rel=1e-3)
+    assert 0 < logged(run, "teacher_gate")[0] < 1
