@@ -43,7 +43,7 @@ class PluginOptions:
 
     # fmt: off
     credit_rules: list[str] | None = option(None, f"Rules that give tokens credit: {', '.join(RULES)}; vgpo, pgpo, "
-        "vepo, anchor_tokens, rlsd, distil; names of plug-ins, dotted paths or files (my_rules.py:my_rule).")
+        "vepo, anchor_tokens, rlsd, distil, prpo, tor; names of plug-ins, dotted paths or files (my_rules.py:my_rule).")
     loss_terms: list[str] | None = option(None, "Terms to add to the loss: teacher_divergence, gated_distillation; "
         "names of plug-ins, dotted paths or files (my_terms.py:my_term).")
     signals: list[str] | None = option(None, "Token signals to measure, log and pass to rewards: names, dotted paths "

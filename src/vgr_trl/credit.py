@@ -561,6 +561,62 @@ def pgpo(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: PGP
 
 
 @dataclass
+class PRPOOptions(Checked):
+    """Numbers of the rule `prpo`."""
+
+    prpo_boost: float = option(1.0, "Added weight of a token of robust dependency 1.", ge=0)
+
+
+@registries.credit_rules.register("prpo")
+@declares(needs=("dependency", "logps", f"{LOGPS_PREFIX}add_gaussian_noise"), options=PRPOOptions)
+def prpo(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: PRPOOptions) -> Credit:
+    """Return weights 1 + boost · r for tokens that depend on the image and are stable when it gets a little noise.
+
+    r = importance · exp(-|log π_noisy - log π|), with PGPO's importance, ln(1 + dependency) scaled to [0, 1] within its
+    completion; 0 where no dependency is defined. After the abstract of https://huggingface.co/papers/2606.08708, whose
+    formulas these are not.
+
+    Args:
+        signals: with `dependency` (N, T), and log-probabilities given the image and given noisy images.
+    """
+    dependency = signals.measured("dependency")
+    defined = mask & ~dependency.isnan()
+    importance = min_max(dependency.float().log1p(), defined)  # (N, T)
+    stability = (signals.views["add_gaussian_noise"] - signals.logps).abs().neg().exp()
+    robust = (importance * stability).masked_fill(~defined, 0)
+    return 1 + options.prpo_boost * robust, {"robust_dependency": robust.masked_fill(~defined, torch.nan)}
+
+
+@dataclass
+class ToROptions(Checked):
+    """Numbers of ToR."""
+
+    tor_reasoning_share: float = option(0.3, "Share of a completion's tokens with the largest entropy.", ge=0, le=1)
+    tor_perception_share: float = option(0.3, "Share with the largest change without the image.", ge=0, le=1)
+    tor_perception_weight: float = option(0.5, "Weight of the tokens of the second share alone.", ge=0)
+
+
+@registries.credit_rules.register("tor")
+@declares(needs=("entropies", "logps", f"{LOGPS_PREFIX}remove_image"), options=ToROptions)
+def tor(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: ToROptions) -> Credit:
+    """Weigh reasoning tokens by 1, further perception tokens by `tor_perception_weight`, and others by 0.
+
+    Reasoning tokens are those of largest entropy, perception tokens those whose log-probability changes most without
+    the image. All tokens of a completion without an image weigh 1. Source: https://huggingface.co/papers/2603.25077.
+
+    Args:
+        signals: with `entropies`, and log-probabilities given the image and without it.
+    """
+    change = (signals.views["remove_image"] - signals.logps).abs()
+    seen = mask & ~change.isnan()
+    reasoning = top_fraction_mask(signals.entropies, seen, options.tor_reasoning_share)
+    perception = top_fraction_mask(change, seen, options.tor_perception_share) & ~reasoning
+    weights = reasoning + options.tor_perception_weight * perception + (~seen.any(1, keepdim=True) & mask)
+    where = {"reasoning_fraction": reasoning, "perception_fraction": perception}
+    return weights, {name: (tokens, seen) for name, tokens in where.items()}
+
+
+@dataclass
 class VEPOOptions(Checked):
     """Numbers of VEPO."""
 

@@ -290,3 +290,29 @@ def test_rules_of_a_teacher_by_hand():
     assert not both[~measured.mask].isfinite().logical_not().any()
     assert metrics["credit/distil/gap"] == pytest.approx((math.log(2) - math.log(2) + 2 * half - math.log(2)) / 6)
     assert metrics["credit/distil/added"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_prpo_and_tor_by_hand():
+    """Dependencies e - 1, 0 and sqrt(e) - 1 have importances 1, 0 and 1/2; changes by ln 2 and ln 4 halve and quarter.
+
+    Of four tokens the quarters of largest entropy and of largest change are the second and the first.
+    """
+    mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
+    nan, half = math.nan, math.log(2)
+    signals = RolloutSignals(
+        torch.zeros(2, 4), torch.tensor([[0.1, 0.9, 0.5, 0.2], [1.0, 2.0, 0.0, 0.0]]), mask,
+        dependency=torch.tensor([[math.e - 1, 0, math.e**0.5 - 1, 0], [nan] * 4]),
+        views={"add_gaussian_noise": torch.tensor([[-half, 0, 2 * half, 0], [nan] * 4]),
+               "remove_image": torch.tensor([[-2.0, 0.1, 0, 1], [nan] * 4])},
+    )  # fmt: skip
+    options = CreditOptions(credit_rules=["prpo"], plugin_options={"prpo_boost": 2.0})
+    shaped, metrics = shape_advantages(torch.tensor([1.0, -1.0]), signals, options)
+    assert shaped[0].tolist() == pytest.approx([2, 1, 1.25, 1])
+    assert shaped[1, :2].tolist() == [-1, -1]  # no image
+    assert metrics["credit/prpo/robust_dependency"] == pytest.approx((0.5 + 0.125) / 4)
+    shares = {"tor_reasoning_share": 0.25, "tor_perception_share": 0.25}
+    options = CreditOptions(credit_rules=["tor"], plugin_options=shares)
+    shaped = shape_advantages(torch.tensor([1.0, -1.0]), signals, options)[0]
+    assert (shaped[0].tolist(), shaped[1, :2].tolist()) == ([0.5, 1, 0, 0], [-1, -1])
+    options.plugin_options = {"tor_reasoning_share": 0.25, "tor_perception_share": 0.5}
+    assert shape_advantages(torch.ones(2), signals, options)[0][0].tolist() == [0.5, 1, 0, 0.5]
