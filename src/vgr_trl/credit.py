@@ -96,8 +96,7 @@ def shape_advantages(
         gather: concatenates a 1-D tensor over all processes, which have equally many rows; every process calls it
             equally often, whatever the signals are. None: there is one process.
         completion_ids: (N, T) tokens of the completions, for plug-ins that read them.
-        weights_of: for records, receives the weights (N, T) of each plug-in by name; 0 and 1 for kept tokens, and the
-            values that a plug-in adds.
+        weights_of: for records, receives the weights (N, T) of each plug-in by name; 0 and 1 for kept tokens.
 
     Returns:
         The advantages, (N, T) float32, and the rules' metrics over all processes; a mean of nothing is NaN.
@@ -113,15 +112,15 @@ def shape_advantages(
     added = torch.zeros_like(credit)
     context = {"shaped": shaped, "groups": groups, "gather": gather, "completion_ids": completion_ids}
     for name, weights in _weights_by_rule(advantages, signals, options, context, totals):
-        values = weights.values if isinstance(weights, Added) else weights
-        if weights_of is not None and name is not None:
-            weights_of[name] = values.float()
         if isinstance(weights, Added):
-            added += values
-        elif values.dtype == torch.bool:
-            kept.append(values)
+            added += weights.values
+            continue
+        if weights_of is not None and name is not None:
+            weights_of[name] = weights.float()
+        if weights.dtype == torch.bool:
+            kept.append(weights)
         else:
-            credit *= values
+            credit *= weights
     if kept:
         union = torch.stack(kept).any(dim=0)
         totals.add_mean("combined_token_fraction", union, mask)
