@@ -608,6 +608,7 @@ class RLSDOptions(_Checked):
     """Numbers of RLSD."""
 
     rlsd_clip: float = option(0.2, "Largest distance of a weight from 1; RLSD's epsilon.", ge=0, lt=1)
+    rlsd_lambda: float = option(1.0, "Share of the weight, the rest is 1; RLSD's lambda.", ge=0, le=1)
 
 
 @registries.credit_rules.register("rlsd")
@@ -615,7 +616,7 @@ class RLSDOptions(_Checked):
 def rlsd(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: RLSDOptions) -> Credit:
     """Weigh each token by exp(sign(A) · gap) within 1 ± `rlsd_clip`; 1 where the row has no view.
 
-    A token that the teacher finds likelier gets more of a reward, and less of a penalty. Source:
+    With `rlsd_lambda` below 1, the weight is that share of it, and 1 for the rest. A token that the teacher finds likelier gets more of a reward, and less of a penalty. Source:
     https://huggingface.co/papers/2604.03128.
 
     Args:
@@ -624,7 +625,7 @@ def rlsd(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: RLS
     """
     gap, clip = teacher_gap(signals, options), options.rlsd_clip
     weights = (per_token(advantages).sign() * gap).exp().clamp(1 - clip, 1 + clip)
-    return weights.masked_fill(gap.isnan(), 1), {"gap": gap}
+    return 1 + options.rlsd_lambda * (weights.masked_fill(gap.isnan(), 1) - 1), {"gap": gap}
 
 
 @dataclass

@@ -144,12 +144,13 @@ TINY = (
     "--report_to none --disable_tqdm true --compute_attention_metrics false --eval_strategy no "
     "--check_pixels false --skip_zero_advantage off"  # passes are counted by their rows
 )
-SMALLER = {"soft_punish_cache": 2, "noisy_generations": 2, "warmup_ratio": 0}
+SMALLER = {"soft_punish_cache": 2, "noisy_generations": 2, "warmup_ratio": 0, "teacher_view": "clean"}
 LEFT = {  # in the log, by what a recipe reads
     "attention": {"attention/late/vgr"},
     "dependency": {"sensitivity_score_mean", "credit/pgpo/importance"},
     "entropies": {"entropy_mean_selected", "credit/vepo/score"},
     "logps given the masked image": {"perception_loss"},
+    "logps given the teacher's view": {"signals/teacher_gap"},
     "one more generation": {"blind/described"},
     "shift": {"credit/vepo/score"},
     "similarity": {"credit/vgpo/completion_weight"},
