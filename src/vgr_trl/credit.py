@@ -96,8 +96,7 @@ def shape_advantages(
         gather: concatenates a 1-D tensor over all processes, which have equally many rows; every process calls it
             equally often, whatever the signals are. None: there is one process.
         completion_ids: (N, T) tokens of the completions, for plug-ins that read them.
-        weights_of: for records, receives the weights (N, T) of each plug-in by name; 0 and 1 for kept tokens, and the
-            values that a plug-in adds.
+        weights_of: for records, receives the weights (N, T) of each plug-in by name; 0 and 1 for kept tokens.
 
     Returns:
         The advantages, (N, T) float32, and the rules' metrics over all processes; a mean of nothing is NaN.
@@ -113,15 +112,15 @@ def shape_advantages(
     added = torch.zeros_like(credit)
     context = {"shaped": shaped, "groups": groups, "gather": gather, "completion_ids": completion_ids}
     for name, weights in _weights_by_rule(advantages, signals, options, context, totals):
-        values = weights.values if isinstance(weights, Added) else weights
-        if weights_of is not None and name is not None:
-            weights_of[name] = values.float()
         if isinstance(weights, Added):
-            added += values
-        elif values.dtype == torch.bool:
-            kept.append(values)
+            added += weights.values
+            continue
+        if weights_of is not None and name is not None:
+            weights_of[name] = weights.float()
+        if weights.dtype == torch.bool:
+            kept.append(weights)
         else:
-            credit *= values
+            credit *= weights
     if kept:
         union = torch.stack(kept).any(dim=0)
         totals.add_mean("combined_token_fraction", union, mask)
@@ -658,6 +657,7 @@ class RLSDOptions(Checked):
     """Numbers of RLSD."""
 
     rlsd_clip: float = option(0.2, "Largest distance of a weight from 1; RLSD's epsilon.", ge=0, lt=1)
+    rlsd_lambda: float = option(1.0, "Share of the weight, the rest is 1; RLSD's lambda.", ge=0, le=1)
 
 
 @registries.credit_rules.register("rlsd")
@@ -665,7 +665,8 @@ class RLSDOptions(Checked):
 def rlsd(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: RLSDOptions) -> Credit:
     """Weigh each token by exp(sign(A) · gap) within 1 ± `rlsd_clip`; 1 where the row has no view.
 
-    A token that the teacher finds likelier gets more of a reward, and less of a penalty. Source:
+    With `rlsd_lambda` below 1, the weight is that share of it, and 1 for the rest. A token that the teacher finds
+    likelier gets more of a reward, and less of a penalty. Source:
     https://huggingface.co/papers/2604.03128.
 
     Args:
@@ -674,7 +675,7 @@ def rlsd(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: RLS
     """
     gap, clip = teacher_gap(signals, options), options.rlsd_clip
     weights = (per_token(advantages).sign() * gap).exp().clamp(1 - clip, 1 + clip)
-    return weights.masked_fill(gap.isnan(), 1), {"gap": gap}
+    return 1 + options.rlsd_lambda * (weights.masked_fill(gap.isnan(), 1) - 1), {"gap": gap}
 
 
 @dataclass

@@ -24,6 +24,7 @@ from vgr_trl.credit import (
     vepo,
     vgpo,
 )
+from vgr_trl.recipes import load_recipe
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
 
@@ -283,6 +284,8 @@ def test_rules_of_a_teacher_by_hand():
     weighed, _ = shaped([2.0, -2.0, 2.0, 0.0], measured, credit_rules=["rlsd"], plugin_options={"rlsd_clip": 0.5})
     assert weighed[0].tolist() == pytest.approx([3, 1, 3])
     assert (weighed[1, 1].item(), *weighed[2, :2], *weighed[3, :2]) == pytest.approx((-3, 2, 2, 0, 0))
+    recipe = load_recipe("rlsd")["plugin_options"] | {"rlsd_clip": 0.5}  # a half of the weights, and a half of 1
+    assert shaped([2.0] * 4, measured, credit_rules=["rlsd"], plugin_options=recipe)[0][0].tolist() == [2.5, 1.5, 2.5]
     both, metrics = shaped([2.0, -2.0, 2.0, 0.0], measured, credit_rules=["rlsd", "distil"], plugin_options=options)
     half = math.log(8 / 5) / 2
     assert both[0].tolist() == pytest.approx([3 + half, 1 - half, 3 + half])

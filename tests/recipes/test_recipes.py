@@ -155,6 +155,7 @@ LEFT = {  # in the log, by what a recipe reads
     "entropies": {"entropy_mean_selected", "credit/vepo/score", "credit/tor/reasoning_fraction"},
     "logps given a noisy image": {"credit/prpo/robust_dependency"},
     "logps given the masked image": {"perception_loss"},
+    "logps given the teacher's view": {"signals/teacher_gap"},
     "logps without the image": {"credit/tor/perception_fraction"},
     "one more generation": {"blind/described"},
     "shift": {"credit/vepo/score"},
