@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from vgr_trl.patching import patched_attribute
-from vgr_trl.sharing import SharingReport, share_prompts, shared_passes
+from vgr_trl.sharing import SharingReport, context_manager, share_prompts
 
 # Of the largest update, in float32: additions in another order, by kernels that differ from CPU to CPU, change it by up
 # to 2e-5; a token or a row too many changes it by 1e-2.
@@ -88,7 +88,7 @@ def reports_by_place():
             yield report
         found[place].add(report.rows, report.prompts, report.plain)
 
-    with patched_attribute(shared_passes, "share_prompts", recording):
+    with patched_attribute(context_manager, "share_prompts", recording):
         yield found
 
 

@@ -42,20 +42,12 @@ from vgr_trl.reporting.recorded_rows import (
     prompt_text,
     quantise_attention,
     read_row_images,
+    record_images,
     split_tokens,
     strip_padding,
     summarise_rollout,
 )
-from vgr_trl.reporting.records import (
-    FOLDER,
-    Completion,
-    LogEntry,
-    Record,
-    RecordedImage,
-    RecordWriter,
-    question_id,
-    refuse_unwritable,
-)
+from vgr_trl.reporting.records import FOLDER, Completion, LogEntry, Record, RecordWriter, question_id, refuse_unwritable
 from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.signals.named import take_signal_rows
 
@@ -146,10 +138,8 @@ class RolloutRecorder:
         completion.correct = None if accuracy is None or isnan(accuracy) else accuracy == 1
         if rollout.changes is not None and images:
             completion.changes = rollout.changes[row, : len(ids)].tolist()
-        for image in rollout.teacher_images.get(row, []):
-            name, content = make_thumbnail(image)
-            thumbnails[name] = content
-            completion.teacher_images.append(RecordedImage(name, *image.size))
+        completion.teacher_images, of_teacher = record_images(rollout.teacher_images.get(row, []))
+        thumbnails |= of_teacher
         if rollout.teacher_top is not None and completion.teacher_images:
             completion.teacher = [decode([token]) for token in rollout.teacher_top[0][row, : len(ids), 0].tolist()]
         if rollout.scores is not None and row in (maps := rollout.scores.maps or {}):

@@ -8,6 +8,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -270,7 +271,8 @@ def crop_to_box(
     return [ImageLimits(max_pixels=crop_pixels).fitted(images[0].crop((*first.tolist(), *last.tolist())))]
 
 
-def _read_column(row: Mapping[str, Any], name: str) -> list[Image.Image] | None:
+def _read_column(name: str, images: Sequence[Image.Image], row: Mapping[str, Any]) -> list[Image.Image] | None:
+    """Return the images in a column of the row; None without any."""
     value = row.get(name)
     found = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
     if any(not isinstance(image, Image.Image) for image in found):
@@ -279,16 +281,8 @@ def _read_column(row: Mapping[str, Any], name: str) -> list[Image.Image] | None:
     return found or None
 
 
-@registries.views.register("teacher_images")
-def teacher_images(images: Sequence[Image.Image], row: Mapping[str, Any]) -> list[Image.Image] | None:
-    """Return the images in the row's column `teacher_images`; None without any."""
-    return _read_column(row, TEACHER_IMAGES)
-
-
-@registries.views.register("sharper")
-def sharper(images: Sequence[Image.Image], row: Mapping[str, Any]) -> list[Image.Image] | None:
-    """Return the row's images before they were shrunk to `max_pixels` for the policy; None without any."""
-    return _read_column(row, FULL_IMAGES)
+registries.views.register("teacher_images")(partial(_read_column, TEACHER_IMAGES))
+registries.views.register("sharper")(partial(_read_column, FULL_IMAGES))
 
 
 @registries.views.register("clean")
