@@ -199,7 +199,7 @@ def over_positions(
     size = head.positions_at_a_time(hidden.device)
     columns = zip(*(each.split(size) for each in (mine, *further)), strict=True)
     parts = [checkpoint(measure, *part, use_reentrant=False) for part in columns if len(mine)]
-    values = torch.cat(parts) if parts else mine.sum(1)
+    values = torch.cat(parts) if parts else mine.sum(1).float()
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
