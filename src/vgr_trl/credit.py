@@ -653,16 +653,18 @@ def vepo(
 
 
 @dataclass
-class RLSDOptions(Checked):
-    """Numbers of RLSD."""
+class TeacherOptions(Checked):
+    """Numbers of the rules that compare with a teacher."""
 
     rlsd_clip: float = option(0.2, "Largest distance of a weight from 1; RLSD's epsilon.", ge=0, lt=1)
     rlsd_lambda: float = option(1.0, "Share of the weight, the rest is 1; RLSD's lambda.", ge=0, le=1)
+    distil_coef: float = option(1.0, "Coefficient of the gap to the teacher that distil adds.", ge=0)
+    distil_clip: float = option(3.0, "Largest gap that distil adds, in nats.", gt=0)
 
 
 @registries.credit_rules.register("rlsd")
-@declares(needs=("logps", LOGPS_PREFIX + TEACHER), options=RLSDOptions)
-def rlsd(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: RLSDOptions) -> Credit:
+@declares(needs=("logps", LOGPS_PREFIX + TEACHER), options=TeacherOptions)
+def rlsd(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: TeacherOptions) -> Credit:
     """Weigh each token by exp(sign(A) · gap) within 1 ± `rlsd_clip`; 1 where the row has no view.
 
     With `rlsd_lambda` below 1, the weight is that share of it, and 1 for the rest. A token that the teacher finds
@@ -678,17 +680,9 @@ def rlsd(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: RLS
     return 1 + options.rlsd_lambda * (weights.masked_fill(gap.isnan(), 1) - 1), {"gap": gap}
 
 
-@dataclass
-class DistilOptions(Checked):
-    """Numbers of the rule `distil`."""
-
-    distil_coef: float = option(1.0, "Coefficient of the gap to the teacher that distil adds.", ge=0)
-    distil_clip: float = option(3.0, "Largest gap that distil adds, in nats.", gt=0)
-
-
 @registries.credit_rules.register("distil")
-@declares(needs=("logps", LOGPS_PREFIX + TEACHER), options=DistilOptions)
-def distil(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: DistilOptions) -> Credit:
+@declares(needs=("logps", LOGPS_PREFIX + TEACHER), options=TeacherOptions)
+def distil(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: TeacherOptions) -> Credit:
     """Add `distil_coef` · gap, the gap within ± `distil_clip`, to the advantage of each token; 0 without the view.
 
     Without other advantages and with coefficient 1, it is the sampled gradient of the reverse KL to the teacher.

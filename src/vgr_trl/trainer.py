@@ -433,8 +433,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             self.critic.value_tokens(rollout)
         self.kl.keep_reference(rollout)
         with self.clock.stage("perturbed"):
-            score_perturbed(self, rollout)
             record_noise(self, rollout)
+            score_perturbed(self, rollout)
         if self.has_reward_files:
             keep_returned_weights(self, rollout)
 

@@ -124,7 +124,7 @@ def test_trl_does(sentence, check):
 
 def calls_of_super() -> list[str]:
     """Methods of TRL's trainer that ours extends."""
-    code = "".join((OURS / name).read_text(encoding="utf-8") for name in ("trainer.py", "resuming.py"))
+    code = "".join((OURS / name).read_text(encoding="utf-8") for name in ("trainer.py", "checkpoints.py"))
     return sorted({*re.findall(r"super\(\)\.(\w+)", code)} - {"__init__"})
 
 

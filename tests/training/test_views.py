@@ -18,12 +18,13 @@ from vgr_trl.signals.ratios import jensen_shannon
 from vgr_trl.views.perturbed_pass import score_perturbed
 
 
-def rollout_of(run, monkeypatch):
+def rollout_of(run, monkeypatch, then=lambda: None):
     """The rollout of one step of a trainer, scored under perturbations."""
     found = []
 
     def measured(trainer, rollout):
         score_perturbed(trainer, rollout)
+        then()
         found.append(copy(rollout))
 
     monkeypatch.setattr("vgr_trl.trainer.score_perturbed", measured)
@@ -189,8 +190,7 @@ def test_a_teacher_with_more_image_tokens(share, closer, vision_trainer, model_f
     parts = {"tokens": run.model.model.language_model.layers[0], "patches": run.model.model.visual.blocks[0]}
     for name, layer in parts.items():
         layer.register_forward_pre_hook(partial(count, name), with_kwargs=True)
-    monkeypatch.setattr("vgr_trl.trainer.record_noise", lambda *given: passes.append(None))  # after the views
-    rollout = rollout_of(run, monkeypatch)
+    rollout = rollout_of(run, monkeypatch, lambda: passes.append(None))
     passes.pop()
     signals, valid = rollout.signals, rollout.signals.mask.bool()
     inputs, patches = passes[-1], passes[-1]["image_grid_thw"].prod(-1)
@@ -320,3 +320,15 @@ def test_gradients_of_the_divergence_from_a_teacher(
         assert (found[name] - gradient).abs().max() <= 2e-6 * largest, name
     assert logged(run, "teacher_divergence")[0] == pytest.approx((formula[kind].sum() / valid.sum()).item(), rel=1e-3)
     assert 0 < logged(run, "teacher_gate")[0] < 1
+
+
+def test_a_teacher_that_sees_the_clean_image(vision_trainer, monkeypatch):
+    """Noisy completions are compared with the image that they were sampled from; the others have a gap of 0."""
+    run = vision_trainer(
+        max_steps=1, learning_rate=0.0, teacher_view="clean", noisy_generations=2, noisy_perturbation="mask_image"
+    )
+    signals = rollout_of(run, monkeypatch).signals
+    gap, valid = signals.extra["teacher_gap"], signals.mask.bool()
+    noisy = torch.tensor([False, False, True, True] * 2).unsqueeze(1) & valid
+    assert gap[valid & ~noisy].abs().max() < 1e-5 < 1e-4 < gap[noisy].abs().max()
+    assert torch.allclose(signals.views["teacher"][valid], signals.logps[valid], atol=1e-5)

@@ -258,11 +258,17 @@ def stability(signals: RolloutSignals, options: Any) -> Tensor:
     return 1 - 2 * probabilities.std(0, correction=0)
 
 
+NOISY = "noisy"  # the view of completions that were sampled from a perturbed image, beside the teacher `clean`
+
+
 @registries.signals.register("teacher_gap")
 @declares(needs=("logps", LOGPS_PREFIX + TEACHER))
 def teacher_gap(signals: RolloutSignals, options: Any) -> Tensor:
-    """Return log π(token | view) − log π(token | images), (N, T); NaN for rows without the view of `teacher_view`."""
-    return signals.views[TEACHER] - signals.logps
+    """Return log π(token | view) − log π(token | images), (N, T); NaN for rows without the view of `teacher_view`.
+
+    Beside the teacher `clean`, the images are those that the completion was sampled from.
+    """
+    return signals.views[TEACHER] - signals.views.get(NOISY, signals.logps)
 
 
 def _return_measured(need: str, signals: RolloutSignals, options: Any) -> Any:

@@ -35,7 +35,7 @@ from vgr_trl.rows import (
 )
 from vgr_trl.sharing.context_manager import whole_groups
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.signals.named import RolloutSignals, add_named, build_unmeasured_signals, named_metrics
+from vgr_trl.signals.named import NOISY, RolloutSignals, add_named, build_unmeasured_signals, named_metrics
 from vgr_trl.signals.perturbation import derive_seed, perturb_images, show_view
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.scoring import Head, Want
@@ -169,7 +169,7 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         known = signals.mask.bool() & ~seen.isnan()
         totals.add_mean(f"views/{name}/rows", known.any(1), signals.mask.any(1))
     gather = trainer.accelerator.gather
-    rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, gather) | totals.metrics(gather)
+    rollout.metrics |= named_metrics(add_named(measurement.named, signals), signals, gather) | totals.metrics(gather)
 
 
 def _score_perturbations(
@@ -193,7 +193,7 @@ def _score_perturbations(
     blind = ~seen.to(logps.device).unsqueeze(1)  # (N, 1)
     views = dict(zip(measurement.views, logps.masked_fill(blind, torch.nan), strict=True))
     if "views" in measurement.needed:
-        signals.views = {name: value.float() for name, value in views.items()}
+        signals.views |= {name: value.float() for name, value in views.items()}
     if "dependency" in measurement.needed:
         perturbed = torch.stack([views[name] for name in args.perturbations])
         each = visual_dependency(signals.logps.expand_as(perturbed), perturbed)
@@ -404,17 +404,20 @@ def noisy_rows(rows: int, generations: int, count: int, first: int) -> list[bool
 
 
 def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
-    """Set the old log-probabilities of a noisy rollout by `noisy_importance`, and its metrics."""
+    """Set old log-probabilities and metrics of a noisy rollout, and the view that a teacher `clean` compares with."""
     noise, args = rollout.noise, trainer.args
     if noise is None:
         return
-    if noise.generations and args.noisy_importance == "perturbed":
+    if noise.generations and (args.noisy_importance == "perturbed" or args.teacher_view == "clean"):
         batch, seen = rollout.batch, noise.prompts
         if seen is not None and seen.images is not None:
             pixels = pixels_of_rows(seen.fields, seen.images, range(len(rollout.rows)), batch)
             batch = batch | {"pixel_values": joined(pixels)}
         scores = trainer.score(scoring_inputs(batch), Want(), purpose=Purpose.VIEW)
-        rollout.batch = rollout.batch | {OLD_LOGPS: scores.logps}
+        if args.noisy_importance == "perturbed":
+            rollout.batch = rollout.batch | {OLD_LOGPS: scores.logps}
+        if args.teacher_view == "clean" and rollout.signals is not None:
+            rollout.signals.views[NOISY] = scores.logps.float()
     rollout.metrics |= {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
     if noise.generations:
         rewards = weighted_sums(rollout.rewards, trainer.reward_weights).nan_to_num()  # (N of all,)

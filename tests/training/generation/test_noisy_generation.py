@@ -7,7 +7,7 @@ import torch
 from support.trainers import emitted, letters_reward, logged
 
 from vgr_trl.config import decay
-from vgr_trl.views import noise as noisy
+from vgr_trl.views import perturbed_pass as noisy
 
 NOISE = {"noisy_generations": 3, "max_steps": 1}
 
