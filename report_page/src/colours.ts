@@ -37,9 +37,10 @@ export function quantitiesOf(runs: Run[]): Quantity[] {
       name: `${part}:${name}`, title: `${kind} ${visible(name)}`, below, above, ratio: part === "credit", twoSided: part === "credit",
       of: (completion: Completion) => completion[part]?.[name],
     }));
+  const gap = { title: "Gap to the teacher", below: "less likely", above: "more likely to the teacher", twoSided: true };
   return [
     ...BUILT_IN.map((item) => ({ ...item, of: (completion: Completion) => completion[item.name] })),
-    ...own("signals", "Signal", "lower", "higher"),
+    ...own("signals", "Signal", "lower", "higher").map((item) => (item.name === "signals:teacher_gap" ? { ...item, ...gap } : item)),
     ...own("credit", "Credit rule", "less credit", "more credit"),
   ];
 }

@@ -53,6 +53,10 @@ export interface Completion {
   images: Picture[];
   attention: { scale: number[]; values: string } | null;
   replaced: boolean;
+  /** For each token, the one that the teacher finds most likely in its place. */
+  teacher?: string[] | null;
+  /** What the teacher sees. */
+  teacher_images?: Picture[];
   turns?: Turn[];
   /** By `vgr-trl evaluate`: whether it is the most likely one. */
   drawn?: "greedy" | "sampled";

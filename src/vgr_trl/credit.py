@@ -20,13 +20,21 @@ from vgr_trl import registries
 from vgr_trl.config import RULES, CreditOptions
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics.step_metrics import Gather, Totals, add_weights
-from vgr_trl.options import check_options, option
-from vgr_trl.registries import declares, is_measurement, needed_signals, short_name
-from vgr_trl.signals.named import RolloutSignals, read_segments
+from vgr_trl.options import Checked, option
+from vgr_trl.registries import LOGPS_PREFIX, TEACHER, declares, is_measurement, needed_signals, short_name
+from vgr_trl.signals.named import RolloutSignals, read_segments, teacher_gap
 from vgr_trl.signals.ratios import AttentionMass, last_layers, late_layers, token_vision_gain_ratio
 
+
+@dataclass(frozen=True)
+class Added:
+    """Values (N, T) that a rule adds to the advantages of tokens, in place of weights; finite on valid tokens."""
+
+    values: Tensor
+
+
 Metrics = Mapping[str, float | Tensor | tuple[Tensor, Tensor]]
-Credit = tuple[Tensor, Metrics]  # weights (N, T), or bool (N, T): tokens to keep
+Credit = tuple[Tensor | Added, Metrics]  # weights (N, T), or bool (N, T): tokens to keep, or added values
 
 OF_REWARD = "token_weights_of_reward"  # a signal: weights (N, T) of a reward file, NaN for completions without weights
 # Option that switches on a rule of this library -> the measurement that the rule reads.
@@ -68,7 +76,7 @@ def shape_advantages(
     completion_ids: Tensor | None = None,
     weights_of: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Shape the advantage of every token, A[i] · scale_i · weight[i, t] · keep[i, t]; return metrics too.
+    """Shape the advantage of every token, A[i] · scale_i · weight[i, t] · keep[i, t] + added[i, t]; return metrics too.
 
     - scale: `trajectory_scale` of the visual dependency.
     - weight: `token_weights` of the VGR per token, or a reward file's weights; with `perception_weighting="soft"` also
@@ -76,6 +84,7 @@ def shape_advantages(
     - keep: the union of the tokens with the largest visual dependency, the tokens with the largest entropy and the
       tokens that plug-ins keep. Other tokens and padding get 0. The dependency does not filter a completion in which
       it is undefined.
+    - added: the sum of what plug-ins add, also to tokens that are not kept and where the advantage is 0.
 
     Args:
         advantages: (N,), or (N, T) if tokens have their own.
@@ -101,8 +110,12 @@ def shape_advantages(
     mask, totals = signals.mask.bool(), Totals()
     credit = per_token(advantages).float().expand(mask.shape).clone()  # (N, T)
     kept: list[Tensor] = []  # one (N, T) bool per filter: the tokens that it keeps
+    added = torch.zeros_like(credit)
     context = {"shaped": shaped, "groups": groups, "gather": gather, "completion_ids": completion_ids}
     for name, weights in _weights_by_rule(advantages, signals, options, context, totals):
+        if isinstance(weights, Added):
+            added += weights.values
+            continue
         if weights_of is not None and name is not None:
             weights_of[name] = weights.float()
         if weights.dtype == torch.bool:
@@ -113,15 +126,15 @@ def shape_advantages(
         union = torch.stack(kept).any(dim=0)
         totals.add_mean("combined_token_fraction", union, mask)
         credit *= union
-    return credit, totals.metrics(gather)
+    return credit + added, totals.metrics(gather)
 
 
 def _weights_by_rule(
     advantages: Tensor, signals: RolloutSignals, options: CreditOptions, context: Mapping[str, Any], totals: Totals
-) -> Iterator[tuple[str | None, Tensor]]:
+) -> Iterator[tuple[str | None, Tensor | Added]]:
     """Yield the name of each plug-in rule (None for this library's) and its weights (N, T) or (N, 1); add its metrics.
 
-    Bool weights are the tokens that the rule keeps.
+    Bool weights are the tokens that the rule keeps; `Added` stands in place of weights.
     """
     mask, dependency = signals.mask.bool(), signals.measured("dependency")  # (N, T)
     if options.token_weights:
@@ -190,13 +203,14 @@ def _plugin_weights(
     options: CreditOptions,
     context: Mapping[str, Any],
     totals: Totals,
-) -> Tensor:
-    """Return the weights (N, T) of a plug-in, or the tokens that it keeps (bool); add its metrics to `totals`."""
+) -> Tensor | Added:
+    """Return the weights (N, T) of a plug-in, the tokens that it keeps (bool) or what it adds; add its metrics."""
     function, name, mask = registries.credit_rules.load(spec), short_name(spec), given[-1]
     rule, taken = f"the credit rule {spec}", inspect.signature(function).parameters
     named = {key: value for key, value in context.items() if key in taken}
     result = function(*given, options.plugin_values(function, spec), **named)
-    weights, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    credit, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    weights = credit.values if (adds := isinstance(credit, Added)) else credit
     if not isinstance(weights, Tensor) or weights.shape != mask.shape or not isinstance(metrics, Mapping):
         found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
         raise DataError(
@@ -215,6 +229,9 @@ def _plugin_weights(
         return weights & mask
     if not bool(weights[mask].isfinite().all()):
         raise DataError(f"{rule} returned weights that are not finite for valid tokens: give numbers.")
+    if adds:
+        totals.add_mean(f"credit/{name}/added", weights, mask)
+        return Added(weights.masked_fill(~mask, 0))
     add_weights(totals, f"credit/{name}/weight", weights, mask)
     return weights.masked_fill(~mask, 1)
 
@@ -486,15 +503,8 @@ def min_max(values: Tensor, where: Tensor) -> Tensor:
 # that compares completions takes `shaped`, `groups` and `gather` by name, a rule that reads tokens `completion_ids`.
 
 
-class _Checked:
-    """Options that are checked when constructed."""
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
 @dataclass
-class AnchorOptions(_Checked):
+class AnchorOptions(Checked):
     """Numbers of AT-RL's anchor tokens."""
 
     top_p_anchor_tokens: float = option(
@@ -524,7 +534,7 @@ def anchor_tokens(advantages: Tensor, signals: RolloutSignals, mask: Tensor, opt
 
 
 @dataclass
-class PGPOOptions(_Checked):
+class PGPOOptions(Checked):
     """Numbers of PGPO."""
 
     pgpo_threshold: float = option(
@@ -556,7 +566,63 @@ def pgpo(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: PGP
 
 
 @dataclass
-class VEPOOptions(_Checked):
+class PRPOOptions(Checked):
+    """Numbers of the rule `prpo`."""
+
+    prpo_boost: float = option(1.0, "Added weight of a token of robust dependency 1.", ge=0)
+
+
+@registries.credit_rules.register("prpo")
+@declares(needs=("dependency", "logps", f"{LOGPS_PREFIX}add_gaussian_noise"), options=PRPOOptions)
+def prpo(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: PRPOOptions) -> Credit:
+    """Return weights 1 + boost · r for tokens that depend on the image and are stable when it gets a little noise.
+
+    r = importance · exp(-|log π_noisy - log π|), with PGPO's importance, ln(1 + dependency) scaled to [0, 1] within its
+    completion; 0 where no dependency is defined. After the abstract of https://huggingface.co/papers/2606.08708, whose
+    formulas these are not.
+
+    Args:
+        signals: with `dependency` (N, T), and log-probabilities given the image and given noisy images.
+    """
+    dependency = signals.measured("dependency")
+    defined = mask & ~dependency.isnan()
+    importance = min_max(dependency.float().log1p(), defined)  # (N, T)
+    stability = (signals.views["add_gaussian_noise"] - signals.logps).abs().neg().exp()
+    robust = (importance * stability).masked_fill(~defined, 0)
+    return 1 + options.prpo_boost * robust, {"robust_dependency": robust.masked_fill(~defined, torch.nan)}
+
+
+@dataclass
+class ToROptions(Checked):
+    """Numbers of ToR."""
+
+    tor_reasoning_share: float = option(0.3, "Share of a completion's tokens with the largest entropy.", ge=0, le=1)
+    tor_perception_share: float = option(0.3, "Share with the largest change without the image.", ge=0, le=1)
+    tor_perception_weight: float = option(0.5, "Weight of the tokens of the second share alone.", ge=0)
+
+
+@registries.credit_rules.register("tor")
+@declares(needs=("entropies", "logps", f"{LOGPS_PREFIX}remove_image"), options=ToROptions)
+def tor(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: ToROptions) -> Credit:
+    """Weigh reasoning tokens by 1, further perception tokens by `tor_perception_weight`, and others by 0.
+
+    Reasoning tokens are those of largest entropy, perception tokens those whose log-probability changes most without
+    the image. All tokens of a completion without an image weigh 1. Source: https://huggingface.co/papers/2603.25077.
+
+    Args:
+        signals: with `entropies`, and log-probabilities given the image and without it.
+    """
+    change = (signals.views["remove_image"] - signals.logps).abs()
+    seen = mask & ~change.isnan()
+    reasoning = top_fraction_mask(signals.entropies, seen, options.tor_reasoning_share)
+    perception = top_fraction_mask(change, seen, options.tor_perception_share) & ~reasoning
+    weights = reasoning + options.tor_perception_weight * perception + (~seen.any(1, keepdim=True) & mask)
+    where = {"reasoning_fraction": reasoning, "perception_fraction": perception}
+    return weights, {name: (tokens, seen) for name, tokens in where.items()}
+
+
+@dataclass
+class VEPOOptions(Checked):
     """Numbers of VEPO."""
 
     top_p_vepo_tokens: float = option(0.2, "Share of a completion's tokens that VEPO keeps, in (0, 1].", gt=0, le=1)
@@ -592,12 +658,56 @@ def vepo(
     }
 
 
+@dataclass
+class TeacherOptions(Checked):
+    """Numbers of the rules that compare with a teacher."""
+
+    rlsd_clip: float = option(0.2, "Largest distance of a weight from 1; RLSD's epsilon.", ge=0, lt=1)
+    rlsd_lambda: float = option(1.0, "Share of the weight, the rest is 1; RLSD's lambda.", ge=0, le=1)
+    distil_coef: float = option(1.0, "Coefficient of the gap to the teacher that distil adds.", ge=0)
+    distil_clip: float = option(3.0, "Largest gap that distil adds, in nats.", gt=0)
+
+
+@registries.credit_rules.register("rlsd")
+@declares(needs=("logps", LOGPS_PREFIX + TEACHER), options=TeacherOptions)
+def rlsd(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: TeacherOptions) -> Credit:
+    """Weigh each token by exp(sign(A) · gap) within 1 ± `rlsd_clip`; 1 where the row has no view.
+
+    With `rlsd_lambda` below 1, the weight is that share of it, and 1 for the rest. A token that the teacher finds
+    likelier gets more of a reward, and less of a penalty. Source:
+    https://huggingface.co/papers/2604.03128.
+
+    Args:
+        advantages: (N,) or (N, T); only their signs are read.
+        signals: with the log-probabilities of the tokens, and those of the teacher.
+    """
+    gap, clip = teacher_gap(signals, options), options.rlsd_clip
+    weights = (per_token(advantages).sign() * gap).exp().clamp(1 - clip, 1 + clip)
+    return 1 + options.rlsd_lambda * (weights.masked_fill(gap.isnan(), 1) - 1), {"gap": gap}
+
+
+@registries.credit_rules.register("distil")
+@declares(needs=("logps", LOGPS_PREFIX + TEACHER), options=TeacherOptions)
+def distil(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: TeacherOptions) -> Credit:
+    """Add `distil_coef` · gap, the gap within ± `distil_clip`, to the advantage of each token; 0 without the view.
+
+    Without other advantages and with coefficient 1, it is the sampled gradient of the reverse KL to the teacher.
+
+    Args:
+        advantages: not read.
+        signals: with the log-probabilities of the tokens, and those of the teacher.
+    """
+    gap = teacher_gap(signals, options)
+    added = options.distil_coef * gap.clamp(-options.distil_clip, options.distil_clip).nan_to_num(nan=0.0)
+    return Added(added), {"gap": gap}
+
+
 TOKEN_CLAMP = (0.1, 2.0)
 COMPLETION_CLAMP = (0.9, 2.0)
 
 
 @dataclass
-class VGPOOptions(_Checked):
+class VGPOOptions(Checked):
     """Numbers of VGPO."""
 
     vgpo_compensation: float = option(0.3, "Increase of the score at a completion's last token; VGPO's beta.", ge=0)

@@ -153,9 +153,10 @@ def change_data(trainer: ConstructedTrainer, change: Callable[[Any, str, str | N
 
 
 def reads_boxes(args: DAPOConfig, rewards: Iterable[Any]) -> bool:
-    """Whether a signal, a credit rule or a reward reads the boxes of rows."""
+    """Whether a signal, a credit rule, a reward or a view reads the boxes of rows."""
     needs = {need for reward in rewards for need in needed_signals(reward)} - {BLIND_ANSWERS}
-    return "regions" in {*args.readers(), *find_measurements(needs)}
+    crops = "crop_to_box" in args.row_views.values()
+    return crops or "regions" in {*args.readers(), *find_measurements(needs)}
 
 
 def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None, boxes: bool) -> Dataset:

@@ -32,6 +32,9 @@ class Measurement:
         vision_token_ids: placeholder tokens of images and videos.
         special_token_ids: tokens that belong to no modality.
         views: perturbations under which completions are scored.
+        row_views: name of a view of rows under which completions are scored -> its plug-in.
+        teacher_top: number of tokens that the teacher finds most likely, for records and loss terms; 0 for the latter:
+            all.
         named: signals that options name, or plug-ins read.
         layers: number of the model's layers with attention; 0 where attention is not measured.
         samples_curves: whether attention that only metrics read is measured for a sample.
@@ -41,6 +44,8 @@ class Measurement:
     vision_token_ids: tuple[int, ...] = ()
     special_token_ids: tuple[int, ...] = ()
     views: tuple[str, ...] = ()
+    row_views: Mapping[str, str] = field(default_factory=dict)
+    teacher_top: int = 0
     named: tuple[NamedSignal, ...] = ()
     layers: int = 0
     samples_curves: bool = False
@@ -91,6 +96,7 @@ class GroupSelection:
         dropped: numbers of the zero-variance groups and of the groups that online filtering drops.
         filtered: numbers of the groups that online filtering alone drops.
         bounds: mean rewards between which online filtering keeps groups.
+        trained: number of generated groups with a gradient, of further prompts too.
     """
 
     placement: Placement
@@ -100,6 +106,7 @@ class GroupSelection:
     dropped: list[int] = field(default_factory=list)
     filtered: list[int] = field(default_factory=list)
     bounds: tuple[float, float] | None = None
+    trained: int = 0
 
     @property
     def kept(self) -> list[int]:
@@ -170,6 +177,9 @@ class Rollout:
         kl_penalty: (N, T), at most 0 for most kinds: the KL in the reward of each token.
         batch: TRL's training batch; a stage that adds to it replaces it.
         perturbed_images: row -> its images as they were perturbed for the dependency.
+        teacher_images: row -> its images as the teacher sees them.
+        teacher_top: tokens that the teacher finds most likely, (N, T, k), and their log-probabilities with all others
+            last, (N, T, k + 1), 0 for rows that nothing reads; None: nothing reads any.
         changes: (N, T), changes of the log-probabilities when images are perturbed.
 
         Selected:
@@ -197,6 +207,8 @@ class Rollout:
     kl_penalty: torch.Tensor | None = None
     batch: dict[str, Any] = field(default_factory=dict)
     perturbed_images: dict[int, list[Any]] = field(default_factory=dict)
+    teacher_images: dict[int, list[Any]] = field(default_factory=dict)
+    teacher_top: tuple[torch.Tensor, torch.Tensor] | None = None
     changes: torch.Tensor | None = None
     selection: GroupSelection = field(init=False)
     replaced: list[int] = field(default_factory=list)

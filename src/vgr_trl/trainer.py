@@ -55,6 +55,7 @@ from vgr_trl.patching import keep_random_state, patched_attribute
 from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import check_data, prepare_trainer
 from vgr_trl.processes import initialise_loader
+from vgr_trl.registries import loss_terms
 from vgr_trl.releases import check_release
 from vgr_trl.reporting.console import LATE_REWARD
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
@@ -73,19 +74,13 @@ from vgr_trl.rollout import (
 from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, valid_tokens
 from vgr_trl.run_facts import RunFacts, read_facts
 from vgr_trl.sampling.replay import Replay
-from vgr_trl.sampling.zero_variance import FurtherPrompts, ZeroVarianceStreak, select_groups
+from vgr_trl.sampling.zero_variance import FurtherPrompts, ZeroVarianceStreak, select_groups, warn_of_streak
 from vgr_trl.sharing.context_manager import SharedPasses
 from vgr_trl.sharing.lending import READ_AGAIN, Lending
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Purpose, Scores, Want, policy_is_active
-from vgr_trl.validate.features import (
-    announce,
-    plan_dummy_image,
-    plan_features,
-    plan_measurement,
-    plan_vision,
-)
+from vgr_trl.validate.features import announce, plan_dummy_image, plan_features, plan_measurement, plan_vision
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
 from vgr_trl.views.perturbed_pass import record_noise, score_perturbed
 from vgr_trl.vision.feature_cache import images_processed_once
@@ -136,6 +131,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         passes: runs every forward pass.
         replay, further_prompts, critic: None where they are off.
         kl: the KL to the reference, and the coefficient that follows it.
+        loss_terms: name of a loss term that is on -> its function.
+        term_needs: quantities that these terms need.
         termination: callback that saves a checkpoint after SIGTERM; `stopped` says whether it has.
         idle_options: name of an option that is not at its default -> why it has no effect.
 
@@ -169,7 +166,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self._rewards_with_nan: set[str] = set()
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
         given = patched_attribute(args, "reward_weights", weights)
-        with enable_reference_model(args, args), given, naming_unserved_model():
+        with enable_reference_model(args, args, teaches=True), given, naming_unserved_model():
             super().__init__(model, rewards, args, *rest, **options)
         self.beta = args.beta
         self._video_pad_token_id = None  # with tools TRL 1.16 would mark it as a video, and no row has one
@@ -231,6 +228,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         full = FullKL(self.model, self.ref_model, self.temperature) if args.needs_full_kl else None
         self.kl = KLControl(args, self.accelerator, full)
         self.critic = Critic(self) if args.uses_critic else None
+        self.loss_terms = {name: loss_terms.load(name) for name in args.terms}
+        self.term_needs = frozenset(args.term_needs())
         adaptive = self.kl if self.kl.is_adaptive else None
         parts = (self.replay, self.further_prompts, adaptive, self.critic, self.zero_variance_streak)
         self.resumed = [part for part in parts if part is not None]
@@ -439,6 +438,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                     self._log_metrics(rollout.metrics)
                     if self.args.shapes_advantages:
                         self._log_metrics(apply_token_credit(self, rollout))
+                    warn_of_streak(self, rollout)
                 self.recorder.add_credit(recorded, rollout, advantages, rollout.batch["advantages"])
             self.recorder.write(rollout, recorded)
             return split_perturbed_pixels(rollout.batch)
@@ -464,8 +464,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             self.critic.value_tokens(rollout)
         self.kl.keep_reference(rollout)
         with self.clock.stage("perturbed"):
-            score_perturbed(self, rollout)
             record_noise(self, rollout)
+            score_perturbed(self, rollout)
         if self.has_reward_files:
             keep_returned_weights(self, rollout)
 
@@ -488,7 +488,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         batch = self._micro_batch
         want = Want(
             entropies,
-            hidden=trains and self.kl.full is not None,
+            hidden=trains and (self.kl.full is not None or "hidden" in self.term_needs),
             values=self.critic.head if trains and self.critic is not None else None,
             router_loss=router_loss,
             tokens=self.passes.skipping.loss_mask(batch) if trains else None,

@@ -24,6 +24,7 @@ from vgr_trl.credit import (
     vepo,
     vgpo,
 )
+from vgr_trl.recipes import load_recipe
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
 
@@ -267,3 +268,54 @@ def test_anchor_tokens_by_hand():
     measured.attention = AttentionMass(vision, vision, torch.tensor([5, 0]), torch.tensor([3, 3]), mask)
     kept, _ = anchor_tokens(torch.ones(2), measured, mask, AnchorOptions(top_p_anchor_tokens=0.5))
     assert kept.tolist() == [[False, True, False, True], [True, True, False, False]]
+
+
+def test_rules_of_a_teacher_by_hand():
+    """Policy 1/4 each; the teacher 1/2, 1/8 and 2/5 of it, then a row without a view, then one without variance.
+
+    Gaps ln 2, −ln 2 and ln 8/5. Of A = 2 the weights are 2, 1/2 and 8/5 within 1 ± 1/2, so 3/2, 1/2 and 3/2; of A = −2
+    the second becomes 2, so 3/2. With c = 1/2 and d = ln 8/5, ± ln(8/5) / 2 are added to each, filtered or not.
+    """
+    quarter, (up, down, more) = math.log(1 / 4), (math.log(1 / 2), math.log(1 / 8), math.log(2 / 5))
+    measured = signals([[1, 1, 1], [0, 1, 0], [1, 1, 0], [1, 1, 0]])
+    measured.logps = torch.full((4, 3), quarter)
+    measured.views["teacher"] = torch.tensor([[up, down, more], [NAN, down, NAN], [NAN] * 3, [down, up, NAN]])
+    options = {"rlsd_clip": 0.5, "distil_coef": 0.5, "distil_clip": math.log(8 / 5)}
+    weighed, _ = shaped([2.0, -2.0, 2.0, 0.0], measured, credit_rules=["rlsd"], plugin_options={"rlsd_clip": 0.5})
+    assert weighed[0].tolist() == pytest.approx([3, 1, 3])
+    assert (weighed[1, 1].item(), *weighed[2, :2], *weighed[3, :2]) == pytest.approx((-3, 2, 2, 0, 0))
+    recipe = load_recipe("rlsd")["plugin_options"] | {"rlsd_clip": 0.5}  # a half of the weights, and a half of 1
+    assert shaped([2.0] * 4, measured, credit_rules=["rlsd"], plugin_options=recipe)[0][0].tolist() == [2.5, 1.5, 2.5]
+    both, metrics = shaped([2.0, -2.0, 2.0, 0.0], measured, credit_rules=["rlsd", "distil"], plugin_options=options)
+    half = math.log(8 / 5) / 2
+    assert both[0].tolist() == pytest.approx([3 + half, 1 - half, 3 + half])
+    assert (both[1, 1].item(), *both[2, :2], *both[3, :2]) == pytest.approx((-3 - half, 2, 2, -half, half))
+    assert not both[~measured.mask].isfinite().logical_not().any()
+    assert metrics["credit/distil/gap"] == pytest.approx((math.log(2) - math.log(2) + 2 * half - math.log(2)) / 6)
+    assert metrics["credit/distil/added"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_prpo_and_tor_by_hand():
+    """Dependencies e - 1, 0 and sqrt(e) - 1 have importances 1, 0 and 1/2; changes by ln 2 and ln 4 halve and quarter.
+
+    Of four tokens the quarters of largest entropy and of largest change are the second and the first.
+    """
+    mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
+    nan, half = math.nan, math.log(2)
+    signals = RolloutSignals(
+        torch.zeros(2, 4), torch.tensor([[0.1, 0.9, 0.5, 0.2], [1.0, 2.0, 0.0, 0.0]]), mask,
+        dependency=torch.tensor([[math.e - 1, 0, math.e**0.5 - 1, 0], [nan] * 4]),
+        views={"add_gaussian_noise": torch.tensor([[-half, 0, 2 * half, 0], [nan] * 4]),
+               "remove_image": torch.tensor([[-2.0, 0.1, 0, 1], [nan] * 4])},
+    )  # fmt: skip
+    options = CreditOptions(credit_rules=["prpo"], plugin_options={"prpo_boost": 2.0})
+    shaped, metrics = shape_advantages(torch.tensor([1.0, -1.0]), signals, options)
+    assert shaped[0].tolist() == pytest.approx([2, 1, 1.25, 1])
+    assert shaped[1, :2].tolist() == [-1, -1]  # no image
+    assert metrics["credit/prpo/robust_dependency"] == pytest.approx((0.5 + 0.125) / 4)
+    shares = {"tor_reasoning_share": 0.25, "tor_perception_share": 0.25}
+    options = CreditOptions(credit_rules=["tor"], plugin_options=shares)
+    shaped = shape_advantages(torch.tensor([1.0, -1.0]), signals, options)[0]
+    assert (shaped[0].tolist(), shaped[1, :2].tolist()) == ([0.5, 1, 0, 0], [-1, -1])
+    options.plugin_options = {"tor_reasoning_share": 0.25, "tor_perception_share": 0.5}
+    assert shape_advantages(torch.ones(2), signals, options)[0][0].tolist() == [0.5, 1, 0, 0.5]

@@ -6,7 +6,14 @@ import pytest
 import torch
 from recorded import CORE, needs_recorded, tensors
 
-from vgr_trl.loss import AdaptiveKLController, entropy_penalty, kl_penalty, perception_loss
+from vgr_trl.loss import (
+    AdaptiveKLController,
+    entropy_penalty,
+    gated_distillation,
+    kl_penalty,
+    perception_loss,
+    teacher_divergence,
+)
 
 LN2 = math.log(2)
 
@@ -87,3 +94,29 @@ def test_entropy_penalty_and_padding_that_is_not_read():
     loss = perception_loss(logps, perturbed, mask, entropy_coefficient=1.0, perturbed_entropy_coefficient=1.0)
     loss.sum().backward()
     assert loss[0, 2] == logps.grad[0, 2] == perturbed.grad[0, 2] == 0
+
+
+def test_divergence_from_a_teacher_by_hand():
+    """Of four tokens the teacher's two are 1/2 and 1/4, and the others 1/4; the policy's 1/4, 1/8 and 5/8.
+
+    Forward 3/4 ln 2 + 1/4 ln 2/5 = 0.2908; reverse -3/8 ln 2 + 5/8 ln 5/2 = 0.3128; to the mixture 3/8, 3/16, 7/16 half
+    of 3/4 ln 4/3 + 1/4 ln 4/7 + 3/8 ln 2/3 + 5/8 ln 10/7 = 0.0734.
+    """
+    logits = torch.tensor([1 / 4, 1 / 2, 1 / 8, 1 / 8], dtype=torch.float64).log() + 3  # shifted
+    ids, teacher = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([1 / 2, 1 / 4, 1 / 4]).double().log()
+    expected = {"forward": 0.290788, "reverse": 0.312752, "jensen_shannon": 0.073365}
+    for kind, value in expected.items():
+        assert teacher_divergence(logits, ids, teacher, kind).item() == pytest.approx(value, abs=1e-6), kind
+    every = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 8]).double().log()  # KL over all: 1/2 ln 2 - 1/4 ln 2
+    found = teacher_divergence(logits, torch.arange(4), every, "forward")
+    assert found.item() == pytest.approx(LN2 / 4)
+
+
+def test_gated_distillation_by_hand():
+    """Gaps of ln 2 and -ln 2 at beta 1: gates of 2/3 and 1/3, without a gradient."""
+    logps, teacher = leaves([-2 * LN2, -LN2], [-LN2, -2 * LN2])
+    loss = gated_distillation(logps, teacher.detach(), beta=1.0)
+    loss.sum().backward()
+    assert loss.tolist()[0] == pytest.approx([2 / 3 * LN2, -1 / 3 * LN2])
+    assert logps.grad.tolist()[0] == pytest.approx([-2 / 3, -1 / 3])
+    assert gated_distillation(logps, teacher, beta=0.0).tolist()[0] == pytest.approx([LN2 / 2, -LN2 / 2])

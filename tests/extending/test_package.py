@@ -141,22 +141,25 @@ def test_training_with_everything(installed, model_folder, question_files, tmp_p
     """Named in a YAML file and by flags; the signal is logged, its rule gives credit, the reward has its option."""
     file = tmp_path / "run.yaml"
     file.write_text(
-        "credit_rules: [focus, trajectory_scale]\nplugin_options: {focus_strength: 3.0}\n"
+        "credit_rules: [focus, trajectory_scale, curiosity]\nplugin_options: {focus_strength: 3.0}\n"
         "signals: [doubtful_looks, dependency]\n"
     )
     flags = (
         f"--config {file} --model_name_or_path {model_folder} --data_files {question_files} "
-        "--perturbation mirror --max_steps 1 --max_completion_length 6 --num_generations 4 --eval_strategy no "
-        "--per_device_train_batch_size 8 --logging_steps 1 --save_strategy no --report_to none --use_cpu --bf16 false "
-        f"--output_dir {tmp_path / 'out'} --rollout_log_steps 0 --temperature 1.5 --reward_funcs brevity "
-        '--reward_function_kwargs {"brevity_words":1}'
+        "--perturbation mirror --teacher_view halves --max_steps 1 --max_completion_length 6 --num_generations 4 "
+        "--eval_strategy no --per_device_train_batch_size 8 --logging_steps 1 --save_strategy no --report_to none "
+        f"--use_cpu --bf16 false --output_dir {tmp_path / 'out'} --rollout_log_steps 0 --temperature 1.5 "
+        '--reward_funcs brevity --reward_function_kwargs {"brevity_words":1} --loss_terms image_gain'
     )
     assert main(["train", *flags.split()]) == 0
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     logged = next(entry for entry in state["log_history"] if "signals/doubtful_looks" in entry)
     assert logged["signals/doubtful_looks"] > 0
+    assert math.isfinite(logged["image_gain"])
     assert logged["signals/dependency"] >= 0
     assert logged["credit/focus/weight_max"] == pytest.approx(4)
+    assert logged["credit/curiosity/added"] > 0
+    assert (logged["views/teacher/rows"], abs(logged["signals/teacher_gap"]) > 0) == (1, True)
     assert logged["scaling_factor_mean"] == pytest.approx(1, abs=1e-5)
     assert 0 < logged["rewards/brevity/mean"] <= 1
 

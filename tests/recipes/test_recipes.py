@@ -8,12 +8,14 @@ import shlex
 import shutil
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 import trl
 import yaml
 from packaging.version import Version
 from safetensors.torch import load_file
+from support.trainers import train_file
 from trl import ModelConfig
 
 from vgr_trl.cli.__main__ import main
@@ -144,12 +146,17 @@ TINY = (
     "--report_to none --disable_tqdm true --compute_attention_metrics false --eval_strategy no "
     "--check_pixels false --skip_zero_advantage off"  # passes are counted by their rows
 )
-SMALLER = {"soft_punish_cache": 2, "noisy_generations": 2, "warmup_ratio": 0}
+SMALLER = {"soft_punish_cache": 2, "noisy_generations": 2, "warmup_ratio": 0, "warmup_steps": 0}
 LEFT = {  # in the log, by what a recipe reads
+    "a teacher's log-probabilities": {"gated_distillation"},
+    "a teacher's most likely tokens": {"teacher_divergence"},
     "attention": {"attention/late/vgr"},
-    "dependency": {"sensitivity_score_mean", "credit/pgpo/importance"},
-    "entropies": {"entropy_mean_selected", "credit/vepo/score"},
+    "dependency": {"sensitivity_score_mean", "credit/pgpo/importance", "credit/prpo/robust_dependency"},
+    "entropies": {"entropy_mean_selected", "credit/vepo/score", "credit/tor/reasoning_fraction"},
+    "logps given a noisy image": {"credit/prpo/robust_dependency"},
     "logps given the masked image": {"perception_loss"},
+    "logps given the teacher's view": {"signals/teacher_gap"},
+    "logps without the image": {"credit/tor/perception_fraction"},
     "one more generation": {"blind/described"},
     "shift": {"credit/vepo/score"},
     "similarity": {"credit/vgpo/completion_weight"},
@@ -173,6 +180,13 @@ def with_tools(model_folder, folder):
     return folder
 
 
+def with_boxes(question_files, file):
+    """The questions of training, with the left half of each image as box."""
+    rows = pandas.read_parquet(train_file(question_files))
+    rows.assign(bbox=[[0.0, 0.0, 0.5, 1.0]] * len(rows)).to_parquet(file)
+    return f"train={file}"
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_step_in_as_many_passes_as_the_recipe_says(
     name, model_folder, question_files, tmp_path, monkeypatch, passes, capsys
@@ -182,6 +196,8 @@ def test_a_step_in_as_many_passes_as_the_recipe_says(
     if "environment" in recipe.options:
         monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
         model_folder = with_tools(model_folder, tmp_path / "model")
+    if "teacher_view" in recipe.options:
+        question_files = with_boxes(question_files, tmp_path / "boxes.parquet")
     flags = f"--recipe {name} --model_name_or_path {model_folder} --data_files {question_files} {TINY}"
     flags += f" --output_dir {tmp_path / 'run'} --system_prompt_file none"
     flags += "".join(f" --{name} {value}" for name, value in SMALLER.items() if name in recipe.options)

@@ -1,22 +1,30 @@
-"""The dependency under several perturbations and the shift of distributions, against plain forward passes."""
+"""Views of images and rows, the dependency and the shift of distributions, against plain forward passes."""
 
 from copy import copy
+from functools import partial
 
 import pytest
 import torch
-from support.trainers import logged
+from peft import LoraConfig
+from support.trainers import emitted, logged, tiny_model
+from transformers import TrainerCallback
 
+from vgr_trl import registries
+from vgr_trl.errors import ConfigError
+from vgr_trl.reporting.records import read_run
+from vgr_trl.signals import scoring
 from vgr_trl.signals.named import columns_to_signals, signals_to_columns
 from vgr_trl.signals.ratios import jensen_shannon
 from vgr_trl.views.perturbed_pass import score_perturbed
 
 
-def rollout_of(run, monkeypatch):
+def rollout_of(run, monkeypatch, then=lambda: None):
     """The rollout of one step of a trainer, scored under perturbations."""
     found = []
 
     def measured(trainer, rollout):
         score_perturbed(trainer, rollout)
+        then()
         found.append(copy(rollout))
 
     monkeypatch.setattr("vgr_trl.trainer.score_perturbed", measured)
@@ -116,3 +124,211 @@ def test_completions_behind_perturbed_images_of_their_own(vision_trainer, monkey
     valid = plain.signals.mask.bool()
     assert torch.allclose(shared.signals.dependency[valid], plain.signals.dependency[valid], rtol=1e-3, atol=1e-7)
     assert len({image.tobytes() for (image,) in shared.perturbed_images.values()}) == len(valid)
+
+
+@pytest.fixture
+def closer(monkeypatch):
+    """A registered view: what is in the box, wider, and the whole image behind it."""
+    registry, crop = registries.views, registries.views.load("crop_to_box")
+    monkeypatch.setattr(registry, "_own", dict(registry._own))
+
+    @registry.register("closer")
+    def closer(images, row, *, seed):
+        found = crop(images, row, crop_margin=0.0)
+        return found and [found[0].resize((2 * found[0].width, found[0].height)), *images]
+
+    return closer
+
+
+def with_boxes(rows):
+    """Every other row has a box, of other sides each."""
+    boxes = [[0.0, 0.0, 0.5, 1.0], None, [0.25, 0.5, 1.0, 0.75], None]
+    return rows.add_column("bbox", [boxes[row % 4] for row in range(len(rows))])
+
+
+def asked_with_images(run, rollout, view):
+    """(N, T) log-probabilities, each row alone behind its prompt with the images of the view; NaN without a view.
+
+    And of the rows with a view those of all tokens, (T, vocabulary) each.
+    """
+    rows, every, processor = [], [], run.processing_class
+    for messages, row, completion in zip(rollout.messages, rollout.rows, rollout.batch["completion_ids"], strict=True):
+        own = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
+        if (images := view(own, row, seed=0)) is None:
+            rows.append(torch.full(completion.shape, torch.nan, dtype=torch.float64))
+            continue
+        text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        marks = "<|vision_start|><|image_pad|><|vision_end|>"
+        inputs = processor(text=[text.replace(marks, marks * len(images))], images=[images], return_tensors="pt")
+        prompt = inputs["input_ids"].size(1)
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], completion[None]], dim=1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, len(completion)))
+        with torch.no_grad():
+            logits = run.model(**inputs).logits[0, prompt - 1 : -1] / run.temperature
+        every.append(logits.log_softmax(-1))
+        rows.append(every[-1].gather(-1, completion[:, None])[:, 0])
+    return torch.stack(rows), every
+
+
+@pytest.mark.parametrize("share", ["on", "off"])
+def test_a_teacher_with_more_image_tokens(share, closer, vision_trainer, model_folder, monkeypatch):
+    """As each row alone, in float64; rows without a box have no gap, weight 1, and nothing is added to them."""
+    run = vision_trainer(
+        rows=with_boxes(vision_trainer.rows), model=tiny_model(model_folder).double(), max_steps=1, learning_rate=0.0,
+        teacher_view="closer", credit_rules=["rlsd", "distil"], share_prompts=share, perturbation="gaussian_blur",
+        signals=["stability"], further_perturbations=["mask_image"], shuffle_dataset=False, rollout_log_steps=1,
+    )  # fmt: skip
+    passes, computed = noted_passes(run, monkeypatch), {"tokens": 0, "patches": 0}
+
+    def count(name, layer, args, kwargs):
+        hidden = args[0] if args else kwargs["hidden_states"]
+        computed[name] += (
+            len(passes) == 3 and hidden.shape[:-1].numel()
+        )  # the policy's and that of perturbations before
+
+    parts = {"tokens": run.model.model.language_model.layers[0], "patches": run.model.model.visual.blocks[0]}
+    for name, layer in parts.items():
+        layer.register_forward_pre_hook(partial(count, name), with_kwargs=True)
+    rollout = rollout_of(run, monkeypatch, lambda: passes.append(None))
+    passes.pop()
+    signals, valid = rollout.signals, rollout.signals.mask.bool()
+    inputs, patches = passes[-1], passes[-1]["image_grid_thw"].prod(-1)
+    length, width = inputs["logits_to_keep"], inputs["input_ids"].size(1)
+    limit = 2 * (width - length) + 8 * length if share == "on" else 8 * width
+    assert 0 < computed["tokens"] <= 1.1 * limit
+    assert computed["patches"] == patches.sum() / (4 if share == "on" else 1)  # each prompt's once
+    expected, every = asked_with_images(run, rollout, closer)
+    best = [each.argmax(-1).tolist() for each in every]
+    seen = signals.views["teacher"]
+    assert expected.isnan().any(1).tolist() == [False] * 4 + [True] * 4
+    assert torch.allclose(seen.double()[valid], expected[valid], atol=1e-6, equal_nan=True)
+    assert (seen - signals.logps)[:4][valid[:4]].abs().max() > 1e-4
+    assert inputs["num_images"] == [2] * 4 + [1] * 4
+    assert set(rollout.teacher_images) == set(range(4))
+    (record,) = read_run(run.args.output_dir).records()  # of two prompts, the first with a teacher
+    taught, alone = record.completions[0], record.completions[-1]
+    sizes = [(image.width, image.height) for image in taught.teacher_images]
+    assert sizes == [image.size for image in rollout.teacher_images[0]]
+    length, decode = len(taught.tokens), run.processing_class.tokenizer.decode
+    assert taught.teacher == [decode([token]) for token in best[0][:length]]
+    gaps = (expected - signals.logps.double())[0, :length]
+    assert taught.signals["teacher_gap"] == pytest.approx(gaps.tolist(), abs=1e-5)
+    assert (alone.teacher, alone.teacher_images, alone.signals.get("teacher_gap")) == (None, [], None)
+
+
+@pytest.mark.parametrize(("rule", "moves"), [("distil", True), ("rlsd", False)])
+def test_what_a_teacher_adds_trains_groups_without_variance(rule, moves, closer, vision_trainer, model_folder, caplog):
+    """Each step counts as one with a gradient, where the rule adds one."""
+    run = vision_trainer(
+        lambda completions, **columns: [1.0] * len(completions), rows=with_boxes(vision_trainer.rows), max_steps=5,
+        teacher_view="closer", credit_rules=[rule], max_completion_length=2,
+    )  # fmt: skip
+    run.train()
+    assert any("No group has had a gradient" in record.message for record in caplog.records) != moves
+    before = dict(tiny_model(model_folder).named_parameters())
+    assert any(not torch.equal(value, before[name]) for name, value in run.model.named_parameters()) == moves
+    assert set(logged(run, "frac_reward_zero_std")) == {1.0}
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_the_reference_teaches(adapts, closer, vision_trainer, model_folder, monkeypatch):
+    """Its weights stay the initial ones while the policy's move."""
+    seen, model = [], tiny_model(model_folder).double()
+    model.config._name_or_path = str(model_folder)
+    run = vision_trainer(
+        rows=with_boxes(vision_trainer.rows), model=model, max_steps=2, learning_rate=0.1, teacher_view="closer",
+        teacher_weights="reference", peft_config=LoraConfig(target_modules=["q_proj"]) if adapts else None,
+    )  # fmt: skip
+
+    def measured(trainer, rollout):
+        score_perturbed(trainer, rollout)
+        seen.append(copy(rollout))
+
+    monkeypatch.setattr("vgr_trl.trainer.score_perturbed", measured)
+    run.train()
+    run.model = tiny_model(model_folder).double()
+    for rollout in seen:
+        (expected, _), valid = asked_with_images(run, rollout, closer), rollout.signals.mask.bool()
+        teacher = rollout.signals.views["teacher"].double()
+        assert torch.allclose(teacher[valid], expected[valid], atol=1e-5, equal_nan=True)
+    assert "ref_per_token_logps" not in seen[0].batch
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({"credit_rules": ["rlsd"]}, "teacher_view"),
+        ({"loss_terms": ["gated_distillation"]}, "teacher_view"),
+        ({"teacher_view": "crop_to_box"}, "bbox"),
+        ({"teacher_view": "teacher_images"}, "teacher_images"),
+    ],
+)
+def test_a_teacher_without_a_view(options, needed, vision_trainer):
+    with pytest.raises(ConfigError, match=needed):
+        vision_trainer(**options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "top", "options"),
+    [("forward", 5, {}), ("reverse", 0, {"gradient_checkpointing": True}), ("jensen_shannon", 3, {"temperature": 0.7})],
+)
+def test_gradients_of_the_divergence_from_a_teacher(
+    kind, top, options, closer, vision_trainer, model_folder, monkeypatch
+):
+    """As by autograd of the formula on all logits in float64, whole micro-batches and one position at a time."""
+    numbers = {"teacher_divergence_coef": 0.5, "teacher_divergence_kind": kind, "gated_distillation_coef": 0.2}
+    run = vision_trainer(
+        lambda completions, **columns: [1.0] * len(completions), rows=with_boxes(vision_trainer.rows), max_steps=1,
+        model=tiny_model(model_folder).double(), teacher_view="closer", teacher_top_k=top, shuffle_dataset=False,
+        loss_terms=["teacher_divergence", "gated_distillation"], plugin_options=numbers, learning_rate=0.0,
+        max_grad_norm=0.0, **options,
+    )  # fmt: skip
+    monkeypatch.setitem(scoring.LOGITS_AT_A_TIME, "cpu", 1)
+    found = {}
+
+    def keep_gradients(*args, **kwargs):
+        found.update({name: weight.grad.clone() for name, weight in run.model.named_parameters()})
+
+    run.add_callback(type("Keep", (TrainerCallback,), {"on_pre_optimizer_step": keep_gradients}))
+    rollout = rollout_of(run, monkeypatch)
+    batch, valid = rollout.batch, rollout.signals.mask.bool()
+    sampled, every = asked_with_images(run, rollout, closer)
+    seen = ~sampled[:, 0].isnan()  # (N,)
+    known, teacher = valid & seen.unsqueeze(1), torch.cat(every)[valid[seen].flatten()]
+    run.model.zero_grad()
+    logits = emitted(run.model, batch) / run.temperature
+    logps = logits.log_softmax(-1)[known]  # (K, vocabulary)
+    kept = torch.zeros_like(logps, dtype=torch.bool).scatter(1, teacher.topk(top or teacher.size(1)).indices, True)
+
+    def fold(values):  # the others as one
+        others = [] if top == 0 else [values.exp().masked_fill(kept, 0).sum(1, keepdim=True)]
+        return torch.cat([values.exp()[kept].view(len(values), -1), *others], 1)
+
+    p, q = fold(teacher), fold(logps)
+    mixture = (p + q) / 2
+    kl = lambda one, other: (one * (one / other).log()).sum(1)  # noqa: E731
+    formula = {"forward": kl(p, q), "reverse": kl(q, p), "jensen_shannon": (kl(p, mixture) + kl(q, mixture)) / 2}
+    tokens = batch["completion_ids"][known].unsqueeze(1)
+    gap = teacher.gather(1, tokens) - logps.gather(1, tokens)
+    loss = 0.5 * formula[kind].sum() + 0.2 * ((5 * gap).sigmoid().detach() * gap).sum()
+    (loss / valid.sum()).backward()
+    expected = {name: weight.grad for name, weight in run.model.named_parameters() if weight.grad is not None}
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    assert largest > 1e-4
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() <= 2e-6 * largest, name
+    assert logged(run, "teacher_divergence")[0] == pytest.approx((formula[kind].sum() / valid.sum()).item(), rel=1e-3)
+    assert 0 < logged(run, "teacher_gate")[0] < 1
+
+
+def test_a_teacher_that_sees_the_clean_image(vision_trainer, monkeypatch):
+    """Noisy completions are compared with the image that they were sampled from; the others have a gap of 0."""
+    run = vision_trainer(
+        max_steps=1, learning_rate=0.0, teacher_view="clean", noisy_generations=2, noisy_perturbation="mask_image"
+    )
+    signals = rollout_of(run, monkeypatch).signals
+    gap, valid = signals.extra["teacher_gap"], signals.mask.bool()
+    noisy = torch.tensor([False, False, True, True] * 2).unsqueeze(1) & valid
+    assert gap[valid & ~noisy].abs().max() < 1e-5 < 1e-4 < gap[noisy].abs().max()
+    assert torch.allclose(signals.views["teacher"][valid], signals.logps[valid], atol=1e-5)

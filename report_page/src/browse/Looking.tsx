@@ -5,6 +5,7 @@ import { go, usePlace } from "../place";
 import { type Look, type Part, type Span, look, span, written } from "./attention";
 import { captions } from "./Turns";
 import { HEAT, Overlay } from "./Overlay";
+import { saying } from "./Tokens";
 
 interface Props {
   completion: Completion;
@@ -70,6 +71,21 @@ export function Looking({ completion, images, lit, tokens, turn, onAll, comparin
           <label><input type="checkbox" checked={grid} onChange={(event) => { setGrid(event.currentTarget.checked); go({ grid: event.currentTarget.checked ? "1" : null }); }} /> Token grid</label>
         </p>
       )}
+      {completion.teacher_images?.length ? (
+        <div class="taught">
+          <p class="muted">As the policy sees it, and as the teacher does</p>
+          <div class="pair">
+            {[completion.images, completion.teacher_images].map((pictures, side) => (
+              <div key={side}>
+                {pictures.map((picture, index) => (
+                  <img key={index} src={thumbnail(images, picture.file) ?? undefined} alt={`Image ${index + 1} of the ${side ? "teacher" : "policy"}, ${picture.width} by ${picture.height} pixels`} />
+                ))}
+              </div>
+            ))}
+          </div>
+          <Taught completion={completion} />
+        </div>
+      ) : null}
       {changed && (
         <div class="perturbed">
           <p class="muted">As it is, and perturbed for the dependency on the image</p>
@@ -87,6 +103,22 @@ export function Looking({ completion, images, lit, tokens, turn, onAll, comparin
 }
 
 const MOST_CHANGED = 6;
+
+/** The words that the teacher finds more or less likely by the most, and what it would say. */
+function Taught({ completion }: { completion: Completion }) {
+  const found = (completion.signals?.teacher_gap ?? [])
+    .flatMap((gap, token) => (gap ? [{ gap, token }] : []))
+    .sort((a, b) => Math.abs(b.gap) - Math.abs(a.gap))
+    .slice(0, MOST_CHANGED);
+  if (!found.length) return null;
+  return (
+    <ul class="changed" aria-label="Words on which teacher and policy differ most">
+      {found.map(({ gap, token }) => (
+        <li key={token}><b>{visible(completion.tokens[token]!).trim() || "␣"}</b> × {number(Math.exp(gap), 2)} to the teacher, who would say {saying(completion, token)}</li>
+      ))}
+    </ul>
+  );
+}
 
 /** The words whose probability the perturbation changed most. */
 function Changed({ completion: { tokens, changes } }: { completion: Completion }) {

@@ -81,11 +81,18 @@ export function Tokens({ completion, quantity, chosen, onChoose }: Props) {
             <b>{quantity.title} {number(values?.[pointedToken])}</b>
             <span>token {pointedToken + 1} of {tokens.length}</span>
             {values?.[pointedToken] === null && <span>infinite or not defined</span>}
+            {completion.teacher && <span>the teacher would say {saying(completion, pointedToken)}</span>}
           </>
         )}
       </div>
     </div>
   );
+}
+
+/** What the teacher would have said in the place of a token. */
+export function saying({ tokens, teacher }: Completion, token: number): string {
+  const own = teacher?.[token] ?? "";
+  return own === tokens[token] ? "the same" : `“${visible(own).trim() || "␣"}”`;
 }
 
 export function Scale({ completion, quantity }: { completion: Completion; quantity: Quantity }) {

@@ -314,7 +314,7 @@ def add_records(run: Run, page: Page, images: dict[str, str], max_bytes: int) ->
     for record in filter(None, (run.record(*key) for key in order[:MAX_RECORDS])):
         content = to_json_value(asdict(record))
         attention = [completion.pop("attention") for completion in content["completions"]]
-        pictures = [image for completion in record.completions for image in completion.images]
+        pictures = [image for each in record.completions for image in (*each.images, *each.teacher_images)]
         names = {name for image in pictures for name in (image.file, image.perturbed) if name is not None}
         files = {name: read_thumbnail(run.folder, name) for name in sorted(names - images.keys())}
         missing |= {name for name, file in files.items() if file is None}

@@ -124,6 +124,12 @@ def make_thumbnail(image: Image.Image) -> tuple[str, bytes]:
     return f"images/{sha1(data.getvalue(), usedforsecurity=False).hexdigest()}.webp", data.getvalue()
 
 
+def record_images(images: Sequence[Image.Image]) -> tuple[list[RecordedImage], dict[str, bytes]]:
+    """Return images as they are recorded, and their thumbnails by name."""
+    made = [make_thumbnail(image) for image in images]
+    return [RecordedImage(name, *image.size) for (name, _), image in zip(made, images, strict=True)], dict(made)
+
+
 def find_image_grids(batch: Mapping[str, Any], row: int, processor: Any, num_vision: int | None) -> list[Grid | None]:
     """Return rows and columns of the vision tokens of each image of a row; None if unknown.
 

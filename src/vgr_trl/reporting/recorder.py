@@ -42,6 +42,7 @@ from vgr_trl.reporting.recorded_rows import (
     prompt_text,
     quantise_attention,
     read_row_images,
+    record_images,
     split_tokens,
     strip_padding,
     summarise_rollout,
@@ -137,6 +138,10 @@ class RolloutRecorder:
         completion.correct = None if accuracy is None or isnan(accuracy) else accuracy == 1
         if rollout.changes is not None and images:
             completion.changes = rollout.changes[row, : len(ids)].tolist()
+        completion.teacher_images, of_teacher = record_images(rollout.teacher_images.get(row, []))
+        thumbnails |= of_teacher
+        if rollout.teacher_top is not None and completion.teacher_images:
+            completion.teacher = [decode([token]) for token in rollout.teacher_top[0][row, : len(ids), 0].tolist()]
         if rollout.scores is not None and row in (maps := rollout.scores.maps or {}):
             completion.attention = quantise_attention(maps[row].mean(0)[: len(ids)], grids)
         return RecordedRow(place, completion, thumbnails)

@@ -123,6 +123,8 @@ class Completion:
         images: images of the prompt, in order, then the images that tools returned.
         attention: attention over the vision tokens of all images, averaged over heads and the layers that rewards use.
         replaced: whether another group replaced the group of this completion, which was then not trained on.
+        teacher: for each token, the one that the teacher finds most likely in its place; None without a teacher.
+        teacher_images: images that the teacher sees.
         turns: turns of a run with tools; the policy wrote no token outside of them.
     """
 
@@ -149,6 +151,8 @@ class Completion:
     images: list[RecordedImage] = field(default_factory=list)
     attention: AttentionMap | None = None
     replaced: bool = False
+    teacher: list[str] | None = None
+    teacher_images: list[RecordedImage] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
 
     def written(self) -> list[int]:
@@ -228,7 +232,7 @@ def decode_record(line: bytes) -> Record:
 def _check_lengths(completion: Completion) -> None:
     """Raise `ValueError` for a number of values that differs from the number of tokens, or impossible shapes."""
     count, attention = len(completion.tokens), completion.attention
-    per_token = [*completion.per_token().values(), None if attention is None else attention.scale]
+    per_token = [*completion.per_token().values(), completion.teacher, None if attention is None else attention.scale]
     fits = all(values is None or len(values) == count for values in per_token)
     fits &= attention is None or not count or len(attention.values) % count == 0
     for image in completion.images:

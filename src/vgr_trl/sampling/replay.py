@@ -345,10 +345,10 @@ class Replay(ReplayBuffer, SavedState):
             "kl_coef": args.kl_coef > 0,
             "kl_penalty full": args.has_kl_loss and args.kl_penalty == "full",
             "use_vllm": args.use_vllm and args.vllm_importance_sampling_correction,
-            "perception_loss_weight or der_loss_weight2": args.uses_perception_loss,
         }
         rules = [short_name(rule) for rule in active_rules(args)]
-        return [*(name for name, is_on in options.items() if is_on), *measurement.needed, *measurement.views, *rules]
+        needed = [*measurement.needed, *sorted(self._trainer.term_needs), *measurement.views]
+        return [*(name for name, is_on in options.items() if is_on), *needed, *rules]
 
     def _why_unusable(self, state: Mapping[str, Any]) -> str | None:
         """Return why these options cannot train on the groups of a saved buffer, None if they can."""

@@ -18,6 +18,7 @@ from vgr_trl.errors import DataError
 from vgr_trl.metrics.step_metrics import Gather, Totals
 from vgr_trl.registries import (
     LOGPS_PREFIX,
+    TEACHER,
     declares,
     find_measurements,
     is_measured_after_rewards,
@@ -255,6 +256,19 @@ def stability(signals: RolloutSignals, options: Any) -> Tensor:
     """
     probabilities = torch.stack([signals.views[name] for name in options.perturbations]).exp()
     return 1 - 2 * probabilities.std(0, correction=0)
+
+
+NOISY = "noisy"  # the view of completions that were sampled from a perturbed image, beside the teacher `clean`
+
+
+@registries.signals.register("teacher_gap")
+@declares(needs=("logps", LOGPS_PREFIX + TEACHER))
+def teacher_gap(signals: RolloutSignals, options: Any) -> Tensor:
+    """Return log π(token | view) − log π(token | images), (N, T); NaN for rows without the view of `teacher_view`.
+
+    Beside the teacher `clean`, the images are those that the completion was sampled from.
+    """
+    return signals.views[TEACHER] - signals.views.get(NOISY, signals.logps)
 
 
 def _return_measured(need: str, signals: RolloutSignals, options: Any) -> Any:

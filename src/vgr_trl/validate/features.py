@@ -11,10 +11,17 @@ from transformers.utils import logging
 
 from vgr_trl.credit import builtin_rules
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.images import BOX_COLUMNS
+from vgr_trl.data.images import BOX_COLUMNS, TEACHER_IMAGES
 from vgr_trl.errors import ConfigError
 from vgr_trl.passes.micro_batches import RowsPerPass, describe_spread_groups
-from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
+from vgr_trl.registries import (
+    BLIND_ANSWERS,
+    LOGPS_PREFIX,
+    TERM_NEEDS,
+    find_measurements,
+    is_measured_after_rewards,
+    needed_signals,
+)
 from vgr_trl.rollout import ConstructedTrainer, Measurement
 from vgr_trl.run_facts import Features, RunFacts
 from vgr_trl.sharing.exactness import why_not_share, why_padding_counts
@@ -212,10 +219,7 @@ def find_every_token_option(args: DAPOConfig) -> str | None:
         "entropy_coef": args.entropy_coef != 0,
         "use_adaptive_entropy": args.use_adaptive_entropy,
         "top_entropy_quantile": args.top_entropy_quantile < 1,
-        "use_entropy_penalty": args.use_entropy_penalty,
-        "perception_loss_weight": args.perception_loss_weight > 0,
-        "der_loss_weight1": args.der_loss_weight1 > 0,
-        "der_loss_weight2": args.der_loss_weight2 > 0,
+        **{f"the loss term {name}": True for name in args.terms},
         "kl_coef": args.has_kl_loss,
         "advantage_estimator": args.uses_critic,
     }
@@ -342,13 +346,17 @@ def plan_measurement(facts: RunFacts) -> Measurement:
     if unknown := [token for token in args.vision_token_ids or () if token >= embedded]:
         raise ConfigError(f"vision_token_ids has {unknown[0]}, but there are {embedded} tokens: give that of images.")
     read = [need for reward in facts.rewards.values() for need in needed_signals(reward) if need != BLIND_ANSWERS]
-    named = named_signals(args, read)
+    named = named_signals(args, [*read, *["teacher_gap"] * (args.teacher_view is not None)])
     if any(signal.name == "stability" for signal in named) and not args.further_perturbations:
         raise ConfigError("The signal stability compares at least two perturbations: add further_perturbations.")
-    views = tuple(args.read_views("dependency" in needed))
+    views, of_rows = tuple(args.read_views("dependency" in needed)), args.row_views
+    top = int(args.teacher_view is not None and args.rollout_log_steps > 0 and not facts.is_sharded)
+    top = args.teacher_top_k if "teacher_top" in needed else top
     layers = count_attention_layers(model) if "attention" in needed else 0
     samples = args.attention_rows == "auto" and args.attention_source == "scoring" and not facts.tools
-    return Measurement(needed, ids, tuple(special_token_ids(facts.processor)), views, named, layers, samples)
+    return Measurement(
+        needed, ids, tuple(special_token_ids(facts.processor)), views, of_rows, top, named, layers, samples
+    )
 
 
 def find_needed_measurements(facts: RunFacts) -> dict[str, str]:
@@ -375,11 +383,14 @@ def find_needed_measurements(facts: RunFacts) -> dict[str, str]:
         ("logps", "kl_coef", args.penalises_kl),
         ("logps", "replay_buffer_size", args.replay_buffer_size > 0),
         ("values" if args.critic == "head" else "critic", "advantage_estimator gae", args.uses_critic),
-        ("perception", "perception_loss_weight", args.perception_loss_weight > 0),
-        ("perception", "der_loss_weight2", args.der_loss_weight2 > 0),
+        ("logps", "teacher_view", args.teacher_view is not None),
+        ("views", "teacher_view", args.teacher_view is not None),
     ):
         if is_on:
             needed.setdefault(need, option)
+    for term_need, term in args.term_needs().items():
+        if (measurement := TERM_NEEDS[term_need]) is not None:
+            needed.setdefault(measurement, term)
     return needed
 
 
@@ -397,6 +408,8 @@ def why_not_measured(facts: RunFacts, need: str, vision_tokens: Sequence[int]) -
     backend = "continuous batching" if args.use_transformers_continuous_batching else backend
     in_generation, inside = args.attention_source == "generate", need in ("attention", "similarity")
     lacks_boxes = facts.train_columns is not None and {*BOX_COLUMNS}.isdisjoint(facts.train_columns)
+    crops = need == "regions" or (need == "views" and "crop_to_box" in args.row_views.values())
+    lacks_teacher = facts.train_columns is not None and TEACHER_IMAGES not in facts.train_columns
     table: list[tuple[Any, str]] = [
         (maker == "rollout_func", "with rollout_func the tokens of a completion are not all the policy's answer to its "
          "prompt; switch one of the two off."),
@@ -414,7 +427,11 @@ def why_not_measured(facts: RunFacts, need: str, vision_tokens: Sequence[int]) -
          "the data have no column `image` or `images`; add one, or switch it off."),
         (need == "regions" and in_generation,
          'attention_source is "generate", which does not know regions; use "scoring".'),
-        (need == "regions" and lacks_boxes,
+        (maker and need == "views" and args.row_views, f"views of rows change the prompt's images, but {maker} may "
+         "add images; switch one of the two off."),
+        (need == "views" and TEACHER_IMAGES in args.row_views.values() and lacks_teacher,
+         f"the data have no column {TEACHER_IMAGES}; add one, or use another view."),
+        (crops and lacks_boxes,
          f"the data have neither of the columns {' and '.join(BOX_COLUMNS)}; add one, or switch it off."),
         (inside and not vision_tokens, "the placeholder token of images is not found in the model's configuration or "
          "its processor; give it as vision_token_ids."),

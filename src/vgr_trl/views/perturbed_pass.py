@@ -1,22 +1,29 @@
-"""Perturb or drop the images of conversations and tool turns, and score or generate under such views."""
+"""Perturb, replace or drop the images of conversations and tool turns, and score or generate under such views."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from PIL import Image
+from torch import nn
+from trl.trainer.utils import use_adapter
 
 from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.errors import DataError
+from vgr_trl.metrics.step_metrics import Totals
 from vgr_trl.patches.trl import process_with_options
 from vgr_trl.pixels import image_tensors, joined
+from vgr_trl.registries import TEACHER
 from vgr_trl.rollout import ConstructedTrainer, Noise, Rollout, weighted_sums
 from vgr_trl.rows import (
     OLD_LOGPS,
     ImagesOfRows,
     Prompts,
     Turns,
+    build_scoring_inputs,
     pixels_of_rows,
     rows_with_images,
     scoring_inputs,
@@ -27,11 +34,12 @@ from vgr_trl.rows import (
 )
 from vgr_trl.sharing.context_manager import whole_groups
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.signals.named import add_named, build_unmeasured_signals, named_metrics
-from vgr_trl.signals.perturbation import perturb_images
+from vgr_trl.signals.named import NOISY, RolloutSignals, add_named, build_unmeasured_signals, named_metrics
+from vgr_trl.signals.perturbation import derive_seed, perturb_images, show_view
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.scoring import Head, Purpose, Want
 from vgr_trl.tools import show_again
+from vgr_trl.vision.feature_cache import images_processed_once
 
 Perturb = Callable[..., list[Image.Image]]  # images of a conversation, index=its number -> as many images
 
@@ -72,17 +80,23 @@ def images_in(prompt: Any) -> list[Any]:
 
 
 def _replace_images(prompt: Any, images: Sequence[Any]) -> Any:
-    """Replace the images of a conversation, in order; image parts beyond the given images are removed."""
+    """Replace the images of a conversation, in order; without enough images, parts are removed.
+
+    Images beyond the parts of the conversation stand behind its last image.
+    """
     if isinstance(prompt, str):
         return prompt
-    left, messages = iter(images), []
+    left, to_come, messages = iter(images), len(images_in(prompt)), []
     for message in prompt:
         if not isinstance(message["content"], str):
-            parts = [
-                {**part, "image": next(left, None)} if part["type"] == "image" else part for part in message["content"]
-            ]
-            kept = [part for part in parts if part["type"] != "image" or part["image"] is not None]
-            message = {**message, "content": kept}
+            parts = []
+            for part in message["content"]:
+                if part["type"] == "image":
+                    to_come -= 1
+                    parts += [{**part, "image": image} for image in islice(left, 1 if to_come else None)]
+                else:
+                    parts.append(part)
+            message = {**message, "content": parts}
         messages.append(message)
     return messages
 
@@ -130,7 +144,7 @@ def process_images(processor: Any, images: ImagesOfRows) -> dict[str, torch.Tens
 
 
 def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
-    """Score the completions given perturbed images, and add the dependency to the rollout's signals.
+    """Score the completions given other images, and add the dependency and the views to the rollout's signals.
 
     Only the pixels of one pass are kept in memory. If the perception loss is on, the batch gets the perturbed pixels of
     all rows as `perturbed_pixel_values`.
@@ -141,17 +155,34 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         pixels = _inputs_under(args.perturbation, trainer, rollout, every).get("pixel_values")
         if pixels is not None:
             rollout.batch = batch = batch | {"perturbed_pixel_values": pixels}
-    if not measurement.views:
+    if not (measurement.views or measurement.row_views):
         return
     rollout.signals = signals = rollout.signals or build_unmeasured_signals(valid_tokens(batch).bool())
     size = whole_groups(trainer.rows_per_pass.given, trainer.completions_per_prompt)
+    chunks = [every[start : start + size] for start in every[::size]]
+    if measurement.views:
+        _score_perturbations(trainer, rollout, signals, chunks)
+    totals = Totals()
+    for name, view in measurement.row_views.items():
+        signals.views[name] = seen = _score_row_view(trainer, rollout, name, view, chunks)
+        known = signals.mask.bool() & ~seen.isnan()
+        totals.add_mean(f"views/{name}/rows", known.any(1), signals.mask.any(1))
+    gather = trainer.accelerator.gather
+    rollout.metrics |= named_metrics(add_named(measurement.named, signals), signals, gather) | totals.metrics(gather)
+
+
+def _score_perturbations(
+    trainer: ConstructedTrainer, rollout: Rollout, signals: RolloutSignals, chunks: Sequence[range]
+) -> None:
+    """Score a rollout under all perturbations, some rows at a time; set what its signals say about them."""
+    args, batch, measurement = trainer.args, rollout.batch, trainer.measurement
     parts = [
         trainer.score(
             stacked_inputs([_inputs_under(name, trainer, rollout, rows) for name in measurement.views]),
             Want(hidden=measurement.needs("shift")),
             purpose=Purpose.VIEW,
         )
-        for rows in (every[start : start + size] for start in every[::size])
+        for rows in chunks
     ]
     logps = torch.cat([part.logps.unflatten(0, (len(measurement.views), -1)) for part in parts], 1)  # (views, N, T)
     if args.perturbation in measurement.views:
@@ -161,7 +192,7 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     blind = ~seen.to(logps.device).unsqueeze(1)  # (N, 1)
     views = dict(zip(measurement.views, logps.masked_fill(blind, torch.nan), strict=True))
     if "views" in measurement.needed:
-        signals.views = {name: value.float() for name, value in views.items()}
+        signals.views |= {name: value.float() for name, value in views.items()}
     if "dependency" in measurement.needed:
         perturbed = torch.stack([views[name] for name in args.perturbations])
         each = visual_dependency(signals.logps.expand_as(perturbed), perturbed)
@@ -173,7 +204,101 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
             others = torch.cat(hidden)
             shift = Head(causal_model(trainer.model)).shift(rollout.scores.hidden, others, mask, args.temperature)
         signals.jsd, signals.perturbed_entropies = (each.masked_fill(blind, torch.nan) for each in shift)
-    rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, trainer.accelerator.gather)
+
+
+def _score_row_view(
+    trainer: ConstructedTrainer, rollout: Rollout, name: str, view: str, chunks: Sequence[range]
+) -> torch.Tensor:
+    """Return the log-probabilities of the completions under a view of their rows, (N, T); NaN for rows without it.
+
+    Args:
+        trainer: scores the completions.
+        rollout: a scored rollout; of the view `teacher` it keeps the images, and its batch what loss terms read.
+        name: of the view among the signals.
+        view: its plug-in.
+        chunks: rows of each pass.
+    """
+    found, top, measurement = [], [], trainer.measurement
+    reads_all, count = measurement.needs("teacher_top"), measurement.teacher_top
+    reads = name == TEACHER and (reads_all or (count > 0 and bool(rollout.recorded)))
+    for rows in chunks:
+        images = _images_under(view, trainer, rollout, rows)
+        shown = {row: each for row, each in zip(rows, images, strict=True) if each is not None}
+        inputs = inputs_with_view(trainer, rollout, rows, images)
+        with _weights_of(name, trainer) as model, torch.no_grad():
+            scores = trainer.score(inputs, Want(hidden=reads), model, purpose=Purpose.VIEW)
+            if scores.hidden is not None:
+                read = [row in shown and (reads_all or row in (rollout.recorded or ())) for row in rows]
+                mask = scores.mask & torch.tensor(read, device=scores.mask.device).unsqueeze(1)
+                head = Head(causal_model(model))
+                top.append(head.most_likely(scores.hidden, mask, count, trainer.args.temperature))
+        missing = torch.tensor([row not in shown for row in rows], device=scores.logps.device)
+        found.append(scores.logps.float().masked_fill(missing.unsqueeze(1), torch.nan))
+        if name == TEACHER:
+            rollout.teacher_images |= shown
+    if top:
+        rollout.teacher_top = torch.cat([ids for ids, _ in top]), torch.cat([logps for _, logps in top])
+    logps = torch.cat(found)
+    if name == TEACHER and trainer.term_needs & {"teacher", "teacher_top"}:
+        named = zip(("teacher_top_ids", "teacher_top_logps"), (rollout.teacher_top or ()) * reads_all, strict=False)
+        columns = {column: each.transpose(1, 2).contiguous() for column, each in named}  # the tokens last
+        rollout.batch = rollout.batch | {"teacher_logps": logps} | columns
+    return logps
+
+
+@contextmanager
+def _weights_of(name: str, trainer: ConstructedTrainer) -> Iterator[nn.Module]:
+    """Yield the model that scores a view: the policy, or its reference for a teacher with those weights."""
+    if name != TEACHER or trainer.args.teacher_weights == "policy":
+        yield trainer.model
+    elif trainer.ref_model is not None:
+        yield trainer.ref_model
+    else:
+        policy: Any = trainer.accelerator.unwrap_model(trainer.model)
+        with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):  # as TRL scores it
+            yield trainer.model
+
+
+def _images_under(
+    view: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range
+) -> list[list[Image.Image] | None]:
+    """Return the images of some rows under a view, the same for the completions of a prompt; None: it has no view."""
+    args, first = trainer.args, trainer.accelerator.process_index * len(rollout.rows)
+    parameters, step = args.parameters_of(view), trainer.state.global_step
+    shown: dict[int, list[Image.Image] | None] = {}  # number of the prompt -> its images
+    numbers = [(first + row) // trainer.completions_per_prompt for row in rows]
+    for row, number in zip(rows, numbers, strict=True):
+        if number not in shown:
+            seed, images = derive_seed(args.seed, step, number), images_in(rollout.messages[row])
+            shown[number] = show_view(images, rollout.rows[row], view, parameters, seed=seed)
+    return [shown[number] for number in numbers]
+
+
+def inputs_with_view(
+    trainer: ConstructedTrainer, rollout: Rollout, rows: range, images: Sequence[list[Image.Image] | None]
+) -> dict[str, Any]:
+    """Build the scoring inputs of some rows of a rollout behind prompts with other images, of any size and number.
+
+    Args:
+        trainer: gives the processor and the padding.
+        rollout: a scored rollout.
+        rows: numbers of the rows.
+        images: images of each of these rows; None: its own.
+    """
+    own, part = rollout.messages[rows.start : rows.stop], slice(rows.start, rows.stop)
+    shown = [one if new is None else _replace_images(one, new) for one, new in zip(own, images, strict=True)]
+    with images_processed_once(trainer.processing_class):
+        prompts = trainer.tokenize(shown)
+    inputs = build_scoring_inputs(
+        prompts,
+        rollout.batch["completion_ids"][part].tolist(),
+        pad_token_id=trainer._tokenizer.pad_token_id,
+        vision_token_ids=trainer.measurement.vision_token_ids,
+        pad_to_multiple_of=trainer.pad_to_multiple_of or None,
+    )
+    completion_mask = rollout.batch["completion_mask"][part]
+    inputs["attention_mask"][:, -inputs["logits_to_keep"] :] = completion_mask.to(inputs["attention_mask"])
+    return inputs
 
 
 def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range) -> dict[str, Any]:
@@ -285,17 +410,20 @@ def noisy_rows(rows: int, generations: int, count: int, first: int) -> list[bool
 
 
 def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
-    """Set the old log-probabilities of a noisy rollout by `noisy_importance`, and its metrics."""
+    """Set old log-probabilities and metrics of a noisy rollout, and the view that a teacher `clean` compares with."""
     noise, args = rollout.noise, trainer.args
     if noise is None:
         return
-    if noise.generations and args.noisy_importance == "perturbed":
+    if noise.generations and (args.noisy_importance == "perturbed" or args.teacher_view == "clean"):
         batch, seen = rollout.batch, noise.prompts
         if seen is not None and seen.images is not None:
             pixels = pixels_of_rows(seen.fields, seen.images, range(len(rollout.rows)), batch)
             batch = batch | {"pixel_values": joined(pixels)}
         scores = trainer.score(scoring_inputs(batch), Want(), purpose=Purpose.VIEW)
-        rollout.batch = rollout.batch | {OLD_LOGPS: scores.logps}
+        if args.noisy_importance == "perturbed":
+            rollout.batch = rollout.batch | {OLD_LOGPS: scores.logps}
+        if args.teacher_view == "clean" and rollout.signals is not None:
+            rollout.signals.views[NOISY] = scores.logps.float()
     rollout.metrics |= {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
     if noise.generations:
         rewards = weighted_sums(rollout.rewards, trainer.reward_weights).nan_to_num()  # (N of all,)
