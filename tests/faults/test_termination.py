@@ -18,7 +18,7 @@ from support.launching import children_of, environment, outputs, wait_for_line
 from support.trainers import train_file
 from transformers import TrainerControl
 
-from vgr_trl.callbacks import termination
+from vgr_trl.callbacks import stopping as termination
 from vgr_trl.errors import RewardError
 
 CPU = {"ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}

@@ -8,7 +8,7 @@ import torch
 from transformers.integrations import integration_utils
 
 from vgr_trl.callbacks.trackers import guard_trackers, rename_for_verl
-from vgr_trl.metrics import stage_clock as clocks
+from vgr_trl.metrics import step_metrics as clocks
 from vgr_trl.metrics.step_metrics import OptimizerClock, StageClock, StepMetrics
 
 
