@@ -673,9 +673,8 @@ class TeacherOptions(Checked):
 def rlsd(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: TeacherOptions) -> Credit:
     """Weigh each token by exp(sign(A) · gap) within 1 ± `rlsd_clip`; 1 where the row has no view.
 
-    With `rlsd_lambda` below 1, the weight is that share of it, and 1 for the rest. A token that the teacher finds
-    likelier gets more of a reward, and less of a penalty. Source:
-    https://huggingface.co/papers/2604.03128.
+    With `rlsd_lambda` below 1, weights are mixed with 1. A token that the teacher finds likelier gets more of a reward,
+    and less of a penalty. Source: https://huggingface.co/papers/2604.03128.
 
     Args:
         advantages: (N,) or (N, T); only their signs are read.
