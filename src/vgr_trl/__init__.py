@@ -13,7 +13,7 @@ __all__ = ["DAPOConfig", "DAPOTrainer", "__version__"]
 def __getattr__(name: str) -> Any:
     """Import the trainer on first use, so that `vgr_trl.rewards` and `vgr-trl --help` do not load torch."""
     if name in ("DAPOConfig", "DAPOTrainer"):
-        from vgr_trl.releases import check_release
+        from vgr_trl.errors import check_release
 
         check_release()
     if name == "DAPOConfig":

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from vgr_trl import __version__
 from vgr_trl.atomic_files import naming_full_disk
-from vgr_trl.errors import ConfigError, VGRError
+from vgr_trl.errors import ConfigError, VGRError, naming_torchvision
 from vgr_trl.recipes import TEMPLATES, read_recipe, recipe_file, recipe_names
-from vgr_trl.releases import naming_torchvision
 
 RECIPES_LEGEND = """
 passes: forward passes over the completions of a rollout, without + with gradients, not counting generation.

@@ -32,10 +32,9 @@ from vgr_trl.data.images import ImageLimits, downloaded
 from vgr_trl.data.load import BUILDERS, load_split, parse_data_files, readable
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, refuse_single_image_models, special_tokens
 from vgr_trl.data.read_row import keys_of
-from vgr_trl.errors import ConfigError, VGRError, error_text
+from vgr_trl.errors import ConfigError, VGRError, error_text, naming_torchvision
 from vgr_trl.options import check_options, check_value, option, read_mapping
 from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe
-from vgr_trl.releases import naming_torchvision
 from vgr_trl.rewards.loading import FileOptions, load_rewards
 
 DATA_SOURCES = ("dataset_name", "dataset_config", "dataset_path", "data_files")

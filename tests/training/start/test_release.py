@@ -32,7 +32,7 @@ def test_an_untested_release_is_told_before_anything_of_it_is_imported(tmp_path,
 
 
 def test_a_newer_release_can_be_tried_with_one_warning(tmp_path):
-    code = "from vgr_trl import DAPOConfig, DAPOTrainer; from vgr_trl.releases import check_release; check_release()"
+    code = "from vgr_trl import DAPOConfig, DAPOTrainer; from vgr_trl.errors import check_release; check_release()"
     run = run_with_trl(tmp_path, "1.17.0", code, VGR_TRL_UNTESTED="1", PYTHONWARNINGS="always")
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("TRL 1.17.0 is installed") == 1
