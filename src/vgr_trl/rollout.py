@@ -16,9 +16,6 @@ from vgr_trl.rows import Placement, Prompts, Turns
 from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal, RolloutSignals
 from vgr_trl.signals.scoring import Scores
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True)
 class Measurement:

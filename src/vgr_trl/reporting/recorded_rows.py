@@ -98,7 +98,7 @@ def read_row_images(
     for value, grid in zip([*images_of(row), *returned], chain(grids, repeat(None)), strict=False):
         try:
             image = open_image(value)
-        except DataError:  # the model can still read it, for example from a URL
+        except DataError:  # a `rollout_func` may have read it otherwise
             recorded.append(RecordedImage(None, 0, 0, grid))
             continue
         name, content = make_thumbnail(image)

@@ -2,7 +2,7 @@
 
 `ratios.py`: masks of image, instruction and region tokens, and the formulas. `probe.py`: attention and hidden states,
 measured while a model computes. `plan.py`: the rows and tokens of each of its passes. `perturbation.py`: images made
-harder to see. `head.py`: log-probabilities from hidden states. `scoring.py`: a scoring pass over a batch. `scorer.py`:
+harder to see, and views of a row. `scoring.py`: a scoring pass over a batch, and the model's head. `scorer.py`:
 `RolloutScorer`. `named.py`: the signals that rewards, rules and metrics read.
 """
 
