@@ -4,7 +4,7 @@ import copy
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +58,25 @@ PAPO = {
     "black_prob": 0.6,
     "patch_size": 4,
 }
+
+
+def taught(options: Mapping[str, Any], columns: Mapping[str, str] | None = None, **numbers: float) -> Method:
+    """Return a method whose teacher sees the digit's part, or what `columns` put in its place.
+
+    Args:
+        options: of the method.
+        columns: as `Method` has them; with `teacher_images` the teacher sees this image.
+        numbers: options of its plug-ins.
+    """
+    view = "teacher_images" if columns and "teacher_images" in columns else "crop_to_box"
+    return Method({"teacher_view": view, "plugin_options": {"crop_margin": 0.0, **numbers}, **options}, columns or {})
+
+
+def distil(coefficient: float, reward: float, columns: Mapping[str, str] | None = None) -> Method:
+    """Return the rule `distil`, with a weight of the verified reward."""
+    return taught({"credit_rules": ["distil"], "reward_weights": [reward]}, columns, distil_coef=coefficient)
+
+
 SWEEP = {
     f"plain, {rate:g}, {size}": Method({"learning_rate": rate, "num_generations": size})
     for rate, size in ((2e-4, 8), (5e-4, 8), (1e-3, 8), (5e-4, 32))
@@ -66,6 +85,12 @@ METHODS = {
     "plain": Method(),
     "VPPO": Method(VPPO),
     "PAPO": Method(PAPO),
+    "rlsd": Method({**CROP, "credit_rules": ["rlsd"]}),
+    "distil": distil(0.3, 1.0),
+    "distil, no reward": distil(1.0, 0.0),
+    "distil, another part": distil(0.3, 1.0, {"bbox": "elsewhere"}),
+    "distil, same picture": distil(0.3, 1.0, {"teacher_images": "image"}),
+    "distil, another digit": distil(0.3, 1.0, {"teacher_images": "alike"}),
     "labels": Method(labels=True),
 }
 
@@ -77,7 +102,7 @@ class Settings:
     reading_steps: int = 400
     test_rows: int = 400
     course_rows: int = 200
-    steps: int = 120
+    steps: int = 80
     prompts: int = 24
     generations: int = 8
     learning_rate: float = 5e-4
@@ -154,6 +179,8 @@ class Start:
         with tempfile.TemporaryDirectory() as folder:
             trainer = self.trainer(method, Path(folder), callbacks=[course])
             trainer.train()
+            if trainer.state.global_step < self.settings.steps:
+                raise InterruptedError(f"Training ended at step {trainer.state.global_step}: run it again.")
 
     def trainer(self, method: Method, folder: Path, **given: Any) -> DAPOTrainer:
         """Return the trainer of a method."""
