@@ -25,10 +25,9 @@ from looks import looks
 from machine import describe_machine
 from methods.seeds import interval
 
-from vgr_trl.cli.arguments import DataArguments, EvaluationArguments, load_rows
+from vgr_trl.cli.arguments import DataArguments, EvaluationArguments, load_rows, parse
 from vgr_trl.cli.evaluate import evaluate_models as evaluate
 from vgr_trl.cli.evaluate import load_for_inference
-from vgr_trl.cli.parser import parse
 from vgr_trl.demo import Options
 from vgr_trl.demo.write_folder import write_warm_folder
 

@@ -135,7 +135,7 @@ def start(flags: argparse.Namespace, name: str = "data") -> dict[str, float]:
     import vgr_trl.cli.train  # noqa: F401 (its import is not counted)
     from vgr_trl.cli.arguments import DataArguments, load_processor, load_rows
     from vgr_trl.data.checked_rows import drop_long_prompts
-    from vgr_trl.data.lengths import PromptLengths
+    from vgr_trl.data.prompts import PromptLengths
 
     processor = load_processor(str(flags.folder / "tiny" / "model"), None, False)
 

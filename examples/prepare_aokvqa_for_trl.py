@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vgr_trl.cli.__main__ import main
+from vgr_trl.data.convert import HUB_NAME
 from vgr_trl.data.load import row_files, splits_of
-from vgr_trl.data.public_sets import HUB_NAME
 
 SPLITS = ("train", "validation")  # the published test split has no answers
 

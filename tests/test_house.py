@@ -8,8 +8,7 @@ from pathlib import Path
 import vgr_trl
 
 ROOT = Path(vgr_trl.__file__).parent
-# Token types stand in rows, errors and patching in utils, until these drawers are cut.
-BESIDE_SHARING = {f"vgr_trl.{name}" for name in ("errors", "patching", "pixels", "rows", "token_types", "utils")}
+BESIDE_SHARING = {f"vgr_trl.{name}" for name in ("errors", "patching", "pixels")}
 DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
 
 

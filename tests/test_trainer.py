@@ -16,7 +16,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from vgr_trl.config import SWITCHES
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
-from vgr_trl.scoring_inputs import scoring_inputs
+from vgr_trl.rows import scoring_inputs
 from vgr_trl.trainer import DAPOTrainer
 
 LONGER = {"max_steps": 2, "learning_rate": 0.1}

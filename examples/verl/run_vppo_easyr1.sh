@@ -3,7 +3,7 @@
 # from it marked `# vgr`. Not run on GPUs yet: its parts are tested on a CPU (docs/verl.md).
 set -euo pipefail
 
-REWARD=$(python3 -c 'import vgr_trl.integrations.verl.rewards as r; print(r.__file__)') # vgr
+REWARD=$(python3 -c 'import vgr_trl.integrations.verl.credit as r; print(r.__file__)') # vgr
 
 ARGUMENTS=(
     config=examples/config.yaml

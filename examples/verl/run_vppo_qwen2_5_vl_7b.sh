@@ -6,7 +6,7 @@ set -euo pipefail
 export VERL_USE_EXTERNAL_MODULES=vgr_trl.integrations.verl.inside_verl.plugin # vgr: names, trainer and engine
 export VERL_ENGINE_VENDOR=vgr                                                 # vgr: its engine
 
-REWARD=$(python3 -c 'import vgr_trl.integrations.verl.rewards as r; print(r.__file__)') # vgr
+REWARD=$(python3 -c 'import vgr_trl.integrations.verl.credit as r; print(r.__file__)') # vgr
 
 ARGUMENTS=(
     algorithm.adv_estimator=vgr_vppo                               # vgr: the filter and the trajectory scale

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vgr_trl.config import GROUP_ESTIMATORS
 from vgr_trl.errors import ConfigError
-from vgr_trl.metrics.totals import Gather
+from vgr_trl.metrics.step_metrics import Gather
 
 
 def estimate_advantages(

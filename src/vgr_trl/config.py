@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from vgr_trl import registries
 from vgr_trl.errors import ConfigError
 from vgr_trl.options import RATIO_LOSSES, option, read_mapping
-from vgr_trl.registries import LOGPS_PREFIX, build_options, needed_signals, short_name
+from vgr_trl.registries import LOGPS_PREFIX, TEACHER, build_options, needed_signals, short_name
 
 # Plug-ins by name, and their own options.
 
@@ -43,7 +43,7 @@ class PluginOptions:
 
     # fmt: off
     credit_rules: list[str] | None = option(None, f"Rules that give tokens credit: {', '.join(RULES)}; vgpo, pgpo, "
-        "vepo, anchor_tokens; names of plug-ins, dotted paths or files (my_rules.py:my_rule).")
+        "vepo, anchor_tokens, rlsd, distil; names of plug-ins, dotted paths or files (my_rules.py:my_rule).")
     signals: list[str] | None = option(None, "Token signals to measure, log and pass to rewards: names, dotted paths "
         "or files (my_signals.py:my_signal).")
     plugin_options: dict[str, Any] | str | None = option(None, "Options of these plug-ins, as JSON or a mapping.")
@@ -85,6 +85,7 @@ class PluginOptions:
         plugins = [(registries.credit_rules.load(name), name) for name in self.plugin_rules]
         plugins += [(registries.signals.load(name), name) for name in self.signals or ()]
         plugins += [(registries.perturbations.load(name), name) for name in perturbations if name not in PERTURBATIONS]
+        plugins += [(registries.views.load(spec), spec) for spec in getattr(self, "row_views", {}).values()]
         classes = [getattr(plugin, "options", None) for plugin, _ in plugins]
         known = sorted({each.name for options in classes if options is not None for each in fields(options)})
         for name in self._given().keys() - set(known):
@@ -171,6 +172,8 @@ class PerturbationOptions(PluginOptions):
         needs=used_by())
     perturb_images: Literal["all", "prompt", "tools"] = option("all", "With tools: perturb all images of a "
         "completion, those of the prompt, or those that tools returned.", needs=used_by())
+    teacher_view: str | None = option(None, "View of a row that a teacher sees, who scores each token: crop_to_box, "
+        "teacher_images, sharper, clean, those of installed packages, dotted paths or files (my_views.py:my_view).")
     perception_loss_weight: float = option(0.0, "Weight of PAPO's perception loss (one more gradient pass).", ge=0)
     der_loss_weight1: float = option(0.0, "Weight of the entropy on the original image (eta 1 of PAPO).", ge=0)
     der_loss_weight2: float = option(0.0, "Weight of the entropy on the perturbed image (eta 2 of PAPO).", ge=0)
@@ -195,13 +198,21 @@ class PerturbationOptions(PluginOptions):
         readers = self.readers()
         own = self.perturbations if depends or "views" in readers else [self.perturbation] * ("shift" in readers)
         read = [need.removeprefix(LOGPS_PREFIX) for need in readers if need.startswith(LOGPS_PREFIX)]
-        return list(dict.fromkeys([*own, *read]))
+        return [name for name in dict.fromkeys([*own, *read]) if name not in self.row_views]
+
+    @property
+    def row_views(self) -> dict[str, str]:
+        """Map the names of the views of rows under which completions are scored to their plug-ins."""
+        read = [need.removeprefix(LOGPS_PREFIX) for need in self.readers() if need.startswith(LOGPS_PREFIX)]
+        found = {name: name for name in read if name in registries.views.names()}
+        return found | ({} if self.teacher_view is None else {TEACHER: self.teacher_view})
 
     def parameters_of(self, name: str) -> dict[str, Any]:
         """Return the keyword arguments of a perturbation."""
         if name in PERTURBATIONS:
             return {keyword: vars(self)[option] for keyword, option in PERTURBATIONS[name].items()}
-        own = self.plugin_values(registries.perturbations.load(name), name)
+        plugin = registries.views if name in self.row_views.values() else registries.perturbations
+        own = self.plugin_values(plugin.load(name), name)
         return {} if own is self else dict(vars(own))
 
     @property
@@ -526,6 +537,8 @@ Conflicts = tuple[tuple[Callable[[Any], Any], str], ...]
 
 # fmt: off
 PERTURBATION_CONFLICTS: Conflicts = (
+    (lambda o: LOGPS_PREFIX + TEACHER in o.readers() and o.teacher_view is None,
+     "teacher_view is None with a credit rule or signal that compares with a teacher: give it, such as crop_to_box."),
     (lambda o: len(set(o.perturbations)) < len(o.perturbations),
      "further_perturbations is {o.further_perturbations}: give each perturbation once."),
     (lambda o: o.uses_perception_loss and o.perturbation == REMOVE_IMAGE,

@@ -18,15 +18,22 @@ from torch.nn.utils.rnn import pad_sequence
 from vgr_trl import registries
 from vgr_trl.config import RULES, CreditOptions
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.metrics.totals import Gather, Totals, add_weights
+from vgr_trl.metrics.step_metrics import Gather, Totals, add_weights
 from vgr_trl.options import check_options, option
-from vgr_trl.registries import declares, is_measurement, needed_signals, short_name
-from vgr_trl.signals.named import read_segments
+from vgr_trl.registries import LOGPS_PREFIX, TEACHER, declares, is_measurement, needed_signals, short_name
+from vgr_trl.signals.named import RolloutSignals, read_segments
 from vgr_trl.signals.ratios import AttentionMass, last_layers, late_layers, token_vision_gain_ratio
-from vgr_trl.signals.rollout_signals import RolloutSignals
+
+
+@dataclass(frozen=True)
+class Added:
+    """Values (N, T) that a rule adds to the advantages of tokens, in place of weights; finite on valid tokens."""
+
+    values: Tensor
+
 
 Metrics = Mapping[str, float | Tensor | tuple[Tensor, Tensor]]
-Credit = tuple[Tensor, Metrics]  # weights (N, T), or bool (N, T): tokens to keep
+Credit = tuple[Tensor | Added, Metrics]  # weights (N, T), or bool (N, T): tokens to keep, or added values
 
 OF_REWARD = "token_weights_of_reward"  # a signal: weights (N, T) of a reward file, NaN for completions without weights
 # Option that switches on a rule of this library -> the measurement that the rule reads.
@@ -68,7 +75,7 @@ def shape_advantages(
     completion_ids: Tensor | None = None,
     weights_of: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Shape the advantage of every token, A[i] · scale_i · weight[i, t] · keep[i, t]; return metrics too.
+    """Shape the advantage of every token, A[i] · scale_i · weight[i, t] · keep[i, t] + added[i, t]; return metrics too.
 
     - scale: `trajectory_scale` of the visual dependency.
     - weight: `token_weights` of the VGR per token, or a reward file's weights; with `perception_weighting="soft"` also
@@ -76,6 +83,7 @@ def shape_advantages(
     - keep: the union of the tokens with the largest visual dependency, the tokens with the largest entropy and the
       tokens that plug-ins keep. Other tokens and padding get 0. The dependency does not filter a completion in which
       it is undefined.
+    - added: the sum of what plug-ins add, also to tokens that are not kept and where the advantage is 0.
 
     Args:
         advantages: (N,), or (N, T) if tokens have their own.
@@ -88,7 +96,8 @@ def shape_advantages(
         gather: concatenates a 1-D tensor over all processes, which have equally many rows; every process calls it
             equally often, whatever the signals are. None: there is one process.
         completion_ids: (N, T) tokens of the completions, for plug-ins that read them.
-        weights_of: for records, receives the weights (N, T) of each plug-in by name; 0 and 1 for kept tokens.
+        weights_of: for records, receives the weights (N, T) of each plug-in by name; 0 and 1 for kept tokens, and the
+            values that a plug-in adds.
 
     Returns:
         The advantages, (N, T) float32, and the rules' metrics over all processes; a mean of nothing is NaN.
@@ -101,27 +110,31 @@ def shape_advantages(
     mask, totals = signals.mask.bool(), Totals()
     credit = per_token(advantages).float().expand(mask.shape).clone()  # (N, T)
     kept: list[Tensor] = []  # one (N, T) bool per filter: the tokens that it keeps
+    added = torch.zeros_like(credit)
     context = {"shaped": shaped, "groups": groups, "gather": gather, "completion_ids": completion_ids}
     for name, weights in _weights_by_rule(advantages, signals, options, context, totals):
+        values = weights.values if isinstance(weights, Added) else weights
         if weights_of is not None and name is not None:
-            weights_of[name] = weights.float()
-        if weights.dtype == torch.bool:
-            kept.append(weights)
+            weights_of[name] = values.float()
+        if isinstance(weights, Added):
+            added += values
+        elif values.dtype == torch.bool:
+            kept.append(values)
         else:
-            credit *= weights
+            credit *= values
     if kept:
         union = torch.stack(kept).any(dim=0)
         totals.add_mean("combined_token_fraction", union, mask)
         credit *= union
-    return credit, totals.metrics(gather)
+    return credit + added, totals.metrics(gather)
 
 
 def _weights_by_rule(
     advantages: Tensor, signals: RolloutSignals, options: CreditOptions, context: Mapping[str, Any], totals: Totals
-) -> Iterator[tuple[str | None, Tensor]]:
+) -> Iterator[tuple[str | None, Tensor | Added]]:
     """Yield the name of each plug-in rule (None for this library's) and its weights (N, T) or (N, 1); add its metrics.
 
-    Bool weights are the tokens that the rule keeps.
+    Bool weights are the tokens that the rule keeps; `Added` stands in place of weights.
     """
     mask, dependency = signals.mask.bool(), signals.measured("dependency")  # (N, T)
     if options.token_weights:
@@ -190,13 +203,14 @@ def _plugin_weights(
     options: CreditOptions,
     context: Mapping[str, Any],
     totals: Totals,
-) -> Tensor:
-    """Return the weights (N, T) of a plug-in, or the tokens that it keeps (bool); add its metrics to `totals`."""
+) -> Tensor | Added:
+    """Return the weights (N, T) of a plug-in, the tokens that it keeps (bool) or what it adds; add its metrics."""
     function, name, mask = registries.credit_rules.load(spec), short_name(spec), given[-1]
     rule, taken = f"the credit rule {spec}", inspect.signature(function).parameters
     named = {key: value for key, value in context.items() if key in taken}
     result = function(*given, options.plugin_values(function, spec), **named)
-    weights, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    credit, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    weights = credit.values if (adds := isinstance(credit, Added)) else credit
     if not isinstance(weights, Tensor) or weights.shape != mask.shape or not isinstance(metrics, Mapping):
         found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
         raise DataError(
@@ -215,6 +229,9 @@ def _plugin_weights(
         return weights & mask
     if not bool(weights[mask].isfinite().all()):
         raise DataError(f"{rule} returned weights that are not finite for valid tokens: give numbers.")
+    if adds:
+        totals.add_mean(f"credit/{name}/added", weights, mask)
+        return Added(weights.masked_fill(~mask, 0))
     add_weights(totals, f"credit/{name}/weight", weights, mask)
     return weights.masked_fill(~mask, 1)
 
@@ -323,10 +340,8 @@ def stack_weights(values: Any, response_mask: Tensor) -> Tensor:
     padded = pad_sequence([*rows, torch.ones(length)], batch_first=True, padding_value=1.0)  # (N + 1, T or more)
     weights, valid = padded[:-1, :length], response_mask.bool().cpu()
     if any(len(row) > length or len(row) < int(mask.sum()) for row, mask in zip(rows, valid, strict=True)):
-        warnings.warn(
-            f"token_weights were padded with 1 or cut to the {length} tokens of the responses (logged once).",
-            stacklevel=2,
-        )
+        found = f"token_weights were padded with 1 or cut to the {length} tokens of the responses (logged once)."
+        warnings.warn(found, stacklevel=2)
     if not bool((weights[valid].isfinite() & (weights[valid] >= 0)).all()):
         raise DataError("token_weights of a valid token is negative or not finite: give numbers of at least 0.")
     return weights.to(response_mask.device)
@@ -587,6 +602,60 @@ def vepo(
         "token_fraction": kept.float().masked_fill(~mask, torch.nan),
         "score": scores.masked_fill(~seen, torch.nan),
     }
+
+
+def teacher_gap(signals: RolloutSignals) -> Tensor:
+    """Return log π(token | view) − log π(token | images), (N, T); NaN for rows without the view of `teacher_view`."""
+    gap: Tensor = signals.measured(LOGPS_PREFIX + TEACHER) - signals.logps
+    return gap
+
+
+@dataclass
+class RLSDOptions(_Checked):
+    """Numbers of RLSD."""
+
+    rlsd_clip: float = option(0.2, "Largest distance of a weight from 1; RLSD's epsilon.", ge=0, lt=1)
+
+
+@registries.credit_rules.register("rlsd")
+@declares(needs=("logps", LOGPS_PREFIX + TEACHER), options=RLSDOptions)
+def rlsd(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: RLSDOptions) -> Credit:
+    """Weigh each token by exp(sign(A) · gap) within 1 ± `rlsd_clip`; 1 where the row has no view.
+
+    A token that the teacher finds likelier gets more of a reward, and less of a penalty. Source:
+    https://huggingface.co/papers/2604.03128.
+
+    Args:
+        advantages: (N,) or (N, T); only their signs are read.
+        signals: with the log-probabilities of the tokens, and those of the teacher.
+    """
+    gap, clip = teacher_gap(signals), options.rlsd_clip
+    weights = (per_token(advantages).sign() * gap).exp().clamp(1 - clip, 1 + clip)
+    return weights.masked_fill(gap.isnan(), 1), {"gap": gap}
+
+
+@dataclass
+class DistilOptions(_Checked):
+    """Numbers of the rule `distil`."""
+
+    distil_coef: float = option(1.0, "Coefficient of the gap to the teacher that distil adds.", ge=0)
+    distil_clip: float = option(3.0, "Largest gap that distil adds, in nats.", gt=0)
+
+
+@registries.credit_rules.register("distil")
+@declares(needs=("logps", LOGPS_PREFIX + TEACHER), options=DistilOptions)
+def distil(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: DistilOptions) -> Credit:
+    """Add `distil_coef` · gap, the gap within ± `distil_clip`, to the advantage of each token; 0 without the view.
+
+    Without other advantages and with coefficient 1, it is the sampled gradient of the reverse KL to the teacher.
+
+    Args:
+        advantages: not read.
+        signals: with the log-probabilities of the tokens, and those of the teacher.
+    """
+    gap = teacher_gap(signals)
+    added = options.distil_coef * gap.clamp(-options.distil_clip, options.distil_clip).nan_to_num(nan=0.0)
+    return Added(added), {"gap": gap}
 
 
 TOKEN_CLAMP = (0.1, 2.0)

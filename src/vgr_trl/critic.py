@@ -14,11 +14,11 @@ from vgr_trl.advantages import gae, token_rewards, value_loss, whiten
 from vgr_trl.config import LEARNING_RATES
 from vgr_trl.errors import ConfigError
 from vgr_trl.loss import average_as_loss
-from vgr_trl.metrics.totals import Totals
+from vgr_trl.metrics.step_metrics import Totals
 from vgr_trl.passes.run_pass import Purpose
 from vgr_trl.rollout import ConstructedTrainer, Rollout, TrainingPass
+from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sampling.zero_variance import sum_task_rewards
-from vgr_trl.scoring_inputs import scoring_inputs, valid_tokens
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.signals.scoring import Want
 

@@ -24,9 +24,9 @@ from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.patching import keep_random_state, patched_attribute
 from vgr_trl.rewards.answers import Solution, resolve_solution, states_answer
 from vgr_trl.rewards.functions import accuracy_reward, think_format_reward
-from vgr_trl.rewards.language import normalise
 from vgr_trl.rewards.loading import check_callable
-from vgr_trl.scoring_inputs import pad_rows
+from vgr_trl.rewards.phrases import normalise
+from vgr_trl.rows import pad_rows
 
 __all__ = ["AnswerScores", "Evaluation", "blank_image", "evaluate", "print_scores"]
 

@@ -16,16 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.config import KLKind
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.metrics.totals import Totals
-from vgr_trl.passes.parts import PER_WINDOW
+from vgr_trl.metrics.step_metrics import Totals
+from vgr_trl.passes.micro_batches import PER_WINDOW
 from vgr_trl.passes.run_pass import Purpose
 from vgr_trl.pixels import joined
-from vgr_trl.scoring_inputs import scoring_inputs, valid_tokens
+from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sharing.lending import READ_AGAIN
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.signals.head import Head
 from vgr_trl.signals.ratios import visual_dependency
-from vgr_trl.signals.scoring import Want
+from vgr_trl.signals.scoring import Head, Want
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig

@@ -11,7 +11,7 @@ from vgr_trl.errors import DataError
 from vgr_trl.metrics.collapse import ENGINE_BOUND
 from vgr_trl.patching import keep_random_state
 from vgr_trl.rollout import ConstructedTrainer, Rollout, find_completion_maker
-from vgr_trl.scoring_inputs import Prompts, rows_with_images, scoring_inputs, take_rows, valid_tokens
+from vgr_trl.rows import Prompts, rows_with_images, scoring_inputs, take_rows, valid_tokens
 from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.scoring import Want
 from vgr_trl.views.perturbed_pass import inputs_with_other_images
@@ -111,15 +111,13 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
     if not accelerator.gather(torch.tensor([bool(inputs)], device=accelerator.device)).all():
         logger.warning_once(f"Skipped the check that the model uses the pixels{why}")
         return {}
-    with keep_random_state(accelerator.device):
-        logps, behind_blank = (
-            trainer.score(each, Want()).logps.float() for each in inputs
-        )  # separate passes: pixels are not joined
+    with keep_random_state(accelerator.device):  # separate passes: pixels are not joined
+        logps, blank_logps = (trainer.score(each, Want()).logps.float() for each in inputs)
     engine = part.get("sampling_per_token_logps")
     if engine is not None and rollout.noise is not None:  # the engine saw perturbed images
         noisy = torch.tensor([rollout.noise.rows[row] for row in rows], device=engine.device)
         engine = engine.masked_fill(noisy.unsqueeze(1), torch.nan)
-    use = compare_logps(logps, behind_blank, engine, compared[rows].to(logps.device), accelerator.gather)
+    use = compare_logps(logps, blank_logps, engine, compared[rows].to(logps.device), accelerator.gather)
     if use.tokens and use.largest < UNCHANGED:
         raise DataError(
             f"The log-probabilities of {use.tokens} tokens do not change with a blank image, so the model does not "

@@ -1,4 +1,4 @@
-"""Assign the pixel inputs of a batch to its rows, by a table of layouts.
+"""Assign the pixel inputs of a batch to its rows, by a table of layouts; the columns of token types.
 
 A family of models with another layout needs one more `Layout`.
 """
@@ -337,3 +337,32 @@ def fingerprint(value: torch.Tensor) -> Hashable:
 def clone_to(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Return a copy of a tensor on a device, without the storage of which the tensor is a view."""
     return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value.detach())
+
+
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+# In these families tokens of type 0 attend to all tokens of type 0, also to later ones; completions get another type.
+_CAUSAL_TYPE = {"paligemma": 1}
+
+
+def causal_type(config: Any, name: str) -> int:
+    """Return the token type that keeps the tokens of a completion causal.
+
+    Args:
+        config: configuration of the model.
+        name: `token_type_ids` or `mm_token_type_ids`.
+    """
+    return _CAUSAL_TYPE.get(config.model_type, 0) if name == "token_type_ids" else 0
+
+
+def extend_token_types(inputs: Mapping[str, torch.Tensor], config: Any, length: int) -> dict[str, torch.Tensor]:
+    """Extend the token types of prompts to completions, which stay causal.
+
+    Args:
+        inputs: inputs of a forward pass, with token types (N, P) or (N, P + T), if any.
+        config: configuration of the model.
+        length: P + T.
+    """
+    types = {name: inputs[name] for name in TOKEN_TYPES if name in inputs}
+    return {
+        name: pad(value, (0, length - value.size(1)), value=causal_type(config, name)) for name, value in types.items()
+    }

@@ -1,16 +1,18 @@
-"""Prepare a constructed trainer: name rewards apart, make prompts of questions, drop unusable rows."""
+"""Prepare a constructed trainer: name rewards apart, make prompts of questions, drop unusable rows, refuse bad data."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from datasets import Dataset, Features, IterableDataset, Value
 from peft import PeftConfig
 from transformers.utils import logging
+from xxhash import xxh3_128
 
-from vgr_trl.boxes import BOX_COLUMNS, refuse_bad_boxes
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import (
     PREPARED_STREAMS,
@@ -18,28 +20,28 @@ from vgr_trl.data.checked_rows import (
     SkippedRow,
     drop_long_prompts,
     is_repeatable,
+    map_rows,
     prepare_rows,
     prepared_transform,
     skipped_rows,
 )
-from vgr_trl.data.images import IMAGE_COLUMNS, MEDIA, PLACE
-from vgr_trl.data.lengths import SIZES, PromptLengths, image_sizes_of, require_ending_template
-from vgr_trl.data.map_rows import map_rows
-from vgr_trl.data.prompts import refuse_special_tokens, special_tokens
-from vgr_trl.data.read_row import reason_of, require_columns, undecoded
-from vgr_trl.errors import DataError
+from vgr_trl.data.images import BOX_COLUMNS, IMAGE_COLUMNS, MEDIA, PLACE, images_of, refuse_bad_boxes
+from vgr_trl.data.prompts import (
+    SIZES,
+    PromptLengths,
+    image_sizes_of,
+    refuse_special_tokens,
+    require_ending_template,
+    special_tokens,
+)
+from vgr_trl.data.read_row import KEYS, image_columns, reason_of, require_columns, undecoded
+from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.patches.transformers import close_group_at_exit, disable_cudnn_attention, give_timeout
 from vgr_trl.patches.trl import let_decoding_compile, suppress_image_tokens
 from vgr_trl.registries import BLIND_ANSWERS, find_measurements, needed_signals
-from vgr_trl.rewards.loading import reads_solution
+from vgr_trl.rewards.loading import check_callable, reads_solution
 from vgr_trl.rollout import ConstructedTrainer
-from vgr_trl.run_facts import iterate_datasets
-from vgr_trl.validate.data import (
-    refuse_differing_data,
-    refuse_few_rows,
-    refuse_uncallable_rewards,
-    refuse_unread_images,
-)
+from vgr_trl.run_facts import column_names, iterate_datasets
 from vgr_trl.validate.options import (
     check_head,
     refuse_differing_options,
@@ -151,9 +153,10 @@ def change_data(trainer: ConstructedTrainer, change: Callable[[Any, str, str | N
 
 
 def reads_boxes(args: DAPOConfig, rewards: Iterable[Any]) -> bool:
-    """Whether a signal, a credit rule or a reward reads the boxes of rows."""
+    """Whether a signal, a credit rule, a reward or a view reads the boxes of rows."""
     needs = {need for reward in rewards for need in needed_signals(reward)} - {BLIND_ANSWERS}
-    return "regions" in {*args.readers(), *find_measurements(needs)}
+    crops = "crop_to_box" in args.row_views.values()
+    return crops or "regions" in {*args.readers(), *find_measurements(needs)}
 
 
 def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None, boxes: bool) -> Dataset:
@@ -226,3 +229,72 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Sequence[str]) -> 
 
         change_data(trainer, drop_long)
     refuse_few_rows(trainer.train_dataset, trainer.args.prompts_per_rollout)
+
+
+HASHED_ROWS = 50  # whose images are compared between the processes
+
+
+def refuse_differing_data(datasets: Iterable[tuple[str, Any]], num_processes: int) -> None:
+    """Raise `DataError` on all processes if their data differ; the sampler would mix two prompts in a group.
+
+    Args:
+        datasets: with a name each, for the message.
+    """
+    if num_processes == 1:
+        return
+    hashes = [(name, _order_hash(data)) for name, data in datasets if is_repeatable(data)]
+    first, *others = gather_object([hashes])
+    for number, found in enumerate(others, start=1):
+        if found != first:
+            names = " and ".join(dict(set(found) ^ set(first)))
+            problem = f"The {names} data of process {number} are not those of process 0, or in another order"
+            raise DataError(f"{problem}: give all processes the same data set.")
+
+
+def _order_hash(dataset: Dataset) -> str:
+    """Hash questions and answers in their order, and the images of some rows by bytes or file name."""
+    rows = undecoded(dataset.with_format(None))
+    names = {*KEYS["problem"], *KEYS["solution"], SIZES} & {*rows.column_names}
+    digest = xxh3_128(repr([len(rows), rows.select_columns(sorted(names))[:]]).encode())
+    for place in range(0, len(rows), 1 + len(rows) // HASHED_ROWS):
+        for value in images_of(rows[place]):
+            content = (value.get("bytes") or value.get("path")) if isinstance(value, Mapping) else value
+            digest.update(content if isinstance(content, bytes) else os.path.basename(str(content)).encode())
+    return digest.hexdigest()
+
+
+def refuse_unread_images(datasets: Iterable[tuple[str, Any]], model: Any, processor: Any) -> None:
+    """Raise `ConfigError` if the data of a model that reads text only have images.
+
+    Args:
+        datasets: with a name each, for the message.
+        processor: of the model, or its tokenizer.
+    """
+    for name, dataset in datasets:
+        if columns := image_columns(dataset):
+            reader = f"{type(model).__name__} with {type(processor).__name__}"
+            raise ConfigError(f"The {name} data has a column `{columns[0]}`, but {reader} reads text only: remove one.")
+
+
+def refuse_uncallable_rewards(
+    rewards: Sequence[Any], datasets: Iterable[tuple[str, Any]], measured_columns: Sequence[str]
+) -> None:
+    """Raise `RewardError` if a reward takes a column that neither the data nor the measurements have.
+
+    Args:
+        datasets: with a name each; streams that do not list their columns are passed over.
+        measured_columns: columns that a rollout adds to the data.
+    """
+    for _, dataset in datasets:
+        for reward in rewards if column_names(dataset) is not None else ():
+            check_callable(reward, [*dataset.column_names, *measured_columns])
+
+
+def refuse_few_rows(dataset: Any, prompts: int) -> None:
+    """Raise `DataError` if the train data have fewer rows than a rollout takes prompts.
+
+    TRL drops the incomplete rollout at the end of an epoch, here all rows.
+    """
+    if hasattr(dataset, "__len__") and (rows := len(dataset)) < prompts:
+        problem = f"The train data has {rows} rows, but a rollout takes {prompts} prompts"
+        raise DataError(f"{problem}: add rows, or lower per_device_train_batch_size or gradient_accumulation_steps.")

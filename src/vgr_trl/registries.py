@@ -1,4 +1,4 @@
-"""Registries of plug-ins: signals, credit rules, perturbations, rewards and data sets.
+"""Registries of plug-ins: signals, credit rules, perturbations, views, rewards and data sets.
 
 A plug-in is a function. Name it by its registered name (here, or an entry point of an installed package), by a dotted
 path, or by file: `my_rules.py:my_rule`. The decorator `declares` states which signals it reads and its options.
@@ -23,9 +23,10 @@ import xxhash
 from vgr_trl.errors import ConfigError, RewardError, VGRError
 
 Plugin = TypeVar("Plugin")
-# Signals that are measured, not computed from others; also `logps:NAME` for any perturbation NAME.
+# Signals that are measured, not computed from others; also `logps:NAME` for any perturbation or view NAME.
 MEASUREMENTS = ("attention", "dependency", "entropies", "logps", "regions", "shift", "similarity", "views")
 LOGPS_PREFIX = "logps:"
+TEACHER = "teacher"  # the view that `teacher_view` names
 BLIND_ANSWERS = "blind_answers"  # answers that rewards may need; they are generated, not measured
 
 
@@ -201,8 +202,9 @@ class Registry:
 signals = Registry("signal", "vgr_trl.signals", "vgr_trl.signals.named")
 credit_rules = Registry("credit rule", "vgr_trl.credit", "vgr_trl.credit")
 perturbations = Registry("perturbation", "vgr_trl.perturbations", "vgr_trl.signals.perturbation")
+views = Registry("view", "vgr_trl.views", "vgr_trl.signals.perturbation")
 rewards = Registry("reward", "vgr_trl.rewards", "vgr_trl.rewards.loading", RewardError)
-datasets = Registry("data set", "vgr_trl.datasets", "vgr_trl.data.public_sets")
+datasets = Registry("data set", "vgr_trl.datasets", "vgr_trl.data.convert")
 
 
 def declares(*, needs: Sequence[str] = (), options: type | None = None) -> Callable[[Plugin], Plugin]:

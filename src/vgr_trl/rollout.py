@@ -12,11 +12,8 @@ from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
 from vgr_trl.errors import DataError
 from vgr_trl.registries import BLIND_ANSWERS
-from vgr_trl.rows import Placement
-from vgr_trl.scoring_inputs import Prompts, Turns
-from vgr_trl.signals.columns import SIGNAL_COLUMNS
-from vgr_trl.signals.named import NamedSignal
-from vgr_trl.signals.rollout_signals import RolloutSignals
+from vgr_trl.rows import Placement, Prompts, Turns
+from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal, RolloutSignals
 from vgr_trl.signals.scoring import Scores
 
 if TYPE_CHECKING:
@@ -35,6 +32,7 @@ class Measurement:
         vision_token_ids: placeholder tokens of images and videos.
         special_token_ids: tokens that belong to no modality.
         views: perturbations under which completions are scored.
+        row_views: name of a view of rows under which completions are scored -> its plug-in.
         named: signals that options name, or plug-ins read.
         layers: number of the model's layers with attention; 0 where attention is not measured.
         samples_curves: whether attention that only metrics read is measured for a sample.
@@ -44,6 +42,7 @@ class Measurement:
     vision_token_ids: tuple[int, ...] = ()
     special_token_ids: tuple[int, ...] = ()
     views: tuple[str, ...] = ()
+    row_views: Mapping[str, str] = field(default_factory=dict)
     named: tuple[NamedSignal, ...] = ()
     layers: int = 0
     samples_curves: bool = False
@@ -173,6 +172,7 @@ class Rollout:
         kl_penalty: (N, T), at most 0 for most kinds: the KL in the reward of each token.
         batch: TRL's training batch; a stage that adds to it replaces it.
         perturbed_images: row -> its images as they were perturbed for the dependency.
+        teacher_images: row -> its images as the teacher sees them.
         changes: (N, T), changes of the log-probabilities when images are perturbed.
 
         Selected:
@@ -200,6 +200,7 @@ class Rollout:
     kl_penalty: torch.Tensor | None = None
     batch: dict[str, Any] = field(default_factory=dict)
     perturbed_images: dict[int, list[Any]] = field(default_factory=dict)
+    teacher_images: dict[int, list[Any]] = field(default_factory=dict)
     changes: torch.Tensor | None = None
     selection: GroupSelection = field(init=False)
     replaced: list[int] = field(default_factory=list)

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.read_row import image_columns
-from vgr_trl.feature import Feature
 from vgr_trl.rollout import ConstructedTrainer, find_completion_maker
+from vgr_trl.sharing.report import Feature
 
 
 @dataclass(frozen=True)

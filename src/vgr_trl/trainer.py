@@ -12,26 +12,21 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from vgr_trl.blind_answers import blind_answers
-from vgr_trl.callbacks.finite_updates import FiniteUpdates
-from vgr_trl.callbacks.step_lines import print_lines
-from vgr_trl.callbacks.termination import SaveOnTermination
-from vgr_trl.callbacks.trackers import guard_trackers
+from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
+from vgr_trl.callbacks.trackers import guard_trackers, print_lines
+from vgr_trl.checkpoints import ResumableTrainer
 from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.errors import ConfigError, RewardError
-from vgr_trl.generation import generate
+from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded
 from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
 from vgr_trl.metrics.collapse import CollapseWatch
-from vgr_trl.metrics.micro_batches import StepMetrics
-from vgr_trl.metrics.stage_clock import OptimizerClock, StageClock
-from vgr_trl.passes.joining import join_micro_batches
-from vgr_trl.passes.parts import loss_in_parts
-from vgr_trl.passes.row_order import plan_shuffle
+from vgr_trl.metrics.step_metrics import OptimizerClock, StageClock, StepMetrics
+from vgr_trl.passes.loss_mask import Skipping
+from vgr_trl.passes.micro_batches import join_micro_batches, loss_in_parts, plan_shuffle
 from vgr_trl.passes.run_pass import ForwardPasses, Purpose, refuse_nan
-from vgr_trl.passes.skipping import Skipping
 from vgr_trl.patches.trl import (
     enable_reference_model,
     enlarge_tables,
@@ -57,38 +52,38 @@ from vgr_trl.processes import initialise_loader
 from vgr_trl.releases import check_release
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
-from vgr_trl.resuming import ResumableTrainer
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.functions import WholeGroups
 from vgr_trl.rewards.loading import ScoredFile, collect_token_weights, wrap_reward
 from vgr_trl.rollout import Rollout, TrainingPass, describe_row, normalise_image_columns, refuse_files_in_prompts
-from vgr_trl.rows import OLD_LOGPS
+from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, valid_tokens
 from vgr_trl.run_facts import RunFacts, read_facts
-from vgr_trl.sample import measure_sample
-from vgr_trl.sampling.dynamic_sampling import FurtherPrompts
 from vgr_trl.sampling.replay import Replay
-from vgr_trl.sampling.zero_variance import ZeroVarianceStreak, select_groups
-from vgr_trl.scoring_inputs import Prompts, pad_rows, split_perturbed_pixels, valid_tokens
+from vgr_trl.sampling.zero_variance import FurtherPrompts, ZeroVarianceStreak, select_groups
+from vgr_trl.sharing.context_manager import SharedPasses
 from vgr_trl.sharing.lending import READ_AGAIN, Lending
 from vgr_trl.sharing.model_support import base_of, causal_model
-from vgr_trl.sharing.shared_passes import SharedPasses
-from vgr_trl.signals.columns import SINGLE_COLUMNS
-from vgr_trl.signals.rollout_signals import build_unmeasured_signals
+from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Scores, Want, policy_is_active
-from vgr_trl.tool_turns import TURN_COLUMNS, collect_turns, count_turns, guarded
 from vgr_trl.validate.features import (
     announce,
     plan_dummy_image,
     plan_features,
+    plan_measurement,
     plan_vision,
 )
-from vgr_trl.validate.measurement import plan_measurement
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
-from vgr_trl.views.noise import record_noise
-from vgr_trl.views.perturbed_pass import score_perturbed
-from vgr_trl.vision.preprocessing import images_processed_once
+from vgr_trl.views.perturbed_pass import record_noise, score_perturbed
+from vgr_trl.vision.feature_cache import images_processed_once
 from vgr_trl.vision.windows import join_windows
-from vgr_trl.wants import completion_inputs, make_signals, pad_signals, signals_as_columns, wanted_scores
+from vgr_trl.wants import (
+    completion_inputs,
+    make_signals,
+    measure_sample,
+    pad_signals,
+    signals_as_columns,
+    wanted_scores,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -142,8 +137,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     num_generations: int
     num_generations_eval: int
     pad_to_multiple_of: int | None
-    further_prompts: Any = None
     _logs: dict[str, Any]
+    further_prompts: Any = None
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: DAPOConfig | None = None, *rest: Any, **options: Any
@@ -223,10 +218,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self.resumed = [part for part in parts if part is not None]
 
     def _add_callbacks(self) -> None:
-        self.collapse_watch, self.recorder = (
-            CollapseWatch(self._metrics["train"], self.named_reward_weights),
-            RolloutRecorder(self),
-        )
+        self.collapse_watch = CollapseWatch(self._metrics["train"], self.named_reward_weights)
+        self.recorder = RolloutRecorder(self)
         self.termination = SaveOnTermination(self.accelerator)
         for callback in (self.collapse_watch, self.termination, OptimizerClock(self.clock)):
             self.add_callback(callback)
@@ -345,7 +338,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             # Read by rewards of our users' scripts, through the argument `trainer`.
             self._mdi_balance_scores_current_batch = columns.get("mdi_balance")
             rows = [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(inputs)]
-            with patched_attribute(self, "reward_funcs", self._checked_rewards(rollout)):
+            with patched_attribute(self, "reward_funcs", self._wrap_rewards(rollout)):
                 rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids_list)
             rewards = self.kl.drop_unscored_penalties(rewards)
             refuse_infinite(rewards, self.reward_func_names, rows, len(rows) * self.accelerator.process_index)
@@ -634,7 +627,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self.reward_weights = weights
         return nullcontext()
 
-    def _checked_rewards(self, rollout: Rollout | None) -> list[Any]:
+    def _wrap_rewards(self, rollout: Rollout | None) -> list[Any]:
         """Wrap the reward functions, so that they return one number or None per completion, or an error names them.
 
         A single greedy completion has no group: rewards that compare a group are 0 for it, or None beside others.

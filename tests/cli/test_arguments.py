@@ -1,6 +1,7 @@
 """How options are read: flags, the file of `--config`, values as YAML reads them, and the help."""
 
 import os
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -8,8 +9,7 @@ from transformers import AutoProcessor
 from trl import ModelConfig
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, load_processor
-from vgr_trl.cli.parser import parse
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, load_processor, parse
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.trainer import DAPOTrainer
@@ -53,22 +53,7 @@ def test_wrong_values_of_a_file_are_refused(options_of, text):
 
 def test_values_of_a_file_as_yaml_reads_them_and_flags_before_them(options_of, monkeypatch):
     monkeypatch.setenv("MY_PROJECT", "before")
-    text = """
-        beta: 1
-        learning_rate: 1e-4
-        max_prompt_length: null
-        report_to: none
-        scale_rewards: false
-        max_steps: '3'
-        data_files: [train=a.jsonl, test=b.jsonl]
-        generation_kwargs: {num_beams: 1}
-        reward_weights: [1, -0.5, 1, 1]
-        share_prompts: on
-        shuffle_dataset: false
-        reward_funcs: accuracy
-        credit_rules: token_weights
-        env: {MY_PROJECT: mine}
-    """
+    text = Path(__file__).with_name("values.yaml").read_text(encoding="utf-8")
     data, rewards, config, _ = options_of(text)
     assert (config.beta, config.learning_rate, config.max_prompt_length) == (1, 1e-4, None)
     assert (config.report_to, config.max_steps, config.scale_rewards) == ([], 3, "none")

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.commands import finish
@@ -11,22 +12,7 @@ from support.commands import finish
 from vgr_trl import mtrl
 from vgr_trl.cli.__main__ import main
 
-CONFIG = """
-data: {{train_files: {train}, val_files: {test}, prompt_key: problem, answer_key: solution, max_prompt_length: 128,
-       max_response_length: 4, rollout_batch_size: 4, format_prompt: {folder}/math.jinja, min_pixels: null}}
-algorithm: {{adv_estimator: grpo, disable_kl: true, online_filtering: false}}
-worker:
-  actor:
-    global_batch_size: 2
-    micro_batch_size_per_device_for_update: 4
-    ulysses_size: 1
-    model: {{model_path: {model}, enable_gradient_checkpointing: false, trust_remote_code: false}}
-    optim: {{lr: 5e-4}}
-    fsdp: {{mp_param_dtype: fp32}}
-  rollout: {{name: hf, n: 4, val_override_config: {{temperature: 0.6, top_p: 0.95, n: 1}}}}
-  reward: {{reward_function: "{folder}/score.py:compute_score"}}
-trainer: {{max_steps: 1, logger: [console, file], val_freq: -1, save_checkpoint_path: {folder}/run, n_gpus_per_node: 1}}
-"""
+CONFIG = Path(__file__).with_name("easyr1.yaml").read_text(encoding="utf-8")
 GAE = """
   algorithm.adv_estimator=gae algorithm.lam=0.95 algorithm.disable_kl=false algorithm.kl_coef=0.01
   algorithm.enable_token_weights=true worker.critic.optim.lr=1e-5 worker.critic.optim.lr_warmup_steps=1

@@ -18,7 +18,7 @@ from vgr_trl.checkpoints import resolve_checkpoint
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.train import check_output_dir
 from vgr_trl.data.checked_rows import prepare_rows
-from vgr_trl.data.merge import train_test_split
+from vgr_trl.data.convert import train_test_split
 from vgr_trl.errors import ConfigError
 
 HUB = Path("lujunxi57") / "DDM"

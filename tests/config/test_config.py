@@ -4,9 +4,10 @@ import math
 from pathlib import Path
 
 import pytest
+import yaml
 from trl import TrlParser
 
-from vgr_trl.cli.plan import describe_run
+from vgr_trl.cli.train import describe_run
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.options import changed_options, unused_options
@@ -29,46 +30,16 @@ def test_numbers_of_trl_are_checked_as_ours_are(tmp_path):
             config(tmp_path, **{name: value})
 
 
-GAE = {"advantage_estimator": "gae"}
+TABLE = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(encoding="utf-8"))
 
 
-REFUSED = [
-    {"output_dir": " "}, {"max_steps": 0}, {"warmup_ratio": 0.1, "warmup_steps": 5}, {"delta": 1.25},
-    {"soft_punish_cache": 600, "max_completion_length": 512}, {"kl_coef": 0.1, "beta": 0.1}, {"plugin_options": "{"},
-    {"importance_sampling_level": "sequence", "token_weights": True}, {"replay_buffer_size": 4, **GAE},
-    {"kl_coef": 0.1, "use_kl_loss": False, "multi_objective_aggregation": "normalize_then_sum"},
-    {"critic_warmup": 2, "weight_decay": 0.1, **GAE}, {"filter_low": 0.9, "filter_high": 0.1},
-    {"filter_mode": "quantile", "filter_low": -0.1}, {"filter_mode": "quantile", "filter_high": 1.1},
-    {"noisy_generations": 2, "noisy_perturbation": "mask_image", "noisy_decay": "linear"},
-    {"perturbation": "remove_image", "perception_loss_weight": 0.1}, {"blind_prompt": "{question}"},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("options", REFUSED, ids=str)
+@pytest.mark.parametrize("options", TABLE["refused"], ids=str)
 def test_combinations_that_are_refused(tmp_path, options):
     with pytest.raises(ConfigError):
         config(tmp_path, **options)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, []), ({"filter_low": 0.1, "filter_high": 2.0}, ["filter_low", "filter_high"]),
-        ({"online_filtering": True, "filter_mode": "quantile", "filter_low": 0.0, "filter_high": 1.0}, []),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, []), ({"kl_coef": 0.1, "use_kl_loss": False}, []),
-        ({"filter_min_reward": 1.0}, ["filter_min_reward"]),
-        ({"token_weights_clip": [0.5, 2.0]}, ["token_weights_clip"]),
-        ({"kl_coef": 0.1, "kl_horizon": 1.0}, ["kl_horizon"]),
-        ({"kl_coef": 0.1, "kl_type": "adaptive", "kl_horizon": 1.0, "kl_penalty": "kl"}, []),
-        ({"dynamic_sampling": "resample", "scale_rewards": "none", **GAE}, ["dynamic_sampling", "scale_rewards"]),
-        ({"vllm_mode": "server", "vllm_gpu_memory_utilization": 0.5}, ["vllm_mode", "vllm_gpu_memory_utilization"]),
-        ({"patch_size": 8}, ["patch_size"]),
-        ({"patch_size": 8, "perturbation": "mask_image", "perception_loss_weight": 0.01}, ["patch_size"]),
-        ({"mdi_balance_ratio": 3.0, "absent": ["attention"]}, ["mdi_balance_ratio"]),
-        ({"early_reward_weights": [1.0], "absent": ["changing_weights"]}, ["early_reward_weights"]),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "expected"), TABLE["without effect"], ids=str)
 def test_options_without_effect(tmp_path, given, expected):
     absent = given.pop("absent", ())
     assert set(unused_options(config(tmp_path, **given), absent)) == set(expected)

@@ -14,7 +14,7 @@ from vgr_trl.config_converters.verl import VERL_DEFAULTS, VERL_KEYS, VERL_RENAME
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.credit import OPTION_ALIASES
-from vgr_trl.strict_yaml import parse_yaml
+from vgr_trl.recipes import parse_yaml
 
 EASYR1 = Path(__file__).with_name("easyr1_keys.txt").read_text().splitlines()[1:]
 BY_HAND = yaml.safe_load(Path(__file__).with_name("easyr1_options.yaml").read_text())
@@ -143,24 +143,9 @@ def test_sources_of_data(tmp_path):
         assert not absent & set(options)
 
 
-MTRL = """
-dataset: {train_files: hub/a, val_files: hub/a@test, max_response_length: 256, rollout_batch_size: 256}
-training: {project_name: mtrl_training, experiment_name: vl}
-optimization: {advantage_estimator: grpo, divergence_coef: 0.01, divergence_type: adaptive, divergence_target: 6.0}
-worker:
-  actor:
-    model: {model_path: some/model, peft_type: lora, lora_rank: 8, lora_target_modules: [q_proj, v_proj]}
-    optim: {lr: 1.0e-6, warmup_steps: 10}
-    fsdp: {sharding_strategy: FULL_SHARD, mixed_precision_dtype: bf16}
-    global_batch_size: 256
-  rollout: {n: 8}
-  reward: {reward_type: function, reward_fn_path: reward.py, num_cpus: 4}
-"""
-
-
 def test_mtrl():
     """One update a rollout; the divergence in the rewards, as use_divergence_loss is off by default."""
-    found = convert(flatten(yaml.safe_load(MTRL)))
+    found = convert(flatten(yaml.safe_load(Path(__file__).with_name("mtrl.yaml").read_text(encoding="utf-8"))))
     assert (found.unsupported, found.refused) == ({}, {})
     expected = {
         "kl_coef": 0.01, "kl_type": "adaptive", "kl_target": 6.0, "use_kl_loss": False, "warmup_steps": 10,

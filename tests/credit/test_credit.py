@@ -1,9 +1,12 @@
 """Token-level credit: filters, weights and scales by hand, the rules composed, published rules."""
 
 import math
+from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from vgr_trl.config import CreditOptions
 from vgr_trl.credit import (
@@ -21,10 +24,10 @@ from vgr_trl.credit import (
     vepo,
     vgpo,
 )
+from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
-from vgr_trl.signals.rollout_signals import RolloutSignals
 
-INF, NAN = math.inf, math.nan
+NAN = math.nan
 ON = ("token_weights", "enable_perception_filtering", "enable_entropy_filtering", "enable_trajectory_reweighting")
 SOFT = {"enable_perception_filtering": True, "perception_weighting": "soft"}
 
@@ -172,27 +175,12 @@ def weigh(vgr, mask, **options):
     return token_weights(torch.tensor([vgr]).float(), torch.tensor([mask]).bool(), **options)[0].tolist()
 
 
-@pytest.mark.parametrize(
-    ("vgr", "mask", "options", "expected"),
-    [
-        # Raw 2, 1, 0.5, whose mean is 7/6; the limits cut nothing.
-        ([1, 2, 4], [1, 1, 1], {}, [12 / 7, 6 / 7, 3 / 7]),
-        ([1, 2, 4], [1, 1, 1], {"clip": (0.01, 1.25), "topk_ratio": 0.3}, [15 / 13, 12 / 13, 12 / 13]),
-        # Mean s is -4/3 ln 2, raw is 2^(4/3) twice and 2^(-8/3); clipped to [0.5, 2] before the division: 2, 2, 0.5.
-        ([1, 1, 16], [1, 1, 1], {"clip": (0.5, 2.0)}, [4 / 3, 4 / 3, 1 / 3]),
-        # Padding and tokens of tools take no part.
-        ([1, 999, 2, NAN, 4, 0], [1, 0, 1, 0, 1, 0], {}, [12 / 7, 1, 6 / 7, 1, 3 / 7, 1]),
-        # inf counts as 4, 0 as 1: raw of [2, 1/2, 1, 2, 1/2] times e^mean, with mean s = -ln 2.
-        ([1, INF, 2, 0, 4], [1] * 5, {"clip": None}, [10 / 6, 5 / 12, 5 / 6, 10 / 6, 5 / 12]),
-        ([NAN, INF, 0], [1, 1, 1], {"smooth_sigma": 1.0, "topk_ratio": 0.5}, [1, 1, 1]),  # nothing is finite
-        # The mean score lies near that of the many, so the one is 140 above it, and e^140 is no float32.
-        ([1e-38, 1e38, 1e38, 1e38, 1e38], [1] * 5, {"clip": None}, [5, 0, 0, 0, 0]),
-        # Raw 1/2 and 2; an undefined token is not among the largest.
-        ([NAN, 4, 1], [1, 1, 1], {"topk_ratio": 1 / 3}, [1, 2 / 3, 4 / 3]),
-    ],
-)
+WEIGHTS = yaml.safe_load(Path(__file__).with_name("token_weights.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("vgr", "mask", "options", "expected"), WEIGHTS)
 def test_token_weights_by_hand(vgr, mask, options, expected):
-    assert weigh(vgr, mask, **options) == pytest.approx(expected, abs=1e-6)
+    assert weigh(vgr, mask, **options) == pytest.approx([float(Fraction(each)) for each in expected], abs=1e-6)
 
 
 def test_smoothing_skips_invalid_tokens_and_reaches_three_sigma():
@@ -279,3 +267,26 @@ def test_anchor_tokens_by_hand():
     measured.attention = AttentionMass(vision, vision, torch.tensor([5, 0]), torch.tensor([3, 3]), mask)
     kept, _ = anchor_tokens(torch.ones(2), measured, mask, AnchorOptions(top_p_anchor_tokens=0.5))
     assert kept.tolist() == [[False, True, False, True], [True, True, False, False]]
+
+
+def test_rules_of_a_teacher_by_hand():
+    """Policy 1/4 each; the teacher 1/2, 1/8 and 2/5 of it, then a row without a view, then one without variance.
+
+    Gaps ln 2, −ln 2 and ln 8/5. Of A = 2 the weights are 2, 1/2 and 8/5 within 1 ± 1/2, so 3/2, 1/2 and 3/2; of A = −2
+    the second becomes 2, so 3/2. With c = 1/2 and d = ln 8/5, ± ln(8/5) / 2 are added to each, filtered or not.
+    """
+    quarter, (up, down, more) = math.log(1 / 4), (math.log(1 / 2), math.log(1 / 8), math.log(2 / 5))
+    measured = signals([[1, 1, 1], [0, 1, 0], [1, 1, 0], [1, 1, 0]])
+    measured.logps = torch.full((4, 3), quarter)
+    measured.views["teacher"] = torch.tensor([[up, down, more], [NAN, down, NAN], [NAN] * 3, [down, up, NAN]])
+    options = {"rlsd_clip": 0.5, "distil_coef": 0.5, "distil_clip": math.log(8 / 5)}
+    weighed, _ = shaped([2.0, -2.0, 2.0, 0.0], measured, credit_rules=["rlsd"], plugin_options={"rlsd_clip": 0.5})
+    assert weighed[0].tolist() == pytest.approx([3, 1, 3])
+    assert (weighed[1, 1].item(), *weighed[2, :2], *weighed[3, :2]) == pytest.approx((-3, 2, 2, 0, 0))
+    both, metrics = shaped([2.0, -2.0, 2.0, 0.0], measured, credit_rules=["rlsd", "distil"], plugin_options=options)
+    half = math.log(8 / 5) / 2
+    assert both[0].tolist() == pytest.approx([3 + half, 1 - half, 3 + half])
+    assert (both[1, 1].item(), *both[2, :2], *both[3, :2]) == pytest.approx((-3 - half, 2, 2, -half, half))
+    assert not both[~measured.mask].isfinite().logical_not().any()
+    assert metrics["credit/distil/gap"] == pytest.approx((math.log(2) - math.log(2) + 2 * half - math.log(2)) / 6)
+    assert metrics["credit/distil/added"] == pytest.approx(0.0, abs=1e-6)

@@ -12,8 +12,8 @@ from vgr_trl.advantages import estimate_advantages
 from vgr_trl.config import CreditOptions
 from vgr_trl.credit import shape_advantages
 from vgr_trl.loss import entropy_penalty
+from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import visual_dependency
-from vgr_trl.signals.rollout_signals import RolloutSignals
 
 DEFAULTS = {"top_p_perception_tokens": 0.2, "top_p_entropy_tokens": 0.2, "trajectory_scaling_min": 0.8}
 

@@ -19,11 +19,9 @@ from support.made_sets import corners, jsonl, loaded, picture
 import vgr_trl
 from vgr_trl.cli.arguments import DataArguments, load_rows
 from vgr_trl.cli.data import inspect_run, make_parser
-from vgr_trl.data.checked_rows import RowOptions, prepare_rows, ready_row
+from vgr_trl.data.checked_rows import READERS, RowOptions, prepare_rows, ready_row
 from vgr_trl.data.images import images_of
-from vgr_trl.data.lengths import SIZES
-from vgr_trl.data.map_rows import READERS
-from vgr_trl.data.prompts import special_tokens
+from vgr_trl.data.prompts import SIZES, special_tokens
 from vgr_trl.data.read_row import read_row
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.errors import DataError
@@ -223,7 +221,7 @@ WAITS = """
 import os, time
 from pathlib import Path
 from datasets import Dataset, Features, Value
-from vgr_trl.data.map_rows import map_rows
+from vgr_trl.data.checked_rows import map_rows
 
 def examine(row):
     Path({folder!r}, str(os.getpid())).touch()

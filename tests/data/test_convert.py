@@ -3,8 +3,7 @@ from datasets import Dataset
 from support.made_sets import jsonl, picture, rows_in, skipped_in, written
 
 from vgr_trl.cli.data import main
-from vgr_trl.data.convert import Rules, convert_rows, to_schema
-from vgr_trl.data.public_sets import CONVERTERS
+from vgr_trl.data.convert import CONVERTERS, Rules, convert_rows, to_schema
 from vgr_trl.errors import ConfigError, DataError
 
 CHOICES = ["red", "blue"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import yaml
 from datasets import Dataset
 from PIL import Image, ImageOps
 from support.made_sets import encoded
@@ -83,20 +84,12 @@ def test_truncated_files_are_refused():
                 encode_image({"bytes": whole[: int(share * len(whole))]}, HERE, LIMITS)
 
 
-@pytest.mark.parametrize(
-    ("limits", "size", "expected"),
-    [
-        ({"max_short_side": 1024}, (4096, 2048), (2048, 1024)),  # the short side, 2048, is halved
-        ({"max_short_side": 1024}, (1000, 5000), (1000, 5000)),  # a long side alone is no reason
-        ({"max_pixels": 640 * 480 // 4}, (640, 480), (320, 240)),
-        # 1/40, which is less than the short side's 1024/2000
-        ({"max_pixels": 100 * 50, "max_short_side": 1024}, (4000, 2000), (100, 50)),
-        ({"min_pixels": 640 * 480}, (320, 240), (640, 480)),
-        ({"max_short_side": 10}, (11, 1000), (10, 909)),  # 909.09, rounded down
-        ({"filter_big_images": True}, (1024, 8), (1024, 8)),
-    ],
-)
+SIZES = yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("limits", "size", "expected"), SIZES)
 def test_sizes_by_hand(limits, size, expected):
+    size, expected = tuple(size), tuple(expected)
     assert ImageLimits(**limits).size_of(*size) == expected
     assert ImageLimits(**limits).size_of(*size[::-1]) == expected[::-1]
     assert ImageLimits(**limits).fitted(Image.new("RGB", size)).size == expected

@@ -9,8 +9,8 @@ from PIL import Image
 from vgr_trl.cli.data import main as data
 from vgr_trl.data.checked_rows import REASON, RowOptions
 from vgr_trl.data.inspect import LITERAL, inspect_rows, report
-from vgr_trl.data.lengths import SIZES
 from vgr_trl.data.load import load_path
+from vgr_trl.data.prompts import SIZES
 
 HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \u2028\u202e\x1b[2J"
 

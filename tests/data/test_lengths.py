@@ -12,8 +12,7 @@ from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.data import prompts
 from vgr_trl.data.checked_rows import prompt_lengths
-from vgr_trl.data.lengths import PromptLengths
-from vgr_trl.data.prompts import SYSTEM_PROMPTS, build_prompt
+from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptLengths, build_prompt
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.errors import ConfigError
 

@@ -6,7 +6,7 @@ from PIL import Image
 from support.made_sets import encoded, jsonl, picture, rows_in, skipped_in, written
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.data.merge import split_by_image
+from vgr_trl.data.convert import split_by_image
 from vgr_trl.errors import DataError
 
 CHOICES = ["red", "blue", "green"]

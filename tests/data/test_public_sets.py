@@ -8,8 +8,8 @@ from datasets import Dataset
 from PIL import Image, ImageColor
 from support.made_sets import converted, parquet, picture
 
+from vgr_trl.data.convert import join_arxivqa, read_ids, shuffle_choices, stays_in_order
 from vgr_trl.data.load import load_split
-from vgr_trl.data.public_sets import join_arxivqa, read_ids, shuffle_choices, stays_in_order
 from vgr_trl.data.read_row import VISION_ONLY_PROBLEM, renumber_placeholders
 from vgr_trl.errors import DataError
 

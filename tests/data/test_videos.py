@@ -6,7 +6,7 @@ from PIL import Image
 
 from vgr_trl.data.checked_rows import RowOptions, prepare_rows, ready_row
 from vgr_trl.data.images import frames_of
-from vgr_trl.data.lengths import refuse_single_image_models
+from vgr_trl.data.prompts import refuse_single_image_models
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.errors import ConfigError, DataError
 

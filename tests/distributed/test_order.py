@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 from accelerate.utils import gather_object
 from datasets import load_dataset
 from support.launching import results_of
@@ -11,22 +12,7 @@ from support.trainers import config, letters_reward, prompts, train_file, vision
 
 from vgr_trl.errors import DataError
 
-# Options, rows of the data set, steps after which the run is continued.
-CASES = {
-    "parts of a batch": ({"per_device_train_batch_size": 4, "steps_per_generation": 4}, 8, (3, 18)),
-    "windows across batches": (
-        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 3}, 3, (3, 4),
-    ),
-    "replay": (
-        {"per_device_train_batch_size": 8, "num_iterations": 2, "replay_buffer_size": 4, "dynamic_sampling": "resample",
-         "dynamic_sampling_max_rounds": 1}, 4, (6,),
-    ),
-    "critic and adaptive KL": (
-        {"per_device_train_batch_size": 8, "advantage_estimator": "gae", "critic_learning_rate": 1e-2,
-         "critic_warmup_steps": 1, "kl_coef": 0.5, "kl_penalty": "kl", "use_kl_loss": False, "kl_type": "adaptive",
-         "kl_target": 1.0, "kl_horizon": 100}, 4, (3,),
-    ),
-}  # fmt: skip
+CASES = yaml.safe_load(Path(__file__).with_name("order.yaml").read_text(encoding="utf-8"))
 
 
 def train(data, name: str, folder: Path, checkpoint: str | None = None) -> dict[str, list]:

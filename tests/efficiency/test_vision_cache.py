@@ -19,8 +19,7 @@ from vgr_trl.sharing.model_support import base_of
 from vgr_trl.validate.features import plan_vision
 from vgr_trl.vision.dummy_image import add_zero_features
 from vgr_trl.vision.feature_cache import FAMILIES as TYPES
-from vgr_trl.vision.feature_cache import VisionCache, parts_of_tower
-from vgr_trl.vision.preprocessing import images_processed_once
+from vgr_trl.vision.feature_cache import VisionCache, images_processed_once, parts_of_tower
 
 
 def noise(seed, *size, mode="RGB"):

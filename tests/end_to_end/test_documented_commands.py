@@ -22,7 +22,7 @@ from support.named_in_pages import fill_shelf
 from support.trainers import OPTIONS, letters_reward
 
 from vgr_trl.cli.__main__ import COMMANDS, main
-from vgr_trl.cli.parser import parse
+from vgr_trl.cli.arguments import parse
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.convert import convert_rows
 from vgr_trl.demo.demo import Questions, draw_questions, run_demo

@@ -171,7 +171,7 @@ def test_ctrl_c_names_a_saved_checkpoint(model_folder, question_files, tmp_path,
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vgr_trl.callbacks.step_lines.StepLines.on_train_end", interrupt, raising=False)
+    monkeypatch.setattr("vgr_trl.callbacks.trackers.StepLines.on_train_end", interrupt, raising=False)
     more = f"--reward_funcs format --save_steps {1 if saves else 9} --compute_attention_metrics false".split()
     more += [] if saves else ["--save_strategy", "no"]
     assert main(["train", *flags(model_folder, question_files, tmp_path, *more)]) == 130

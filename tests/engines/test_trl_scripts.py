@@ -16,8 +16,9 @@ from support.trainers import train_file
 WORKER = Path(__file__).with_name("trl_script_worker.py")
 OURS = "--dtype float32 --max_completion_length 8 --optim sgd --max_grad_norm 0"
 EVERY = f"--learning_rate 0.1 {OURS} --use_peft --lora_dropout 0 --lora_target_modules q_proj, v_proj --log_completions"
-FLAGS = {
+FLAGS = {  # a run is named by its trainer and its flags
     "qwen": EVERY,
+    "rloo": f"{EVERY} --advantage_estimator rloo",
     "smolvlm": f"{EVERY} --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --num_generations 2",
     "whole": f"{EVERY} --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --num_generations 2",
     "halves": f"{OURS} --learning_rate 0.1 --per_device_train_batch_size 2 --gradient_accumulation_steps 4 "
@@ -25,19 +26,6 @@ FLAGS = {
     "gspo": f"{EVERY} --per_device_train_batch_size 8 --num_generations 8 --importance_sampling_level sequence "
     "--epsilon 3e-4 --epsilon_high 4e-4 --beta 0.0 --loss_type grpo --gradient_accumulation_steps 2 "
     "--steps_per_generation 8",
-}
-RLOO = "--advantage_estimator rloo"
-RUNS = {  # name: trainer, flags of, more flags
-    "DAPO qwen": ("DAPO", "qwen", ""),
-    "DAPO gspo": ("DAPO", "gspo", ""),
-    "DAPO rloo": ("DAPO", "qwen", RLOO),
-    "DAPO smolvlm": ("DAPO", "smolvlm", ""),
-    "GRPO qwen": ("GRPO", "qwen", ""),
-    "GRPO gspo": ("GRPO", "gspo", ""),
-    "GRPO smolvlm": ("GRPO", "smolvlm", ""),
-    "GRPO whole": ("GRPO", "whole", ""),
-    "RLOO qwen": ("RLOO", "qwen", ""),
-    "GRPO halves": ("GRPO", "halves", ""),
 }
 WHOLE = {"generation": 1 / 8, "training": 1 / 8}
 SHARED = {  # prompts computed per row, by kind of pass
@@ -61,8 +49,8 @@ def train(model_folder, question_files, tmp_path_factory):
     def train(kind: str, names: tuple[str, ...]) -> Path:
         folder, runs = tmp_path_factory.mktemp(kind), {}
         for name in names:
-            trainer, flags, more = RUNS[name]
-            words = f"{FLAGS[flags]} {more}".split()
+            trainer, flags = name.split()
+            words = FLAGS[flags].split()
             runs[name] = trainer, True, words
             runs[f"{name} plain"] = trainer, False, [*words, *["--share_prompts", "off"] * (trainer == "DAPO")]
         as_in_trl = {"ACCELERATE_DEEPSPEED_ZERO3_INIT": str(kind == "zero3").lower()}  # its deepspeed_zero3.yaml

@@ -10,44 +10,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from datasets import Dataset
 from PIL import Image
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments
-from vgr_trl.cli.parser import parse
+from vgr_trl.cli.arguments import DataArguments, parse
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import prepare_rows
 from vgr_trl.data.load import load_split
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
-OF_ALL = """
-    --model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct --output_dir training_logs/1/runs/dapo
-    --rollout_log_path training_logs/1/rollout_results.md --eval_log_path training_logs/1/eval_results.md
-    --dtype bfloat16 --gradient_checkpointing --max_prompt_length 1024 --max_completion_length 384
-    --per_device_train_batch_size 8 --gradient_accumulation_steps 4 --num_generations 8 --num_train_epochs 2
-    --report_to wandb --log_completions --logging_steps 1.0 --do_eval --eval_strategy steps --eval_steps 10
-    --eval_num_generations 4 --per_device_eval_batch_size 8 --save_strategy steps --save_steps 400
-    --learning_rate 1e-5 --lr_scheduler_type cosine --warmup_ratio 0.05 --max_grad_norm 1.0
-"""
-BUFFER = "--replay_buffer_size 64 --soft_punish_cache 50 --replay_var_epsilon 1e-6 --filter_min_reward"
-LINES = {
-    "experiment 4": f"train_grpo_vlm.py {OF_ALL} {BUFFER} 1.0 --vgr_hard_negative "
-    "--reward_weights 2.5 1.0 0.5 1.0 --early_reward_weights 1.0 1.0 2.0 1.0",
-    "experiment 5": f"train_grpo_vlm.py {OF_ALL} {BUFFER} 1.5 --token_weights --token_weights_smooth_sigma 1.0 "
-    "--reward_weights 2.5 0.0 0.5 1.0 --early_reward_weights 1.0 0.0 2.0 1.0",
-    "dapo_train": f"""dapo_train.py {OF_ALL} {BUFFER} 1.5 --vgr_hard_negative
-        --reward_weights 2.5 1.0 0.5 0.5 1.0 --early_reward_weights 1.0 1.0 2.0 2.0 1.0
-        --use_peft --lora_target_modules "q_proj", "v_proj" """,
-    "MDI": """grpo_vlm.py --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --output_dir grpo-Qwen2.5-VL-3B-Instruct
-        --learning_rate 1e-5 --gradient_checkpointing --dtype bfloat16 --max_prompt_length 2048
-        --max_completion_length 1024 --dataset_name HuggingFaceM4/A-OKVQA --log_completions""",
-    "MDI with adapters": """grpo_vlm.py --model_name_or_path HuggingFaceTB/SmolVLM2-2.2B-Instruct
-        --output_dir grpo-SmolVLM2-2.2B-Instruct --learning_rate 1e-5 --dtype bfloat16 --max_prompt_length 2048
-        --max_completion_length 1024 --use_peft --lora_target_modules "q_proj", "v_proj" --log_completions
-        --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --num_generations 2""",
-}
+NOTES = yaml.safe_load(Path(__file__).with_name("lines.yaml").read_text(encoding="utf-8"))
+LINES = {name: line.format_map(NOTES) for name, line in NOTES["lines"].items()}
 REWARDS = {"MDI": ["accuracy_reward", "think_format_reward", "mdi_reward"]}
 REWARDS["MDI with adapters"] = REWARDS["MDI"]
 HARD = ("experiment 4", "dapo_train")

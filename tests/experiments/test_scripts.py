@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from trl import ModelConfig
 
-from vgr_trl.cli.arguments import DataArguments, RewardArguments
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
 from vgr_trl.cli.data import make_parser
-from vgr_trl.cli.parser import parse
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.demo.write_folder import write_folder
 

@@ -21,10 +21,9 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.load import load_split
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.rewards import load_reward
-from vgr_trl.signals.named import add_named, named_signals
+from vgr_trl.signals.named import RolloutSignals, add_named, named_signals
 from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.ratios import AttentionMass
-from vgr_trl.signals.rollout_signals import RolloutSignals
 
 DOCS = Path(__file__).parents[2] / "docs" / "extending.md"
 

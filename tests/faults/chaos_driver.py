@@ -27,8 +27,7 @@ from support.launching import held_port
 from support.trainers import config, letters_reward, prompts, vision_trainer
 from transformers import TrainerCallback
 
-from vgr_trl.checkpoints import resolve_checkpoint
-from vgr_trl.resuming import lacks_final_model_only, load_trained
+from vgr_trl.checkpoints import lacks_final_model_only, load_trained, resolve_checkpoint
 
 KILLED = 137
 STEPS = 2

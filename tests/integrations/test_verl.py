@@ -8,14 +8,16 @@ import torch
 from vgr_trl.credit import stack_weights
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.integrations.verl.credit import (
+    REWARD_TYPE,
     SignalContext,
     SignalOptions,
+    compute_score,
+    compute_scores,
     make_estimator,
     resolve_options,
     set_signal_context,
 )
 from vgr_trl.integrations.verl.inside_easyr1.main import split_arguments
-from vgr_trl.integrations.verl.rewards import REWARD_TYPE, compute_score, compute_scores
 from vgr_trl.options import changed_options
 
 

@@ -15,8 +15,8 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.loss import entropy_penalty, kl_penalty, perception_loss
 from vgr_trl.recipes import load_recipe
 from vgr_trl.rewards import get_soft_overlong_punishment, load_reward
+from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import jensen_shannon, visual_dependency
-from vgr_trl.signals.rollout_signals import RolloutSignals
 
 LOSS = ("loss_type", "epsilon", "epsilon_high", "delta")
 RECORDED = Path(__file__).parent / "recorded"

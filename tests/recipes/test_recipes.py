@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from trl import ModelConfig
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments
-from vgr_trl.cli.parser import parse
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments, parse
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.recipes import TEMPLATES, load_recipe, read_recipe, recipe_names

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from support.made_records import completion
 
-from vgr_trl.reporting.display import position_colour
+from vgr_trl.reporting.console import position_colour
 from vgr_trl.reporting.notebook import show_completion
 from vgr_trl.reporting.records import AttentionMap, RecordedImage
 

@@ -15,7 +15,7 @@ from support.trainers import config, letters_reward, logged, prompts, train_file
 
 from vgr_trl import registries
 from vgr_trl.registries import declares
-from vgr_trl.reporting.first_record import RecordBeforeTraining
+from vgr_trl.reporting.recorded_rows import RecordBeforeTraining
 from vgr_trl.reporting.records import read_logs, read_run
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 

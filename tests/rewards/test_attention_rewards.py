@@ -2,9 +2,12 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from pathlib import Path
 from threading import Barrier
 
 import pytest
+import yaml
 
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import RewardError
@@ -19,7 +22,12 @@ from vgr_trl.rewards import (
 from vgr_trl.rewards.functions import scale_by_accuracy
 from vgr_trl.validate.options import plan_rewards
 
-NAN, INF = math.nan, math.inf
+TABLE = yaml.safe_load(Path(__file__).with_name("attention_rewards.yaml").read_text(encoding="utf-8"))
+
+
+def close_to(expected):
+    """Fractions are written as such, and None is None."""
+    return pytest.approx([None if each is None else float(Fraction(each)) for each in expected])
 
 
 def answered(right):
@@ -28,44 +36,18 @@ def answered(right):
     return texts, [None if one is None else "red" for one in right]
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([1, 2, 3, 4], [1, 5 / 6, 1 / 6, 0]),  # Q1 = 1.75, Q3 = 3.25: (3.25 - 2) / 1.5 = 5/6, (3.25 - 3) / 1.5 = 1/6
-        ([1.0424, 1.0424 + 1e-6], [0.5] * 2),  # equal completions, whose VGR differ by rounding
-        ([3, INF, INF, NAN], [0.5, 0, 0, None]),
-        ([1, 2, 3, 4, INF], [1, 5 / 6, 1 / 6, 0, 0]),  # the infinite one does not move the quartiles
-        ([1, 2, None, 3, NAN, 4], [1, 5 / 6, None, 1 / 6, None, 0]),
-    ],
-)
+@pytest.mark.parametrize(("values", "expected"), TABLE["vgr"])
 def test_vgr_by_hand(values, expected):
-    assert vgr_reward(["x"] * len(values), values, len(values)) == pytest.approx(expected)
+    assert vgr_reward(["x"] * len(values), values, len(values)) == close_to(expected)
 
 
-@pytest.mark.parametrize(
-    ("values", "right", "expected"),
-    [
-        # Quartiles of [1, 2, 4] are 1.5 and 3: 1 - 0.5, (3 - 2) / 1.5 - 0.5 = 1/6, 0 for the wrong one, 0 - 0.5.
-        ([1, 2, 3, 4], [1, 1, 0, 1], [0.5, 1 / 6, 0, -0.5]),
-        ([1, 2, 3, 4], [0, 1, 0, 0], [0, 0, 0, 0]),  # nothing to compare with
-        ([1, 2, INF, 4], [1, 1, 1, 0], [0.5, -0.5, -0.5, 0]),
-        ([None, 1, 2, 4], [1, 1, 1, 0], [None, 0.5, -0.5, 0]),
-        ([None, 1, 2, 4], [0, 1, 1, 0], [0, 0.5, -0.5, 0]),  # a wrong answer needs no VGR
-        ([1, 2, 4, 3], [1, 1, 1, None], [0.5, 1 / 6, -0.5, None]),
-    ],
-)
+@pytest.mark.parametrize(("values", "right", "expected"), TABLE["hard negatives"])
 def test_hard_negatives(values, right, expected):
     texts, solutions = answered(right)
-    assert vgr_hard_negative_reward(texts, values, solutions, len(values)) == pytest.approx(expected)
+    assert vgr_hard_negative_reward(texts, values, solutions, len(values)) == close_to(expected)
 
 
-@pytest.mark.parametrize(
-    ("value", "ratio", "expected"),
-    [
-        (1.0, 2.0, 1.0), (2.0, 2.0, -1.0), (0.5, 2.0, -1.0), (math.sqrt(2), 2.0, 0.0), (2.0, 16.0, 0.5),
-        (INF, 2.0, -1.0), (0.0, 2.0, -1.0), (None, 2.0, None), (NAN, 2.0, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "ratio", "expected"), TABLE["mdi"])
 def test_mdi_by_hand(value, ratio, expected):
     assert mdi_reward(["x"], [value], mdi_balance_ratio=ratio) == [pytest.approx(expected)]
 

@@ -7,8 +7,8 @@ import torch
 from vgr_trl.rollout import GroupSelection, Rollout
 from vgr_trl.rows import Placement
 from vgr_trl.sampling.replay import Group, cut_groups, insert_groups
+from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
-from vgr_trl.signals.rollout_signals import RolloutSignals
 
 PAD = 9
 FAMILIES = ("qwen", "lfm2", "idefics")

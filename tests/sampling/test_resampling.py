@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from vgr_trl.rows import Placement
-from vgr_trl.sampling.dynamic_sampling import FurtherPrompts, prompt_key
+from vgr_trl.sampling.zero_variance import FurtherPrompts, prompt_key
 
 
 class Stream:

@@ -12,8 +12,7 @@ from vgr_trl.advantages import estimate_advantages
 from vgr_trl.errors import ConfigError
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 from vgr_trl.rollout import Rollout
-from vgr_trl.sampling.dynamic_sampling import prompt_key
-from vgr_trl.sampling.zero_variance import find_zero_variance, select_groups
+from vgr_trl.sampling.zero_variance import find_zero_variance, prompt_key, select_groups
 
 
 def coarse_reward(completions, **kwargs):

@@ -179,7 +179,7 @@ def test_images_in_some_processes_only(images, around):
 
     with torch.no_grad():
         assert torch.allclose(run(bool(images)), scored(model, batch)[0], atol=1e-5)
-    refused = pytest.raises(DataError, match="unlike that of another process, and the parameters are sharded")
+    refused = pytest.raises(DataError, match="unlike a batch of another process, and the parameters are sharded")
     with refused:
         run(not images)
     if around is share_prompts:

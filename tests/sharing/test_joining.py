@@ -11,7 +11,7 @@ from support.trainers import logged
 
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
-from vgr_trl.passes.joining import RowsPerPass, UpdateMemory
+from vgr_trl.passes.micro_batches import RowsPerPass, UpdateMemory
 from vgr_trl.trainer import DAPOTrainer
 
 SMALL = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}

@@ -77,5 +77,5 @@ def test_a_model_that_does_not_tell_its_attention_runs_plainly(packed):
     attention.forward = partial(silent, attention.forward)
     with share_prompts(model, batch.completion_length, packs=True) as report:
         found = gradients(model, batch)
-    assert report.plain == {"a model that does not tell its attention where packed completions begin": 1}
+    assert report.plain == {"a model that does not pass cu_seqlens on to its attention": 1}
     assert largest_relative(expected, found) < ROUNDING

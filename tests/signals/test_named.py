@@ -7,10 +7,16 @@ import torch
 
 from vgr_trl.config import MeasureOptions
 from vgr_trl.signals import AttentionMass
-from vgr_trl.signals.columns import ATTENTION_QUANTITIES, reward_columns
-from vgr_trl.signals.named import add_named, named_signals
+from vgr_trl.signals.named import (
+    ATTENTION_QUANTITIES,
+    RolloutSignals,
+    add_named,
+    columns_to_signals,
+    named_signals,
+    reward_columns,
+    signals_to_columns,
+)
 from vgr_trl.signals.ratios import measure_segments
-from vgr_trl.signals.rollout_signals import RolloutSignals, columns_to_signals, signals_to_columns
 
 NAN, INF = math.nan, math.inf
 

@@ -5,7 +5,7 @@ import torch
 from support.models.families import FAMILIES, build
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vgr_trl.boxes import boxes_of
+from vgr_trl.data.images import boxes_of
 from vgr_trl.errors import DataError
 from vgr_trl.views.regions import boxes_in_pixels, select_region, token_shares
 

@@ -13,10 +13,9 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from vgr_trl.cli.arguments import DataArguments, load_rows
-from vgr_trl.data.convert import SCHEMA, SKIPPED, Rules, convert_rows, prepare_folder, write_rows
+from vgr_trl.data.convert import CONVERTERS, SCHEMA, SKIPPED, Rules, convert_rows, prepare_folder, write_rows
 from vgr_trl.data.images import images_of
 from vgr_trl.data.load import load_split
-from vgr_trl.data.public_sets import CONVERTERS
 from vgr_trl.data.read_row import undecoded
 from vgr_trl.demo.tiny_model import build_processor
 

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import prepare_rows
-from vgr_trl.scoring_inputs import scoring_inputs
+from vgr_trl.rows import scoring_inputs
 from vgr_trl.trainer import DAPOTrainer
 
 OPTIONS = {

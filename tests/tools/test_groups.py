@@ -6,8 +6,7 @@ from support.tool_runs import deal_turns
 from support.trainers import begin, emitted
 
 from vgr_trl.pixels import split_images
-from vgr_trl.rows import OLD_LOGPS
-from vgr_trl.scoring_inputs import valid_tokens
+from vgr_trl.rows import OLD_LOGPS, valid_tokens
 
 
 def half_reward(completions, trainer_state, **kwargs):

@@ -12,7 +12,7 @@ from support.vllm import in_place_of_vllm
 from test_turns import rollout_of
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.scoring_inputs import pad_rows
+from vgr_trl.rows import pad_rows
 from vgr_trl.tools import LookAgain, Zoom
 
 

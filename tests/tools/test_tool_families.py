@@ -16,7 +16,7 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from trl.chat_template_utils import qwen3_template
 
 from vgr_trl.errors import DataError
-from vgr_trl.scoring_inputs import scoring_inputs
+from vgr_trl.rows import scoring_inputs
 from vgr_trl.trainer import DAPOTrainer
 
 SIZE = {"height": 16, "width": 16}

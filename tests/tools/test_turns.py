@@ -9,7 +9,7 @@ from support.tool_runs import DAPO, STOCK, call, deal_turns
 from support.trainers import begin, tiny_model
 
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.scoring_inputs import scoring_inputs
+from vgr_trl.rows import scoring_inputs
 from vgr_trl.signals.ratios import token_vision_gain_ratio
 
 

@@ -13,9 +13,9 @@ from trl.chat_template_utils import qwen3_vl_chat_template
 
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards.loading import load_reward
-from vgr_trl.scoring_inputs import Turns
+from vgr_trl.rows import Turns
 from vgr_trl.tools import LookAgain, Zoom, load_environment
-from vgr_trl.views.conversations import perturb_turns
+from vgr_trl.views.perturbed_pass import perturb_turns
 
 
 def zoomed(box, size=(200, 100)):

@@ -5,7 +5,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from support.trainers import tiny_model
 from trl import ModelConfig
 
-from vgr_trl.cli.parser import parse
+from vgr_trl.cli.arguments import parse
 from vgr_trl.cli.train import separate_lora_modules
 from vgr_trl.errors import ConfigError
 

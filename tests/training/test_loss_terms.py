@@ -5,7 +5,7 @@ import torch
 from support.trainers import begin, scored_passes
 
 from vgr_trl.loss import average_as_loss
-from vgr_trl.scoring_inputs import valid_tokens
+from vgr_trl.rows import valid_tokens
 
 
 def micro_batches(trainer):

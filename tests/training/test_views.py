@@ -1,13 +1,14 @@
-"""The dependency under several perturbations and the shift of distributions, against plain forward passes."""
+"""Views of images and rows, the dependency and the shift of distributions, against plain forward passes."""
 
 from copy import copy
 
 import pytest
 import torch
-from support.trainers import logged
+from support.trainers import logged, tiny_model
 
+from vgr_trl import registries
+from vgr_trl.signals.named import columns_to_signals, signals_to_columns
 from vgr_trl.signals.ratios import jensen_shannon
-from vgr_trl.signals.rollout_signals import columns_to_signals, signals_to_columns
 from vgr_trl.views.perturbed_pass import score_perturbed
 
 
@@ -116,3 +117,64 @@ def test_completions_behind_perturbed_images_of_their_own(vision_trainer, monkey
     valid = plain.signals.mask.bool()
     assert torch.allclose(shared.signals.dependency[valid], plain.signals.dependency[valid], rtol=1e-3, atol=1e-7)
     assert len({image.tobytes() for (image,) in shared.perturbed_images.values()}) == len(valid)
+
+
+@pytest.fixture
+def closer(monkeypatch):
+    """A registered view: what is in the box, wider, and the whole image behind it."""
+    registry, crop = registries.views, registries.views.load("crop_to_box")
+    monkeypatch.setattr(registry, "_own", dict(registry._own))
+
+    @registry.register("closer")
+    def closer(images, row, *, seed):
+        found = crop(images, row, crop_margin=0.0)
+        return found and [found[0].resize((2 * found[0].width, found[0].height)), *images]
+
+    return closer
+
+
+def with_boxes(rows):
+    """Every other row has a box, of other sides each."""
+    boxes = [[0.0, 0.0, 0.5, 1.0], None, [0.25, 0.5, 1.0, 0.75], None]
+    return rows.add_column("bbox", [boxes[row % 4] for row in range(len(rows))])
+
+
+def asked_with_images(run, rollout, view):
+    """(N, T) log-probabilities, each row alone behind its prompt with the images of the view; NaN without a view."""
+    rows, processor = [], run.processing_class
+    for messages, row, completion in zip(rollout.messages, rollout.rows, rollout.batch["completion_ids"], strict=True):
+        own = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
+        if (images := view(own, row, seed=0)) is None:
+            rows.append(torch.full(completion.shape, torch.nan, dtype=torch.float64))
+            continue
+        text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        marks = "<|vision_start|><|image_pad|><|vision_end|>"
+        inputs = processor(text=[text.replace(marks, marks * len(images))], images=[images], return_tensors="pt")
+        prompt = inputs["input_ids"].size(1)
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], completion[None]], dim=1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, len(completion)))
+        with torch.no_grad():
+            logits = run.model(**inputs).logits[0, prompt - 1 : -1] / run.temperature
+        rows.append(logits.log_softmax(-1).gather(-1, completion[:, None])[:, 0])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("share", ["on", "off"])
+def test_a_teacher_with_more_image_tokens(share, closer, vision_trainer, model_folder, monkeypatch):
+    """As each row alone, in float64; rows without a box have no gap, weight 1, and nothing is added to them."""
+    run = vision_trainer(
+        rows=with_boxes(vision_trainer.rows), model=tiny_model(model_folder).double(), max_steps=1, learning_rate=0.0,
+        teacher_view="closer", credit_rules=["rlsd", "distil"], share_prompts=share, perturbation="gaussian_blur",
+        signals=["stability"], further_perturbations=["mask_image"], shuffle_dataset=False,
+    )  # fmt: skip
+    passes = noted_passes(run, monkeypatch)
+    rollout = rollout_of(run, monkeypatch)
+    signals, valid = rollout.signals, rollout.signals.mask.bool()
+    expected = asked_with_images(run, rollout, closer)
+    seen = signals.views["teacher"]
+    assert expected.isnan().any(1).tolist() == [False] * 4 + [True] * 4
+    assert torch.allclose(seen.double()[valid], expected[valid], atol=1e-6, equal_nan=True)
+    assert (seen - signals.logps)[:4][valid[:4]].abs().max() > 1e-4
+    assert passes[-1]["num_images"] == [2] * 4 + [1] * 4
+    assert set(rollout.teacher_images) == set(range(4))

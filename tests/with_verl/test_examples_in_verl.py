@@ -7,8 +7,8 @@ import verl
 from example_scripts import EXAMPLES, overrides
 from hydra import compose, initialize_config_dir
 
+from vgr_trl.integrations.verl.credit import compute_score
 from vgr_trl.integrations.verl.inside_verl.plugin import TRAINER_MODE, read_options
-from vgr_trl.integrations.verl.rewards import compute_score
 
 
 def test_verl_takes_every_line(tmp_path):

@@ -1,17 +1,22 @@
-"""Keep a run alive when a tracker of `report_to` fails, and rename the metrics that it logs."""
+"""Keep a run alive when a tracker of `report_to` fails, rename the metrics that it logs, and print a line per step."""
 
 import re
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback
 from transformers.integrations import integration_utils
 from transformers.utils import logging
 
 from vgr_trl.errors import ConfigError, error_text
 from vgr_trl.patching import patched_attribute
+from vgr_trl.reporting.console import evaluation_line, step_line
 
 logger = logging.get_logger(__name__)
 
@@ -115,3 +120,43 @@ def _find_verl_names(name: str) -> Sequence[str]:
     if plain != name and plain.startswith("completions/") and plain in VERL_METRICS:
         return [f"val_{other}" for other in VERL_METRICS[plain]]
     return (name,)
+
+
+LOGS_AVERAGED = 20  # the seconds of a step are averaged over these logs
+
+
+class StepLines(PrinterCallback):
+    """Prints one line per step and per evaluation, instead of a dictionary with a hundred numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._times: deque[tuple[int, float]] = deque(maxlen=LOGS_AVERAGED)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        super().on_train_begin(args, state, control, **kwargs)
+        self._times.append((state.global_step, time.monotonic()))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print a line on the main process."""
+        line = None
+        if logs and "eval_reward" in logs:
+            line = evaluation_line(state.global_step, logs)
+        elif logs and "loss" in logs:
+            self._times.append((state.global_step, time.monotonic()))
+            (first, started), (last, now) = self._times[0], self._times[-1]
+            seconds = (now - started) / (last - first) if last > first else None
+            line = step_line(state.global_step, state.max_steps, logs, seconds)
+        if line is not None and state.is_world_process_zero:
+            with tqdm.external_write_mode():
+                print(line, flush=True)
+
+
+class BarAndLines(StepLines, ProgressCallback):
+    """Prints the lines above the progress bar of transformers."""
+
+
+def print_lines(callbacks: list[Any]) -> None:
+    """Replace the printing callbacks of transformers by `StepLines`; a notebook keeps its table."""
+    ours = {PrinterCallback: StepLines, ProgressCallback: BarAndLines}
+    callbacks[:] = [ours[type(each)]() if type(each) in ours else each for each in callbacks]

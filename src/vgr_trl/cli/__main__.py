@@ -300,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print((TEMPLATES / "train_help.txt").read_text(encoding="utf-8"), end="", flush=True)
             else:
                 _announce_command(name)
-            from vgr_trl.cli.parser import convert_flags
+            from vgr_trl.cli.arguments import convert_flags
 
             name, rest = convert_flags(name, rest)
         with naming_full_disk("files"), warnings.catch_warnings():

@@ -23,13 +23,24 @@ from vgr_trl.cli.arguments import (
     source_name,
 )
 from vgr_trl.data.checked_rows import REASON, RowOptions
-from vgr_trl.data.convert import SKIPPED, Rules, columns_of, convert_rows, has_one_image, prepare_folder, write_rows
+from vgr_trl.data.convert import (
+    CONVERTERS,
+    SKIPPED,
+    Rules,
+    columns_of,
+    convert_rows,
+    has_one_image,
+    load_converter,
+    merge,
+    prepare_folder,
+    read_ids,
+    shuffle_choices,
+    write_rows,
+)
 from vgr_trl.data.images import MAX_SHORT_SIDE, downloaded
 from vgr_trl.data.inspect import Findings, inspect_rows, page, to_one_line
-from vgr_trl.data.lengths import PromptLengths
 from vgr_trl.data.load import MEANT, load_path, load_split, parse_data_files, readable
-from vgr_trl.data.merge import merge
-from vgr_trl.data.public_sets import CONVERTERS, load_converter, read_ids, shuffle_choices
+from vgr_trl.data.prompts import PromptLengths
 from vgr_trl.data.read_row import FLAGS, keys_of
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.errors import ConfigError, DataError, RewardError

@@ -22,9 +22,9 @@ from vgr_trl.cli.arguments import (
     load_adapter_config,
     load_processor,
     load_rows,
+    parse,
     raise_config_errors,
 )
-from vgr_trl.cli.parser import parse
 from vgr_trl.data.checked_rows import SkippedRow, report_skipped
 from vgr_trl.data.prompts import PromptTemplate, to_parts
 from vgr_trl.errors import ConfigError

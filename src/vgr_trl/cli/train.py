@@ -1,19 +1,40 @@
-"""`vgr-trl train`: train a vision-language model with DAPO."""
+"""`vgr-trl train`: train a vision-language model with DAPO, describe the planned run, or only check it."""
 
 import json
+import math
+import os
 import re
+import resource
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from copy import copy
+from dataclasses import fields
+from enum import Enum
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from trl import ModelConfig, get_peft_config, get_quantization_config
+import torch
+from accelerate import Accelerator, DistributedType
+from rich.console import Console
+from rich.table import Column, Table
+from transformers import PrinterCallback
+from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from vgr_trl.atomic_files import write_atomic
-from vgr_trl.callbacks.termination import EXIT_STATUS
-from vgr_trl.checkpoints import TRACES, how_to_go_on, refuse_finished, resolve_checkpoint, resume_mode
+from vgr_trl.callbacks.stopping import EXIT_STATUS
+from vgr_trl.checkpoints import (
+    TRACES,
+    how_to_go_on,
+    lacks_final_model_only,
+    load_trained,
+    refuse_finished,
+    resolve_checkpoint,
+    resume_mode,
+)
 from vgr_trl.cli.arguments import (
     DEFAULT_REWARDS,
     DataArguments,
@@ -25,26 +46,23 @@ from vgr_trl.cli.arguments import (
     load_processor,
     load_rows,
     load_system_prompt,
+    parse,
     raise_config_errors,
     source_name,
 )
-from vgr_trl.cli.dry_run import dry_run
-from vgr_trl.cli.parser import parse
-from vgr_trl.cli.plan import count_rows, describe_run, print_plan, total_steps
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import SkippedRow, report_skipped
+from vgr_trl.data.convert import train_test_split
 from vgr_trl.data.load import MEANT, parse_data_files, readable
-from vgr_trl.data.merge import train_test_split
 from vgr_trl.data.prompts import PromptTemplate
 from vgr_trl.data.read_row import FLAGS
 from vgr_trl.errors import CollapseError, ConfigError, DataError, MissingSplitError
 from vgr_trl.options import changed_options
 from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo
 from vgr_trl.prepare import reads_boxes
-from vgr_trl.reporting.console import progress_lines
-from vgr_trl.reporting.first_record import RecordBeforeTraining
-from vgr_trl.reporting.records import refuse_unwritable
-from vgr_trl.resuming import lacks_final_model_only, load_trained
+from vgr_trl.reporting.console import format_duration, print_record, progress_lines
+from vgr_trl.reporting.recorded_rows import RecordBeforeTraining, needs_record_before_training
+from vgr_trl.reporting.records import read_run, refuse_unwritable
 from vgr_trl.rewards.functions import ATTENTION_REWARDS
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
 from vgr_trl.tools import load_environment
@@ -365,3 +383,166 @@ def final_metrics(trainer: DAPOTrainer) -> dict[str, float]:
     if trainer.eval_dataset is not None and (is_best or not logged()):
         trainer.evaluate()
     return {} if trainer.eval_dataset is None else logged()
+
+
+PLAN_OPTIONS = "learning_rate", "temperature", "max_completion_length", "loss_type", "beta", "use_vllm", "seed"
+OWN_OPTIONS = tuple(option.name for option in fields(DAPOConfig) if option.name not in GRPOConfig.__dataclass_fields__)
+
+
+def describe_run(
+    trainer: DAPOTrainer, source: str, checkpoint: str | None, verbose: bool = False, recipe: str | None = None
+) -> list[tuple[str, str]]:
+    """Describe the run as (label, text) pairs, printed before the first step.
+
+    Args:
+        source: data source, as text.
+        checkpoint: folder to resume from, or None.
+        verbose: also list every feature, with a reason if it is off, and options without effect.
+        recipe: name of the recipe, or None.
+    """
+    args, idle = trainer.args, trainer.idle_options
+    switched_on = [name for name in changed_options(args) if name in OWN_OPTIONS and name not in idle]
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    # ZeRO-3 keeps only the number of elements of a parameter.
+    sizes = [(getattr(each, "ds_numel", each.numel()), each.requires_grad) for each in model.parameters()]
+    trained = f"{sum(size for size, trains in sizes if trains):,} of {sum(size for size, _ in sizes):,} parameters"
+    data = f"training {count_rows(trainer.train_dataset)}, evaluation {count_rows(trainer.eval_dataset)}"
+    per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    uses = steps_per_rollout(args)
+    rollout = f"{args.prompts_per_rollout} prompts x {args.num_generations} completions = {args.generation_batch_size}"
+    saved = f"a checkpoint every {args.save_steps:g} steps" if args.save_strategy == "steps" else "the model at the end"
+    before = args.eval_batch_size * trainer.accelerator.num_processes
+    starts = checkpoint is None and needs_record_before_training(trainer)
+    step = f"each rollout ({rollout}) is used for {uses:g} step{'s' * (uses != 1)}"
+    rows: list[tuple[str, Any]] = [
+        ("model", f"{model.config._name_or_path or type(model).__name__} ({type(model).__name__}), trains {trained}"),
+        ("processes", describe_processes(trainer.accelerator)),
+        ("data", f"{source}: {data}"),
+        ("recipe", recipe),
+        ("rewards", _format_rewards(trainer)),
+        ("options", _format_options(args, PLAN_OPTIONS)),
+        ("tools", ", ".join(tool.__name__ for tool in trainer.tools)),
+        ("changed", _format_options(args, switched_on)),
+        ("passes", verbose and str(trainer.features)),
+        ("images", verbose and str(trainer.vision_cache)),
+        *(("without effect", verbose and f"{_format_options(args, [name])}: {why}") for name, why in idle.items()),
+        ("at step 0", starts and f"{before} evaluation completions and their rewards are recorded for the report"),
+        ("steps", f"{total_steps(trainer)} steps of {per_step} completions; {step}"),
+        ("output", f"{args.output_dir}, {saved}" + (f", continued from {checkpoint}" if checkpoint else "")),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def describe_processes(accelerator: Accelerator) -> str:
+    """Return the number of processes and machines, the engine, the device and the precision."""
+    count, state = accelerator.num_processes, accelerator.state
+    machines = count // int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    where = f"{count} process{'es' * (count > 1)}" + f" on {machines} machines" * (machines > 1)
+    engine = "DDP, " * (count > 1)
+    if state.deepspeed_plugin is not None:
+        engine = f"DeepSpeed ZeRO-{state.deepspeed_plugin.zero_stage}, "
+    elif accelerator.distributed_type == DistributedType.FSDP:
+        engine = f"FSDP{state.fsdp_plugin.fsdp_version}, "
+    device = {"cpu": "CPU", "cuda": "GPU"}.get(accelerator.device.type, accelerator.device.type)
+    return f"{where}, {engine}{device}, {accelerator.mixed_precision.replace('no', 'no mixed precision')}"
+
+
+def print_plan(rows: list[tuple[str, str]]) -> None:
+    """Print the description of a run as a table."""
+    table = Table(Column(style="bold", no_wrap=True), Column(overflow="fold"), show_header=False, box=None)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+
+
+def total_steps(trainer: DAPOTrainer) -> int:
+    """Return the number of optimizer steps of the run."""
+    if trainer.args.max_steps > 0:
+        return trainer.args.max_steps
+    return trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
+
+
+def count_rows(dataset: Any) -> str:
+    """Format the number of rows of a data set, or of each of its parts."""
+    if isinstance(dataset, dict):
+        return " + ".join(f"{name} {count_rows(part)}" for name, part in dataset.items())
+    return "none" if dataset is None else f"{len(dataset):,} rows" if hasattr(dataset, "__len__") else "a stream"
+
+
+def _format_rewards(trainer: DAPOTrainer) -> str:
+    early: Sequence[float | None] = trainer.args.early_reward_weights or [None] * len(trainer.reward_func_names)
+    weights = zip(trainer.reward_func_names, trainer.reward_weights.tolist(), early, strict=True)
+    return ", ".join(f"{name} x {late:g}{'' if one is None else f' (early {one:g})'}" for name, late, one in weights)
+
+
+def _format_options(args: DAPOConfig, names: Iterable[str]) -> str:
+    values = {name: vars(args)[name] for name in names}
+    return ", ".join(f"{name}={each.value if isinstance(each, Enum) else each}" for name, each in values.items())
+
+
+def steps_per_rollout(config: DAPOConfig) -> float:
+    """Return how many optimizer steps use a rollout."""
+    return (config.steps_per_generation or 1) * config.num_iterations / config.gradient_accumulation_steps
+
+
+DRY_RUN_PROMPTS = 3
+
+
+def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], how: RunArguments) -> None:
+    """Run a small step, and print its completions and an estimate of the time and memory of the whole run.
+
+    Args:
+        config: options of the run; changed in place so that the step is small and writes to a temporary folder.
+        source: data source, as text.
+        build: makes the trainer from `config`.
+        how: flags of the command; `verbose` and `recipe` are read.
+    """
+    whole = copy(config)
+    with tempfile.TemporaryDirectory(prefix="vgr_trl_dry_run_") as folder:
+        _shrink_config(config, folder)
+        trainer = build()
+        trainer.remove_callback(PrinterCallback)
+        trainer.args.eval_strategy = "no"
+        if trainer.accelerator.is_main_process:
+            print_plan(describe_run(trainer, source, None, how.verbose, how.recipe)[:-2])  # not its steps and output
+        started = time.monotonic()
+        trainer.train(resume_from_checkpoint=False)
+        seconds = time.monotonic() - started
+        trainer.accelerator.wait_for_everyone()
+        if not trainer.accelerator.is_main_process:
+            return
+        (record,) = read_run(folder).records("train")
+        print_record(record, prompt_length=300)
+    for group, images in {each.group: each.images for each in record.completions}.items():
+        sizes = [f"{each.width}x{each.height} px, {'x'.join(map(str, each.grid or '?'))} tokens" for each in images]
+        print(f"prompt {group}: {'; '.join(sizes) or 'no image'}")
+    per_step = whole.per_device_train_batch_size * whole.world_size * whole.gradient_accumulation_steps
+    small, steps = int(config.generation_batch_size or 1), whole.max_steps
+    if steps <= 0:
+        rows = len(trainer.train_dataset)
+        steps = int(whole.num_train_epochs * (rows // whole.prompts_per_rollout) * steps_per_rollout(whole))
+    where, peak = "CPU", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if torch.cuda.is_available():
+        memory = trainer.rows_per_pass.memory  # has reset the peak
+        where, peak = "GPU", max(torch.cuda.max_memory_allocated(), 0 if memory is None else memory.peak)
+    # An upper bound: the first step also selects kernels and allocates memory.
+    print(f"measured: {small} completions of at most {config.max_completion_length} tokens in {seconds:.1f} s, "
+          f"memory {peak / 2**30:.2f} GiB per process ({where})\n"
+          f"total: at most about {format_duration(steps * per_step * seconds / small)} for {steps} steps of {per_step} "
+          "completions")  # fmt: skip
+
+
+def _shrink_config(config: DAPOConfig, folder: str) -> None:
+    """Reduce the options to a single step with a few whole groups that writes only to `folder`."""
+    batch, group = config.per_device_train_batch_size * config.world_size, config.num_generations or 1
+    whole = math.lcm(batch, group)  # the fewest completions that are whole groups
+    parts = min(math.ceil(DRY_RUN_PROMPTS * group / whole) * whole // batch, config.steps_per_generation or 1)
+    config.steps_per_generation = config.gradient_accumulation_steps = parts
+    config.generation_batch_size = batch * parts
+    config.num_iterations, config.max_steps = 1, 1
+    config.output_dir, config.report_to, config.push_to_hub = folder, [], False
+    config.save_strategy, config.load_best_model_at_end, config.logging_steps = "no", False, 1
+    config.rollout_log_steps, config.rollout_log_samples = 1, 2 * DRY_RUN_PROMPTS
+    config.markdown_logs = config.log_completions = config.colorize_output = False
+    config.rollout_log_path = config.eval_log_path = None
+    config.attention_diag_log_path = config.token_weights_log_path = None

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from vgr_trl.config_converters.configuration import flatten, read_configuration
-from vgr_trl.config_converters.conversion import Conversion
+from vgr_trl.config_converters.conversion import Conversion, flatten, read_configuration
 from vgr_trl.config_converters.easyr1 import CONDITIONS, CONVERTERS
 from vgr_trl.config_converters.key_tables import EASYR1_KEYS, check_type
 from vgr_trl.config_converters.mtrl import rename_mtrl_keys

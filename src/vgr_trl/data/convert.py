@@ -1,30 +1,210 @@
-"""Convert rows to one schema, with encoded images, and write them as Parquet."""
+"""Convert public question sets, by name, to rows that `read_row` understands, and merge several sets."""
 
 import hashlib
 import io
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets import Image as ImageFeature
 from PIL import Image
 
-from vgr_trl.boxes import BOX_COLUMNS, boxes_of, to_shares
-from vgr_trl.data.checked_rows import REASON
-from vgr_trl.data.images import ImageLimits, image_bytes, image_size, path_within, read_image, to_rgb
+from vgr_trl import registries
+from vgr_trl.data.checked_rows import REASON, map_rows
+from vgr_trl.data.images import (
+    BOX_COLUMNS,
+    FOLDER,
+    MEDIA,
+    ImageLimits,
+    boxes_of,
+    folder_of,
+    image_bytes,
+    image_size,
+    images_of,
+    path_within,
+    read_image,
+    to_rgb,
+    to_shares,
+    videos_of,
+)
 from vgr_trl.data.inspect import report
-from vgr_trl.data.lengths import SIZES
-from vgr_trl.data.load import readable, row_files
-from vgr_trl.data.public_sets import Converter
-from vgr_trl.data.read_row import KEYS, UNREADABLE, Keys, read_row, reason_of, renamed_row, text_of, undecoded, value_of
+from vgr_trl.data.load import MMMU_PRO, readable, row_files
+from vgr_trl.data.prompts import SIZES, texts_of
+from vgr_trl.data.read_row import (
+    KEYS,
+    UNREADABLE,
+    Keys,
+    is_vision_only,
+    list_of,
+    read_row,
+    reason_of,
+    renamed_row,
+    text_of,
+    undecoded,
+    value_of,
+)
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.rewards.answers import LETTERS, resolve_solution
+from vgr_trl.rewards.phrases import normalise
+
+HUB_NAME = "HuggingFaceM4/A-OKVQA"
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Converter:
+    """Conversion of a data set, with the default source `hub_name`, `config` and `split`."""
+
+    rows: Callable[[Row], Iterable[Row]]  # published row → rows with columns that `read_row` knows
+    several_images: bool = False  # whether a question may have any number of images: `images`, not `image`
+    regions: bool = False  # whether boxes mark the part of the image that a question is about
+    id_column: str = "id"  # rows without an id get their number
+    hub_name: str | None = None
+    config: str | None = None
+    split: str = "train"
+    join: Callable[[Callable[[str], Dataset]], Dataset] | None = None  # makes one table of several configurations
+
+
+def _multiple_choice(row: Row, source: str) -> list[Row]:
+    """Return a row with options, or a vision-only row of MMMU-Pro, or raise `DataError` for a row without options."""
+    if is_vision_only(row):
+        return [{**row, "source": f"{source} vision"}]
+    if value_of(row, *KEYS["choices"]) in (None, []):
+        raise DataError("it has no options")
+    return [{**row, "source": source}]
+
+
+def join_arxivqa(load: Callable[[str], Dataset]) -> Dataset:
+    """Return the questions of ArxivQA as VisRAG publishes it, in the order of their figures.
+
+    The tables are `corpus` (`corpus-id`, `image`), `queries` (`query-id`, `query`, `options`, `answer`) and `qrels`
+    (`query-id`, `corpus-id`, `score`), which says which figure a question is about.
+    """
+    corpus, queries, qrels = load("corpus"), load("queries"), load("qrels")
+    place = {str(name): number for number, name in enumerate(corpus["corpus-id"])}
+    figures = defaultdict[str, set[int | None]](set)
+    for row in qrels:
+        if row.get("score") != 0:
+            figures[str(row["query-id"])].add(place.get(str(row["corpus-id"])))
+    names = [str(name) for name in queries["query-id"]]
+    times = Counter(names)
+    found = [next(iter(figures[name])) if len(figures[name]) == times[name] == 1 else None for name in names]
+    reason = "its query-id occurs twice, or it does not have exactly one figure in qrels and corpus"
+    queries = queries.add_column(UNREADABLE, [reason if number is None else None for number in found])
+    order = sorted(range(len(found)), key=lambda query: (found[query] is None, found[query]))
+    shown = corpus.select_columns(["image"]).select([found[query] or 0 for query in order])
+    return concatenate_datasets([queries.select(order), shown], axis=1)
+
+
+def _easy_vqa(row: Row) -> Iterator[Row]:
+    """Yield the questions of easy-VQA, several to an image: `image_id`, `image`, and lists `questions`, `answers`."""
+    asked, answers = list_of(row.get("questions"), "questions"), list_of(row.get("answers"), "answers")
+    if len(asked) != len(answers) or not asked:
+        raise DataError(f"it has {len(asked)} questions and {len(answers)} answers: the numbers must be equal")
+    for number, (question, answer) in enumerate(zip(asked, answers, strict=True)):
+        about = {"id": f"{row.get('image_id')}-{number}", "source": "easy-VQA", "image": row.get("image")}
+        yield {**about, "question": question, "answer": answer}
+
+
+def _nlvr(row: Row) -> list[Row]:
+    """Return the question of a row of Cornell NLVR: `identifier`, `image`, `sentence`, `label`, JSON `objects`."""
+    try:
+        boxes = [item["box"] for item in json.loads(row["objects"])]
+    except (ValueError, TypeError, KeyError):
+        boxes = []  # there are none in the training split
+    question = f"Is this statement about the image true or false? {text_of(row, 'sentence').strip()}"
+    about = {"id": row.get("identifier"), "source": "NLVR", "image": row.get("image"), "regions": boxes}
+    answer = str(row.get("label")).lower()
+    return [{**about, "question": question, "choices": ["true", "false"], "answer": answer}]
+
+
+_aokvqa = partial(_multiple_choice, source="A-OKVQA")
+_arxivqa = partial(_multiple_choice, source="ArxivQA")
+_mmmu_pro = partial(_multiple_choice, source="MMMU-Pro")
+CONVERTERS = {
+    "aokvqa": Converter(_aokvqa, hub_name=HUB_NAME, id_column="question_id"),
+    "arxivqa": Converter(_arxivqa, hub_name="openbmb/VisRAG-Ret-Test-ArxivQA", id_column="query-id", join=join_arxivqa),
+    "mmmu_pro": Converter(_mmmu_pro, several_images=True, hub_name=MMMU_PRO[0], config=MMMU_PRO[1], split="test"),
+    "jsonl": Converter(lambda row: [row], several_images=True),
+    "easy_vqa": Converter(_easy_vqa),
+    "nlvr": Converter(_nlvr, regions=True),
+}
+for _name, _converter in CONVERTERS.items():
+    registries.datasets.register(_name)(_converter.rows)
+
+
+def load_converter(spec: str) -> Converter:
+    """Return a converter by its name in `CONVERTERS`, or for the name, dotted path or file of a function.
+
+    The function maps a published row to rows. Its attribute `converter`, a dict, has arguments of its `Converter`.
+    """
+    if spec in CONVERTERS:
+        return CONVERTERS[spec]
+    rows = registries.datasets.load(spec)
+    return Converter(rows, **getattr(rows, "converter", {}))
+
+
+def read_ids(path: Path) -> frozenset[str]:
+    """Return the ids in a file, a text with an id per line, or a JSON list."""
+    text = path.read_text(encoding="utf-8-sig").strip()
+    found = json.loads(text) if text.startswith("[") else text.splitlines()
+    return frozenset(str(value).strip() for value in found) - {""}
+
+
+# Words that mean other options by their place or letter. Such options stay where they are, and so does a question that
+# names options by letter.
+_PLACES = re.compile(r"\b(above|below|preceding|previous|following|former|latter|first|second|last)\b", re.IGNORECASE)
+_LETTERS = re.compile(
+    r"^\W*[A-J]\W*$"
+    r"|\b[A-J]\)?\s*(?:,|&|/|and|or|nor)\s*\(?[A-J]\b"
+    r"|\b(?:both|either|neither|only|options?|choices?|answers?)\s+\(?[A-J]\b"
+)
+_OPTION_LETTER = re.compile(r"\b(?:options?|choices?|answers?)\s+\(?[A-J]\b")
+
+
+def shuffle_choices(rows: Dataset, sides: Iterable[Sequence[int]], seed: int) -> Dataset:
+    """Shuffle the options of converted rows, unless their order has a meaning.
+
+    Among every n questions with n options in a side, each letter is right once.
+
+    Args:
+        rows: converted rows.
+        sides: numbers of the rows of each split.
+        seed: of the order.
+    """
+    solutions, options, problems = list(rows["solution"]), list(rows["choices"]), list(rows["problem"])
+    for side in sides:
+        random, places = Random(f"choices {seed}"), defaultdict[int, list[int]](list)  # of right options, still to use
+        for row in side:
+            if options[row] and not stays_in_order(problems[row], options[row]):
+                others, waiting = list(options[row]), places[len(options[row])]
+                right = others.pop(LETTERS.index(solutions[row]))
+                random.shuffle(others)
+                if not waiting:
+                    waiting.extend(range(len(options[row])))
+                    random.shuffle(waiting)
+                place = waiting.pop()
+                options[row], solutions[row] = [*others[:place], right, *others[place:]], LETTERS[place]
+    for name, values in {"choices": options, "solution": solutions}.items():
+        rows = rows.remove_columns(name).add_column(name, values, feature=rows.features[name])
+    return rows
+
+
+def stays_in_order(problem: str, choices: Iterable[str]) -> bool:
+    """Return whether the question or an option refers to options by their place or letter."""
+    names_options = any(_PLACES.search(choice) or _LETTERS.search(choice) for choice in choices)
+    return names_options or _OPTION_LETTER.search(problem) is not None
+
 
 KEPT = ("JPEG", "PNG", "WEBP")  # formats whose files are stored as they are
 ENCODING: dict[str, dict[str, Any]] = {"JPEG": {"quality": 95, "subsampling": 0}, "PNG": {"compress_level": 3}}
@@ -244,3 +424,121 @@ def write_rows(rows: Dataset, sides: Mapping[str, Sequence[int]], columns: list[
     for path in working.glob("*.parquet"):
         path.replace(folder / path.name)
     return text
+
+
+TEST_SHARE = 0.1
+DUPLICATE = "it has the same image and question as an earlier row"
+CONTRADICTION = "another row with the same image and question has another answer"
+
+
+def merge(rows: Dataset, test_share: float, seed: int) -> tuple[Dataset, dict[str, list[int]]]:
+    """Return converted rows, duplicates with a `REASON`, and the shuffled numbers of the rows of `train` and `test`.
+
+    The first of several rows with the same images and question stays. If two of them contradict each other, none stays,
+    as the right answer is unknown.
+
+    Args:
+        rows: converted rows with `DIGESTS`.
+        test_share: share of rows in `test`, in [0, 1); 0: no split.
+        seed: of the split and the order.
+
+    Raises:
+        ConfigError: `test_share` is out of range.
+        DataError: there is no way to split the rows.
+    """
+    if not 0 <= test_share < 1:
+        raise ConfigError(f"test_share is {test_share}: give a number in [0, 1); 0: no split.")
+    reasons, images = list(rows[REASON]), dict[int, list[str]]()
+    alike = defaultdict[Any, list[tuple[int, str, list[str]]]](list)  # number, right answer and options
+    for number, row in enumerate(rows.select_columns(["problem", "solution", "choices", DIGESTS])):
+        if reasons[number] is None:
+            choices, problem = [normalise(choice) for choice in row["choices"] or ()], normalise(row["problem"])
+            right = choices[LETTERS.index(row["solution"])] if choices else normalise(row["solution"])
+            images[number] = row[DIGESTS] or [problem]
+            alike[(*images[number], problem)].append((number, right, choices))
+    for same in alike.values():
+        contradicts = any(
+            answer != other and ((answer in others and other in choices) or (not choices and not others))
+            for (_, answer, choices), (_, other, others) in combinations(same, 2)  # both could have been chosen
+        )
+        for number, *_ in same if contradicts else same[1:]:
+            reasons[number] = CONTRADICTION if contradicts else DUPLICATE
+            del images[number]
+    numbers, sides = list(images), dict[str, list[int]]()
+    split = split_by_image(list(images.values()), test_share if images else 0, seed)
+    for name, side in zip(("train", "test"), split, strict=True):
+        sides[name] = Random(seed).sample([numbers[place] for place in side], len(side))
+    rows = rows.remove_columns(REASON).add_column(REASON, reasons, feature=rows.features[REASON])
+    return rows, sides
+
+
+def train_test_split(
+    dataset: Dataset, seed: int, root: Path = Path(), most: int | None = None
+) -> tuple[Dataset, Dataset]:
+    """Split prepared rows into training rows and a tenth for evaluation that share no image.
+
+    Args:
+        dataset: as `prepare_rows` gives it; rows without an image are compared by their question.
+        seed: of the choice, which depends on nothing else but the images.
+        root: folder that relative paths start from.
+        most: largest number of rows for evaluation; None: no limit.
+
+    Raises:
+        DataError: all rows share images.
+    """
+    stored = undecoded(dataset.with_format(None))
+    stored = stored.select_columns([name for name in ("prompt", *MEDIA, FOLDER) if name in stored.column_names])
+    features = Features({DIGESTS: List(Value("string"))})
+
+    def examine(row: Mapping[str, Any]) -> dict[str, list[str]]:
+        shown = [image_bytes(value, folder_of(row, root)) for value in (*images_of(row), *videos_of(row))]
+        content = shown or ["\0".join(texts_of(row["prompt"][-1:])).encode()]
+        return {DIGESTS: [hashlib.sha256(data).hexdigest() for data in content]}
+
+    found = list(map_rows(stored, examine, features, None, "Comparing images", root=root)[DIGESTS])
+    train, test = split_by_image(found, min(TEST_SHARE, (most or len(found)) / len(found)), seed)
+    return dataset.select(train), dataset.select(test[:most])
+
+
+def split_by_image(images: Sequence[Sequence[str]], test_share: float, seed: int) -> tuple[list[int], list[int]]:
+    """Return the numbers of the rows to train on and to test on, with no image on both sides.
+
+    Rows that share an image, also through other rows, stay together.
+
+    Args:
+        images: per row the names of its images.
+        test_share: share of rows to test on, in [0, 1), which is met as closely as possible.
+        seed: of the choice, which depends on nothing else but the images.
+
+    Raises:
+        DataError: shared images link all rows.
+    """
+    if test_share == 0:
+        return list(range(len(images))), []
+    leader: dict[str, str] = {}
+
+    def find(image: str) -> str:
+        while leader.setdefault(image, image) != image:
+            leader[image] = image = leader[leader[image]]
+        return image
+
+    for first, *others in images:
+        for image in others:
+            leader[find(image)] = find(first)
+    groups = defaultdict[str, list[int]](list)
+    for row, of in enumerate(images):
+        groups[find(of[0])].append(row)
+    if len(groups) < 2:
+        raise DataError(f"The {len(images)} rows cannot be split: shared images link all of them.")
+
+    def rank(group: list[int]) -> str:
+        image = min(image for row in group for image in images[row])
+        return hashlib.sha256(f"{seed}\0split\0{image}".encode()).hexdigest()  # another hash would change all splits
+
+    ranked, test = sorted(groups.values(), key=rank), set[int]()
+    wanted = min(max(1, round(test_share * len(images))), len(images) - 1)
+    for group in ranked:
+        if len(test) + len(group) <= wanted:
+            test.update(group)
+    test = test or {*min(ranked, key=lambda group: len(group))}
+    return [row for row in range(len(images)) if row not in test], sorted(test)

@@ -15,11 +15,9 @@ import xxhash
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 from jinja2 import Environment, StrictUndefined
 
-from vgr_trl.data.checked_rows import REASON, RowOptions, SkippedRow, examine_row, ready_row
+from vgr_trl.data.checked_rows import REASON, RowOptions, SkippedRow, examine_row, map_rows, ready_row
 from vgr_trl.data.images import folder_of, image_bytes, images_of
-from vgr_trl.data.lengths import SIZES, PromptLengths
-from vgr_trl.data.map_rows import map_rows
-from vgr_trl.data.prompts import to_parts
+from vgr_trl.data.prompts import SIZES, PromptLengths, to_parts
 from vgr_trl.data.read_row import KEYS, Keys, known_names, reason_of, renamed_row, require_columns, undecoded
 from vgr_trl.errors import DataError, printable
 from vgr_trl.rewards.answers import LETTERS

@@ -1,18 +1,24 @@
-"""Find the loss mask of a micro-batch and its smallest window, cut the window out, and scatter its results back."""
+"""Find the loss mask of a micro-batch and its smallest window, cut the window out, and scatter its results back.
+
+`Skipping` decides which rows, columns and images of a training pass run.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from vgr_trl.errors import DataError
 from vgr_trl.patching import patched_method
 from vgr_trl.pixels import IMAGE_INPUTS, on_device
-from vgr_trl.scoring_inputs import take_images
+from vgr_trl.rows import take_images, valid_tokens
+from vgr_trl.run_facts import Features
 from vgr_trl.sharing.model_support import replace_hidden_states
-from vgr_trl.sharing.prefix_split import PER_TOKEN
+from vgr_trl.sharing.prefix_split import PER_TOKEN, is_image_token
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def find_window(
         multiple: the columns of prompts and of completions are multiples of it, unless the batch has fewer.
         read: (N, T) bool, tokens that rows with loss have to run beside; None: `loss_mask`.
     """
-    extents = extents_of(loss_mask, prompt_mask, rows=rows, padding=padding, read=read)
+    extents = find_extents(loss_mask, prompt_mask, rows=rows, padding=padding, read=read)
     kept = [row for row, extent in enumerate(extents) if extent.runs]
     candidates = [row for row, count in enumerate(num_images or ()) if count > 0] or range(len(extents))
     if not set(kept).intersection(candidates):
@@ -109,7 +115,7 @@ def find_text(is_image: torch.Tensor, completion: int, multiple: int | None = No
     return Window(rows[:1], before, behind, images=False) if rows else None
 
 
-def extents_of(
+def find_extents(
     loss_mask: torch.Tensor, prompt_mask: torch.Tensor, *, rows: bool, padding: bool, read: torch.Tensor | None = None
 ) -> list[Extent]:
     """Return the columns computed per row.
@@ -170,7 +176,7 @@ def pack_rows(count: int, load: Callable[[Sequence[int]], float], most: float) -
     return parts
 
 
-def tokens_of(rows: Sequence[int], extents: Sequence[Extent], groups: Sequence[int] | None) -> int:
+def count_tokens(rows: Sequence[int], extents: Sequence[Extent], groups: Sequence[int] | None) -> int:
     """Count the tokens that a pass over some rows computes, padding included; skipped rows cost nothing.
 
     Prompts are as wide as the longest and computed once per group; completions are as wide as the longest.
@@ -276,3 +282,72 @@ def scatter_back(values: torch.Tensor, window: Window, loss_mask: torch.Tensor) 
     wide = torch.nn.functional.pad(values, (0, loss_mask.size(1) - values.size(1)))
     every = wide.new_zeros(loss_mask.shape).index_copy(0, on_device(window.rows, values.device), wide)
     return torch.where(loss_mask, every, 0)
+
+
+@dataclass(frozen=True)
+class Skipping:
+    """Decides which rows, columns and tokens of a micro-batch run.
+
+    Attributes:
+        features: the features of a run, by name.
+        has_tools: whether completions may have images, which tools return.
+        multiple: the columns of prompts and of completions are multiples of it; None: of 1.
+    """
+
+    features: Features
+    has_tools: bool = False
+    multiple: int | None = None
+
+    @property
+    def rows(self) -> bool:
+        """Whether rows without loss are skipped."""
+        return self.features.skip_zero_advantage.enabled
+
+    @property
+    def padding(self) -> bool:
+        """Whether columns without loss are skipped."""
+        return self.features.skip_padding.enabled
+
+    def loss_mask(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return the tokens of a training batch whose log-probabilities the loss reads, (N, T) bool."""
+        tokens = self.features.skip_zero_advantage_tokens.enabled
+        return find_loss_mask(batch["advantages"], valid_tokens(batch), rows=self.rows, tokens=tokens)
+
+    def extents(self, batch: Mapping[str, Any]) -> list[Extent]:
+        """Return the columns that each row of a training batch computes."""
+        return find_extents(self.loss_mask(batch), batch["prompt_mask"], rows=self.rows, padding=self.padding)
+
+    def runs_images(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the images of a micro-batch run even if no row has loss."""
+        return not self.features.skip_images.enabled and inputs.get("pixel_values") is not None
+
+    def trim(self, inputs: Mapping[str, Any], loss_mask: Tensor, config: Any) -> tuple[dict[str, Any], Window]:
+        """Cut the smallest window with all tokens with loss out of a micro-batch.
+
+        Args:
+            inputs: arguments of TRL's scoring, but for the model.
+            loss_mask: (N, T) bool.
+            config: configuration of the model, which names its image tokens.
+        """
+        length, read = inputs["logits_to_keep"], loss_mask
+        if self.has_tools and inputs.get("pixel_values") is not None:
+            images = is_image_token(inputs["input_ids"][:, -length:], config)
+            # Sharing needs a token behind the images of a row.
+            read = loss_mask | images | torch.nn.functional.pad(images[:, :-1], (1, 0))
+        cut, window = read if self.padding else None, None
+        if self.rows and self.padding and not self.runs_images(inputs) and not loss_mask.any():
+            window = find_text(is_image_token(inputs["input_ids"], config), length, self.multiple)
+        window = window or find_window(
+            loss_mask,
+            inputs["attention_mask"][:, :-length],
+            inputs.get("num_images") if self.runs_images(inputs) else None,
+            rows=self.rows,
+            padding=self.padding,
+            multiple=self.multiple,
+            read=read,
+        )
+        try:
+            return trim_inputs(inputs, window, cut), window
+        except DataError:  # the pixels of a row are not known, so that every row stays
+            window = replace(window, rows=list(range(len(loss_mask))))
+            return trim_inputs(inputs, window, cut), window

@@ -14,15 +14,14 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import NotFiniteError
-from vgr_trl.metrics.stage_clock import StageClock
-from vgr_trl.passes.joining import RowsPerPass
-from vgr_trl.passes.loss_mask import scatter_back, score_only_tokens
-from vgr_trl.passes.skipping import Skipping
+from vgr_trl.metrics.step_metrics import StageClock
+from vgr_trl.passes.loss_mask import Skipping, scatter_back, score_only_tokens
+from vgr_trl.passes.micro_batches import RowsPerPass
 from vgr_trl.patches.trl import make_completions_causal
-from vgr_trl.sharing.empty_images import has_images
+from vgr_trl.sharing.context_manager import SharedPasses, whole_groups
 from vgr_trl.sharing.lending import READ_AGAIN, is_last_micro_batch
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
-from vgr_trl.sharing.shared_passes import SharedPasses, whole_groups
+from vgr_trl.sharing.shared_forward import has_images
 from vgr_trl.signals.scoring import Scores, Want, score
 from vgr_trl.vision.dummy_image import DummyImage
 from vgr_trl.vision.feature_cache import VisionCache

@@ -24,11 +24,10 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import images_of
 from vgr_trl.errors import DataError, error_text, printable
 from vgr_trl.patching import patched_attribute
-from vgr_trl.pixels import image_inputs_of
+from vgr_trl.pixels import TOKEN_TYPES, causal_type, image_inputs_of
 from vgr_trl.releases import release
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.prefix_split import is_image_token
-from vgr_trl.token_types import TOKEN_TYPES, causal_type
 
 logger = logging.get_logger(__name__)
 

@@ -1,17 +1,17 @@
-"""Print records in colour, and one line per step of training."""
+"""Print records in colour, and one line per step of training; the number formats that all records share."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
 from vgr_trl.errors import printable
-from vgr_trl.reporting.display import VERDICTS, color_tokens, format_number, format_rewards, preview
-from vgr_trl.reporting.records import Record
+from vgr_trl.reporting.records import Completion, Numbers, Record
 
 _REWARD_MEAN = re.compile(r"rewards?/([^/]+)(?:/mean)?")
 _STEP_QUANTITIES = (  # heading, logged name (EasyR1 reward files: reward/…), format
@@ -109,3 +109,85 @@ def format_duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d}"
+
+
+Colour = tuple[int, int, int]
+
+# Blue and orange: distinguishable for colour-blind readers, and light enough for black text.
+LOW_COLOUR: Colour = (67, 147, 195)
+MIDDLE_COLOUR: Colour = (247, 247, 247)
+HIGH_COLOUR: Colour = (224, 130, 20)
+
+
+class Quantity(NamedTuple):
+    """A per-token quantity: title, meaning of values below and above the middle, and whether it is a ratio.
+
+    The middle of a ratio is 1, on a logarithmic scale; otherwise it is 0.
+    """
+
+    title: str
+    below: str
+    above: str
+    is_ratio: bool = False
+
+
+QUANTITIES = {
+    "vgr": Quantity("vision gain ratio", "looks more", "looks less", is_ratio=True),
+    "weights": Quantity("weight", "less of the credit", "more of the credit", is_ratio=True),
+    "dependency": Quantity("dependency on the image", "", "depends on the image"),
+    "advantages": Quantity("advantage", "made less likely", "made more likely"),
+    "entropies": Quantity("entropy", "", "uncertain"),
+    "logps": Quantity("log-probability", "unlikely", ""),
+}
+VERDICTS = {True: "right", False: "wrong", None: ""}  # by `Completion.correct`
+
+
+def format_number(value: float | None) -> str:
+    """Format a number with four significant digits; a dash for None and NaN."""
+    return "–" if value is None or value != value else f"{value:.4g}"
+
+
+def format_rewards(completion: Completion) -> str:
+    """Return the name and value of every reward on one line."""
+    return ", ".join(f"{printable(name)} {format_number(value)}" for name, value in completion.rewards.items())
+
+
+def preview(text: str, length: int | None) -> str:
+    """Return the first `length` characters and the number of omitted ones; None: all."""
+    if length is None or len(text) <= length:
+        return text
+    return f"{text[:length]}\n[… {len(text) - length} more characters]"
+
+
+def color_tokens(completion: Completion, name: str) -> list[tuple[str, str, str]]:
+    """Return text, value and CSS colour of each token; no colour where the quantity was not measured.
+
+    Args:
+        completion: of T tokens.
+        name: of `QUANTITIES`.
+    """
+    values = completion.per_token()[name] or [None] * len(completion.tokens)
+    colours = ["" if p is None else position_colour(p) for p in colour_positions(values, QUANTITIES[name].is_ratio)]
+    return list(zip(map(printable, completion.tokens), map(format_number, values), colours, strict=True))
+
+
+def colour_positions(values: Numbers, is_ratio: bool) -> Numbers:
+    """Map values to colour positions in [-1, 1], with the middle at 0 and the same scale on both sides.
+
+    The value farthest from the middle is at -1 or 1. None stays None.
+
+    Args:
+        values: finite numbers or None.
+        is_ratio: the middle is 1 on a logarithmic scale, and values up to 0 are at -1; otherwise the middle is 0.
+    """
+    distances = list(values)
+    if is_ratio:
+        distances = [None if value is None else math.log(value) if value > 0 else -math.inf for value in values]
+    farthest = max((abs(distance) for distance in distances if distance and math.isfinite(distance)), default=1.0)
+    return [None if distance is None else max(-1.0, min(1.0, distance / farthest)) for distance in distances]
+
+
+def position_colour(position: float) -> str:
+    """Return the CSS colour of a position in [-1, 1]."""
+    end = LOW_COLOUR if position < 0 else HIGH_COLOUR
+    return "#" + "".join(f"{round(m + abs(position) * (e - m)):02x}" for m, e in zip(MIDDLE_COLOUR, end, strict=True))

@@ -11,7 +11,7 @@ from jinja2 import Environment
 
 from vgr_trl.atomic_files import append_atomic
 from vgr_trl.errors import printable
-from vgr_trl.reporting.display import VERDICTS, format_number, preview
+from vgr_trl.reporting.console import VERDICTS, format_number, preview
 from vgr_trl.reporting.records import Record, to_json_value
 
 LOG_FOLDER = "training_logs"

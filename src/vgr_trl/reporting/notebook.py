@@ -11,7 +11,7 @@ from jinja2 import Environment
 
 from vgr_trl.atomic_files import write_atomic
 from vgr_trl.errors import ConfigError, DataError, printable
-from vgr_trl.reporting.display import QUANTITIES, VERDICTS, color_tokens, format_number, format_rewards, position_colour
+from vgr_trl.reporting.console import QUANTITIES, VERDICTS, color_tokens, format_number, format_rewards, position_colour
 from vgr_trl.reporting.records import Completion, Run, read_run, read_thumbnail, records_folder
 
 IMAGE_SIDE = 224  # longer side of an image, in pixels

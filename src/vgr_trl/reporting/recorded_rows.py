@@ -1,31 +1,39 @@
-"""Turn rows of a rollout into completions of a record: tokens, images, attention maps, turns and measurements."""
+"""Turn rows of a rollout into completions of a record: tokens, images, attention maps, turns and measurements.
 
+`RecordBeforeTraining` records answers before the first step.
+"""
+
+import copy
 import io
+import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha1
-from itertools import accumulate, chain, groupby, repeat
+from itertools import accumulate, chain, cycle, groupby, islice, repeat
 from math import isqrt, prod
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers import TrainerCallback
 from trl.trainer.utils import nanstd
 
-from vgr_trl.boxes import boxes_of
 from vgr_trl.credit import OF_REWARD, attention_weights
-from vgr_trl.data.images import images_of, open_image
+from vgr_trl.data.images import boxes_of, images_of, open_image
 from vgr_trl.data.prompts import to_parts
 from vgr_trl.errors import DataError
+from vgr_trl.patches.trl import unlogged
+from vgr_trl.patching import keep_random_state, patched_attribute
 from vgr_trl.reporting.markdown import Summary
 from vgr_trl.reporting.records import AttentionMap, Completion, RecordedImage, Turn
-from vgr_trl.scoring_inputs import Turns
-from vgr_trl.signals.columns import ATTENTION_QUANTITIES, reward_columns
+from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.rows import Turns
+from vgr_trl.signals.named import ATTENTION_QUANTITIES, RolloutSignals, reward_columns
 from vgr_trl.signals.ratios import late_layers, measure_segments, token_vision_gain_ratio
-from vgr_trl.signals.rollout_signals import RolloutSignals
 from vgr_trl.views.regions import boxes_in_pixels
 
 THUMBNAIL_SIDE = 256  # maximum, in pixels
@@ -261,3 +269,44 @@ def summarise_rollout(rewards: Tensor, names: Sequence[str], weights: Tensor, me
         elif name.startswith("token_weight_") or "token_fraction" in name:
             summary.credit[name] = value
     return summary
+
+
+class RecordBeforeTraining(TrainerCallback):
+    """Record the first evaluation batch at step 0, so that later evaluations can be compared with it.
+
+    Costs one rollout, including reward functions. Random state, metrics and completion tables are restored.
+    """
+
+    def __init__(self, trainer: ConstructedTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record the batch, unless the run is resumed."""
+        trainer = self._trainer
+        if state.global_step > 0 or not needs_record_before_training(trainer):
+            return
+        data, size = _first_eval_dataset(trainer), trainer.args.eval_batch_size
+        first = trainer.accelerator.process_index * size
+        rows = [data[row] for row in islice(cycle(trainer._get_eval_sampler(data)), first, first + size)]
+        logs = patched_attribute(trainer, "_logs", copy.deepcopy(trainer._logs))
+        python, numpy = random.getstate(), np.random.get_state()
+        trainer.model_wrapped.eval()
+        try:
+            with keep_random_state(trainer.accelerator.device), torch.no_grad(), unlogged(trainer), logs:
+                trainer._prepare_inputs(rows)
+        finally:
+            trainer.model_wrapped.train()
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def needs_record_before_training(trainer: ConstructedTrainer) -> bool:
+    """Whether a run records rollouts, evaluates a data set of known length, and not already at step 0."""
+    args, data = trainer.args, _first_eval_dataset(trainer)
+    wanted = args.rollout_log_steps > 0 and not args.eval_on_start and args.eval_strategy != "no"
+    return wanted and isinstance(data, Sized) and len(data) > 0
+
+
+def _first_eval_dataset(trainer: ConstructedTrainer) -> Any:
+    data = trainer.eval_dataset
+    return next(iter(data.values()), None) if isinstance(data, dict) else data

@@ -48,7 +48,7 @@ from vgr_trl.reporting.recorded_rows import (
 )
 from vgr_trl.reporting.records import FOLDER, Completion, LogEntry, Record, RecordWriter, question_id, refuse_unwritable
 from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.signals.rollout_signals import take_signal_rows
+from vgr_trl.signals.named import take_signal_rows
 
 logger = logging.get_logger(__name__)
 

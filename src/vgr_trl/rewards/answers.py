@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.equality import is_same_open_answer, is_same_value, is_value
-from vgr_trl.rewards.language import (
+from vgr_trl.rewards.phrases import (
+    BULLETS,
     MARKS,
     OR,
     POLARITY,
@@ -25,14 +26,17 @@ from vgr_trl.rewards.language import (
     TABLES,
     WORDS,
     compile_words,
+    cut_openers,
+    cut_reason,
+    find_polarity,
     fold,
     normalise,
+    read_quantity,
     strip_article,
     strip_wrapping,
     to_half_width,
+    why_no_value,
 )
-from vgr_trl.rewards.phrases import BULLETS, cut_openers, cut_reason, find_polarity, why_no_value
-from vgr_trl.rewards.quantities import read_quantity
 
 
 def completion_text(completion: Any) -> str:
@@ -242,7 +246,7 @@ def _read_json(text: str) -> str | None:
 def _find_statements(text: str) -> Iterator[tuple[str, str]]:
     """Yield the clauses after statement words and before confirmations, last one first."""
     lowered = text.lower()
-    tables = [([each for each in anchors if each in lowered], *words) for anchors, *words in _STATEMENTS]
+    tables = [([each for each in anchors if each in lowered], anchor, words) for anchors, anchor, words in _STATEMENTS]
     for line in reversed(list(re.finditer(r".+", text))):
         start, end = line.span()
         lowered = line[0].lower()
@@ -384,9 +388,9 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int],
     """Return the options that a clause names by their words, and the problem if it is not one."""
     places = _find_texts(text, choices)
     start = max((verb.end() for verb in WORDS["verbs"].finditer(text)), default=0)
-    said = {place.option for place in places if start <= place.start < len(cut_reason(text))}
-    if len(said) > 1:
-        return said, _TWO
+    last = {place.option for place in places if start <= place.start < len(cut_reason(text))}
+    if len(last) > 1:
+        return last, _TWO
     if rule in ("sentence", "tag"):
         places = [p for p in places if _TEXT_END.match(text, p.end) or WORDS["joins"].search(text[: p.start][-6:])]
         brackets = [place for place in _find_letters(text, len(choices)) if text[place.start] in "(["]

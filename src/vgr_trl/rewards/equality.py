@@ -6,9 +6,21 @@ import re
 from functools import lru_cache
 
 from vgr_trl.processes import limit_seconds
-from vgr_trl.rewards.language import POLARITY, WORDS, normalise, strip_article, strip_wrapping, to_half_width
-from vgr_trl.rewards.phrases import bracket_depths, cut_openers, find_phrases, split_list
-from vgr_trl.rewards.quantities import read_quantity, read_unit, simplify_units
+from vgr_trl.rewards.phrases import (
+    POLARITY,
+    WORDS,
+    bracket_depths,
+    cut_openers,
+    find_phrases,
+    normalise,
+    read_quantity,
+    read_unit,
+    simplify_units,
+    split_list,
+    strip_article,
+    strip_wrapping,
+    to_half_width,
+)
 
 _LATEX_SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "≤": r"\leq ", "≥": r"\geq ",

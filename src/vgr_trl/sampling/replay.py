@@ -12,12 +12,11 @@ from transformers.utils import logging
 from vgr_trl.advantages import group_spread, priority
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.credit import active_rules
-from vgr_trl.metrics.totals import Gather
+from vgr_trl.metrics.step_metrics import Gather
 from vgr_trl.registries import short_name
 from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.rows import OLD_LOGPS, Placement, Rows, join_rows
-from vgr_trl.scoring_inputs import valid_tokens
-from vgr_trl.signals.rollout_signals import columns_to_signals, signals_to_columns
+from vgr_trl.rows import OLD_LOGPS, Placement, Rows, join_rows, valid_tokens
+from vgr_trl.signals.named import columns_to_signals, signals_to_columns
 
 logger = logging.get_logger(__name__)
 

@@ -3,11 +3,18 @@
 Tensors about groups cover all processes, prompt by prompt, so that every process finds the same groups.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
+from itertools import count
+from math import gcd
 from typing import Any
 
 import torch
+import xxhash
+from accelerate.utils import gather_object
+from datasets import IterableDataset
+from PIL import Image
 from torch import Tensor
 from transformers.utils import logging
 
@@ -15,12 +22,13 @@ from vgr_trl.advantages import estimate_advantages, group_spread
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.credit import masked_mean
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
+from vgr_trl.data.images import images_of
 from vgr_trl.errors import ConfigError
 from vgr_trl.patches.trl import merge_round_metrics, replace_newest
 from vgr_trl.rollout import ConstructedTrainer, GroupSelection, Rollout, weighted_sums
-from vgr_trl.rows import OLD_LOGPS, Placement
+from vgr_trl.rows import OLD_LOGPS, Placement, valid_tokens
 from vgr_trl.sampling.replay import Group, cut_groups, insert_groups
-from vgr_trl.scoring_inputs import valid_tokens
 
 logger = logging.get_logger(__name__)
 Chosen = dict[int, tuple[Rollout, int]]  # group of the batch -> rollout and number of the group that replaces it
@@ -41,11 +49,9 @@ def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, fl
         return {}
     missing = [group for group in selection.dropped if group not in chosen]
     replayed = {} if replay is None else dict(zip(missing, replay.draw(len(missing)), strict=False))
-    is_of_batch = args.advantage_estimator == "grpo" and trainer.scale_rewards == "batch"
-    if args.advantage_estimator == "reinforce_plus_plus" or (
-        is_of_batch and (chosen or replayed or selection.filtered)
-    ):
-        replayed = divide_by_one_deviation(rounds, chosen, replayed, args.advantage_estimator)
+    estimator, changes = args.advantage_estimator, chosen or replayed or selection.filtered
+    if estimator == "reinforce_plus_plus" or (estimator == "grpo" and trainer.scale_rewards == "batch" and changes):
+        replayed = divide_by_one_deviation(rounds, chosen, replayed, estimator)
         advantages = [value for each in rounds for value in each.selection.advantages.tolist()]
         replace_newest(trainer._logs["advantages"], advantages)
     pad_token_id, step = trainer._tokenizer.pad_token_id, trainer.state.global_step
@@ -56,8 +62,8 @@ def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, fl
     if replayed and rollout.signals is not None:  # stored groups have the column that TRL omits on-policy
         rollout.batch = {OLD_LOGPS: rollout.signals.logps} | rollout.batch
     if replacements:
-        padding = pad_token_id, trainer.pad_to_multiple_of
-        insert_groups(rollout, replacements, trainer.accelerator.gather, *padding)
+        gather, multiple = trainer.accelerator.gather, trainer.pad_to_multiple_of
+        insert_groups(rollout, replacements, gather, pad_token_id, multiple)
     num_groups = selection.placement.num_groups
     if replay is not None:
         metrics |= replay.metrics(len(replayed) / num_groups)
@@ -218,10 +224,8 @@ def greedy_baseline(
             (rows of all, F).
         reward_weights: (F,), weights of the reward functions.
     """
-    firsts = [
-        [group for group in range(placement.num_groups) if placement.holder(group) == process]
-        for process in range(placement.num_processes)
-    ]
+    holders, processes = [*map(placement.holder, range(placement.num_groups))], range(placement.num_processes)
+    firsts = [[group for group, holder in enumerate(holders) if holder == process] for process in processes]
     most, first_row = max(map(len, firsts)), placement.process_index * placement.rows
     mine = [group * placement.num_generations - first_row for group in firsts[placement.process_index]]
     rows = mine + [0] * (most - len(mine))  # collective calls: every process generates as many completions
@@ -309,3 +313,92 @@ class ZeroVarianceStreak(SavedState):
     def load_states(self, states: list[dict[str, Any]]) -> None:
         """Continue the streak of a checkpoint."""
         self._steps = states[0]["steps"]
+
+
+class FurtherPrompts(SavedState):
+    """Draws rows of the train data without end, in the same order on every process.
+
+    Data with a length are shuffled for each pass over them, independently of the order of the epochs. A stream is read
+    in its order, shuffled with another seed than TRL's if `shuffle` is on, and again from its start after a resume.
+    """
+
+    kind = "prompts"
+
+    def __init__(self, dataset: Any, seed: int = 0, shuffle: bool | None = False) -> None:
+        if isinstance(dataset, IterableDataset) and shuffle:
+            dataset = dataset.shuffle(seed=seed + 1)
+        self.dataset: Any = ReadOnce(dataset) if is_repeatable(dataset) else dataset
+        self.seed = seed
+        self.drawn = 0  # rows read so far, used or not
+        self._rows = self._endless()
+        self._used: set[str] = set()
+
+    def begin(self, rows: Sequence[Mapping[str, Any]], placement: Placement) -> None:
+        """Exclude this batch's prompts from resampling."""
+        firsts = [row for group in range(placement.num_groups) for row, place in placement.here(group) if place == 0]
+        self._used = set(gather_object([prompt_key(rows[row]) for row in firsts]))
+
+    def draw(self, missing: int, placement: Placement) -> tuple[list[dict[str, Any]], int]:
+        """Draw further prompts; return this process's rows, G adjacent rows per prompt, and the number of prompts.
+
+        Args:
+            missing: least number of prompts, rounded up until processes have equally many rows; fewer if the data end.
+            placement: G and the processes.
+        """
+        size, processes = placement.num_generations, placement.num_processes
+        step = processes // gcd(processes, size)
+        prompts = self._unused(-(-missing // step) * step)
+        prompts = prompts[: len(prompts) // step * step]
+        repeated = [dict(prompt) for prompt in prompts for _ in range(size)]
+        here = len(repeated) // processes
+        return repeated[placement.process_index * here :][:here], len(prompts)
+
+    def _unused(self, count: int) -> list[Any]:
+        """Return the next rows with unused prompts, from at most two passes over the data."""
+        found: list[Any] = []
+        passes = 0
+        while len(found) < count and passes < 2:
+            row = next(self._rows)
+            if row is None:
+                passes += 1
+                continue
+            self.drawn += 1
+            if (key := prompt_key(row)) not in self._used:
+                self._used.add(key)
+                found.append(row)
+        return found
+
+    def _endless(self) -> Iterator[Any]:
+        """Yield rows from number `drawn` on, and None at the end of each pass."""
+        rest, has_length = self.drawn, isinstance(self.dataset, Sized)
+        for turn in count():
+            order = self.dataset
+            if has_length:
+                generator = torch.Generator().manual_seed(self.seed * 1_000_003 + turn)
+                order = torch.randperm(len(self.dataset), generator=generator).tolist()
+            for each in order:
+                if rest:
+                    rest -= 1
+                    continue
+                row = self.dataset[each] if has_length else each
+                pop_replaced([row])
+                yield row
+            if not rest:
+                yield None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of rows read."""
+        return {"drawn": self.drawn}
+
+    def load_states(self, states: list[dict[str, Any]]) -> None:
+        """Continue in the order of a checkpoint, with the same data and seed."""
+        self.drawn, self._rows = int(states[0]["drawn"]), self._endless()
+
+
+def prompt_key(row: Mapping[str, Any]) -> str:
+    """Return a key that is equal for rows with the same prompt and the same images."""
+
+    def content(value: Any) -> str:
+        return xxhash.xxh3_128_hexdigest(value.tobytes()) if isinstance(value, Image.Image) else repr(value)
+
+    return json.dumps([row.get("prompt"), images_of(row)], sort_keys=True, default=content)

@@ -7,9 +7,9 @@ and then completions, which read the layers of `prefix_cache.py`. `lending.py` k
 """
 
 from vgr_trl.sharing.context_manager import share_prompts
-from vgr_trl.sharing.empty_images import ignore_empty_images
 from vgr_trl.sharing.exactness import why_not_share
 from vgr_trl.sharing.model_support import has_active_dropout
 from vgr_trl.sharing.report import SharingReport
+from vgr_trl.sharing.shared_forward import ignore_empty_images
 
 __all__ = ["SharingReport", "has_active_dropout", "ignore_empty_images", "share_prompts", "why_not_share"]

@@ -1,10 +1,14 @@
-"""`share_prompts`: compute equal prompts once in `forward`, backward and `generate` of a model."""
+"""`share_prompts`: compute equal prompts once in `forward`, backward and `generate` of a model.
+
+`SharedPasses` does the same around the passes of a trainer.
+"""
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.state import AcceleratorState, DistributedType
@@ -14,11 +18,10 @@ from torch import nn
 from vgr_trl.errors import ConfigError
 from vgr_trl.patching import patched_method
 from vgr_trl.sharing.attention import keep_keys_unrepeated
-from vgr_trl.sharing.empty_images import ignore_empty_images
 from vgr_trl.sharing.lending import Lending, why_not_lend
 from vgr_trl.sharing.model_support import base_of, causal_model, distributed_type
 from vgr_trl.sharing.report import SharingReport
-from vgr_trl.sharing.shared_forward import ModelChecks, SharedForward
+from vgr_trl.sharing.shared_forward import ModelChecks, SharedForward, ignore_empty_images
 from vgr_trl.sharing.shared_generate import SharedGeneration
 
 
@@ -31,14 +34,6 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
         with share_prompts(trainer.model):
             trainer.train()
 
-    Example:
-        >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
-        >>> tokens = torch.tensor([[70, 71, 72, 80], [70, 71, 72, 81]])  # two completions of a prompt
-        >>> with torch.no_grad(), share_prompts(model, completion_length=1) as report:
-        ...     logits = model(input_ids=tokens, logits_to_keep=2).logits
-        >>> print(report)
-        computed 1 prompts for 2 rows
-
     A prompt whose completions lie in several micro-batches runs once for all of them, forward and backward, where
     accelerate accumulates gradients, as in TRL.
 
@@ -48,6 +43,14 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
 
     If `completion_length` is None, the main process prints after the first step how many prompts were computed. Calls
     from several threads take turns.
+
+    Example:
+        >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
+        >>> tokens = torch.tensor([[70, 71, 72, 80], [70, 71, 72, 81]])  # two completions of a prompt
+        >>> with torch.no_grad(), share_prompts(model, completion_length=1) as report:
+        ...     logits = model(input_ids=tokens, logits_to_keep=2).logits
+        >>> print(report)
+        computed 1 prompts for 2 rows
 
     Args:
         model: transformers model, also wrapped by DDP, DeepSpeed or PEFT, or patched by TRL.
@@ -140,3 +143,76 @@ def _forget_at_end(lending: Lending) -> Iterator[None]:
             warnings.warn(f"{lost}: end the block of share_prompts after an optimizer step.", stacklevel=2)
     finally:
         lending.clear()
+
+
+class SharedPasses:
+    """Shares prompts in all forward passes of a training run.
+
+    Args:
+        agree: returns whether an answer is True in all processes.
+        sharded: whether parameters are sharded.
+        in_order: whether gradients are reduced in the order of arrival, which has to be equal in all processes.
+        evens_images: whether the caller runs the vision tower in every process if it runs in one.
+
+    Attributes:
+        lending: prompts lent to several micro-batches of the trained model; None: no prompt is lent.
+    """
+
+    def __init__(self, agree: Callable[[bool], bool], *, sharded: bool, in_order: bool, evens_images: bool) -> None:
+        self._agree, self._sharded, self._in_order = agree, sharded, in_order
+        self._refuses_uneven = sharded and not evens_images
+        self._report = SharingReport()
+        self.lending: Lending | None = None
+        self._checks: WeakKeyDictionary[nn.Module, ModelChecks] = WeakKeyDictionary()
+
+    def reset(self) -> None:
+        """Forget the prompts of an interrupted training, and how models are wrapped."""
+        if self.lending is not None:
+            self.lending.clear()
+        self._checks.clear()
+
+    @contextmanager
+    def around(
+        self,
+        why_not: str | None,
+        model: nn.Module,
+        completion_length: int | None = None,
+        *,
+        packs: bool = False,
+        counts: bool = True,
+        again: Sequence[bool] | None = None,
+    ) -> Iterator[None]:
+        """Share prompts in passes of this block.
+
+        Args:
+            why_not: why no prompts are shared; None: they are.
+            model: transformers model, also wrapped.
+            completion_length: T of a scored batch; None: the model generates.
+            packs: whether completions run as one row without padding.
+            counts: whether `metrics` counts these passes.
+            again: (N,) whether a later micro-batch of the optimizer step reads the prompt of a row; None: no prompt is
+                lent to several micro-batches.
+        """
+        refuses = self._refuses_uneven
+        if why_not is not None:
+            with ignore_empty_images(model, agree=self._agree if refuses and completion_length else None):
+                yield
+            return
+        agree = self._agree if self._sharded or (self._in_order and torch.is_grad_enabled()) else None
+        modes: dict[str, Any] = {"agree": agree, "sharded": refuses, "packs": packs}
+        lending = None if again is None else self.lending
+        checks = self._checks.get(model) or self._checks.setdefault(model, ModelChecks(model))
+        with share_prompts(model, completion_length, **modes, lending=lending, again=again, checks=checks) as report:
+            yield
+        if counts:
+            self._report.add(report.rows, report.prompts)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the prompts computed per row since the last call; empty without passes."""
+        report, self._report = self._report, SharingReport()
+        return {"sharing/prompts_per_row": report.prompts_per_row} if report.rows else {}
+
+
+def whole_groups(batch_size: int, num_generations: int) -> int:
+    """Round a batch size up to a multiple of `num_generations`, for passes without gradients."""
+    return -(-batch_size // num_generations) * num_generations

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vgr_trl.pixels import (
     IMAGE_INPUTS,
+    TOKEN_TYPES,
     ImageInputs,
     Parts,
     UnknownParts,
@@ -20,7 +21,6 @@ from vgr_trl.sharing.model_support import (
     check_token_types,
 )
 from vgr_trl.sharing.report import UnsupportedModel, require
-from vgr_trl.token_types import TOKEN_TYPES
 
 PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
 _KNOWN = {*PER_TOKEN, *IMAGE_INPUTS, "position_ids"}

@@ -1,4 +1,4 @@
-"""Counts of shared prompts, and the reasons for which calls run plainly."""
+"""Counts of shared prompts, features that are on or off, and the reasons for which calls run plainly."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -68,3 +68,21 @@ class SharingReport:
         self.plain.update(plain)
         if trains:
             self.in_training = (self.in_training[0] + prompts, self.in_training[1] + rows)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of a run; printed as "on", or "off" with the reason.
+
+    Attributes:
+        reason: why the feature is off; None: it is on.
+    """
+
+    reason: str | None = None
+
+    @property
+    def enabled(self) -> bool:
+        return self.reason is None
+
+    def __str__(self) -> str:
+        return "on" if self.reason is None else f"off ({self.reason})"

@@ -13,7 +13,6 @@ from transformers.generation import GenerationMixin, GenerationMode
 
 from vgr_trl.patching import patched_attribute
 from vgr_trl.pixels import IMAGE_INPUTS, on_device
-from vgr_trl.sharing.empty_images import drop_empty_images
 from vgr_trl.sharing.model_support import (
     check_model,
     check_token_types,
@@ -22,7 +21,7 @@ from vgr_trl.sharing.model_support import (
 )
 from vgr_trl.sharing.prefix_split import PER_TOKEN, PrefixSplit, find_split
 from vgr_trl.sharing.report import UnsupportedModel, require
-from vgr_trl.sharing.shared_forward import SharedForward
+from vgr_trl.sharing.shared_forward import SharedForward, drop_empty_images
 
 _OPTIONS = {*GenerationConfig().to_dict(), "generation_config"}  # arguments of `generate`
 ROOM = 128  # tokens that fit before the next copy

@@ -6,6 +6,7 @@ harder to see. `head.py`: log-probabilities from hidden states. `scoring.py`: a 
 `RolloutScorer`. `named.py`: the signals that rewards, rules and metrics read.
 """
 
+from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.perturbation import add_gaussian_noise, blacken_patches, gaussian_blur, mask_image, perturb_images
 from vgr_trl.signals.probe import AttentionProbe, GenerationProbe
 from vgr_trl.signals.ratios import (
@@ -19,7 +20,6 @@ from vgr_trl.signals.ratios import (
     vision_gain_ratio,
     visual_dependency,
 )
-from vgr_trl.signals.rollout_signals import RolloutSignals
 from vgr_trl.signals.scorer import RolloutScorer
 
 __all__ = [

@@ -1,12 +1,12 @@
-"""Named signals: `signal(signals, options) -> (N, T)`, computed from measurements or from other signals.
+"""`RolloutSignals`, the measurements of completions; signals by name that are computed from them; their columns."""
 
-A signal declares its inputs by `declares(needs=...)`: measurements (`vgr_trl.registries.MEASUREMENTS`), or other
-signals by name, which it finds in `signals.extra`.
-"""
-
+import inspect
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from sys import intern
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor
 from vgr_trl import registries
 from vgr_trl.config import MeasureOptions, PluginOptions
 from vgr_trl.errors import DataError
+from vgr_trl.metrics.step_metrics import Gather, Totals
 from vgr_trl.registries import (
+    LOGPS_PREFIX,
     declares,
     find_measurements,
     is_measured_after_rewards,
@@ -23,8 +25,94 @@ from vgr_trl.registries import (
     needed_signals,
     short_name,
 )
-from vgr_trl.signals.ratios import late_layers, token_vision_gain_ratio
-from vgr_trl.signals.rollout_signals import RolloutSignals
+from vgr_trl.rewards.functions import WholeGroups
+from vgr_trl.rows import EXTRA, LAYERED, VIEWS
+from vgr_trl.signals.ratios import AttentionMass, late_layers, token_vision_gain_ratio
+
+
+@dataclass
+class RolloutSignals:
+    """Signals of N completions of T tokens, under the policy that generated them.
+
+    Attributes:
+        logps: (N, T) float32, log-probabilities of the completion tokens; NaN if they were not measured.
+        entropies: (N, T) float32, in nats; NaN if they were not measured.
+        mask: (N, T) bool, completion tokens that count in the loss.
+        attention: attention mass; None if it was not measured.
+        dependency: (N, T) float32 in [0, 10], `visual_dependency` of the tokens; None if it was not measured.
+        extra: name -> (N, T) float32, named signals; NaN where undefined.
+        similarity: (N, T) float32 in [-1, 1], similarity of the hidden state that emits a token to the hidden states of
+            the image; NaN without an image, None if it was not measured.
+        views: name of a perturbation -> (N, T) float32, log-probabilities of the tokens given the perturbed images; NaN
+            without an image.
+        jsd: (N, T) float32 in [0, ln 2], Jensen-Shannon divergence between the next-token distributions given the image
+            and given the perturbed image; NaN without an image, None if it was not measured.
+        perturbed_entropies: (N, T) float32, in nats, entropies of the distributions given the perturbed image; NaN
+            without an image, None if they were not measured.
+    """
+
+    logps: Tensor
+    entropies: Tensor
+    mask: Tensor
+    attention: AttentionMass | None = None
+    dependency: Tensor | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    similarity: Tensor | None = None
+    views: dict[str, Tensor] = field(default_factory=dict)
+    jsd: Tensor | None = None
+    perturbed_entropies: Tensor | None = None
+
+    def measured(self, need: str) -> Any:
+        """Return the measurement that plug-ins need by this name, None if it was not made."""
+        if need.startswith(LOGPS_PREFIX):
+            return self.views.get(need.removeprefix(LOGPS_PREFIX))
+        if need == "regions":
+            return None if self.attention is None else self.attention.region
+        found = vars(self)["jsd" if need == "shift" else need]
+        return None if need == "views" and not found else found
+
+
+def build_unmeasured_signals(mask: Tensor) -> RolloutSignals:
+    """Build signals without measurements for completions whose tokens `mask`, (N, T) bool, count in the loss."""
+    nothing = torch.full(mask.shape, torch.nan, device=mask.device)
+    return RolloutSignals(nothing, nothing, mask)
+
+
+_MASS = "signals.attention."
+
+
+def _transpose(name: str, value: Tensor) -> Tensor:
+    """Swap layers and rows of a column with layers, (L, N, T)."""
+    return value.transpose(0, 1) if name in LAYERED else value
+
+
+def signals_to_columns(signals: RolloutSignals | None) -> dict[str, Tensor]:
+    """Return the tensors of `signals` as batch columns, rows first: (N, T), (N, L, T) and (N,)."""
+    if signals is None:
+        return {}
+    nested: dict[str, dict[str, Any]] = {"signals.": vars(signals), VIEWS: signals.views, EXTRA: signals.extra}
+    nested[_MASS] = {} if signals.attention is None else vars(signals.attention)
+    columns = {prefix + name: value for prefix, values in nested.items() for name, value in values.items()}
+    return {name: _transpose(name, value) for name, value in columns.items() if isinstance(value, Tensor)}
+
+
+def columns_to_signals(columns: dict[str, Any]) -> RolloutSignals | None:
+    """Rebuild signals from the columns of `signals_to_columns`; None if `columns` contains no signals."""
+
+    def named(prefix: str) -> dict[str, Any]:
+        names = [name for name in columns if name.startswith(prefix)]
+        return {name.removeprefix(prefix): _transpose(name, columns[name]) for name in names}
+
+    if not (found := named("signals.")):
+        return None
+    parts = {name: value for name, value in found.items() if "." not in name}
+    attention = AttentionMass(**mass) if (mass := named(_MASS)) else None
+    return RolloutSignals(**parts, attention=attention, views=named(VIEWS), extra=named(EXTRA))
+
+
+def take_signal_rows(signals: RolloutSignals | None, rows: list[int]) -> RolloutSignals | None:
+    """Copy the signals of some rows to the CPU."""
+    return columns_to_signals({name: value[rows].cpu() for name, value in signals_to_columns(signals).items()})
 
 
 @dataclass(frozen=True)
@@ -174,11 +262,85 @@ def _return_measured(need: str, signals: RolloutSignals, options: Any) -> Any:
     return signals.measured(need)
 
 
-for _name, _need in {
-    "similarity": "similarity",
-    "dependency": "dependency",
-    "entropies": "entropies",
-    "logps": "logps",
-    "jsd": "shift",
-}.items():
+for _name in ("similarity", "dependency", "entropies", "logps", "jsd"):
+    _need = "shift" if _name == "jsd" else _name
     registries.signals.register(_name)(declares(needs=(_need,))(partial(_return_measured, _need)))
+
+
+def named_columns(names: Sequence[str], signals: RolloutSignals) -> dict[str, list[float | None]]:
+    """Return one column per named signal: the mean over each completion's tokens, None where it is undefined."""
+    means = {name: signals.extra[name].nanmean(1).tolist() for name in names}
+    return {name: list(map(_none_for_nan, values)) for name, values in means.items()}
+
+
+def _none_for_nan(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def named_metrics(names: Sequence[str], signals: RolloutSignals, gather: Gather) -> dict[str, float]:
+    """Return `signals/<name>`, the mean over the finite values of all processes' tokens; NaN without finite values.
+
+    Args:
+        names: names in `signals.extra`, the same on every process.
+        signals: signals of this process's completions.
+        gather: concatenates a tensor over all processes.
+    """
+    totals = Totals()
+    for name in names:
+        totals.add_mean(f"signals/{name}", signals.extra[name], signals.extra[name].isfinite())
+    return totals.metrics(gather)
+
+
+SINGLE_COLUMNS = ("vgr", "aei_vision", "aei_instruction", "mdi_balance")
+PER_IMAGE = "attention_per_image"
+SIGNAL_COLUMNS = (*SINGLE_COLUMNS, "attention_metrics", PER_IMAGE)
+ATTENTION_QUANTITIES = (*SINGLE_COLUMNS, "attention_vision", "attention_instruction")
+
+
+def needed_signal_columns(reward: Any) -> set[str]:
+    """Return the columns of `SIGNAL_COLUMNS` that a reward function accepts by name."""
+    named = {*reward.required, *reward.optional} if isinstance(reward, WholeGroups) else set[str]()
+    with suppress(TypeError, ValueError):
+        named |= set(inspect.signature(reward).parameters)
+    return named & set(SIGNAL_COLUMNS)
+
+
+def reward_columns(segments: dict[str, Tensor]) -> dict[str, list[Any]]:
+    """Return the reward columns of the late segment (or of all layers), and all segments as `attention_metrics`.
+
+    Args:
+        segments: name of a segment -> its quantities (N, 6), as `measure_segments` returns them.
+    """
+    quantities = {
+        name: [dict(zip(ATTENTION_QUANTITIES, map(_none_for_nan, row), strict=True)) for row in values.tolist()]
+        for name, values in segments.items()
+    }
+    tables = [dict(zip(quantities, row, strict=True)) for row in zip(*quantities.values(), strict=True)]
+    of_reward = [table.get("late", table["all"]) for table in tables]
+    return {name: [table[name] for table in of_reward] for name in SINGLE_COLUMNS} | {"attention_metrics": tables}
+
+
+def attention_metrics(
+    segments: dict[str, Tensor], gather: Gather, prompt: dict[str, Tensor] | None = None
+) -> dict[str, float]:
+    """Return the means over the completions of all processes, `attention/late/vgr` and so on.
+
+    The means leave out undefined and infinite values; their shares in the late segment (or in all layers) are
+    `vgr/undefined_fraction` and `vgr/infinite_fraction`.
+
+    Args:
+        segments: name of a segment -> its quantities (N, 6), as `measure_segments` returns them.
+        gather: concatenates a tensor over all processes.
+        prompt: the same for the queries of the prompt's instruction tokens, logged as `attention/prompt/late/vgr` and
+            so on; None on every process: they were not measured.
+    """
+    every = segments | {f"prompt/{name}": values for name, values in (prompt or {}).items()}
+    totals = Totals()
+    for segment, values in every.items():
+        for quantity, column in zip(ATTENTION_QUANTITIES, values.unbind(1), strict=True):
+            # The history of logs keeps every name: interned names share memory.
+            totals.add_mean(intern(f"attention/{segment}/{quantity}"), column, column.isfinite())
+    vgr = every["late" if "late" in every else "all"][:, 0]  # (N,)
+    totals.add_mean("vgr/undefined_fraction", vgr.isnan(), torch.ones_like(vgr, dtype=torch.bool))
+    totals.add_mean("vgr/infinite_fraction", vgr.isinf(), torch.ones_like(vgr, dtype=torch.bool))
+    return totals.metrics(gather)

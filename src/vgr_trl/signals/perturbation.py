@@ -1,4 +1,4 @@
-"""Perturb images, to measure how much a token depends on their content.
+"""Perturb images, to measure how much a token depends on their content; show a teacher a better view of a row.
 
 Every perturbation takes a PIL image of 8 bits per channel and returns a new one of the same mode and size. NumPy draws
 the random numbers: its generators are seeded per image and give the same numbers on every machine.
@@ -7,6 +7,7 @@ the random numbers: its generators are seeded per image and give the same number
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ from PIL import Image, ImageFilter
 
 from vgr_trl import registries
 from vgr_trl.config import PERTURBATIONS
-from vgr_trl.data.images import DEEP_MODES
+from vgr_trl.data.images import DEEP_MODES, ImageLimits, boxes_of
 from vgr_trl.errors import DataError
+from vgr_trl.options import check_options, option
+from vgr_trl.registries import declares
 
 
 def _split_opacity(image: Image.Image) -> tuple[np.ndarray, np.ndarray | None]:
@@ -227,3 +230,100 @@ def derive_seed(seed: int, step: int, index: int, image: int = 0) -> int:
     """
     first, second = np.random.SeedSequence([seed, step, index, image]).generate_state(2, np.uint64)
     return int(first) << 64 | int(second)
+
+
+# Views of rows: `view(images, row, *, seed, **options) -> images`, of any size and number; None if a row has none.
+
+
+@dataclass
+class CropOptions:
+    """Options of the view `crop_to_box`."""
+
+    crop_margin: float = option(0.1, "Margin of crop_to_box, as a share of the longer side of the boxes.", ge=0)
+    crop_pixels: int | None = option(None, "Area to which crop_to_box shrinks larger crops, in pixels.", ge=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@registries.views.register("crop_to_box")
+@declares(options=CropOptions)
+def crop_to_box(
+    images: Sequence[Image.Image],
+    row: Mapping[str, Any],
+    *,
+    crop_margin: float = 0.1,
+    crop_pixels: int | None = None,
+) -> list[Image.Image] | None:
+    """Crop the image to the rectangle around all boxes of the row; None without a box, or with several images.
+
+    Args:
+        images: images of the row.
+        row: of the data, with a column of boxes.
+        crop_margin: added on each side, as a share of the longer side of the rectangle; the crop ends at the image.
+        crop_pixels: area to which a larger crop is shrunk; None: not.
+    """
+    boxes = boxes_of(row, images[0].size) if len(images) == 1 else []
+    if not boxes:
+        return None
+    low, high = np.array(boxes)[:, :2].min(0) * images[0].size, np.array(boxes)[:, 2:].max(0) * images[0].size
+    margin, size = crop_margin * (high - low).max(), np.array(images[0].size)
+    first = np.floor((low - margin).clip(0, size - 1).round(6)).astype(int)
+    last = np.ceil((high + margin).clip(first + 1, size).round(6)).astype(int)
+    return [ImageLimits(max_pixels=crop_pixels).fitted(images[0].crop((*first.tolist(), *last.tolist())))]
+
+
+TEACHER_IMAGES = "teacher_images"  # column of images that the teacher sees in place of the policy's
+FULL_IMAGES = "full_images"  # column of images before `max_pixels` and other limits
+
+
+def _read_column(row: Mapping[str, Any], name: str) -> list[Image.Image] | None:
+    value = row.get(name)
+    found = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+    if any(not isinstance(image, Image.Image) for image in found):
+        cure = f'cast_column("{name}", List(Image())), or train by vgr-trl'
+        raise DataError(f"The column {name} has a {type(found[0]).__name__}, not a decoded image: {cure}.")
+    return found or None
+
+
+@registries.views.register("teacher_images")
+def teacher_images(images: Sequence[Image.Image], row: Mapping[str, Any]) -> list[Image.Image] | None:
+    """Return the images in the row's column `teacher_images`; None without any."""
+    return _read_column(row, TEACHER_IMAGES)
+
+
+@registries.views.register("sharper")
+def sharper(images: Sequence[Image.Image], row: Mapping[str, Any]) -> list[Image.Image] | None:
+    """Return the row's images before they were shrunk to `max_pixels` for the policy; None without any."""
+    return _read_column(row, FULL_IMAGES)
+
+
+@registries.views.register("clean")
+def clean(images: Sequence[Image.Image], row: Mapping[str, Any]) -> list[Image.Image]:
+    """Return the images of the data, where `noisy_generations` have seen perturbed ones."""
+    return list(images)
+
+
+def show_view(
+    images: Sequence[Image.Image], row: Mapping[str, Any], spec: str, parameters: Mapping[str, Any], *, seed: int
+) -> list[Image.Image] | None:
+    """Return the images of a row under a view, or None if the row has no such view, as without images.
+
+    Args:
+        images: images of the row's prompt.
+        row: of the data.
+        spec: a view of this library, or of a plug-in.
+        parameters: options of the view.
+        seed: of random numbers, which the view may take.
+
+    Raises:
+        ConfigError: there is no such view.
+        DataError: the view returns neither images nor None.
+    """
+    function = registries.views.load(spec)
+    draws = {"seed": seed} if "seed" in inspect.signature(function).parameters else {}
+    seen = function([image.copy() for image in images], row, **parameters, **draws) if images else None
+    is_list = isinstance(seen, list | tuple) and len(seen) > 0 and all(isinstance(image, Image.Image) for image in seen)
+    if not (seen is None or is_list):
+        raise DataError(f"The view {spec} returned {type(seen).__name__}: return a list of images, or None.")
+    return None if seen is None else list(seen)

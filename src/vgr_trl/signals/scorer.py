@@ -8,16 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.pixels import counts_by_tokens, image_inputs_of
-from vgr_trl.sharing.context_manager import share_prompts
+from vgr_trl.pixels import TOKEN_TYPES, counts_by_tokens, extend_token_types, image_inputs_of
+from vgr_trl.sharing.context_manager import share_prompts, whole_groups
 from vgr_trl.sharing.model_support import causal_model, has_sharded_parameters, why_adapter_reads_whole_rows
 from vgr_trl.sharing.prefix_split import is_image_token
 from vgr_trl.sharing.report import SharingReport
-from vgr_trl.sharing.shared_passes import whole_groups
+from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import vision_token_ids
-from vgr_trl.signals.rollout_signals import RolloutSignals
 from vgr_trl.signals.scoring import AttentionPlan, Want, score
-from vgr_trl.token_types import TOKEN_TYPES, extend_token_types
 
 
 class RolloutScorer:

@@ -1,11 +1,11 @@
-"""Score completions: log-probabilities, entropies, hidden states, values and attention.
+"""Score completions: log-probabilities, entropies, hidden states, values and attention, with the model's own head.
 
 The trainer's `run_pass` and the public `RolloutScorer` both call `score`, which sets no context: sharing, gradients and
 dropout are the caller's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +13,13 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
+from vgr_trl.errors import ConfigError
+from vgr_trl.patching import patched_method
 from vgr_trl.pixels import image_inputs_of, number_images
-from vgr_trl.scoring_inputs import take_scoring_rows
-from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.signals.head import Head, read_hidden_states
-from vgr_trl.signals.probe import AttentionProbe, SimilarityProbe
-from vgr_trl.signals.ratios import AttentionMass, build_modality_masks, join_masses
+from vgr_trl.rows import take_scoring_rows
+from vgr_trl.sharing.model_support import base_of, causal_model, replace_hidden_states
+from vgr_trl.signals.probe import AttentionProbe, SimilarityProbe, find_decoder
+from vgr_trl.signals.ratios import AttentionMass, build_modality_masks, entropies_of, jensen_shannon, join_masses
 
 
 @dataclass(frozen=True)
@@ -161,24 +162,17 @@ def _score_chunk(
     if compute is None:
         head, tokens = Head(causal_model(model)), inputs["input_ids"][:, -length:]
         logps, entropies = head.score(states[0], tokens, mask, temperature)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"entropies": entropies if want.entropies else None, "router_loss": router_loss}
+    found |= {"hidden": states[0] if want.hidden else None, "similarity": similar and similar.similarity}
+    if want.values is not None:
+        found["values"] = want.values(states[0].detach())
     if probe is not None:
-        found["attention"] = replace(probe.mass, mask=mask, **({} if own is None else _seen(probe.sets, length)))
+        found["attention"] = replace(probe.mass, mask=mask, **({} if own is None else _count_seen(probe.sets, length)))
         if want.attention is not None and want.attention.per_image:
-            found["per_image"] = _per_image(probe, mask, want.attention.keep_layers, inputs.get("num_images"))
+            found["per_image"] = _measure_images(probe, mask, want.attention.keep_layers, inputs.get("num_images"))
         found["prompt_attention"] = probe.prompt_mass if probe.plan.measure_prompt else None
         found["maps"] = {rows[row]: kept for row, kept in probe.kept.items()}
-    return Scores(
-        logps,
-        mask,
-        entropies=entropies if want.entropies else None,
-        hidden=states[0] if want.hidden else None,
-        values=None if want.values is None else want.values(states[0].detach()),
-        similarity=None if similar is None else similar.similarity,
-        router_loss=router_loss,
-        rows_run=len(rows),
-        **found,
-    )
+    return Scores(logps, mask, **found, rows_run=len(rows))
 
 
 def _build_probes(
@@ -224,7 +218,7 @@ def given_tokens(inputs: Mapping[str, Any], own: Tensor | None) -> Tensor:
     return torch.cat([given[:, :-length], of_tools], dim=1)
 
 
-def _seen(sets: Tensor, length: int) -> dict[str, Tensor]:
+def _count_seen(sets: Tensor, length: int) -> dict[str, Tensor]:
     """Count the vision and instruction tokens in front of each completion token, (N, T) int each.
 
     Args:
@@ -235,7 +229,7 @@ def _seen(sets: Tensor, length: int) -> dict[str, Tensor]:
     return {"seen_vision": seen[..., 0], "seen_instruction": seen[..., 1]}
 
 
-def _per_image(
+def _measure_images(
     probe: AttentionProbe, mask: Tensor, layers: Sequence[int] | None, num_images: Sequence[int] | None
 ) -> list[list[float | None]]:
     """Return each row's mean attention to each of its images, over layers and over the valid tokens behind it.
@@ -280,3 +274,127 @@ def policy_is_active(model: torch.nn.Module) -> bool:
         if isinstance(module, PeftModel):
             return module.has_active_enabled_adapter and "ref" not in module.active_adapters
     return True
+
+
+LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32; a GPU wants larger products
+
+
+class _HiddenStates(dict[str, Any]):
+    """Stands in for the outputs of a base model: last hidden states by name and by index, None for other outputs."""
+
+    def __init__(self, states: Tensor) -> None:
+        super().__init__(last_hidden_state=states)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self["last_hidden_state"] if key == 0 else () if isinstance(key, slice) else super().__getitem__(key)
+
+
+class Head:
+    """The LM head of a model, with its logit scaling, soft-capping and casts.
+
+    The model's own forward pass runs, with its base model replaced by one that returns given hidden states.
+
+    Args:
+        causal: transformers model with a head.
+    """
+
+    def __init__(self, causal: Any) -> None:
+        self.causal = causal
+        self.vocabulary: int = causal.config.get_text_config(decoder=True).vocab_size
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits (C, vocabulary) for hidden states (C, D).
+
+        Raises:
+            ConfigError: the model's forward pass calls neither its base model nor its decoder.
+        """
+        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+        calls = 0
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return _HiddenStates(hidden.unsqueeze(0))
+
+        base, decoder = self.causal.base_model, find_decoder(self.causal)  # OPT's head calls the decoder of its base
+        with patched_method(base, "forward", forward), patched_method(decoder, "forward", forward):
+            logits: Tensor = self.causal(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+        if calls != 1:
+            calls_base = f"{type(self.causal).__name__} called its base model {calls} times instead of once"
+            raise ConfigError(f"{calls_base}: its head cannot be used alone, score with its own forward pass.")
+        return logits
+
+    def score(self, hidden: Tensor, tokens: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of tokens and entropies of their distributions, 0 where `mask` is False.
+
+        Args:
+            hidden: (N, T, D), of the positions that emit the tokens.
+            tokens: (N, T) int64.
+            mask: (N, T) bool.
+            temperature: logits are divided by it.
+
+        Returns:
+            (N, T) float32 each, entropies in nats.
+        """
+
+        def measure(states: Tensor, chosen: Tensor) -> Tensor:
+            logps = torch.log_softmax(self.logits(states).float() / temperature, dim=-1)  # (C, vocabulary)
+            return torch.stack([logps.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropies_of(logps)])
+
+        return self._measure_by_position(measure, mask, hidden, tokens)
+
+    def shift(self, hidden: Tensor, others: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return how far the distributions of two passes differ, and the entropies of the other pass.
+
+        Args:
+            hidden: (N, T, D), of the positions that emit the tokens.
+            others: (N, T, D), of the same positions in the other pass.
+            mask: (N, T) bool.
+            temperature: logits are divided by it.
+
+        Returns:
+            (N, T) float32 each, the Jensen-Shannon divergence and entropies, in nats; 0 where `mask` is False.
+        """
+
+        def measure(states: Tensor, other_states: Tensor) -> Tensor:
+            logits, other = (self.logits(each).float() / temperature for each in (states, other_states))
+            return torch.stack([jensen_shannon(logits, other), entropies_of(torch.log_softmax(other, dim=-1))])
+
+        return self._measure_by_position(measure, mask, hidden, others, passes=2)
+
+    def positions_at_a_time(self, device: torch.device, passes: int = 1) -> int:
+        """Return the number of positions whose logits, of so many passes, fit into memory at once."""
+        return max(LOGITS_AT_A_TIME.get(device.type, LOGITS_AT_A_TIME["cpu"]) // (passes * self.vocabulary), 1)
+
+    def _measure_by_position(
+        self, measure: Callable[..., Tensor], mask: Tensor, *of_tokens: Tensor, passes: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Measure two numbers of each position of the mask, (N, T) each, 0 elsewhere."""
+        device = of_tokens[0].device
+        found = torch.zeros(2, *mask.shape, device=device)
+        if mask.any():
+            count = self.positions_at_a_time(device, passes)
+            parts = zip(*(values[mask].split(count) for values in of_tokens), strict=True)
+            found[:, mask] = torch.cat([measure(*part) for part in parts], dim=1)
+        return found[0], found[1]
+
+
+@contextmanager
+def read_hidden_states(model: nn.Module, completion_length: int) -> Iterator[list[Tensor]]:
+    """Yield a list to which each pass of this block adds the hidden states (N, T, D) of its emitting positions.
+
+    Args:
+        model: transformers model, also wrapped.
+        completion_length: T.
+    """
+    states: list[Tensor] = []
+
+    def read(hidden: Tensor) -> Tensor:
+        states.append(hidden[:, -completion_length - 1 : -1])
+        return hidden
+
+    with replace_hidden_states(base_of(causal_model(model)), read):
+        yield states

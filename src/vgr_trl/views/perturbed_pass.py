@@ -1,17 +1,26 @@
-"""Score completions given perturbed images."""
+"""Perturb, replace or drop the images of conversations and tool turns, and score or generate under such views."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
+from PIL import Image
 
 from vgr_trl.config import REMOVE_IMAGE
+from vgr_trl.errors import DataError
 from vgr_trl.passes.run_pass import Purpose
-from vgr_trl.pixels import joined
-from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.scoring_inputs import (
+from vgr_trl.patches.trl import process_with_options
+from vgr_trl.pixels import image_tensors, joined
+from vgr_trl.registries import TEACHER
+from vgr_trl.rollout import ConstructedTrainer, Noise, Rollout, weighted_sums
+from vgr_trl.rows import (
+    OLD_LOGPS,
+    ImagesOfRows,
     Prompts,
+    Turns,
+    build_scoring_inputs,
     pixels_of_rows,
     rows_with_images,
     scoring_inputs,
@@ -20,28 +29,119 @@ from vgr_trl.scoring_inputs import (
     text_inputs,
     valid_tokens,
 )
+from vgr_trl.sharing.context_manager import whole_groups
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.sharing.shared_passes import whole_groups
-from vgr_trl.signals.columns import named_metrics
-from vgr_trl.signals.head import Head
-from vgr_trl.signals.named import add_named
-from vgr_trl.signals.perturbation import perturb_images
+from vgr_trl.signals.named import RolloutSignals, add_named, build_unmeasured_signals, named_metrics
+from vgr_trl.signals.perturbation import derive_seed, perturb_images, show_view
 from vgr_trl.signals.ratios import visual_dependency
-from vgr_trl.signals.rollout_signals import build_unmeasured_signals
-from vgr_trl.signals.scoring import Want
-from vgr_trl.views.conversations import (
-    Perturb,
-    drop_images,
-    images_in,
-    perturb_prompts,
-    perturb_turns,
-    process_images,
-    rows_perturbed,
-)
+from vgr_trl.signals.scoring import Head, Want
+from vgr_trl.tools import show_again
+from vgr_trl.vision.feature_cache import images_processed_once
+
+Perturb = Callable[..., list[Image.Image]]  # images of a conversation, index=its number -> as many images
+
+
+def perturb_prompts(prompts: Sequence[Any], indices: Sequence[int], perturb: Perturb) -> tuple[list[Any], list[int]]:
+    """Perturb the images of each distinct prompt once.
+
+    Args:
+        prompts: one prompt per row, a conversation whose image parts hold the images, or a text.
+        indices: one number per row; rows with the same perturbed images share it, over all processes.
+        perturb: returns the perturbed images of a conversation.
+
+    Returns:
+        The distinct prompts, perturbed, and for every row the place of its prompt among them.
+    """
+    firsts: dict[int, Any] = {}  # index -> its first prompt
+    for prompt, index in zip(prompts, indices, strict=True):
+        firsts.setdefault(index, prompt)
+    position = {index: number for number, index in enumerate(firsts)}
+    perturbed = []
+    for index, prompt in firsts.items():
+        images = images_in(prompt)
+        perturbed.append(_replace_images(prompt, perturb(images, index=index)) if images else prompt)
+    return perturbed, [position[index] for index in indices]
+
+
+def drop_images(prompt: Any) -> Any:
+    """Remove the images from a conversation; a text is returned unchanged."""
+    return _replace_images(prompt, ())
+
+
+def images_in(prompt: Any) -> list[Any]:
+    """Return the images of a conversation, in order."""
+    if isinstance(prompt, str):
+        return []
+    contents = [message["content"] for message in prompt if not isinstance(message["content"], str)]
+    return [part["image"] for content in contents for part in content if part["type"] == "image"]
+
+
+def _replace_images(prompt: Any, images: Sequence[Any]) -> Any:
+    """Replace the images of a conversation, in order; without enough images, parts are removed.
+
+    Images beyond the parts of the conversation stand behind its last image.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    left, to_come, messages = iter(images), len(images_in(prompt)), []
+    for message in prompt:
+        if not isinstance(message["content"], str):
+            parts = []
+            for part in message["content"]:
+                if part["type"] == "image":
+                    to_come -= 1
+                    parts += [{**part, "image": image} for image in islice(left, 1 if to_come else None)]
+                else:
+                    parts.append(part)
+            message = {**message, "content": parts}
+        messages.append(message)
+    return messages
+
+
+def perturb_turns(turns: Turns, numbers: Sequence[int], which: str, perturb: Perturb) -> list[list[Image.Image]]:
+    """Perturb images of each row; return all images, the prompt's first.
+
+    With `all`, a part of the first image shown by `vgr_trl.tools` becomes the same part of the perturbed image.
+
+    Args:
+        turns: images of prompts and tools.
+        numbers: one number per row; rows with the same perturbed images of the prompt share it, over all processes.
+        which: perturb `all` images, or only those of the `prompt` or of `tools`.
+        perturb: returns perturbed images, given their number and the place of the first image in the row.
+    """
+    of_prompts: dict[int, list[Image.Image]] = {}
+    shown = []
+    for of_row, returned, number in zip(turns.images, turns.returned, numbers, strict=True):
+        images, count = [*of_row], len(of_row) - len(returned)
+        if which != "tools":
+            if number not in of_prompts:
+                of_prompts[number] = perturb(images[:count], index=number)
+            images[:count] = of_prompts[number]
+        if which != "prompt":
+            images[count:] = perturb(images[count:], index=number, first=count)
+        if which == "all" and count:
+            parts = [show_again(part, images[0]) for part in of_row[count:]]
+            images[count:] = [part or other for part, other in zip(parts, images[count:], strict=True)]
+        shown.append(images)
+    return shown
+
+
+def rows_perturbed(turns: Turns, which: str) -> torch.Tensor:
+    """Return the rows with an image that `perturb_turns` perturbs, (N,) bool."""
+    returned = torch.tensor([*map(len, turns.returned)])
+    every = torch.tensor([*map(len, turns.images)])
+    return {"all": every, "tools": returned, "prompt": every - returned}[which] > 0
+
+
+def process_images(processor: Any, images: ImagesOfRows) -> dict[str, torch.Tensor]:
+    """Return the pixel inputs of the images of all rows, as TRL makes them for images of tools."""
+    flat = [image for of_row in images for image in of_row]
+    with process_with_options(processor):
+        return image_tensors(processor.image_processor(images=flat, return_tensors="pt"))
 
 
 def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
-    """Score the completions given perturbed images, and add the dependency to the rollout's signals.
+    """Score the completions given other images, and add the dependency and the views to the rollout's signals.
 
     Only the pixels of one pass are kept in memory. If the perception loss is on, the batch gets the perturbed pixels of
     all rows as `perturbed_pixel_values`.
@@ -52,17 +152,30 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         pixels = _inputs_under(args.perturbation, trainer, rollout, every).get("pixel_values")
         if pixels is not None:
             rollout.batch = batch = batch | {"perturbed_pixel_values": pixels}
-    if not measurement.views:
+    if not (measurement.views or measurement.row_views):
         return
     rollout.signals = signals = rollout.signals or build_unmeasured_signals(valid_tokens(batch).bool())
     size = whole_groups(trainer.rows_per_pass.given, trainer.completions_per_prompt)
+    chunks = [every[start : start + size] for start in every[::size]]
+    if measurement.views:
+        _score_perturbations(trainer, rollout, signals, chunks)
+    for name, view in measurement.row_views.items():
+        signals.views[name] = _score_row_view(trainer, rollout, name, view, chunks)
+    rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, trainer.accelerator.gather)
+
+
+def _score_perturbations(
+    trainer: ConstructedTrainer, rollout: Rollout, signals: RolloutSignals, chunks: Sequence[range]
+) -> None:
+    """Score a rollout under all perturbations, some rows at a time; set what its signals say about them."""
+    args, batch, measurement = trainer.args, rollout.batch, trainer.measurement
     parts = [
         trainer.score(
             stacked_inputs([_inputs_under(name, trainer, rollout, rows) for name in measurement.views]),
             Want(hidden=measurement.needs("shift")),
             purpose=Purpose.VIEW,
         )
-        for rows in (every[start : start + size] for start in every[::size])
+        for rows in chunks
     ]
     logps = torch.cat([part.logps.unflatten(0, (len(measurement.views), -1)) for part in parts], 1)  # (views, N, T)
     if args.perturbation in measurement.views:
@@ -84,7 +197,72 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
             others = torch.cat(hidden)
             shift = Head(causal_model(trainer.model)).shift(rollout.scores.hidden, others, mask, args.temperature)
         signals.jsd, signals.perturbed_entropies = (each.masked_fill(blind, torch.nan) for each in shift)
-    rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, trainer.accelerator.gather)
+
+
+def _score_row_view(
+    trainer: ConstructedTrainer, rollout: Rollout, name: str, view: str, chunks: Sequence[range]
+) -> torch.Tensor:
+    """Return the log-probabilities of the completions under a view of their rows, (N, T); NaN for rows without it.
+
+    Args:
+        trainer: scores the completions.
+        rollout: a scored rollout; of the view `teacher` it keeps the images.
+        name: of the view among the signals.
+        view: its plug-in.
+        chunks: rows of each pass.
+    """
+    found = []
+    for rows in chunks:
+        images = _images_under(view, trainer, rollout, rows)
+        inputs = inputs_with_images(trainer, rollout, rows, images)
+        logps = trainer.score(inputs, Want(), purpose=Purpose.VIEW).logps.float()
+        missing = torch.tensor([each is None for each in images], device=logps.device)
+        found.append(logps.masked_fill(missing.unsqueeze(1), torch.nan))
+        if name == TEACHER:
+            rollout.teacher_images |= {row: each for row, each in zip(rows, images, strict=True) if each is not None}
+    return torch.cat(found)
+
+
+def _images_under(
+    view: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range
+) -> list[list[Image.Image] | None]:
+    """Return the images of some rows under a view, the same for the completions of a prompt; None: it has no view."""
+    args, first = trainer.args, trainer.accelerator.process_index * len(rollout.rows)
+    parameters, step = args.parameters_of(view), trainer.state.global_step
+    shown: dict[int, list[Image.Image] | None] = {}  # number of the prompt -> its images
+    numbers = [(first + row) // trainer.completions_per_prompt for row in rows]
+    for row, number in zip(rows, numbers, strict=True):
+        if number not in shown:
+            seed, images = derive_seed(args.seed, step, number), images_in(rollout.messages[row])
+            shown[number] = show_view(images, rollout.rows[row], view, parameters, seed=seed)
+    return [shown[number] for number in numbers]
+
+
+def inputs_with_images(
+    trainer: ConstructedTrainer, rollout: Rollout, rows: range, images: Sequence[list[Image.Image] | None]
+) -> dict[str, Any]:
+    """Build the scoring inputs of some rows of a rollout behind prompts with other images, of any size and number.
+
+    Args:
+        trainer: gives the processor and the padding.
+        rollout: a scored rollout.
+        rows: numbers of the rows.
+        images: images of each of these rows; None: its own.
+    """
+    own, part = rollout.messages[rows.start : rows.stop], slice(rows.start, rows.stop)
+    shown = [one if new is None else _replace_images(one, new) for one, new in zip(own, images, strict=True)]
+    with images_processed_once(trainer.processing_class):
+        prompts = trainer.tokenize(shown)
+    inputs = build_scoring_inputs(
+        prompts,
+        rollout.batch["completion_ids"][part].tolist(),
+        pad_token_id=trainer._tokenizer.pad_token_id,
+        vision_token_ids=trainer.measurement.vision_token_ids,
+        pad_to_multiple_of=trainer.pad_to_multiple_of or None,
+    )
+    completion_mask = rollout.batch["completion_mask"][part]
+    inputs["attention_mask"][:, -inputs["logits_to_keep"] :] = completion_mask.to(inputs["attention_mask"])
+    return inputs
 
 
 def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range) -> dict[str, Any]:
@@ -140,3 +318,70 @@ def inputs_with_other_images(
         return scoring_inputs(batch), images
     pixels = joined(pixels_of_rows(prompts.fields, prompts.images, own, batch))
     return scoring_inputs({**batch, "pixel_values": pixels}), images
+
+
+def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prompts:
+    """Perturb the images of some prompts of a rollout; return the prompts to sample from.
+
+    The last completions of each prompt see the same perturbed images, on any process. The rollout keeps the prompts.
+
+    Raises:
+        DataError: a perturbed image has other tokens than the image.
+    """
+    args, prompts, state = trainer.args, rollout.prompts, trainer.state
+    if not args.noisy_generations or not trainer.model.training or rollout.greedy or rollout.blind:
+        return prompts
+    step = state.global_step + 1
+    left = args.noise_left(step, max(state.max_steps, step))
+    count = args.noisy_generations if args.noisy_decay_of == "strength" else round(args.noisy_generations * left)
+    strength = 1.0 if args.noisy_decay_of == "generations" else left
+    size, first = trainer.completions_per_prompt, trainer.accelerator.process_index * len(rollout.rows)
+    noisy = noisy_rows(len(rollout.rows), size, count, first)
+    rollout.noise = Noise(noisy, count, strength)
+    trainer._log_completion_extra("noisy", noisy)
+    if not any(noisy) or prompts.images is None:  # another process may have noisy rows with images
+        return prompts
+    parameters = args.noisy_parameters(strength)
+    perturb = partial(perturb_images, name=args.noisy_perturbation, parameters=parameters, seed=args.seed, step=step)
+    numbers = [(first + row) // size for row in range(len(rollout.rows))]
+    perturbed, own = perturb_prompts(rollout.messages, numbers, perturb)
+    seen = [perturbed[own[row]] if is_noisy else rollout.messages[row] for row, is_noisy in enumerate(noisy)]
+    shown = trainer.tokenize(seen)
+    if [list(ids) for ids in shown.ids] != [list(ids) for ids in prompts.ids]:
+        found = f"Images perturbed by {args.noisy_perturbation} give other image tokens than the originals"
+        raise DataError(f"{found}: set noisy_generations to 0 for this processor.")
+    rollout.noise.prompts = shown
+    return shown
+
+
+def noisy_rows(rows: int, generations: int, count: int, first: int) -> list[bool]:
+    """Return the noisy rows of a process, one bool per row: the last `count` completions of each prompt.
+
+    Args:
+        rows: rows of this process.
+        generations: completions per prompt.
+        count: noisy completions per prompt.
+        first: number of the first row over all processes.
+    """
+    return [(first + row) % generations >= generations - count for row in range(rows)]
+
+
+def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
+    """Set the old log-probabilities of a noisy rollout by `noisy_importance`, and its metrics."""
+    noise, args = rollout.noise, trainer.args
+    if noise is None:
+        return
+    if noise.generations and args.noisy_importance == "perturbed":
+        batch, seen = rollout.batch, noise.prompts
+        if seen is not None and seen.images is not None:
+            pixels = pixels_of_rows(seen.fields, seen.images, range(len(rollout.rows)), batch)
+            batch = batch | {"pixel_values": joined(pixels)}
+        scores = trainer.score(scoring_inputs(batch), Want(), purpose=Purpose.VIEW)
+        rollout.batch = rollout.batch | {OLD_LOGPS: scores.logps}
+    rollout.metrics |= {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
+    if noise.generations:
+        rewards = weighted_sums(rollout.rewards, trainer.reward_weights).nan_to_num()  # (N of all,)
+        rows = noisy_rows(len(rewards), trainer.completions_per_prompt, noise.generations, 0)
+        noisy = torch.tensor(rows, device=rewards.device)
+        rollout.metrics["noisy/reward"] = rewards[noisy].mean().item()
+        rollout.metrics["noisy/reward_clean"] = rewards[~noisy].mean().item()

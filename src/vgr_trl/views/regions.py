@@ -15,11 +15,11 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from vgr_trl.boxes import Box, boxes_of
+from vgr_trl.data.images import Box, boxes_of
 from vgr_trl.errors import DataError
 from vgr_trl.pixels import image_inputs_of, image_tensors, parts_by_counts, tiles_by_tokens
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
-from vgr_trl.views.conversations import images_in, perturb_prompts
+from vgr_trl.views.perturbed_pass import images_in, perturb_prompts
 
 _WHOLE: list[Box] = [(0.0, 0.0, 1.0, 1.0)]
 

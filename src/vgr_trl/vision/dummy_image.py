@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from vgr_trl.errors import DataError
 from vgr_trl.patching import patched_method
-from vgr_trl.sharing.empty_images import has_images
 from vgr_trl.sharing.model_support import base_of, causal_model
+from vgr_trl.sharing.shared_forward import has_images
 from vgr_trl.vision.feature_cache import tower_trains
 
 

@@ -15,7 +15,10 @@ from support.trainers import weights
 from torch.utils._pytree import tree_leaves
 
 from vgr_trl.checkpoints import (
+    GENERATION,
     MANIFEST,
+    _continue_generation,
+    _position_in_data,
     checksum,
     resolve_checkpoint,
     resume_mode,
@@ -24,7 +27,6 @@ from vgr_trl.checkpoints import (
     write_manifest,
 )
 from vgr_trl.errors import ConfigError
-from vgr_trl.resuming import GENERATION, _continue_generation, _position_in_data
 
 
 def checkpoint(folder: Path, step: int, processes: int = 1, shares: int = 0) -> Path:
@@ -93,7 +95,7 @@ RESUMED = {"per_device_train_batch_size": 4, "max_completion_length": 4, "save_s
 def test_what_differs_from_the_run_that_is_continued(text_trainer, text_rows, monkeypatch, options, differs):
     text_trainer(max_steps=1, **RESUMED).train()
     warned: list[str] = []
-    monkeypatch.setattr("vgr_trl.resuming.logger.warning", warned.append)
+    monkeypatch.setattr("vgr_trl.checkpoints.logger.warning", warned.append)
     rows = text_rows if options else text_rows.select(range(11, -1, -1))
     text_trainer(rows=rows, max_steps=2, **RESUMED, **options).train(resume_from_checkpoint=True)
     (line,) = warned

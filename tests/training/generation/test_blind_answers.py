@@ -5,7 +5,7 @@ import torch
 from support.trainers import logged
 from support.vllm import in_place_of_vllm
 
-from vgr_trl.blind_answers import blind_conversation, extract_description
+from vgr_trl.generation import blind_conversation, extract_description
 from vgr_trl.rewards import load_reward
 from vgr_trl.rewards.functions import blind_accuracy_reward
 

@@ -9,8 +9,7 @@ from transformers.integrations import integration_utils
 
 from vgr_trl.callbacks.trackers import guard_trackers, rename_for_verl
 from vgr_trl.metrics import stage_clock as clocks
-from vgr_trl.metrics.micro_batches import StepMetrics
-from vgr_trl.metrics.stage_clock import OptimizerClock, StageClock
+from vgr_trl.metrics.step_metrics import OptimizerClock, StageClock, StepMetrics
 
 
 def alone(**more):

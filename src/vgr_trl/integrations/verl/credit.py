@@ -27,14 +27,21 @@ from vgr_trl.config import (
 )
 from vgr_trl.config_converters import EASYR1_KEYS
 from vgr_trl.credit import active_rules, given_weights, shape_advantages, token_weights
-from vgr_trl.errors import ConfigError
+from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.loss import entropy_penalty, perception_loss, surprisal
-from vgr_trl.metrics.totals import Totals, add_weights
+from vgr_trl.metrics.step_metrics import Totals, add_weights
 from vgr_trl.options import FACTS, check_options, option, unused_options
-from vgr_trl.rewards.functions import compute_hard_negative_rewards, mdi_reward, vgr_reward
+from vgr_trl.recipes import parse_yaml
+from vgr_trl.rewards.functions import (
+    accuracy_reward,
+    compute_hard_negative_rewards,
+    get_soft_overlong_punishment,
+    mdi_reward,
+    think_format_reward,
+    vgr_reward,
+)
+from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass, vision_gain_ratio
-from vgr_trl.signals.rollout_signals import RolloutSignals
-from vgr_trl.strict_yaml import parse_yaml
 
 _WEIGHTS = {key: known.option for key, known in EASYR1_KEYS.items() if str(known.option).startswith("token_weights")}
 OPTION_ALIASES = {key.removeprefix("algorithm."): str(option) for key, option in _WEIGHTS.items()}  # of ports of EasyR1
@@ -43,6 +50,7 @@ _UNSUPPORTED_OPTIONS = {
     "compute_attention_metrics", "attention_source", "attention_rows", "check_pixels", "perturbation",
     "further_perturbations", "dependency_over", "patch_size", "noise_std", "blur_radius", "diffusion_steps",
     "crop_share", "mask_value", "perturb_per", "signals", "hidden_similarity_layer", "hidden_similarity_over",
+    "teacher_view",
 }  # fmt: skip
 
 
@@ -398,3 +406,65 @@ def compute_loss_terms(context: SignalContext, logps: Tensor, mask: Tensor) -> d
     elif options.der_loss_weight1 > 0:
         terms["entropy_loss"] = options.der_loss_weight1 * surprisal(logps, mask)
     return terms
+
+
+REWARD_NAME, REWARD_TYPE = "vgr", "batch"  # read by EasyR1
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    accuracy_weight: float = 1.0,
+    format_weight: float = 0.0,
+    length_weight: float = 0.0,
+    max_completion_len: int | None = None,
+    soft_punish_cache: int | None = None,
+    reward_router_address: str | None = None,
+    reward_model_tokenizer: Any = None,
+) -> dict[str, float]:
+    """Return accuracy, format and length, and their weighted sum as `score`.
+
+    Accuracy is 1 for a right answer, else 0, also if the ground truth cannot be resolved. Format is 1 for a thought
+    followed by an answer. Length is the soft overlong punishment.
+
+    Args:
+        data_source: of the row; not used.
+        solution_str: the completion.
+        ground_truth: a `solution` of `accuracy_reward`.
+        extra_info: of the row; `choices` and `response_length` are used.
+        accuracy_weight, format_weight, length_weight: weights of the rewards.
+        max_completion_len, soft_punish_cache: of the length reward, in tokens.
+        reward_router_address, reward_model_tokenizer: passed by verl's reward managers; not used.
+
+    Raises:
+        RewardError: the length reward has a weight, but an argument that it needs is missing.
+    """
+    info = extra_info or {}
+    choices = info.get("choices")
+    accuracy = accuracy_reward([solution_str], [ground_truth], None if choices is None else [list(choices)])[0] or 0.0
+    score = {"accuracy": accuracy, "format": think_format_reward([solution_str])[0]}
+    total = accuracy_weight * score["accuracy"] + format_weight * score["format"]
+    if length_weight:
+        if max_completion_len is None or soft_punish_cache is None or "response_length" not in info:
+            raise RewardError("Length needs max_completion_len, soft_punish_cache, and response_length in extra_info.")
+        punishment = get_soft_overlong_punishment(max_completion_len, soft_punish_cache)
+        score["length"] = punishment([range(int(info["response_length"]))])[0]
+        total += length_weight * score["length"]
+    return {"score": total, **score}
+
+
+def compute_scores(reward_inputs: Sequence[Mapping[str, Any]], **weights: Any) -> list[dict[str, float]]:
+    """Return `overall`, `accuracy`, `format` (and `length`) of each completion.
+
+    Args:
+        reward_inputs: per completion `response`, `response_length` and `ground_truth`.
+        weights: keyword arguments of `compute_score`.
+    """
+    scores = []
+    for given in reward_inputs:
+        score = compute_score("", given["response"], given["ground_truth"], given, **weights)
+        scores.append({"overall": score.pop("score"), **score})
+    return scores

@@ -1,15 +1,18 @@
-"""Metrics of the micro-batches between two logs, weighted by their tokens."""
+"""Metrics of a step: masked means over processes, micro-batches weighted by their tokens, seconds by stage."""
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from transformers import TrainerCallback
 
-from vgr_trl.scoring_inputs import valid_tokens
+from vgr_trl.rows import valid_tokens
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
@@ -151,3 +154,163 @@ class StepMetrics:
         }
         self.updates_skipped = 0
         return logs | {name: value for name, value in sometimes.items() if value}
+
+
+Gather = Callable[[Tensor], Tensor]
+
+
+class Totals:
+    """Sums, counts and extremes of local values; one gather turns them into metrics."""
+
+    def __init__(self) -> None:
+        self.means: dict[str, tuple[Tensor, Tensor]] = {}  # name -> sum, count
+        self.largest: dict[str, tuple[Tensor, int]] = {}  # name -> largest value times a sign, the sign
+        self.known: dict[str, float] = {}
+        self.about_one: dict[str, str] = {}  # name of a mean of (x - 1)² -> name of the mean of x
+
+    def add_known(self, name: str, value: float) -> None:
+        """Add a number that is the same on all processes."""
+        self.known[name] = value
+
+    def add_mean(self, name: str, values: Tensor, where: Tensor) -> None:
+        """Accumulate a masked mean.
+
+        Args:
+            name: name of the metric.
+            values: tensor of any shape.
+            where: bool tensor of the same shape, true for values that enter the mean.
+        """
+        total, count = self.means.get(name, (0, 0))
+        self.means[name] = (total + values.float().masked_fill(~where, 0).sum(), count + where.sum().float())
+
+    def add_largest(self, name: str, values: Tensor, where: Tensor, sign: int = 1) -> None:
+        """Accumulate a masked maximum or minimum.
+
+        Args:
+            name: name of the metric.
+            values: tensor of any shape.
+            where: bool tensor of the same shape, true for values that count.
+            sign: 1 for the maximum, -1 for the minimum.
+        """
+        signed = (sign * values.float()).masked_fill(~where, -torch.inf).flatten()
+        before, _ = self.largest.get(name, (signed.new_tensor(-torch.inf), sign))
+        self.largest[name] = (torch.cat([signed, before.view(1)]).max(), sign)
+
+    def metrics(self, gather: Gather | None = None) -> dict[str, float]:
+        """Return all metrics over all processes; a mean or an extreme of nothing is NaN.
+
+        Args:
+            gather: concatenates a 1-D tensor over all processes; called once if anything was added. None: there is one
+                process.
+        """
+        local = [part for pair in self.means.values() for part in pair]
+        local += [value for value, _ in self.largest.values()]
+        if not local:
+            return dict(self.known)
+        row = torch.stack(local)
+        rows = (row if gather is None else gather(row)).detach().cpu().double().view(-1, len(local))  # (processes, ·)
+        split = 2 * len(self.means)
+        sums, counts = rows[:, :split].sum(dim=0).view(-1, 2).unbind(dim=1)
+        results = dict(zip(self.means, (sums / counts).tolist(), strict=True))
+        extremes = rows[:, split:].amax(dim=0).tolist()
+        for (name, (_, sign)), value in zip(self.largest.items(), extremes, strict=True):
+            results[name] = math.nan if value == -math.inf else sign * value
+        for name, mean in self.about_one.items():
+            results[name] = max(results[name] - (results[mean] - 1) ** 2, 0.0)
+        return results | self.known
+
+
+def add_weights(totals: Totals, name: str, weights: Tensor, mask: Tensor) -> None:
+    """Add mean, variance, minimum and maximum of weights to `totals`.
+
+    Args:
+        totals: receives the metrics.
+        name: their prefix.
+        weights: (N, T).
+        mask: (N, T) bool, valid tokens.
+    """
+    totals.add_mean(f"{name}_mean", weights, mask)
+    totals.add_mean(f"{name}_variance", (weights - 1) ** 2, mask)
+    totals.about_one[f"{name}_variance"] = f"{name}_mean"
+    totals.add_largest(f"{name}_min", weights, mask, sign=-1)
+    totals.add_largest(f"{name}_max", weights, mask)
+
+
+STAGES = ("generation", "reward", "old_logps", "reference", "values", "perturbed", "selection", "update", "optimizer")
+NO_NESTED_STAGES = "perturbed"  # a stage that keeps the time of the stages within it
+
+
+def record_moment() -> Any:
+    """Return an event that completes when the device has finished its queue; on a CPU, the time."""
+    if not (torch.cuda.is_available() and torch.backends.cuda.is_built()):
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class StageClock:
+    """Time in each stage since the last log; a nested stage pauses the outer one."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, Any, Any]] = []  # stage, begin, end
+        self._running: list[str] = []
+        self._since: Any = None
+
+    @contextmanager
+    def stage(self, name: str, counts: bool = True) -> Iterator[None]:
+        """Count the time of this block; a kernel counts in the stage that launched it.
+
+        Args:
+            name: one of `STAGES`.
+            counts: False for a stage of an evaluation, which is not counted.
+        """
+        if not counts or (self._running and self._running[-1] == NO_NESTED_STAGES):
+            yield
+            return
+        self._switch()
+        self._running.append(name)
+        try:
+            yield
+        finally:
+            self._switch()
+            self._running.pop()
+
+    def _switch(self) -> None:
+        now = record_moment()
+        if self._running:
+            self.spans.append((self._running[-1], self._since, now))
+        self._since = now
+
+    def metrics(self, accelerator: Accelerator, steps: int) -> dict[str, float]:
+        """Return the mean seconds per step in each stage on the slowest process, and restart at 0.
+
+        Args:
+            accelerator: gathers over processes.
+            steps: steps since the last log.
+        """
+        spans, self.spans = self.spans, []
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # once per log
+        seconds: dict[str, float] = defaultdict(float)
+        for name, start, end in spans:
+            seconds[name] += end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
+        own = torch.tensor([seconds[name] for name in STAGES], device=accelerator.device)
+        slowest = accelerator.gather(own).view(-1, len(STAGES)).max(dim=0).values / max(1, steps)
+        return {f"timing/{name}": value for name, value in zip(STAGES, slowest.tolist(), strict=True) if value > 0}
+
+
+class OptimizerClock(TrainerCallback):
+    """Counts the time of the optimizer, which TRL's step time excludes."""
+
+    def __init__(self, clock: StageClock) -> None:
+        self.clock = clock
+        self._started: Any = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock: gradients are complete."""
+        self._started = record_moment()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop the clock: parameters are updated."""
+        self.clock.spans.append(("optimizer", self._started, record_moment()))

@@ -1,19 +1,29 @@
-"""Join micro-batches into passes of whole groups, as large as memory allows.
+"""Order the rows of a rollout, join micro-batches into passes of whole groups, and cut passes that exceed the memory.
 
 Joining multiplies `per_device_train_batch_size` and divides `gradient_accumulation_steps` and `steps_per_generation` by
-one number, so rollouts, their order and optimizer steps stay the same. `parts.loss_in_parts` cuts passes that exceed
-the memory.
+one number, so rollouts, their order and optimizer steps stay the same. `loss_in_parts` cuts passes that exceed the
+memory.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from accelerate import Accelerator, DistributedType
+from torch import Tensor, nn
 
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.passes.loss_mask import Extent, count_tokens, group_by_length, pack_rows
 from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.rows import OLD_LOGPS, take_rows, valid_tokens
+from vgr_trl.sharing.lending import PROMPT_GROUP, READ_AGAIN, find_read_again, shuffle_whole_groups, sort_by_group
+from vgr_trl.sharing.model_support import causal_model
+from vgr_trl.sharing.prefix_split import find_groups, is_image_token
 
 
 @dataclass
@@ -171,3 +181,143 @@ def describe_spread_groups(args: DAPOConfig, num_generations: int, processes: in
     cures += [f"num_generations {common}"] if common > 1 else []
     problem = f"A process has {rows} completions of a rollout, so a group of {num_generations} is spread over processes"
     return f" {problem}, and each computes its prompt; whole with {' or '.join(cures)}."
+
+
+PER_WINDOW = ("dapo", "cispo", "vespo")  # losses that are divided by the tokens of the optimizer step
+Loss = Callable[..., Tensor]  # TRL's `_compute_loss` of a model and inputs, times a weight
+
+
+def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[str, Any], compute: Loss) -> Tensor:
+    """Back-propagate all parts of a micro-batch but the last; return the total loss.
+
+    Args:
+        trainer: whose options and memory limit the parts.
+        model: argument of TRL's `_compute_loss`.
+        inputs: the other one; old log-probabilities that the parts have given are added to it.
+        compute: returns the loss of a part, and leaves its gradient to be computed.
+    """
+    parts, old_logps = _split_rows(trainer, inputs), list[Tensor]()
+    if len(parts) == 1:
+        return compute(model, inputs)
+    before: Tensor | float = 0.0
+    for rows in parts:
+        part = _take_part(inputs, rows)
+        weight = _weigh_part(part, inputs, trainer.args.loss_type)
+        is_last = rows is parts[-1]
+        with nullcontext() if is_last else _accumulate(trainer.accelerator, model):
+            loss = compute(model, part, weight)
+            if not is_last:
+                deepspeed = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
+                trainer.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
+                before = before + loss.detach()
+        if OLD_LOGPS in part and OLD_LOGPS not in inputs:
+            old_logps.append(part[OLD_LOGPS])
+    if old_logps:
+        inputs[OLD_LOGPS] = torch.cat(old_logps)
+    return loss + before
+
+
+@contextmanager
+def _accumulate(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+    """Add up gradients in this block, without an exchange between processes and without a step of DeepSpeed."""
+    state = accelerator.gradient_state
+    synchronises = state.sync_gradients
+    state._set_sync_gradients(False)
+    try:
+        with accelerator.no_sync(model):
+            yield
+    finally:
+        state._set_sync_gradients(synchronises)
+
+
+def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[list[int]]:
+    """Return the rows of each part, the same on every process: TRL gathers metrics of rows after each."""
+    count, accelerator, limits = len(inputs["prompt_ids"]), trainer.accelerator, trainer.rows_per_pass
+    memory, budget = limits.memory, trainer.args.max_tokens_per_micro_batch
+    if budget is None and memory is None and (limits.most or count) >= count:
+        return [[*range(count)]]
+    if memory is not None:
+        memory.begin_pass()
+    shares = trainer.features.share_training.enabled
+    groups = find_groups(inputs["prompt_ids"], inputs["prompt_mask"]) if shares else range(count)
+    mine = [
+        [extent.prompt, extent.completion, extent.runs, group]
+        for extent, group in zip(trainer.passes.skipping.extents(inputs), groups, strict=True)
+    ]
+    of_all = accelerator.gather(torch.tensor(mine, device=accelerator.device)).view(-1, count, 4).tolist()
+    processes = [([Extent(*row[:3]) for row in rows], [row[3] for row in rows]) for rows in of_all]
+
+    def count_positions(rows: Sequence[int], process: int) -> tuple[int, int]:
+        extents, prompts = processes[process]
+        return count_tokens(rows, extents, prompts), count_tokens(rows, extents, None)
+
+    def load(rows: Sequence[int]) -> float:
+        computed, attended = map(
+            max, zip(*(count_positions(rows, each) for each in range(len(processes))), strict=True)
+        )
+        share = 0.0 if budget is None else computed / budget
+        return max(share, float(limits.load(len(rows), computed, attended)))
+
+    parts = pack_rows(count, load, 1)
+    if memory is not None and len(parts) > 1:
+        memory.measure([count_positions(rows, accelerator.process_index) for rows in parts])
+    return parts
+
+
+def _take_part(inputs: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    """Return consecutive rows of a micro-batch; prompts that later parts read are read again."""
+    part = take_rows(inputs, rows)
+    if READ_AGAIN in part:
+        later = set(inputs[PROMPT_GROUP][rows[-1] + 1 :])
+        pairs = zip(part[READ_AGAIN], part[PROMPT_GROUP], strict=True)
+        part[READ_AGAIN] = [again or group in later for again, group in pairs]
+    return part
+
+
+def _weigh_part(part: dict[str, Any], inputs: dict[str, Any], loss_type: str) -> float:
+    """Return the weight of a part's mean loss in the mean of the micro-batch."""
+    if loss_type in PER_WINDOW:
+        return 1.0
+    if loss_type == "bnpo":
+        tokens, of_all = (float(valid_tokens(batch).sum().clamp(min=1)) for batch in (part, inputs))
+        return tokens / of_all
+    return len(part["prompt_ids"]) / len(inputs["prompt_ids"])
+
+
+def plan_shuffle(trainer: ConstructedTrainer) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+    """Return a replacement for TRL's `shuffle_sequence_dict`, or None."""
+    args, features, lends = trainer.args, trainer.features, trainer.shared_passes.lending is not None
+    accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
+    window = args.per_device_train_batch_size * min(accumulated, generated)  # rows of a rollout in an optimizer step
+    if not (lends or features.group_by_length.enabled or features.regroup.enabled):
+        return None
+
+    def arrange(batch: dict[str, Any], order: Sequence[int], groups: Sequence[int]) -> list[int]:
+        if features.group_by_length.enabled:
+            extents = trainer.passes.skipping.extents(batch)
+            lengths = [extent.completion if extent.runs else 0 for extent in extents]
+            return group_by_length(order, groups, lengths, window)
+        return sort_by_group(order, groups) if features.regroup.enabled else list(order)
+
+    def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
+        is_image = partial(is_image_token, config=causal_model(trainer.model).config) if trainer.tools else None
+        batch = shuffle_whole_groups(batch, partial(arrange, batch), is_image)
+        if lends and not _can_close_early(trainer):
+            batch[READ_AGAIN] = [True] * len(batch[PROMPT_GROUP])
+        elif lends:
+            runs = [extent.runs for extent in trainer.passes.skipping.extents(batch)]
+            cuts_rollout = bool(accumulated % generated and generated % accumulated)
+            groups, size = batch[PROMPT_GROUP], args.per_device_train_batch_size
+            batch[READ_AGAIN] = find_read_again(groups, runs, size, len(groups) if cuts_rollout else window)
+        return batch
+
+    return shuffle
+
+
+def _can_close_early(trainer: ConstructedTrainer) -> bool:
+    """Whether a prompt may run backward before the micro-batch in which processes exchange their gradients.
+
+    That micro-batch may not run the vision tower, whose gradients DDP then leaves out unless it looks for them.
+    """
+    alone = trainer.accelerator.num_processes == 1 or not trainer._is_vlm
+    return alone or bool(trainer.args.ddp_find_unused_parameters)

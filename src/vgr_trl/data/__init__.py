@@ -1,1 +1,0 @@
-"""Read data sets from files and the hub, check them, prepare them for training, convert and inspect them."""

@@ -1,1 +1,0 @@
-"""Views of a row: perturbed images, regions, and the prompts and turns they stand in."""
