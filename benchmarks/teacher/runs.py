@@ -85,7 +85,7 @@ METHODS = {
     "plain": Method(),
     "VPPO": Method(VPPO),
     "PAPO": Method(PAPO),
-    "rlsd": Method({**CROP, "credit_rules": ["rlsd"]}),
+    "rlsd": taught({"credit_rules": ["rlsd"]}),
     "distil": distil(0.3, 1.0),
     "distil, no reward": distil(1.0, 0.0),
     "distil, another part": distil(0.3, 1.0, {"bbox": "elsewhere"}),
