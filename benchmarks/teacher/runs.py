@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, Image
 from mosaics.model import build_model, supervised_loss, teach
 from mosaics.task import Row
 from transformers import PrinterCallback, TrainerCallback
@@ -68,8 +68,9 @@ def taught(options: Mapping[str, Any], columns: Mapping[str, str] | None = None,
         columns: as `Method` has them; with `teacher_images` the teacher sees this image.
         numbers: options of its plug-ins.
     """
-    view = "teacher_images" if columns and "teacher_images" in columns else "crop_to_box"
-    return Method({"teacher_view": view, "plugin_options": {"crop_margin": 0.0, **numbers}, **options}, columns or {})
+    columns = columns or {}
+    view, margin = ("teacher_images", {}) if "teacher_images" in columns else ("crop_to_box", {"crop_margin": 0.0})
+    return Method({"teacher_view": view, "plugin_options": margin | numbers, **options}, columns)
 
 
 def distil(coefficient: float, reward: float, columns: Mapping[str, str] | None = None) -> Method:
@@ -214,10 +215,8 @@ def to_dataset(rows: list[Row], method: Method) -> Dataset:
     """Return the rows as a data set with the columns that trainer, reward and view read."""
     columns = {name: name for name in ("prompt", "image", "solution", "bbox")} | method.columns
     picked = [{name: row[column] for name, column in columns.items()} for row in rows]
-    for row in picked:
-        if "teacher_images" in row:
-            row["teacher_images"] = [row["teacher_images"]]
-    return Dataset.from_list(picked)
+    data = Dataset.from_list(picked)
+    return data.cast_column("teacher_images", Image()) if "teacher_images" in columns else data
 
 
 class Course(TrainerCallback):
