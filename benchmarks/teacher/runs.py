@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, Image
+from datasets import Dataset, Image, List
 from mosaics.model import build_model, supervised_loss, teach
 from mosaics.task import Row
 from transformers import PrinterCallback, TrainerCallback
@@ -215,8 +215,11 @@ def to_dataset(rows: list[Row], method: Method) -> Dataset:
     """Return the rows as a data set with the columns that trainer, reward and view read."""
     columns = {name: name for name in ("prompt", "image", "solution", "bbox")} | method.columns
     picked = [{name: row[column] for name, column in columns.items()} for row in rows]
+    for row in picked:
+        if "teacher_images" in row:
+            row["teacher_images"] = [row["teacher_images"]]
     data = Dataset.from_list(picked)
-    return data.cast_column("teacher_images", Image()) if "teacher_images" in columns else data
+    return data.cast_column("teacher_images", List(Image())) if "teacher_images" in columns else data
 
 
 class Course(TrainerCallback):
