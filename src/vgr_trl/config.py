@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from vgr_trl import registries
 from vgr_trl.errors import ConfigError
 from vgr_trl.options import RATIO_LOSSES, option, read_mapping
-from vgr_trl.registries import LOGPS_PREFIX, TEACHER, build_options, needed_signals, short_name
+from vgr_trl.registries import LOGPS_PREFIX, TEACHER, TERM_NEEDS, build_options, needed_signals, short_name
 
 # Plug-ins by name, and their own options.
 
@@ -39,11 +39,13 @@ PERTURBATIONS: Mapping[str, Mapping[str, str]] = {  # of this library -> keyword
 
 @dataclass
 class PluginOptions:
-    """Plug-ins: signals, credit rules and perturbations of your own; see docs/extending.md."""
+    """Plug-ins: signals, credit rules, loss terms and perturbations of your own; see docs/extending.md."""
 
     # fmt: off
     credit_rules: list[str] | None = option(None, f"Rules that give tokens credit: {', '.join(RULES)}; vgpo, pgpo, "
         "vepo, anchor_tokens, rlsd, distil; names of plug-ins, dotted paths or files (my_rules.py:my_rule).")
+    loss_terms: list[str] | None = option(None, "Terms to add to the loss: teacher_divergence, gated_distillation; "
+        "names of plug-ins, dotted paths or files (my_terms.py:my_term).")
     signals: list[str] | None = option(None, "Token signals to measure, log and pass to rewards: names, dotted paths "
         "or files (my_signals.py:my_signal).")
     plugin_options: dict[str, Any] | str | None = option(None, "Options of these plug-ins, as JSON or a mapping.")
@@ -84,6 +86,7 @@ class PluginOptions:
         perturbations = dict.fromkeys([*getattr(self, "views", ()), *getattr(self, "noisy_perturbations", ())])
         plugins = [(registries.credit_rules.load(name), name) for name in self.plugin_rules]
         plugins += [(registries.signals.load(name), name) for name in self.signals or ()]
+        plugins += [(registries.loss_terms.load(name), name) for name in self.loss_terms or ()]
         plugins += [(registries.perturbations.load(name), name) for name in perturbations if name not in PERTURBATIONS]
         plugins += [(registries.views.load(spec), spec) for spec in getattr(self, "row_views", {}).values()]
         classes = [getattr(plugin, "options", None) for plugin, _ in plugins]
@@ -95,7 +98,7 @@ class PluginOptions:
             )
         for plugin, name in plugins:
             self.plugin_values(plugin, name)
-        for kind in ("credit_rules", "signals"):
+        for kind in ("credit_rules", "signals", "loss_terms"):
             given = vars(self)[kind] or ()
             if len({short_name(name) for name in given}) < len(given):
                 raise ConfigError(f"{kind} is {given}, where two have the same name: rename one.")
@@ -135,7 +138,7 @@ def used_by(*names: str) -> Callable[[Any], str | None]:
     """Return a function that says why an option of these perturbations is unused; no names: of any perturbation."""
 
     def reason(args: Any) -> str | None:
-        used = {*args.read_views(args.needs_dependency), *([args.perturbation] if args.uses_perception_loss else [])}
+        used = {*args.read_views(args.needs_dependency), *([args.perturbation] if args.needs_perturbed else [])}
         used |= set(getattr(args, "noisy_perturbations", ()) if names else ())
         if not used:
             return "nothing is measured on perturbed images"
@@ -174,6 +177,8 @@ class PerturbationOptions(PluginOptions):
         "completion, those of the prompt, or those that tools returned.", needs=used_by())
     teacher_view: str | None = option(None, "View of a row that a teacher sees, who scores each token: crop_to_box, "
         "teacher_images, sharper, clean, those of installed packages, dotted paths or files (my_views.py:my_view).")
+    teacher_weights: Literal["policy", "reference"] = option("policy", "Weights of the teacher: the policy's at the "
+        "rollout, or the reference model's (the initial ones, unless sync_ref_model).", needs="teacher_view")
     perception_loss_weight: float = option(0.0, "Weight of PAPO's perception loss (one more gradient pass).", ge=0)
     der_loss_weight1: float = option(0.0, "Weight of the entropy on the original image (eta 1 of PAPO).", ge=0)
     der_loss_weight2: float = option(0.0, "Weight of the entropy on the perturbed image (eta 2 of PAPO).", ge=0)
@@ -198,7 +203,7 @@ class PerturbationOptions(PluginOptions):
         readers = self.readers()
         own = self.perturbations if depends or "views" in readers else [self.perturbation] * ("shift" in readers)
         read = [need.removeprefix(LOGPS_PREFIX) for need in readers if need.startswith(LOGPS_PREFIX)]
-        return [name for name in dict.fromkeys([*own, *read]) if name not in self.row_views]
+        return [name for name in dict.fromkeys([*own, *read]) if name not in {TEACHER, *self.row_views}]
 
     @property
     def row_views(self) -> dict[str, str]:
@@ -214,11 +219,6 @@ class PerturbationOptions(PluginOptions):
         plugin = registries.views if name in self.row_views.values() else registries.perturbations
         own = self.plugin_values(plugin.load(name), name)
         return {} if own is self else dict(vars(own))
-
-    @property
-    def uses_perception_loss(self) -> bool:
-        """Whether the loss has a term that needs gradients through the perturbed image."""
-        return self.perception_loss_weight > 0 or self.der_loss_weight2 > 0
 
 
 _STRENGTHS = {  # perturbation -> the argument that grows with its strength
@@ -403,6 +403,51 @@ class CreditOptions(PluginOptions):
         return self.shapes_tokens or self.enable_trajectory_reweighting
 
 
+@dataclass
+class LossOptions(CreditOptions, PerturbationOptions):
+    """Terms beside TRL's loss."""
+
+    # fmt: off
+    teacher_top_k: int = option(100, "Most probable tokens of the teacher that loss terms get, the others as one; 0: "
+        "all.", ge=0, needs=lambda args: None if "teacher_top" in args.term_needs() else "no loss term reads them")
+    # fmt: on
+
+    @property
+    def uses_perception_loss(self) -> bool:
+        """Whether PAPO's loss has a term on the perturbed image."""
+        return self.perception_loss_weight > 0 or self.der_loss_weight2 > 0
+
+    @property
+    def terms(self) -> list[str]:
+        """Return the loss terms that are on: this library's by their options, and those of `loss_terms`."""
+        own = {
+            "entropy_penalty": self.use_entropy_penalty,
+            "perception_loss": self.uses_perception_loss,
+            "entropy_loss": self.der_loss_weight1 > 0 and not self.uses_perception_loss,
+        }
+        return [*(name for name, is_on in own.items() if is_on), *(self.loss_terms or ())]
+
+    def term_needs(self) -> dict[str, str]:
+        """Return the quantities that loss terms need, each with the first term that needs it.
+
+        Raises:
+            ConfigError: no loss term can get a quantity.
+        """
+        found: dict[str, str] = {}
+        for name in self.terms:
+            for need in needed_signals(registries.loss_terms.load(name)):
+                if need not in TERM_NEEDS:
+                    accepted = ", ".join(TERM_NEEDS)
+                    raise ConfigError(f"The loss term {name} needs {need!r}, but terms can need {accepted}.")
+                found.setdefault(need, f"the loss term {name}")
+        return found
+
+    @property
+    def needs_perturbed(self) -> bool:
+        """Whether the loss has a term that needs gradients through the perturbed image."""
+        return "perturbed" in self.term_needs()
+
+
 GAE = {"advantage_estimator": ("gae",)}
 LEARNING_RATES = {"head": 1e-3, "model": 1e-5}  # of the critic
 
@@ -539,11 +584,16 @@ Conflicts = tuple[tuple[Callable[[Any], Any], str], ...]
 PERTURBATION_CONFLICTS: Conflicts = (
     (lambda o: LOGPS_PREFIX + TEACHER in o.readers() and o.teacher_view is None,
      "teacher_view is None with a credit rule or signal that compares with a teacher: give it, such as crop_to_box."),
+    (lambda o: o.teacher_view is None and not {"teacher", "teacher_top"}.isdisjoint(o.term_needs()),
+     "teacher_view is None with loss_terms {o.loss_terms}, which learn from a teacher: give it, such as crop_to_box."),
     (lambda o: len(set(o.perturbations)) < len(o.perturbations),
      "further_perturbations is {o.further_perturbations}: give each perturbation once."),
-    (lambda o: o.uses_perception_loss and o.perturbation == REMOVE_IMAGE,
-     "perturbation is remove_image with a perception loss, whose pass takes the same prompts with other images: give "
-     "another perturbation, and this one as further_perturbations."),
+    (lambda o: not {"entropy_penalty", "perception_loss", "entropy_loss"}.isdisjoint(o.loss_terms or ()),
+     "loss_terms is {o.loss_terms}: switch terms of PAPO and VPPO on by their options, perception_loss_weight, "
+     "der_loss_weight1, der_loss_weight2 and use_entropy_penalty."),
+    (lambda o: o.needs_perturbed and o.perturbation == REMOVE_IMAGE,
+     "perturbation is remove_image with a loss term on perturbed images, whose pass takes the same prompts with other "
+     "images: give another perturbation, and this one as further_perturbations."),
     (lambda o: len(o.token_weights_clip) != 2 or not o.token_weights_clip[0] <= 1 <= o.token_weights_clip[1],
      "token_weights_clip is {o.token_weights_clip}: give two numbers low <= 1 <= high, with low at least 0."),
 )
@@ -578,8 +628,8 @@ CONFLICTS: Conflicts = (
     (lambda o: o.uses_critic and o.critic_warmup > 0 and o.weight_decay > 0,
      "critic_warmup is {o.critic_warmup} and weight_decay is {o.weight_decay}, which would move the policy in it: "
      "set one to 0."),
-    (lambda o: o.uses_critic and o.torch_compile,
-     "advantage_estimator is gae with torch_compile, which hides the hidden states from the critic: drop one."),
+    (lambda o: o.torch_compile and (o.uses_critic or "hidden" in o.term_needs()),
+     "torch_compile hides the hidden states that advantage_estimator gae or a loss term reads: drop one."),
     (lambda o: not o.filter_low < o.filter_high or (o.filter_mode == "quantile"
         and not 0 <= o.filter_low < o.filter_high <= 1),
      "filter_low is {o.filter_low!r} and filter_high is {o.filter_high!r}: give filter_low < filter_high, with "

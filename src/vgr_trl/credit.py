@@ -19,7 +19,7 @@ from vgr_trl import registries
 from vgr_trl.config import RULES, CreditOptions
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics.step_metrics import Gather, Totals, add_weights
-from vgr_trl.options import check_options, option
+from vgr_trl.options import Checked, option
 from vgr_trl.registries import LOGPS_PREFIX, TEACHER, declares, is_measurement, needed_signals, short_name
 from vgr_trl.signals.named import RolloutSignals, read_segments
 from vgr_trl.signals.ratios import AttentionMass, last_layers, late_layers, token_vision_gain_ratio
@@ -498,15 +498,8 @@ def min_max(values: Tensor, where: Tensor) -> Tensor:
 # that compares completions takes `shaped`, `groups` and `gather` by name, a rule that reads tokens `completion_ids`.
 
 
-class _Checked:
-    """Options that are checked when constructed."""
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
 @dataclass
-class AnchorOptions(_Checked):
+class AnchorOptions(Checked):
     """Numbers of AT-RL's anchor tokens."""
 
     top_p_anchor_tokens: float = option(
@@ -536,7 +529,7 @@ def anchor_tokens(advantages: Tensor, signals: RolloutSignals, mask: Tensor, opt
 
 
 @dataclass
-class PGPOOptions(_Checked):
+class PGPOOptions(Checked):
     """Numbers of PGPO."""
 
     pgpo_threshold: float = option(
@@ -568,7 +561,7 @@ def pgpo(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: PGP
 
 
 @dataclass
-class VEPOOptions(_Checked):
+class VEPOOptions(Checked):
     """Numbers of VEPO."""
 
     top_p_vepo_tokens: float = option(0.2, "Share of a completion's tokens that VEPO keeps, in (0, 1].", gt=0, le=1)
@@ -611,7 +604,7 @@ def teacher_gap(signals: RolloutSignals) -> Tensor:
 
 
 @dataclass
-class RLSDOptions(_Checked):
+class RLSDOptions(Checked):
     """Numbers of RLSD."""
 
     rlsd_clip: float = option(0.2, "Largest distance of a weight from 1; RLSD's epsilon.", ge=0, lt=1)
@@ -635,7 +628,7 @@ def rlsd(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: RLS
 
 
 @dataclass
-class DistilOptions(_Checked):
+class DistilOptions(Checked):
     """Numbers of the rule `distil`."""
 
     distil_coef: float = option(1.0, "Coefficient of the gap to the teacher that distil adds.", ge=0)
@@ -663,7 +656,7 @@ COMPLETION_CLAMP = (0.9, 2.0)
 
 
 @dataclass
-class VGPOOptions(_Checked):
+class VGPOOptions(Checked):
     """Numbers of VGPO."""
 
     vgpo_compensation: float = option(0.3, "Increase of the score at a completion's last token; VGPO's beta.", ge=0)

@@ -5,7 +5,10 @@ Terms are per token, (N, T), and 0 on invalid tokens: the caller sums and divide
 """
 
 import math
-from typing import TYPE_CHECKING, Any, cast, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from accelerate import Accelerator
@@ -14,17 +17,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vgr_trl.checkpoints import SavedState
-from vgr_trl.config import KLKind
+from vgr_trl.config import KLKind, LossOptions
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics.step_metrics import Totals
+from vgr_trl.options import Checked, option
 from vgr_trl.passes.micro_batches import PER_WINDOW
 from vgr_trl.passes.run_pass import Purpose
 from vgr_trl.pixels import joined
+from vgr_trl.registries import declares, loss_terms
 from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sharing.lending import READ_AGAIN
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.ratios import visual_dependency
-from vgr_trl.signals.scoring import Head, Want
+from vgr_trl.signals.scoring import Head, Scores, Want, rest_of
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
@@ -175,6 +180,29 @@ def entropy_penalty(logps: Tensor, mask: Tensor, coefficient: float = 0.06) -> T
     return coefficient * surprisal(logps, mask)
 
 
+def over_positions(
+    measure: Callable[..., Tensor], head: Head, hidden: Tensor, mask: Tensor, *further: Tensor
+) -> Tensor:
+    """Measure every position from its hidden state, a few at a time; the backward pass computes them again.
+
+    Args:
+        measure: returns values (C,) of hidden states (C, D) and parts of `further`.
+        head: of the model of the hidden states.
+        hidden: (N, T', D) with gradients; T' is T, or less if the mask is False in the last columns.
+        mask: (N, T) bool.
+        further: (K, …), of the K positions in the mask.
+
+    Returns:
+        (N, T), 0 where `mask` is False.
+    """
+    mine = hidden[mask[:, : hidden.size(1)]]  # (K, D)
+    size = head.positions_at_a_time(hidden.device)
+    columns = zip(*(each.split(size) for each in (mine, *further)), strict=True)
+    parts = [checkpoint(measure, *part, use_reentrant=False) for part in columns if len(mine)]
+    values = torch.cat(parts) if parts else mine.sum(1)
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
 class FullKL:
     """Full KL between two models from their hidden states, a few positions at a time.
 
@@ -203,15 +231,8 @@ class FullKL:
             reference: (N, T, D) of the reference model.
             mask: (N, T) bool.
         """
-        found = torch.zeros(mask.shape, device=hidden.device)
-        mine = hidden[mask[:, : hidden.size(1)]]  # (K, D)
         heads = Head(self._policy), Head(self._reference)
-        size = heads[0].positions_at_a_time(hidden.device)
-        parts = [
-            checkpoint(self._kl_of_positions, *heads, *part, use_reentrant=False)
-            for part in zip(mine.split(size), reference[mask].split(size), strict=True)
-        ]
-        return found.masked_scatter(mask, torch.cat(parts)) if len(mine) else found
+        return over_positions(partial(self._kl_of_positions, *heads), heads[0], hidden, mask, reference[mask])
 
     def _kl_of_positions(self, policy: Head, reference: Head, hidden: Tensor, reference_hidden: Tensor) -> Tensor:
         logits = policy.logits(hidden).float() / self._temperature
@@ -357,15 +378,177 @@ def average_as_loss(
     return average / steps
 
 
+@dataclass(frozen=True)
+class TermInputs:
+    """Inputs of a loss term: a micro-batch of N completions whose training pass has run.
+
+    Attributes:
+        logps: (N, T) with gradients, log-probabilities of the tokens; constants outside `mask`.
+        mask: (N, T) bool, tokens that count in the loss.
+        batch: the micro-batch of TRL; for terms that need `teacher` with `teacher_logps` (N, T), of the tokens under
+            `teacher_view`, NaN for rows without it; for `teacher_top` also with `teacher_top_logps` (N, K + 1, T)
+            and `teacher_top_ids` (N, K, T), the teacher's most probable tokens, and last all others together.
+        perturbed_logps: (N, T) with gradients, given the perturbed image; of terms that need `perturbed`.
+        hidden: (N, T', D) with gradients, hidden states of the positions that emit the tokens; T' is T without the last
+            columns outside `mask`; of terms that need `hidden`.
+        model: the policy, also wrapped; None inside verl and EasyR1.
+        temperature: that logits are divided by.
+        totals: collects metrics.
+    """
+
+    logps: Tensor
+    mask: Tensor
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    perturbed_logps: Tensor | None = None
+    hidden: Tensor | None = None
+    model: nn.Module | None = None
+    temperature: float = 1.0
+    totals: Totals = field(default_factory=Totals)
+
+    def log(self, name: str, values: Tensor) -> None:
+        """Log the mean of values (N, T) over the tokens that count."""
+        self.totals.add_mean(name, values.detach(), self.mask)
+
+
+@loss_terms.register("entropy_penalty")
+def entropy_penalty_term(passed: TermInputs, options: LossOptions) -> Tensor:
+    """Return VPPO's entropy penalty of every token (N, T)."""
+    term = entropy_penalty(passed.logps, passed.mask, options.entropy_penalty_coef)
+    passed.log("entropy_penalty", term)
+    return term
+
+
+@loss_terms.register("perception_loss")
+@declares(needs=("perturbed",))
+def perception_loss_term(passed: TermInputs, options: LossOptions) -> Tensor:
+    """Return PAPO's perception loss of every token (N, T), with both entropy terms."""
+    perturbed = cast("Tensor", passed.perturbed_logps)
+    passed.log("perception_loss", -perception_divergence(passed.logps.detach(), perturbed.detach(), passed.mask))
+    return perception_loss(
+        passed.logps,
+        perturbed,
+        passed.mask,
+        coefficient=options.perception_loss_weight,
+        entropy_coefficient=options.der_loss_weight1,
+        perturbed_entropy_coefficient=options.der_loss_weight2,
+    )
+
+
+@loss_terms.register("entropy_loss")
+def entropy_loss_term(passed: TermInputs, options: LossOptions) -> Tensor:
+    """Return PAPO's entropy term on the original image, for every token (N, T), where no other term of it is on."""
+    return options.der_loss_weight1 * surprisal(passed.logps, passed.mask)
+
+
+DivergenceKind = Literal["jensen_shannon", "forward", "reverse"]
+
+
+def teacher_divergence(logits: Tensor, ids: Tensor, teacher: Tensor, kind: str = "jensen_shannon") -> Tensor:
+    """Return the divergence of the policy's distribution from a teacher's over K tokens, and all others as one.
+
+    `forward` is KL(teacher ‖ policy), `reverse` KL(policy ‖ teacher), `jensen_shannon` the mean of both KLs to the
+    mixture of teacher and policy, one half each (Vision-OPD, https://huggingface.co/papers/2605.18740).
+
+    Args:
+        logits: (…, vocabulary) of the policy, divided by the temperature.
+        ids: (…, K), tokens of the teacher.
+        teacher: (…, K + 1), their log-probabilities and last that of all others together; (…, K) if there are none.
+        kind: `jensen_shannon`, `forward` or `reverse`.
+
+    Returns:
+        (…), in nats, with gradients of the policy.
+    """
+    logps = logits.log_softmax(-1)
+    policy = logps.gather(-1, ids.long())
+    if teacher.size(-1) > ids.size(-1):
+        policy = torch.cat([policy, rest_of(logps, ids)], -1)
+    if kind == "forward":
+        return (teacher.exp() * (teacher - policy)).sum(-1)
+    if kind == "reverse":
+        return (policy.exp() * (policy - teacher)).sum(-1)
+    mixture = torch.logaddexp(policy, teacher) - math.log(2)
+    return ((teacher.exp() * (teacher - mixture) + policy.exp() * (policy - mixture)) / 2).sum(-1)
+
+
+def gated_distillation(logps: Tensor, teacher_logps: Tensor, beta: float = 5.0) -> Tensor:
+    """Return SDAR's gated distillation of sampled tokens, gate · (log π_teacher − log π).
+
+    The gate is sigmoid(beta · (log π_teacher − log π)), without a gradient, so that tokens that the teacher finds
+    likelier become likelier. Source: https://huggingface.co/papers/2605.15155 and its code.
+
+    Args:
+        logps: (N, T) with gradients, log-probabilities of the sampled tokens.
+        teacher_logps: (N, T), of the same tokens.
+        beta: steepness of the gate, at least 0; 0: all tokens count by one half.
+    """
+    gap = teacher_logps - logps
+    return (beta * gap.detach()).sigmoid() * gap
+
+
+@dataclass
+class TeacherDivergenceOptions(Checked):
+    """Numbers of the loss term `teacher_divergence`."""
+
+    teacher_divergence_coef: float = option(1.0, "Weight of the divergence from the teacher.", ge=0)
+    teacher_divergence_kind: DivergenceKind = option("jensen_shannon", "Divergence from the teacher.")
+
+
+@loss_terms.register("teacher_divergence")
+@declares(needs=("hidden", "teacher_top"), options=TeacherDivergenceOptions)
+def teacher_divergence_term(passed: TermInputs, options: TeacherDivergenceOptions) -> Tensor:
+    """Return the weighted divergence of every token (N, T) from its teacher; 0 for rows without the view."""
+    known = passed.mask & ~passed.batch["teacher_logps"].isnan()
+    teacher, ids = (passed.batch[f"teacher_top_{name}"].transpose(1, 2)[known] for name in ("logps", "ids"))
+    head = Head(causal_model(cast("nn.Module", passed.model)))
+
+    def measure(hidden: Tensor, ids: Tensor, teacher: Tensor) -> Tensor:
+        logits = head.logits(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / passed.temperature
+        return teacher_divergence(logits, ids, teacher.to(logits), options.teacher_divergence_kind)
+
+    divergence = over_positions(measure, head, cast("Tensor", passed.hidden), known, ids, teacher)
+    passed.log("teacher_divergence", divergence)
+    return options.teacher_divergence_coef * divergence
+
+
+@dataclass
+class GatedDistillationOptions(Checked):
+    """Numbers of the loss term `gated_distillation`."""
+
+    gated_distillation_coef: float = option(0.01, "Weight of SDAR's gated distillation.", ge=0)
+    gate_beta: float = option(5.0, "Steepness of SDAR's gate, per nat; 0: one half for all tokens.", ge=0)
+
+
+@loss_terms.register("gated_distillation")
+@declares(needs=("teacher",), options=GatedDistillationOptions)
+def gated_distillation_term(passed: TermInputs, options: GatedDistillationOptions) -> Tensor:
+    """Return SDAR's weighted loss of every token (N, T); 0 for rows without the view."""
+    teacher = passed.batch["teacher_logps"]
+    unknown, beta = teacher.isnan() | ~passed.mask, options.gate_beta
+    logps, teacher = passed.logps.masked_fill(unknown, 0), teacher.masked_fill(unknown, 0)
+    loss = gated_distillation(logps, teacher, beta)
+    passed.log("gated_distillation", loss)
+    passed.log("teacher_gate", (beta * (teacher - logps)).sigmoid())
+    return options.gated_distillation_coef * loss
+
+
 def auxiliary_loss(trainer: "ConstructedTrainer", passed: "TrainingPass") -> tuple[Tensor | float, dict[str, float]]:
     """Return the terms of a micro-batch beside TRL's loss, averaged as TRL averages it, and metrics."""
-    args, accelerator, totals = trainer.args, trainer.accelerator, Totals()
-    mask, terms, metrics = valid_tokens(passed.inputs), list[Tensor](), dict[str, float]()  # terms (N, T) each
-    if args.use_entropy_penalty:
-        terms.append(entropy_penalty(passed.logps, mask, args.entropy_penalty_coef))
-        totals.add_mean("entropy_penalty", terms[0].detach(), mask.bool())
-    if args.perception_loss_weight > 0 or args.der_loss_weight1 > 0 or args.der_loss_weight2 > 0:
-        terms.append(_perception_term(trainer, passed, mask, totals))
+    args, accelerator, mask = trainer.args, trainer.accelerator, valid_tokens(passed.inputs)
+    metrics: dict[str, float] = {}
+    given = TermInputs(
+        passed.logps,
+        mask.bool(),
+        passed.inputs,
+        hidden=passed.hidden,
+        model=passed.model,
+        temperature=args.temperature,
+    )
+    if "perturbed" in trainer.term_needs:
+        scores = _score_perturbed(trainer, passed)
+        given = replace(given, perturbed_logps=scores.logps)
+        given.log("perturbed_entropy", cast("Tensor", scores.entropies))
+    terms = [_compute_term(name, term, given, args) for name, term in trainer.loss_terms.items()]  # (N, T) each
     if trainer.kl.in_loss:
         term, metrics = trainer.kl.term(passed, mask)
         terms.append(term)
@@ -374,28 +557,23 @@ def auxiliary_loss(trainer: "ConstructedTrainer", passed: "TrainingPass") -> tup
     steps = trainer.current_gradient_accumulation_steps
     total = torch.stack(terms).sum(dim=0)  # (N, T)
     average = average_as_loss(total, mask, passed.inputs, args, steps, accelerator.num_processes)
-    return average, metrics | totals.metrics(accelerator.gather)
+    return average, metrics | given.totals.metrics(accelerator.gather)
 
 
-def _perception_term(trainer: "ConstructedTrainer", passed: "TrainingPass", mask: Tensor, totals: Totals) -> Tensor:
-    """Return the perception loss of every token (N, T), by a further pass with perturbed images."""
-    args, inputs, logps = trainer.args, passed.inputs, passed.logps
-    perturbed_logps = logps
-    if args.uses_perception_loss:
-        pixels = inputs.get("perturbed_pixel_values")
-        perturbed = scoring_inputs(inputs if pixels is None else inputs | {"pixel_values": joined(pixels)})
-        perturbed[READ_AGAIN] = inputs.get(READ_AGAIN)
-        want = Want(entropies=True, tokens=passed.loss_mask)
-        scores = trainer.passes.run_pass(passed.model, perturbed, want, purpose=Purpose.VIEW, gradients=True)
-        perturbed_logps, entropies = scores.logps, cast("Tensor", scores.entropies)
-        divergence = perception_divergence(logps.detach(), perturbed_logps.detach(), mask)
-        totals.add_mean("perturbed_entropy", entropies.detach(), mask.bool())
-        totals.add_mean("perception_loss", -divergence, mask.bool())
-    return perception_loss(
-        logps,
-        perturbed_logps,
-        mask,
-        coefficient=args.perception_loss_weight,
-        entropy_coefficient=args.der_loss_weight1,
-        perturbed_entropy_coefficient=args.der_loss_weight2,
-    )
+def _compute_term(name: str, function: Any, given: TermInputs, args: LossOptions) -> Tensor:
+    """Return a loss term (N, T), 0 outside the mask; raise `DataError` if it is no such tensor."""
+    term = function(given, args.plugin_values(function, name))
+    if not isinstance(term, Tensor) or term.shape != given.mask.shape:
+        found = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
+        raise DataError(f"The loss term {name} returned {found}: return a tensor {tuple(given.mask.shape)}.")
+    return term.masked_fill(~given.mask, 0)
+
+
+def _score_perturbed(trainer: "ConstructedTrainer", passed: "TrainingPass") -> Scores:
+    """Score a micro-batch with perturbed images, with gradients."""
+    inputs = passed.inputs
+    pixels = inputs.get("perturbed_pixel_values")
+    perturbed = scoring_inputs(inputs if pixels is None else inputs | {"pixel_values": joined(pixels)})
+    perturbed[READ_AGAIN] = inputs.get(READ_AGAIN)
+    want = Want(entropies=True, tokens=passed.loss_mask)
+    return trainer.passes.run_pass(passed.model, perturbed, want, purpose=Purpose.VIEW, gradients=True)

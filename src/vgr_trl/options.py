@@ -5,7 +5,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -72,6 +72,14 @@ def check_options(options: Any, limits: Mapping[str, Mapping[str, Any]] | None =
             check_value(each.name, value, hint, **{bound: known.get(bound) for bound in _BOUNDS})
         elif value is None and hint in (int, float):
             check_value(each.name, value, hint)
+
+
+@dataclass
+class Checked:
+    """Options of a plug-in that are checked when constructed."""
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 def check_value(name: str, value: Any, hint: Any, **bounds: float | None) -> None:

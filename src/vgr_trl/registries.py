@@ -1,4 +1,4 @@
-"""Registries of plug-ins: signals, credit rules, perturbations, views, rewards and data sets.
+"""Registries of plug-ins: signals, credit rules, loss terms, perturbations, views, rewards and data sets.
 
 A plug-in is a function. Name it by its registered name (here, or an entry point of an installed package), by a dotted
 path, or by file: `my_rules.py:my_rule`. The decorator `declares` states which signals it reads and its options.
@@ -27,6 +27,8 @@ Plugin = TypeVar("Plugin")
 MEASUREMENTS = ("attention", "dependency", "entropies", "logps", "regions", "shift", "similarity", "views")
 LOGPS_PREFIX = "logps:"
 TEACHER = "teacher"  # the view that `teacher_view` names
+# Quantities that loss terms may need -> the measurement of the rollout that they take, if any.
+TERM_NEEDS = {"perturbed": "perception", "hidden": None, "teacher": "views", "teacher_top": "views"}
 BLIND_ANSWERS = "blind_answers"  # answers that rewards may need; they are generated, not measured
 
 
@@ -201,6 +203,7 @@ class Registry:
 
 signals = Registry("signal", "vgr_trl.signals", "vgr_trl.signals.named")
 credit_rules = Registry("credit rule", "vgr_trl.credit", "vgr_trl.credit")
+loss_terms = Registry("loss term", "vgr_trl.loss_terms", "vgr_trl.loss")
 perturbations = Registry("perturbation", "vgr_trl.perturbations", "vgr_trl.signals.perturbation")
 views = Registry("view", "vgr_trl.views", "vgr_trl.signals.perturbation")
 rewards = Registry("reward", "vgr_trl.rewards", "vgr_trl.rewards.loading", RewardError)
@@ -211,7 +214,8 @@ def declares(*, needs: Sequence[str] = (), options: type | None = None) -> Calla
     """Return a decorator that declares the signals that a plug-in reads, and its options.
 
     Args:
-        needs: names of signals, built-in (`attention`, `dependency`, …) or plug-ins. Only needed signals are measured.
+        needs: names of signals, built-in (`attention`, `dependency`, …) or plug-ins; of a loss term, of `TERM_NEEDS`.
+            Only what is needed is measured.
         options: a dataclass; users set its fields in `plugin_options` (rewards: in `reward_function_kwargs`).
     """
 

@@ -93,6 +93,7 @@ class GroupSelection:
         dropped: numbers of the zero-variance groups and of the groups that online filtering drops.
         filtered: numbers of the groups that online filtering alone drops.
         bounds: mean rewards between which online filtering keeps groups.
+        trained: number of generated groups with a gradient, of further prompts too.
     """
 
     placement: Placement
@@ -102,6 +103,7 @@ class GroupSelection:
     dropped: list[int] = field(default_factory=list)
     filtered: list[int] = field(default_factory=list)
     bounds: tuple[float, float] | None = None
+    trained: int = 0
 
     @property
     def kept(self) -> list[int]:

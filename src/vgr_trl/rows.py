@@ -39,6 +39,7 @@ _PROMPT_COLUMNS = {"prompt_ids", "prompt_mask"}
 _COMPLETION_COLUMNS = {
     *("completion_ids", "completion_mask", "tool_mask", "importance_sampling_ratio", "reference_hidden"),
     *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
+    *("teacher_logps", "teacher_top_logps", "teacher_top_ids"),
     *("token_advantages", "values", "returns"),
 }
 _MAY_BE_SINGLE = "importance_sampling_ratio"  # (N, T), or (N, 1) with one value per row

@@ -49,6 +49,7 @@ from vgr_trl.patching import keep_random_state, patched_attribute
 from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import check_data, prepare_trainer
 from vgr_trl.processes import initialise_loader
+from vgr_trl.registries import loss_terms
 from vgr_trl.releases import check_release
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
@@ -59,7 +60,7 @@ from vgr_trl.rollout import Rollout, TrainingPass, describe_row, normalise_image
 from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, valid_tokens
 from vgr_trl.run_facts import RunFacts, read_facts
 from vgr_trl.sampling.replay import Replay
-from vgr_trl.sampling.zero_variance import FurtherPrompts, ZeroVarianceStreak, select_groups
+from vgr_trl.sampling.zero_variance import FurtherPrompts, ZeroVarianceStreak, select_groups, warn_of_streak
 from vgr_trl.sharing.context_manager import SharedPasses
 from vgr_trl.sharing.lending import READ_AGAIN, Lending
 from vgr_trl.sharing.model_support import base_of, causal_model
@@ -121,6 +122,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         passes: runs every forward pass.
         replay, further_prompts, critic: None where they are off.
         kl: the KL to the reference, and the coefficient that follows it.
+        loss_terms: name of a loss term that is on -> its function.
+        term_needs: quantities that these terms need.
         termination: callback that saves a checkpoint after SIGTERM; `stopped` says whether it has.
         idle_options: name of an option that is not at its default -> why it has no effect.
 
@@ -153,7 +156,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self._pass: TrainingPass | None = None  # the pass over them
         self._rewards_with_nan: set[str] = set()
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
-        with enable_reference_model(args, args), patched_attribute(args, "reward_weights", weights):
+        with enable_reference_model(args, args, teaches=True), patched_attribute(args, "reward_weights", weights):
             super().__init__(model, rewards, args, *rest, **options)
         self.beta = args.beta
         self._video_pad_token_id = None  # with tools TRL 1.16 would mark it as a video, and no row has one
@@ -213,6 +216,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         full = FullKL(self.model, self.ref_model, self.temperature) if args.needs_full_kl else None
         self.kl = KLControl(args, self.accelerator, full)
         self.critic = Critic(self) if args.uses_critic else None
+        self.loss_terms = {name: loss_terms.load(name) for name in args.terms}
+        self.term_needs = frozenset(args.term_needs())
         adaptive = self.kl if self.kl.is_adaptive else None
         parts = (self.replay, self.further_prompts, adaptive, self.critic, self.zero_variance_streak)
         self.resumed = [part for part in parts if part is not None]
@@ -402,6 +407,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                     self._log_metrics(rollout.metrics)
                     if self.args.shapes_advantages:
                         self._log_metrics(apply_token_credit(self, rollout))
+                    warn_of_streak(self, rollout)
                 self.recorder.add_credit(recorded, rollout, advantages, rollout.batch["advantages"])
             self.recorder.write(rollout, recorded)
             return split_perturbed_pixels(rollout.batch)
@@ -451,7 +457,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         batch = self._micro_batch
         want = Want(
             entropies,
-            hidden=trains and self.kl.full is not None,
+            hidden=trains and (self.kl.full is not None or "hidden" in self.term_needs),
             values=self.critic.head if trains and self.critic is not None else None,
             router_loss=router_loss,
             tokens=self.passes.skipping.loss_mask(batch) if trains else None,

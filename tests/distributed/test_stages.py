@@ -69,7 +69,7 @@ def run(name, model_folder, question_file, output, rows_per_process, checkpoint=
         options["gradient_accumulation_steps"], rows_per_process = rows_per_process // 2, 4
     options = config(output / name.replace(" ", "_"), per_device_train_batch_size=rows_per_process, **options)
     rows = prompts(question_file)
-    if name == "regions, similarity and views":
+    if name in ("regions, similarity and views", "a teacher"):
         boxes = [[0.0, 0.0, 1.0, 0.25 * (1 + row % 3)] if row % 4 else None for row in range(len(rows))]
         rows = rows.add_column("bbox", boxes)
     elif name == "remax, rows without images":  # two rows a step, one on each process

@@ -149,12 +149,13 @@ def test_training_with_everything(installed, model_folder, question_files, tmp_p
         "--perturbation mirror --max_steps 1 --max_completion_length 6 --num_generations 4 --eval_strategy no "
         "--per_device_train_batch_size 8 --logging_steps 1 --save_strategy no --report_to none --use_cpu --bf16 false "
         f"--output_dir {tmp_path / 'out'} --rollout_log_steps 0 --temperature 1.5 --reward_funcs brevity "
-        '--reward_function_kwargs {"brevity_words":1}'
+        '--reward_function_kwargs {"brevity_words":1} --loss_terms image_gain'
     )
     assert main(["train", *flags.split()]) == 0
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     logged = next(entry for entry in state["log_history"] if "signals/doubtful_looks" in entry)
     assert logged["signals/doubtful_looks"] > 0
+    assert math.isfinite(logged["image_gain"])
     assert logged["signals/dependency"] >= 0
     assert logged["credit/focus/weight_max"] == pytest.approx(4)
     assert logged["scaling_factor_mean"] == pytest.approx(1, abs=1e-5)

@@ -4,10 +4,14 @@ import itertools
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from PIL import Image
 
 from vgr_trl import registries
 from vgr_trl.config import PERTURBATIONS, REMOVE_IMAGE
+from vgr_trl.data.checked_rows import prepare_rows
+from vgr_trl.data.images import ImageLimits
+from vgr_trl.errors import DataError
 from vgr_trl.signals.perturbation import (
     add_gaussian_noise,
     blacken_patches,
@@ -17,6 +21,7 @@ from vgr_trl.signals.perturbation import (
     diffusion_signal,
     mask_image,
     perturb_images,
+    show_view,
     shuffle_patches,
 )
 
@@ -132,3 +137,42 @@ def test_a_quarter_of_the_area_is_shown_twice_as_large():
         assert (after[::2, ::2] == after[1::2, 1::2]).all()
     assert len({after.tobytes() for after in found}) > 3
     assert crop_image(image, share=1.0, seed=0).tobytes() == image.tobytes()
+
+
+def test_views_of_a_row_by_hand():
+    """A box of 8 x 4 pixels at (8, 4) of 40 x 20 has a margin of 2; with another box, at the edge, one around both."""
+    image = draw("RGB", (40, 20))
+    boxes = [[0.2, 0.2, 0.4, 0.4]], [[0.2, 0.2, 0.4, 0.4], [0.9, 0.5, 1.0, 1.0]]
+    (one,), (both,) = (
+        show_view([image], {"bbox": box}, "crop_to_box", {"crop_margin": margin}, seed=0)
+        for box, margin in zip(boxes, (0.25, 0.0), strict=True)
+    )
+    assert (one.tobytes(), both.tobytes()) == (
+        image.crop((6, 2, 18, 10)).tobytes(),
+        image.crop((8, 4, 40, 20)).tobytes(),
+    )
+    (small,) = show_view([image], {"bbox": boxes[0]}, "crop_to_box", {"crop_margin": 0.0, "crop_pixels": 8}, seed=0)
+    assert small.size == (4, 2)
+    seen = show_view([image], {"teacher_images": [one, image]}, "teacher_images", {}, seed=0)
+    assert [each.size for each in seen] == [one.size, image.size]
+    undefined = [({"bbox": None}, "crop_to_box"), ({}, "teacher_images"), ({"teacher_images": []}, "teacher_images")]
+    assert [show_view([image], row, view, {}, seed=0) for row, view in undefined] == [None] * 3
+    assert show_view([image] * 2, {"bbox": boxes[0]}, "crop_to_box", {}, seed=0) is None
+    with pytest.raises(DataError):
+        show_view([image], {"teacher_images": "/etc/passwd"}, "teacher_images", {}, seed=0)
+
+
+def test_images_of_a_teacher_come_from_the_data(tmp_path):
+    """In full size, where the policy's are shrunk, and from the folder of the data alone."""
+    for name in ("own.png", "other.png"):
+        draw("RGB", (40, 20)).save(tmp_path / name)
+    rows = [{"problem": "?", "solution": "x", "image": "own.png", "teacher_images": ["other.png", "own.png"]}] * 2
+    limits = {"images": ImageLimits(max_pixels=200), "full_images": True}
+    ready, _ = prepare_rows(Dataset.from_list(rows), root=tmp_path, **limits)
+    row = ready[0]
+    assert row["image"].size == (20, 10)
+    for view, count in (("sharper", 1), ("teacher_images", 2)):
+        assert [image.size for image in show_view([row["image"]], row, view, {}, seed=0)] == [(40, 20)] * count
+    hostile = Dataset.from_list([{**rows[0], "teacher_images": ["../other.png"]}])
+    with pytest.raises(DataError, match="is outside"):
+        prepare_rows(hostile, root=tmp_path, **limits)[0][0]

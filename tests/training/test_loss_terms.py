@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.trainers import begin, scored_passes
 
+from vgr_trl.errors import DataError
 from vgr_trl.loss import average_as_loss
 from vgr_trl.rows import valid_tokens
 
@@ -92,3 +93,33 @@ def test_gradients_of_the_entropy_penalty_and_of_the_perception_loss_through_bot
     # d/dlogp of -(w (e^d - d - 1)) / M with d = perturbed - original, by hand; of -0.3 logp, -0.2 logp, -0.1 perturbed
     assert torch.allclose(logps.grad[mask], (slope - 0.3 - 0.2) / tokens, atol=1e-8)
     assert torch.allclose(perturbed.grad[mask], -(slope + 0.1) / tokens, atol=1e-8)
+
+
+def test_a_term_of_ones_own_gets_hidden_states_and_both_images_and_its_gradient_is_by_hand(make, tmp_path):
+    """0.5 (log p − log p')², and the mean of the squared states: d/dlogp = log p − log p', divided by the tokens."""
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass, field\n"
+        "from vgr_trl.registries import declares\n"
+        "@dataclass\nclass Options:\n    weight: float = field(default=1.0, metadata={'help': 'A weight.'})\n"
+        "@declares(needs=('perturbed', 'hidden'), options=Options)\n"
+        "def squares(passed, options):\n"
+        "    assert passed.hidden.shape[:2] == passed.mask.shape and passed.hidden.requires_grad\n"
+        "    passed.log('apart', passed.logps)\n"
+        "    return options.weight * (passed.logps - passed.perturbed_logps).square()\n"
+        "def wrong(passed, options):\n    return passed.logps.sum()\n"
+    )
+    options = {"loss_terms": [f"{tmp_path}/mine.py:squares"], "plugin_options": {"weight": 0.5}}
+    trainer = make(**options)
+    (inputs, _) = micro_batches(trainer)
+    inputs["advantages"] = torch.zeros_like(inputs["advantages"])
+    with scored_passes(trainer) as scored:
+        trainer._compute_loss(trainer.model, inputs).backward()
+    logps, perturbed = scored
+    mask, difference = valid_tokens(inputs).bool(), (logps - perturbed).detach()
+    expected = difference[mask] / inputs["num_items_in_batch"].item()
+    assert torch.allclose(logps.grad[mask], expected, atol=1e-8)
+    assert torch.allclose(perturbed.grad[mask], -expected, atol=1e-8)
+    assert trainer._metrics["train"]["apart"][-1] == pytest.approx(logps[mask].mean().item(), rel=1e-5)
+    trainer = make(loss_terms=[f"{tmp_path}/mine.py:wrong"])
+    with pytest.raises(DataError):
+        trainer.train()

@@ -1,12 +1,15 @@
 """Views of images and rows, the dependency and the shift of distributions, against plain forward passes."""
 
 from copy import copy
+from functools import partial
 
 import pytest
 import torch
+from peft import LoraConfig
 from support.trainers import logged, tiny_model
 
 from vgr_trl import registries
+from vgr_trl.errors import ConfigError
 from vgr_trl.signals.named import columns_to_signals, signals_to_columns
 from vgr_trl.signals.ratios import jensen_shannon
 from vgr_trl.views.perturbed_pass import score_perturbed
@@ -168,13 +171,81 @@ def test_a_teacher_with_more_image_tokens(share, closer, vision_trainer, model_f
         teacher_view="closer", credit_rules=["rlsd", "distil"], share_prompts=share, perturbation="gaussian_blur",
         signals=["stability"], further_perturbations=["mask_image"], shuffle_dataset=False,
     )  # fmt: skip
-    passes = noted_passes(run, monkeypatch)
+    passes, computed = noted_passes(run, monkeypatch), {"tokens": 0, "patches": 0}
+
+    def count(name, layer, args, kwargs):
+        hidden = args[0] if args else kwargs["hidden_states"]
+        computed[name] += (
+            len(passes) == 3 and hidden.shape[:-1].numel()
+        )  # the policy's and that of perturbations before
+
+    parts = {"tokens": run.model.model.language_model.layers[0], "patches": run.model.model.visual.blocks[0]}
+    for name, layer in parts.items():
+        layer.register_forward_pre_hook(partial(count, name), with_kwargs=True)
+    monkeypatch.setattr("vgr_trl.trainer.record_noise", lambda *given: passes.append(None))  # after the views
     rollout = rollout_of(run, monkeypatch)
+    passes.pop()
     signals, valid = rollout.signals, rollout.signals.mask.bool()
+    inputs, patches = passes[-1], passes[-1]["image_grid_thw"].prod(-1)
+    length, width = inputs["logits_to_keep"], inputs["input_ids"].size(1)
+    limit = 2 * (width - length) + 8 * length if share == "on" else 8 * width
+    assert 0 < computed["tokens"] <= 1.1 * limit
+    assert computed["patches"] == patches.sum() / (4 if share == "on" else 1)  # each prompt's once
     expected = asked_with_images(run, rollout, closer)
     seen = signals.views["teacher"]
     assert expected.isnan().any(1).tolist() == [False] * 4 + [True] * 4
     assert torch.allclose(seen.double()[valid], expected[valid], atol=1e-6, equal_nan=True)
     assert (seen - signals.logps)[:4][valid[:4]].abs().max() > 1e-4
-    assert passes[-1]["num_images"] == [2] * 4 + [1] * 4
+    assert inputs["num_images"] == [2] * 4 + [1] * 4
     assert set(rollout.teacher_images) == set(range(4))
+
+
+@pytest.mark.parametrize(("rule", "moves"), [("distil", True), ("rlsd", False)])
+def test_what_a_teacher_adds_trains_groups_without_variance(rule, moves, closer, vision_trainer, model_folder, caplog):
+    """Each step counts as one with a gradient, where the rule adds one."""
+    run = vision_trainer(
+        lambda completions, **columns: [1.0] * len(completions), rows=with_boxes(vision_trainer.rows), max_steps=5,
+        teacher_view="closer", credit_rules=[rule], max_completion_length=2,
+    )  # fmt: skip
+    run.train()
+    assert any("No group has had a gradient" in record.message for record in caplog.records) != moves
+    before = dict(tiny_model(model_folder).named_parameters())
+    assert any(not torch.equal(value, before[name]) for name, value in run.model.named_parameters()) == moves
+    assert set(logged(run, "frac_reward_zero_std")) == {1.0}
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_the_reference_teaches(adapts, closer, vision_trainer, model_folder, monkeypatch):
+    """Its weights stay the initial ones while the policy's move."""
+    seen, model = [], tiny_model(model_folder).double()
+    model.config._name_or_path = str(model_folder)
+    run = vision_trainer(
+        rows=with_boxes(vision_trainer.rows), model=model, max_steps=2, learning_rate=0.1, teacher_view="closer",
+        teacher_weights="reference", peft_config=LoraConfig(target_modules=["q_proj"]) if adapts else None,
+    )  # fmt: skip
+
+    def measured(trainer, rollout):
+        score_perturbed(trainer, rollout)
+        seen.append(copy(rollout))
+
+    monkeypatch.setattr("vgr_trl.trainer.score_perturbed", measured)
+    run.train()
+    run.model = tiny_model(model_folder).double()
+    for rollout in seen:
+        expected, valid = asked_with_images(run, rollout, closer), rollout.signals.mask.bool()
+        teacher = rollout.signals.views["teacher"].double()
+        assert torch.allclose(teacher[valid], expected[valid], atol=1e-5, equal_nan=True)
+    assert "ref_per_token_logps" not in seen[0].batch
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({"credit_rules": ["rlsd"]}, "teacher_view"),
+        ({"teacher_view": "crop_to_box"}, "bbox"),
+        ({"teacher_view": "teacher_images"}, "teacher_images"),
+    ],
+)
+def test_a_teacher_without_a_view(options, needed, vision_trainer):
+    with pytest.raises(ConfigError, match=needed):
+        vision_trainer(**options)

@@ -187,6 +187,7 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
         on_skipped=lambda row: report_skipped([row] if is_main else [], skipped_file, "a"),
         processor=processor,
         boxes=reads_boxes(config, reward_funcs),
+        full_images="sharper" in config.row_views.values(),
     )
     order = config.seed if config.shuffle_dataset else None
     rows, skipped = load(data, data.dataset_train_split, limit=data.max_train_rows, shuffle_seed=order)

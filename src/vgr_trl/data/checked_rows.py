@@ -27,8 +27,10 @@ from xxhash import xxh3_128_digest
 from vgr_trl.atomic_files import write_atomic
 from vgr_trl.data.images import (
     FOLDER,
+    FULL_IMAGES,
     MEDIA,
     PLACE,
+    TEACHER_IMAGES,
     ImageLimits,
     folder_of,
     frames_of,
@@ -36,6 +38,7 @@ from vgr_trl.data.images import (
     images_of,
     open_image,
     refuse_bad_boxes,
+    teacher_images_of,
     videos_of,
 )
 from vgr_trl.data.prompts import SIZES, SYSTEM_PROMPT, PromptLengths, PromptTemplate, placed, refuse_special_tokens
@@ -86,6 +89,7 @@ class RowOptions:
         images: limits to which images are resized.
         boxes: whether the run reads boxes, so that rows with one image and a bad box are skipped.
         decodes: whether to decode every image during the check, to find damage that headers do not show.
+        full_images: whether rows also get their images without the limits, in the column `full_images`.
     """
 
     root: Path = Path()
@@ -97,6 +101,7 @@ class RowOptions:
     images: ImageLimits = field(default_factory=ImageLimits)
     boxes: bool = False
     decodes: bool = False
+    full_images: bool = False
 
 
 def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
@@ -146,7 +151,8 @@ def ready_row(row: Mapping[str, Any], options: RowOptions, column: str = "images
         raise DataError(found[REASON])
     ready = {name: value for name, value in row.items() if name not in OWN_COLUMNS}
     ready |= {name: found[name] for name in ("choices", "solution") if found[name] is not None or name in row}
-    return ready | {"prompt": found["prompt"], column: decoded_images(row, options, column)}
+    shown = {column: decoded_images(row, options, column)} | teacher_columns(row, options)
+    return ready | {"prompt": found["prompt"]} | shown
 
 
 def decoded_images(row: Mapping[str, Any], options: RowOptions, column: str = "images") -> Any:
@@ -160,6 +166,14 @@ def decoded_images(row: Mapping[str, Any], options: RowOptions, column: str = "i
     images = [open_image(value, folder_of(row, options.root)) for value in images_of(row)]
     shown = list(map(options.images.fitted, [*images, *_frames(row, options)]))
     return shown if column == "images" else shown[0] if shown else None
+
+
+def teacher_columns(row: Mapping[str, Any], options: RowOptions) -> dict[str, list[Any]]:
+    """Return the columns of decoded images for a teacher alone, in full size, that the data or the run have."""
+    sources = {TEACHER_IMAGES: teacher_images_of(row)} if TEACHER_IMAGES in row else {}
+    sources |= {FULL_IMAGES: images_of(row)} if options.full_images else {}
+    folder = folder_of(row, options.root)
+    return {name: [open_image(value, folder) for value in values] for name, values in sources.items()}
 
 
 def _frames(row: Mapping[str, Any], options: RowOptions) -> list[Any]:
@@ -352,8 +366,10 @@ class ShowRows:
         """Return the columns of a batch."""
         ready = {name: values for name, values in batch.items() if name not in OWN_COLUMNS}
         if {*MEDIA} & batch.keys():
-            rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+            rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
             ready[self.column] = [decoded_images(row, self.rules, self.column) for row in rows]
+            further = [teacher_columns(row, self.rules) for row in rows]
+            ready |= {name: [each[name] for each in further] for name in further[0]}
         return ready
 
 

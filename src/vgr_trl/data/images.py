@@ -24,6 +24,8 @@ IMAGE_COLUMNS, VIDEO_COLUMNS = ("image", "images"), ("video", "videos")
 NUMBERED_IMAGES = tuple(f"image_{number}" for number in range(1, 8))  # of MMMU-Pro
 FURTHER_IMAGES = tuple(f"image{number}" for number in range(2, 8))  # behind `image`
 MEDIA = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *FURTHER_IMAGES, *VIDEO_COLUMNS)
+TEACHER_IMAGES = "teacher_images"  # column of images that a teacher sees in place of the policy's
+FULL_IMAGES = "full_images"  # column of a row's images before `max_pixels` and other limits
 FOLDER = "__folder__"  # column: the folder that a row's relative paths start from, where files lie in several
 PLACE = "__place__"  # column: the number of a row in the user's data
 
@@ -56,6 +58,11 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
     numbered = [row[name] for name in NUMBERED_IMAGES if row.get(name) is not None]
     further = [row[name] for name in FURTHER_IMAGES if row.get(name) is not None]
     return numbered or [*_listed(row, "images", "image"), *further]
+
+
+def teacher_images_of(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images of a row for a teacher, decoded or not, in order."""
+    return _listed(row, TEACHER_IMAGES)
 
 
 def videos_of(row: Mapping[str, Any]) -> list[Any]:

@@ -17,7 +17,10 @@ from vgr_trl.rows import valid_tokens
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
 
-_VALID_MEANS = ("entropy_penalty", "perception_loss", "perturbed_entropy", "kl")
+_VALID_MEANS = (
+    "entropy_penalty", "perception_loss", "perturbed_entropy", "kl", "teacher_divergence", "gated_distillation",
+    "teacher_gate",
+)  # fmt: skip
 _PHI = "vespo/phi_seq_mean"
 _RATIO_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 

@@ -237,9 +237,16 @@ def unlogged(trainer: GRPOTrainer) -> Iterator[None]:
 # Attributes that TRL's constructor and generation read, overridden by options of this library.
 
 
-def enable_reference_model(owner: Any, args: DAPOConfig) -> AbstractContextManager[None]:
-    """Set beta to 1 in this block if a KL term needs the reference model, so that TRL builds and scores it."""
-    return patched_attribute(owner, "beta", 1.0 if args.kl_coef > 0 else owner.beta)
+def enable_reference_model(owner: Any, args: DAPOConfig, *, teaches: bool = False) -> AbstractContextManager[None]:
+    """Set beta to 1 in this block if the reference model is needed, so that TRL builds and scores it.
+
+    Args:
+        owner: of the attribute `beta`.
+        args: options of the run.
+        teaches: whether a teacher needs it too, or a KL term alone.
+    """
+    needed = args.kl_coef > 0 or (teaches and args.teacher_view is not None and args.teacher_weights == "reference")
+    return patched_attribute(owner, "beta", 1.0 if needed else owner.beta)
 
 
 @contextmanager

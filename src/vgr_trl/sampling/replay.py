@@ -345,7 +345,7 @@ class Replay(ReplayBuffer, SavedState):
             "kl_coef": args.kl_coef > 0,
             "kl_penalty full": args.has_kl_loss and args.kl_penalty == "full",
             "use_vllm": args.use_vllm and args.vllm_importance_sampling_correction,
-            "perception_loss_weight or der_loss_weight2": args.uses_perception_loss,
+            "a loss term on perturbed images": args.needs_perturbed,
         }
         rules = [short_name(rule) for rule in active_rules(args)]
         return [*(name for name, is_on in options.items() if is_on), *measurement.needed, *measurement.views, *rules]

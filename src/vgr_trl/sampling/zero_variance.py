@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from vgr_trl.advantages import estimate_advantages, group_spread
 from vgr_trl.checkpoints import SavedState
-from vgr_trl.credit import masked_mean
+from vgr_trl.credit import masked_mean, per_token
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.data.images import images_of
@@ -40,10 +40,7 @@ def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, fl
     selection, rounds = find_zero_variance(trainer, rollout), [rollout]
     if trainer.further_prompts is not None:
         chosen, metrics = resample(trainer, rounds)
-    trained = len(selection.kept) + len(chosen)
-    sentence = trainer.zero_variance_streak.end_rollout(trained)
-    if sentence is not None and trainer.accelerator.is_main_process:
-        logger.warning(sentence)
+    selection.trained = trained = len(selection.kept) + len(chosen)
     if not args.selects_groups:
         rollout.with_gradient = selection.rows_with_gradient()
         return {}
@@ -73,6 +70,20 @@ def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, fl
     advantages = rollout.batch["advantages"]
     rollout.batch = {**rollout.batch, "advantages": advantages * rollout.with_gradient.to(advantages.device)}
     return metrics
+
+
+def warn_of_streak(trainer: ConstructedTrainer, rollout: Rollout) -> None:
+    """Count a rollout with its credit, which may add to groups without variance; warn at the end of a streak."""
+    advantages, trained = rollout.batch["advantages"], rollout.selection.trained
+    if trainer.args.shapes_tokens:
+        added = per_token(advantages).abs().amax(1) > trainer.args.replay_var_epsilon  # (N,)
+        added &= ~rollout.with_gradient.to(added.device)
+        trained += int(trainer.accelerator.gather(added).sum())
+    if trainer.term_needs & {"teacher", "teacher_top"}:  # a teacher trains all groups
+        trained += len(rollout.selection.dropped)
+    sentence = trainer.zero_variance_streak.end_rollout(trained)
+    if sentence is not None and trainer.accelerator.is_main_process:
+        logger.warning(sentence)
 
 
 def resample(trainer: ConstructedTrainer, rounds: list[Rollout]) -> tuple[Chosen, dict[str, float]]:
@@ -295,7 +306,7 @@ class ZeroVarianceStreak(SavedState):
         """Count a rollout; return a warning when the streak reaches 5 steps, once per streak.
 
         Args:
-            kept: generated groups with a gradient, further prompts included.
+            kept: generated groups with a gradient, further prompts included, and completions that credit adds to.
         """
         before, self._steps = self._steps, 0 if kept else self._steps + self.steps_per_rollout
         if not before < LONGEST_STREAK <= self._steps:

@@ -15,9 +15,9 @@ from PIL import Image, ImageFilter
 
 from vgr_trl import registries
 from vgr_trl.config import PERTURBATIONS
-from vgr_trl.data.images import DEEP_MODES, ImageLimits, boxes_of
+from vgr_trl.data.images import DEEP_MODES, FULL_IMAGES, TEACHER_IMAGES, ImageLimits, boxes_of
 from vgr_trl.errors import DataError
-from vgr_trl.options import check_options, option
+from vgr_trl.options import Checked, option
 from vgr_trl.registries import declares
 
 
@@ -236,14 +236,11 @@ def derive_seed(seed: int, step: int, index: int, image: int = 0) -> int:
 
 
 @dataclass
-class CropOptions:
+class CropOptions(Checked):
     """Options of the view `crop_to_box`."""
 
     crop_margin: float = option(0.1, "Margin of crop_to_box, as a share of the longer side of the boxes.", ge=0)
     crop_pixels: int | None = option(None, "Area to which crop_to_box shrinks larger crops, in pixels.", ge=1)
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @registries.views.register("crop_to_box")
@@ -271,10 +268,6 @@ def crop_to_box(
     first = np.floor((low - margin).clip(0, size - 1).round(6)).astype(int)
     last = np.ceil((high + margin).clip(first + 1, size).round(6)).astype(int)
     return [ImageLimits(max_pixels=crop_pixels).fitted(images[0].crop((*first.tolist(), *last.tolist())))]
-
-
-TEACHER_IMAGES = "teacher_images"  # column of images that the teacher sees in place of the policy's
-FULL_IMAGES = "full_images"  # column of images before `max_pixels` and other limits
 
 
 def _read_column(row: Mapping[str, Any], name: str) -> list[Image.Image] | None:

@@ -365,6 +365,29 @@ class Head:
 
         return self._measure_by_position(measure, mask, hidden, others, passes=2)
 
+    @torch.no_grad()
+    def top(self, hidden: Tensor, mask: Tensor, count: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of the most probable tokens at every position, and these tokens.
+
+        Args:
+            hidden: (N, T, D), of the positions that emit the tokens.
+            mask: (N, T) bool.
+            count: tokens of a position, K; 0, or more than there are: all.
+            temperature: logits are divided by it.
+
+        Returns:
+            (N, K + 1, T) float32, the last of all other tokens together (K if there are none), and (N, K, T) int32; 0
+            where `mask` is False.
+        """
+        count = min(count or self.vocabulary, self.vocabulary)
+        logps = torch.zeros(*mask.shape, count + (count < self.vocabulary), device=hidden.device)
+        ids = torch.zeros(*mask.shape, count, dtype=torch.int32, device=hidden.device)
+        states = hidden[mask].split(self.positions_at_a_time(hidden.device))
+        parts = [_top_tokens(self.logits(each).float() / temperature, count) for each in states if len(each)]
+        if parts:
+            logps[mask], ids[mask] = (torch.cat(each) for each in zip(*parts, strict=True))
+        return logps.transpose(1, 2).contiguous(), ids.transpose(1, 2).contiguous()
+
     def positions_at_a_time(self, device: torch.device, passes: int = 1) -> int:
         """Return the number of positions whose logits, of so many passes, fit into memory at once."""
         return max(LOGITS_AT_A_TIME.get(device.type, LOGITS_AT_A_TIME["cpu"]) // (passes * self.vocabulary), 1)
@@ -380,6 +403,22 @@ class Head:
             parts = zip(*(values[mask].split(count) for values in of_tokens), strict=True)
             found[:, mask] = torch.cat([measure(*part) for part in parts], dim=1)
         return found[0], found[1]
+
+
+def _top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    logps = logits.log_softmax(-1)
+    top, ids = logps.topk(count)
+    return (top if count == logps.size(-1) else torch.cat([top, rest_of(logps, ids)], -1)), ids.int()
+
+
+def rest_of(logps: Tensor, ids: Tensor) -> Tensor:
+    """Return the log-probability (…, 1) of all tokens but some together.
+
+    Args:
+        logps: (…, vocabulary).
+        ids: (…, K), tokens that are left out.
+    """
+    return logps.scatter(-1, ids.long(), -torch.inf).logsumexp(-1, keepdim=True)
 
 
 @contextmanager

@@ -11,10 +11,17 @@ from transformers.utils import logging
 
 from vgr_trl.credit import builtin_rules
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.images import BOX_COLUMNS
+from vgr_trl.data.images import BOX_COLUMNS, TEACHER_IMAGES
 from vgr_trl.errors import ConfigError
 from vgr_trl.passes.micro_batches import RowsPerPass, describe_spread_groups
-from vgr_trl.registries import BLIND_ANSWERS, LOGPS_PREFIX, find_measurements, is_measured_after_rewards, needed_signals
+from vgr_trl.registries import (
+    BLIND_ANSWERS,
+    LOGPS_PREFIX,
+    TERM_NEEDS,
+    find_measurements,
+    is_measured_after_rewards,
+    needed_signals,
+)
 from vgr_trl.rollout import ConstructedTrainer, Measurement
 from vgr_trl.run_facts import Features, RunFacts
 from vgr_trl.sharing.exactness import why_not_share, why_padding_counts
@@ -34,7 +41,6 @@ from vgr_trl.sharing.prefix_forward import why_not_pack
 from vgr_trl.sharing.report import Feature
 from vgr_trl.sharing.shared_generate import why_not_static
 from vgr_trl.signals.named import PER_IMAGE, named_signals, needed_signal_columns
-from vgr_trl.signals.perturbation import TEACHER_IMAGES
 from vgr_trl.signals.probe import (
     count_attention_layers,
     decoder_layers,
@@ -213,10 +219,7 @@ def find_every_token_option(args: DAPOConfig) -> str | None:
         "entropy_coef": args.entropy_coef != 0,
         "use_adaptive_entropy": args.use_adaptive_entropy,
         "top_entropy_quantile": args.top_entropy_quantile < 1,
-        "use_entropy_penalty": args.use_entropy_penalty,
-        "perception_loss_weight": args.perception_loss_weight > 0,
-        "der_loss_weight1": args.der_loss_weight1 > 0,
-        "der_loss_weight2": args.der_loss_weight2 > 0,
+        **{f"the loss term {name}": True for name in args.terms},
         "kl_coef": args.has_kl_loss,
         "advantage_estimator": args.uses_critic,
     }
@@ -376,13 +379,14 @@ def find_needed_measurements(facts: RunFacts) -> dict[str, str]:
         ("logps", "kl_coef", args.penalises_kl),
         ("logps", "replay_buffer_size", args.replay_buffer_size > 0),
         ("values" if args.critic == "head" else "critic", "advantage_estimator gae", args.uses_critic),
-        ("perception", "perception_loss_weight", args.perception_loss_weight > 0),
-        ("perception", "der_loss_weight2", args.der_loss_weight2 > 0),
         ("logps", "teacher_view", args.teacher_view is not None),
         ("views", "teacher_view", args.teacher_view is not None),
     ):
         if is_on:
             needed.setdefault(need, option)
+    for term_need, term in args.term_needs().items():
+        if (measurement := TERM_NEEDS[term_need]) is not None:
+            needed.setdefault(measurement, term)
     return needed
 
 

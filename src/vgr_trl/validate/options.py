@@ -126,6 +126,7 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
     if unknown := [name for name in of_transformers if not hasattr(GenerationConfig(), name)]:
         raise ConfigError(f"generation_kwargs has {', '.join(unknown)}, which GenerationConfig of transformers lacks.")
     whole = dict.fromkeys(args.readers().get("shift", ()), True)
+    whole |= {term: need == "teacher_top" for need, term in args.term_needs().items()}
     whole |= {"kl_penalty is full": args.needs_full_kl, "critic is model": args.uses_critic and args.critic == "model"}
     for option, is_on in whole.items():
         if facts.is_sharded and is_on:

@@ -1,15 +1,19 @@
 """Perturb, replace or drop the images of conversations and tool turns, and score or generate under such views."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from PIL import Image
+from torch import nn
+from trl.trainer.utils import use_adapter
 
 from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.errors import DataError
+from vgr_trl.metrics.step_metrics import Totals
 from vgr_trl.passes.run_pass import Purpose
 from vgr_trl.patches.trl import process_with_options
 from vgr_trl.pixels import image_tensors, joined
@@ -159,9 +163,14 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     chunks = [every[start : start + size] for start in every[::size]]
     if measurement.views:
         _score_perturbations(trainer, rollout, signals, chunks)
+    totals = Totals()
     for name, view in measurement.row_views.items():
-        signals.views[name] = _score_row_view(trainer, rollout, name, view, chunks)
-    rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, trainer.accelerator.gather)
+        signals.views[name] = seen = _score_row_view(trainer, rollout, name, view, chunks)
+        known = signals.mask.bool() & ~seen.isnan()
+        totals.add_mean(f"views/{name}/gap", seen - signals.logps, known)
+        totals.add_mean(f"views/{name}/rows", known.any(1), signals.mask.any(1))
+    gather = trainer.accelerator.gather
+    rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, gather) | totals.metrics(gather)
 
 
 def _score_perturbations(
@@ -206,21 +215,46 @@ def _score_row_view(
 
     Args:
         trainer: scores the completions.
-        rollout: a scored rollout; of the view `teacher` it keeps the images.
+        rollout: a scored rollout; of the view `teacher` it keeps the images, and its batch what loss terms read.
         name: of the view among the signals.
         view: its plug-in.
         chunks: rows of each pass.
     """
-    found = []
+    found, tops, needs = [], [], trainer.term_needs if name == TEACHER else frozenset()
     for rows in chunks:
         images = _images_under(view, trainer, rollout, rows)
         inputs = inputs_with_images(trainer, rollout, rows, images)
-        logps = trainer.score(inputs, Want(), purpose=Purpose.VIEW).logps.float()
-        missing = torch.tensor([each is None for each in images], device=logps.device)
-        found.append(logps.masked_fill(missing.unsqueeze(1), torch.nan))
+        with _weights_of(name, trainer) as model:
+            scores = trainer.score(inputs, Want(hidden="teacher_top" in needs), model, purpose=Purpose.VIEW)
+            if scores.hidden is not None:
+                head, args = Head(causal_model(model)), trainer.args
+                tops.append(head.top(scores.hidden, scores.mask, args.teacher_top_k, args.temperature))
+        missing = torch.tensor([each is None for each in images], device=scores.logps.device)
+        found.append(scores.logps.float().masked_fill(missing.unsqueeze(1), torch.nan))
         if name == TEACHER:
             rollout.teacher_images |= {row: each for row, each in zip(rows, images, strict=True) if each is not None}
-    return torch.cat(found)
+    logps = torch.cat(found)
+    columns = {"teacher_logps": logps} if needs & {"teacher", "teacher_top"} else {}
+    if tops:
+        columns |= {
+            f"teacher_top_{part}": torch.cat(each)
+            for part, each in zip(("logps", "ids"), zip(*tops, strict=True), strict=True)
+        }
+    rollout.batch = rollout.batch | columns
+    return logps
+
+
+@contextmanager
+def _weights_of(name: str, trainer: ConstructedTrainer) -> Iterator[nn.Module]:
+    """Yield the model that scores a view: the policy, or its reference for a teacher with those weights."""
+    if name != TEACHER or trainer.args.teacher_weights == "policy":
+        yield trainer.model
+    elif trainer.ref_model is not None:
+        yield trainer.ref_model
+    else:
+        policy: Any = trainer.accelerator.unwrap_model(trainer.model)
+        with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):  # as TRL scores it
+            yield trainer.model
 
 
 def _images_under(

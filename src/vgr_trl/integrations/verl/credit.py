@@ -19,19 +19,19 @@ from torch import Tensor
 
 from vgr_trl.config import (
     PERTURBATION_CONFLICTS,
-    CreditOptions,
+    LossOptions,
     MeasureOptions,
-    PerturbationOptions,
     check_conflicts,
     used_by,
 )
 from vgr_trl.config_converters import EASYR1_KEYS
 from vgr_trl.credit import active_rules, given_weights, shape_advantages, token_weights
 from vgr_trl.errors import ConfigError, RewardError
-from vgr_trl.loss import entropy_penalty, perception_loss, surprisal
+from vgr_trl.loss import TermInputs
 from vgr_trl.metrics.step_metrics import Totals, add_weights
 from vgr_trl.options import FACTS, check_options, option, unused_options
 from vgr_trl.recipes import parse_yaml
+from vgr_trl.registries import loss_terms
 from vgr_trl.rewards.functions import (
     accuracy_reward,
     compute_hard_negative_rewards,
@@ -50,12 +50,12 @@ _UNSUPPORTED_OPTIONS = {
     "compute_attention_metrics", "attention_source", "attention_rows", "check_pixels", "perturbation",
     "further_perturbations", "dependency_over", "patch_size", "noise_std", "blur_radius", "diffusion_steps",
     "crop_share", "mask_value", "perturb_per", "signals", "hidden_similarity_layer", "hidden_similarity_over",
-    "teacher_view",
+    "loss_terms", "teacher_view",
 }  # fmt: skip
 
 
 @dataclass
-class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
+class SignalOptions(MeasureOptions, LossOptions):
     """Options of measurement and credit assignment, and of these integrations."""
 
     # fmt: off
@@ -138,8 +138,7 @@ def resolve_options(adv_estimator: str, given: Mapping[str, Any] | None, loss_mo
     if adv_estimator not in ESTIMATORS and (options.shapes_advantages or options.rewards_attention):
         names = ", ".join(ESTIMATORS)
         raise ConfigError(f"adv_estimator is {adv_estimator!r}, which does not read the options given: use {names}.")
-    terms = options.use_entropy_penalty or options.uses_perception_loss or options.der_loss_weight1 > 0
-    if terms and loss_mode not in (*LOSSES, None):
+    if options.terms and loss_mode not in (*LOSSES, None):
         names = ", ".join(LOSSES)
         raise ConfigError(f"loss_mode is {loss_mode!r}, which does not read the options given: use {names}.")
     if loss_mode == "vgr_papo" and not options.uses_perception_loss:
@@ -389,23 +388,8 @@ def compute_loss_terms(context: SignalContext, logps: Tensor, mask: Tensor) -> d
         logps: (N, T) with gradients.
         mask: (N, T).
     """
-    options, mask = context.options, mask.bool()
-    terms = {}
-    if options.use_entropy_penalty:
-        terms["entropy_penalty"] = entropy_penalty(logps, mask, options.entropy_penalty_coef)
-    if options.uses_perception_loss:
-        assert context.perturbed_logps is not None  # set by the actor
-        terms["perception_loss"] = perception_loss(
-            logps,
-            context.perturbed_logps,
-            mask,
-            coefficient=options.perception_loss_weight,
-            entropy_coefficient=options.der_loss_weight1,
-            perturbed_entropy_coefficient=options.der_loss_weight2,
-        )
-    elif options.der_loss_weight1 > 0:
-        terms["entropy_loss"] = options.der_loss_weight1 * surprisal(logps, mask)
-    return terms
+    passed = TermInputs(logps, mask.bool(), perturbed_logps=context.perturbed_logps)
+    return {name: loss_terms.load(name)(passed, context.options) for name in context.options.terms}
 
 
 REWARD_NAME, REWARD_TYPE = "vgr", "batch"  # read by EasyR1
