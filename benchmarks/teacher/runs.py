@@ -5,7 +5,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,22 +60,27 @@ PAPO = {
 }
 
 
-def taught(options: Mapping[str, Any], columns: Mapping[str, str] | None = None, **numbers: float) -> Method:
+def taught(
+    learns: str,
+    reward: float = 0.0,
+    columns: Mapping[str, str] | None = None,
+    weights: str = "reference",
+    **numbers: Any,
+) -> Method:
     """Return a method whose teacher sees the digit's part, or what `columns` put in its place.
 
     Args:
-        options: of the method.
+        learns: `teacher_divergence`, or the rule of credit.
+        reward: weight of the verified reward.
         columns: as `Method` has them; with `teacher_images` the teacher sees this image.
-        numbers: options of its plug-ins.
+        weights: of the teacher: those of the start, or the policy's.
+        numbers: options of the plug-ins.
     """
     columns = columns or {}
     view, margin = ("teacher_images", {}) if "teacher_images" in columns else ("crop_to_box", {"crop_margin": 0.0})
-    return Method({"teacher_view": view, "plugin_options": margin | numbers, **options}, columns)
-
-
-def distil(coefficient: float, reward: float, columns: Mapping[str, str] | None = None) -> Method:
-    """Return the rule `distil`, with a weight of the verified reward."""
-    return taught({"credit_rules": ["distil"], "reward_weights": [reward]}, columns, distil_coef=coefficient)
+    options = {"teacher_view": view, "teacher_weights": weights, "reward_weights": [reward]}
+    kind = "loss_terms" if learns == "teacher_divergence" else "credit_rules"
+    return Method({**options, kind: [learns], "plugin_options": margin | numbers}, columns)
 
 
 SWEEP = {
@@ -84,15 +89,19 @@ SWEEP = {
 }
 METHODS = {
     "plain": Method(),
+    "divergence": taught("teacher_divergence"),
+    "labels": Method(labels=True),
+    "divergence, reward": taught("teacher_divergence", 1.0),
+    "distil": taught("distil", 1.0, distil_coef=0.3),
+    "rlsd": taught("rlsd", 1.0),
+    "divergence, another part": taught("teacher_divergence", columns={"bbox": "elsewhere"}),
+    "divergence, same picture": taught("teacher_divergence", columns={"teacher_images": "image"}),
     "VPPO": Method(VPPO),
     "PAPO": Method(PAPO),
-    "rlsd": taught({"credit_rules": ["rlsd"]}),
-    "distil": distil(0.3, 1.0),
-    "distil, no reward": distil(1.0, 0.0),
-    "distil, another part": distil(0.3, 1.0, {"bbox": "elsewhere"}),
-    "distil, same picture": distil(0.3, 1.0, {"teacher_images": "image"}),
-    "distil, another digit": distil(0.3, 1.0, {"teacher_images": "alike"}),
-    "labels": Method(labels=True),
+    "distil, no reward": taught("distil"),
+    "divergence, another digit": taught("teacher_divergence", columns={"teacher_images": "alike"}),
+    "divergence, policy's weights": taught("teacher_divergence", weights="policy"),
+    "divergence, forward": taught("teacher_divergence", teacher_divergence_kind="forward"),
 }
 
 
@@ -142,7 +151,7 @@ class Start:
         torch.manual_seed(self.seed)
         course = Course(self)
         began, cpu = time.monotonic(), time.process_time()
-        with course.counting():
+        with course.counting(self.model):
             (self.supervise if method.labels else self.reinforce)(method, course)
         seconds, cpu = time.monotonic() - began, time.process_time() - cpu - course.cpu
         times = {"seconds": round(seconds, 1), "CPU seconds per step": round(cpu / self.settings.steps, 3)}
@@ -179,7 +188,8 @@ class Start:
         """Train by `DAPOTrainer`."""
         with tempfile.TemporaryDirectory() as folder:
             trainer = self.trainer(method, Path(folder), callbacks=[course])
-            trainer.train()
+            with course.counting(trainer.ref_model) if trainer.ref_model is not None else nullcontext():
+                trainer.train()
             if trainer.state.global_step < self.settings.steps:
                 raise InterruptedError(f"Training ended at step {trainer.state.global_step}: run it again.")
 
@@ -199,6 +209,8 @@ class Start:
             "compute_attention_metrics": False, "check_pixels": False, "report_to": "none", "save_strategy": "no",
             "disable_tqdm": True, "dataloader_pin_memory": False,
         }  # fmt: skip
+        self.model.save_pretrained(folder / "start")  # from which TRL loads the reference, as a teacher
+        self.model.config._name_or_path = str(folder / "start")
         trainer = DAPOTrainer(
             model=self.model,
             processing_class=self.processor,
@@ -237,9 +249,9 @@ class Course(TrainerCallback):
         self.measure(0)
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count the positions of the model's passes."""
-        hook = self.start.model.model.language_model.layers[0].register_forward_pre_hook(self.count, with_kwargs=True)
+    def counting(self, model: Any) -> Iterator[None]:
+        """Count the positions of a model's passes."""
+        hook = model.model.language_model.layers[0].register_forward_pre_hook(self.count, with_kwargs=True)
         self.counts = True
         try:
             yield
