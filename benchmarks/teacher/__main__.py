@@ -97,8 +97,8 @@ def table_row(name: str, lines: Sequence[Line]) -> str:
     gains = [run["accuracy"] - plain[seed]["accuracy"] for seed, run in sorted(runs.items()) if seed in plain]
     against = by_seed = ""
     if name != "plain" and gains:
-        low, high = interval(gains)
-        against = f"{statistics.mean(gains):+.3f} ({low:+.3f} to {high:+.3f})"
+        ends = " to ".join(f"{end:+.3f}" for end in interval(gains))
+        against = f"{statistics.mean(gains):+.3f}" + (f" ({ends})" if len(gains) >= 3 else "")
         by_seed = ", ".join(f"{gain:+.2f}" for gain in gains)
     equal = [accuracy_at(run["course"], plain[seed]["course"][-1][1]) for seed, run in runs.items() if seed in plain]
     reached = [value for value in equal if value is not None]
@@ -121,6 +121,18 @@ def table_row(name: str, lines: Sequence[Line]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def tuning(lines: Sequence[Line], settings: Settings) -> list[str]:
+    """Return the table of the options of plain training, or nothing before there is a run."""
+    heads = ["| learning rate, completions of a prompt | accuracy after each quarter | positions |", "|---|---:|---:|"]
+    about = f"On seed {TUNING}, which measures nothing else, for {settings.steps} steps of {settings.prompts} prompts:"
+    rows = [
+        f"| {line['method'].removeprefix('plain, ')} | {' '.join(f'{point[2]:.2f}' for point in line['course'])} "
+        f"| {line['course'][-1][1] / 1e6:.2f} M |"
+        for line in lines
+    ]
+    return ["## The options of plain training", "", about, "", *heads, *rows, ""] if rows else []
+
+
 def write(lines: Sequence[Line], settings: Settings) -> None:
     """Write the page."""
     machine = ", ".join(f"{name} {value}" for name, value in describe_machine(1).items())
@@ -140,25 +152,14 @@ def write(lines: Sequence[Line], settings: Settings) -> None:
         "Accuracy: of greedy answers to "
         f"{settings.test_rows} pictures of held-out digits, mean and standard deviation over seeds; its course begins "
         "with the start. Against plain: difference to plain training of the same seeds, with the 95 % interval of a "
-        "bootstrap over seeds. A position is a token of a row, padding included, in one forward pass of the language "
+        "bootstrap over seeds where there are three. A position is a token of a row, padding included, in one forward pass of the language "
         "model, generation and views included; in a pass with gradients it counts three times. At plain's positions: "
         "accuracy when as many positions were computed as plain training computes in all, between points of the course "
         "on a line; empty: the course ends before. Sampled: of answers sampled at temperature 1. Crop: of greedy "
         f"answers to the digit's part alone. Larger: on pictures of {LARGER} x {LARGER} pixels; noisier: with noise up "
         f"to {NOISIER} in place of {NOISE}; neither is ever trained.",
         "",
-        "## The options of plain training",
-        "",
-        f"On seed {TUNING}, which measures nothing else, for {settings.steps} steps of {settings.prompts} prompts:",
-        "",
-        "| learning rate, completions of a prompt | accuracy after each quarter | positions |",
-        "|---|---:|---:|",
-        *(
-            f"| {line['method'].removeprefix('plain, ')} | {' '.join(f'{point[2]:.2f}' for point in line['course'])} "
-            f"| {line['course'][-1][1] / 1e6:.2f} M |"
-            for line in tuned
-        ),
-        "",
+        *tuning(tuned, settings),
         "## What is trained",
         "",
         f"A picture of {SIDE} x {SIDE} pixels (64 image tokens) is noise up to {NOISE} with one real digit of "
