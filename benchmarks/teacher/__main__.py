@@ -1,0 +1,181 @@
+"""Runs of the teacher study that are missing; then their page.
+
+    PYTHONPATH=src:benchmarks python -m teacher --seeds 0 1 2 3 4
+
+A model of every seed is taught once and kept in `runs/teacher`; every method trains a copy of it. What
+`results/teacher.jsonl` holds is not run again. `--tune` runs the learning rates and group sizes of plain training on
+the seed that measures nothing else. `--write` makes `results/teacher.md` of what there is.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from machine import describe_machine
+from methods.seeds import interval
+
+from teacher.runs import LARGER, METHODS, NOISIER, SWEEP, TUNING, Method, Settings, Start
+from teacher.task import DIGIT, NOISE, SIDE
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(os.environ.get("RESULTS", ROOT / "benchmarks" / "results")) / "teacher"
+FINDINGS = Path(__file__).with_name("findings.md")
+Line = dict[str, Any]  # of `teacher.jsonl`: method, seed, settings, commit, and what `Start.run` returns
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--tune", action="store_true", help="choose the options of plain training")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after that")
+    parser.add_argument("--write", action="store_true", help="write the page of what there is, run nothing")
+    for part in fields(Settings):
+        parser.add_argument(f"--{part.name}", type=type(part.default), default=part.default)
+    flags = parser.parse_args(arguments)
+    settings = Settings(**{part.name: getattr(flags, part.name) for part in fields(Settings)})
+    ends = time.monotonic() + 60 * flags.minutes
+    if flags.tune and not flags.write:
+        run_missing([TUNING], SWEEP, settings, ends)
+    elif not flags.write:
+        run_missing(flags.seeds, {name: METHODS[name] for name in flags.methods}, settings, ends)
+    write(read(settings), settings)
+
+
+def run_missing(seeds: Sequence[int], methods: Mapping[str, Method], settings: Settings, ends: float) -> None:
+    """Run what is missing, and append each run to the results."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    for seed in seeds:
+        there = {line["method"] for line in read(settings) if line["seed"] == seed}
+        start = None
+        for name, method in methods.items():
+            if name in there or time.monotonic() > ends:
+                continue
+            start = start or Start(seed, settings, ROOT / "runs" / "teacher")
+            found = start.run(method)
+            line = {"method": name, "seed": seed, "settings": asdict(settings), "commit": commit.strip(), **found}
+            with RESULTS.with_suffix(".jsonl").open("a") as lines:
+                lines.write(json.dumps(line) + "\n")
+            print(name, seed, [point[2] for point in found["course"]], found["seconds"], flush=True)
+
+
+def read(settings: Settings) -> list[Line]:
+    """Return the runs of these settings."""
+    file = RESULTS.with_suffix(".jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [line for line in lines if line["settings"] == asdict(settings)]
+
+
+def accuracy_at(course: Sequence[Sequence[float]], positions: float) -> float | None:
+    """Return the accuracy of a course after so many positions, between points on a line; None: it ends before."""
+    for (_, before, low), (_, after, high) in pairwise(course):
+        if before <= positions <= after:
+            return low + (high - low) * (positions - before) / (after - before)
+    return None
+
+
+HEADS = (
+    "method", "seeds", "accuracy after each quarter", "accuracy", "against plain", "by seed", "at plain's positions",
+    "positions", "sampled", "crop", "larger", "noisier", "CPU seconds per step",
+)  # fmt: skip
+
+
+def table_row(name: str, lines: Sequence[Line]) -> str:
+    """Return the row of a method."""
+    plain = {line["seed"]: line for line in lines if line["method"] == "plain"}
+    runs = {line["seed"]: line for line in lines if line["method"] == name}
+    quarters = zip(*([point[2] for point in run["course"]] for run in runs.values()), strict=True)
+    gains = [run["accuracy"] - plain[seed]["accuracy"] for seed, run in sorted(runs.items()) if seed in plain]
+    against = by_seed = ""
+    if name != "plain" and gains:
+        ends = " to ".join(f"{end:+.3f}" for end in interval(gains))
+        against = f"{statistics.mean(gains):+.3f}" + (f" ({ends})" if len(gains) >= 3 else "")
+        by_seed = ", ".join(f"{gain:+.2f}" for gain in gains)
+    equal = [accuracy_at(run["course"], plain[seed]["course"][-1][1]) for seed, run in runs.items() if seed in plain]
+    reached = [value for value in equal if value is not None]
+
+    def mean(measure: str) -> str:
+        return f"{statistics.mean(run[measure] for run in runs.values()):.3f}"
+
+    spread = f" ± {statistics.stdev(run['accuracy'] for run in runs.values()):.3f}" if len(runs) > 1 else ""
+    cells = [
+        name,
+        str(len(runs)),
+        " ".join(f"{statistics.mean(values):.2f}" for values in quarters),
+        mean("accuracy") + spread,
+        against,
+        by_seed,
+        f"{statistics.mean(reached):.3f}" if len(reached) == len(runs) else "",
+        f"{statistics.mean(run['course'][-1][1] for run in runs.values()) / 1e6:.2f} M",
+        *map(mean, ("sampled", "crop", "larger", "noisier", "CPU seconds per step")),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def tuning(lines: Sequence[Line], settings: Settings) -> list[str]:
+    """Return the table of the options of plain training, or nothing before there is a run."""
+    heads = ["| learning rate, completions of a prompt | accuracy after each quarter | positions |", "|---|---:|---:|"]
+    about = f"On seed {TUNING}, which measures nothing else, for {settings.steps} steps of {settings.prompts} prompts:"
+    rows = [
+        f"| {line['method'].removeprefix('plain, ')} | {' '.join(f'{point[2]:.2f}' for point in line['course'])} "
+        f"| {line['course'][-1][1] / 1e6:.2f} M |"
+        for line in lines
+    ]
+    return ["## The options of plain training", "", about, "", *heads, *rows, ""] if rows else []
+
+
+def write(lines: Sequence[Line], settings: Settings) -> None:
+    """Write the page."""
+    machine = ", ".join(f"{name} {value}" for name, value in describe_machine(1).items())
+    commits = ", ".join(sorted({line["commit"] for line in lines}))
+    seconds = sum(line["seconds"] for line in lines)
+    measured = [line for line in lines if line["seed"] < TUNING]
+    tuned = [line for line in lines if line["seed"] >= TUNING]
+    page = [
+        "# A teacher that sees more",
+        "",
+        FINDINGS.read_text().strip(),
+        "",
+        "| " + " | ".join(HEADS) + " |",
+        "|---|" + "---:|" * (len(HEADS) - 1),
+        *(table_row(name, measured) for name in METHODS if any(line["method"] == name for line in measured)),
+        "",
+        "Accuracy: of greedy answers to "
+        f"{settings.test_rows} pictures of held-out digits, mean and standard deviation over seeds; its course begins "
+        "with the start. Against plain: difference to plain training of the same seeds, with the 95 % interval of a "
+        "bootstrap over seeds where there are three. A position is a token of a row, padding included, "
+        "in one forward pass of the language "
+        "model, generation and views included; in a pass with gradients it counts three times. At plain's positions: "
+        "accuracy when as many positions were computed as plain training computes in all, between points of the course "
+        "on a line; empty: the course ends before. Sampled: of answers sampled at temperature 1. Crop: of greedy "
+        f"answers to the digit's part alone. Larger: on pictures of {LARGER} x {LARGER} pixels; noisier: with noise up "
+        f"to {NOISIER} in place of {NOISE}; neither is ever trained.",
+        "",
+        *tuning(tuned, settings),
+        "## What is trained",
+        "",
+        f"A picture of {SIDE} x {SIDE} pixels (64 image tokens) is noise up to {NOISE} with one real digit of "
+        f"{DIGIT} x {DIGIT} pixels (4 image tokens) somewhere. The question is which digit is shown; an answer is "
+        "`<answer>7</answer>`. The model is a Qwen2.5-VL of 0.3 million parameters. Supervised, in "
+        f"{settings.reading_steps} steps of 64 it learns to read crops; one example in sixteen is a whole picture, "
+        "half of these with a digit at random, for the form of an answer. Then "
+        f"{settings.steps} steps of {settings.prompts} prompts x {settings.generations} completions by `DAPOTrainer`, "
+        f"learning rate {settings.learning_rate:g}, no picture twice.",
+        "",
+        f"Command: `PYTHONPATH=src:benchmarks python -m teacher`, at commit {commits}; {len(lines)} trainings of "
+        f"together {seconds:.0f} seconds, on shared cores. {machine}.",
+    ]
+    RESULTS.with_suffix(".md").write_text("\n".join(page).rstrip() + "\n")
+
+
+if __name__ == "__main__":
+    main()
