@@ -107,7 +107,7 @@ def test_micro_batches_of_one_completion_with_what_stock_trl_lacks(case, vision,
 
 def test_passes_are_shared_whatever_wrote_the_completions(vision, image_rows, tmp_path, monkeypatch):
     """vLLM's log-probabilities are corrected by those of a scoring pass, which shares prompts as any other does."""
-    in_place_of_vllm(monkeypatch, lengths=(4, 9))
+    in_place_of_vllm(monkeypatch, lengths=(4, 9), stock=True)
     stock, ours = stock_and_ours(vision, image_rows, options(tmp_path, use_vllm=True))
     assert_same_steps(vision[0], ours, stock)
     assert str(ours.features.share_generation) == "off (vLLM shares prompts itself)"

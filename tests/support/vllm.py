@@ -26,24 +26,27 @@ class NoVLLM:
 class Sampler(NoVLLM):
     """Notes what it is given, and draws completions, with log-probabilities that are not quite the model's."""
 
-    def __init__(self, calls, lengths, *args, processing_class, **kwargs):
+    def __init__(self, calls, lengths, stock, *args, processing_class, **kwargs):
         super().__init__()
-        self.calls, self.lengths, self.processor = calls, lengths, processing_class
+        self.calls, self.lengths, self.stock, self.processor = calls, lengths, stock, processing_class
         self.generator = torch.Generator().manual_seed(5)
 
     def generate(self, prompts, images, num_generations, profiler):
         self.calls.append((len(prompts), images, num_generations))
         lengths = torch.randint(*self.lengths, (len(prompts),), generator=self.generator).tolist()
         completions = [torch.randint(300, 310, (n,), generator=self.generator).tolist() for n in lengths]
-        read = prompts if images is None else expanded(self.processor, prompts, images)
+        read = prompts if images is None else expanded(self.processor, prompts, images, self.stock)
         return read, completions, [[[-2.5]] * len(tokens) for tokens in completions], None
 
 
-def expanded(processor, prompts, images):
-    """What vLLM reads: each placeholder becomes the tokens of its image."""
+def expanded(processor, prompts, images, stock=False):
+    """What vLLM reads: each placeholder becomes the tokens of its image; with `stock`, prompts may come expanded, as from TRL."""
     read = []
     for ids, of_row in zip(prompts, images, strict=True):
         shown, token = iter(of_row or ()), processor.image_token_id
+        if stock and ids.count(token) > len(of_row or ()):
+            read.append(ids)
+            continue
         written = [
             processor(text=[processor.image_token], images=[[next(shown)]])["input_ids"][0] if each == token else [each]
             for each in ids
@@ -53,8 +56,8 @@ def expanded(processor, prompts, images):
     return read
 
 
-def in_place_of_vllm(monkeypatch, lengths=(4, 5)):
+def in_place_of_vllm(monkeypatch, lengths=(4, 5), stock=False):
     """Let trainers with `use_vllm` sample so; the list of (rows, images, completions per prompt) of each call."""
     calls = []
-    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", partial(Sampler, calls, lengths))
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", partial(Sampler, calls, lengths, stock))
     return calls
