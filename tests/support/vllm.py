@@ -40,7 +40,7 @@ class Sampler(NoVLLM):
 
 
 def expanded(processor, prompts, images, stock=False):
-    """What vLLM reads: each placeholder becomes the tokens of its image; with `stock`, prompts may come expanded, as from TRL."""
+    """Return what vLLM reads: a placeholder becomes its image; with `stock`, TRL may have expanded prompts already."""
     read = []
     for ids, of_row in zip(prompts, images, strict=True):
         shown, token = iter(of_row or ()), processor.image_token_id
