@@ -40,7 +40,7 @@ class Method:
     """
 
     options: dict[str, Any] = field(default_factory=dict)
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
     labels: bool = False
 
 
@@ -142,7 +142,7 @@ class Start:
 
     def answers(self, rows: list[Row], samples: int = 0) -> Evaluation:
         """Return the scores of greedy and sampled answers to rows."""
-        given = {"system_prompt": None, "batch_size": 100, "progress": False, "max_completion_length": 6}
+        given: dict[str, Any] = {"system_prompt": None, "batch_size": 100, "progress": False, "max_completion_length": 6}
         return evaluate(self.model, self.processor, rows, num_samples=samples, **given)
 
     def run(self, method: Method) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class Start:
 
 def to_dataset(rows: list[Row], method: Method) -> Dataset:
     """Return the rows as a data set with the columns that trainer, reward and view read."""
-    columns = {name: name for name in ("prompt", "image", "solution", "bbox")} | method.columns
+    columns = {name: name for name in ("prompt", "image", "solution", "bbox")} | dict(method.columns)
     picked = [{name: row[column] for name, column in columns.items()} for row in rows]
     for row in picked:
         if "teacher_images" in row:
