@@ -142,7 +142,8 @@ class Start:
 
     def answers(self, rows: list[Row], samples: int = 0) -> Evaluation:
         """Return the scores of greedy and sampled answers to rows."""
-        given: dict[str, Any] = {"system_prompt": None, "batch_size": 100, "progress": False, "max_completion_length": 6}
+        given: dict[str, Any]
+        given = {"system_prompt": None, "batch_size": 100, "progress": False, "max_completion_length": 6}
         return evaluate(self.model, self.processor, rows, num_samples=samples, **given)
 
     def run(self, method: Method) -> dict[str, Any]:
