@@ -89,6 +89,7 @@ SWEEP = {
 }
 METHODS = {
     "plain": Method(),
+    "plain, 240 steps": Method({"max_steps": 240}),  # about as many positions as a method with a teacher in 80
     "divergence": taught("teacher_divergence"),
     "labels": Method(labels=True),
     "divergence, reward": taught("teacher_divergence", 1.0),
@@ -155,7 +156,8 @@ class Start:
         with course.counting(self.model):
             (self.supervise if method.labels else self.reinforce)(method, course)
         seconds, cpu = time.monotonic() - began, time.process_time() - cpu - course.cpu
-        times = {"seconds": round(seconds, 1), "CPU seconds per step": round(cpu / self.settings.steps, 3)}
+        steps = method.options.get("max_steps", self.settings.steps)
+        times = {"seconds": round(seconds, 1), "CPU seconds per step": round(cpu / steps, 3)}
         return {"course": course.points, "rewards": course.rewards, **self.outcome(), **times}
 
     def outcome(self) -> dict[str, float]:
@@ -194,6 +196,12 @@ class Start:
             if trainer.state.global_step < self.settings.steps:
                 raise InterruptedError(f"Training ended at step {trainer.state.global_step}: run it again.")
 
+    def rows_of(self, method: Method) -> list[Row]:
+        """Return as many pictures as the method takes, so that it sees none twice."""
+        if (steps := method.options.get("max_steps")) is None:
+            return self.train
+        return draw_rows(steps * self.settings.prompts, seed=self.seed, split="train")
+
     def trainer(self, method: Method, folder: Path, **given: Any) -> DAPOTrainer:
         """Return the trainer of a method."""
         settings = self.settings
@@ -217,7 +225,7 @@ class Start:
             processing_class=self.processor,
             reward_funcs=[accuracy_reward],
             args=DAPOConfig(**options | method.options),
-            train_dataset=to_dataset(self.train, method),
+            train_dataset=to_dataset(self.rows_of(method), method),
             **given,
         )
         trainer.remove_callback(PrinterCallback)
