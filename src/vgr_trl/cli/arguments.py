@@ -104,7 +104,7 @@ class DataArguments:
         return {name: vars(self)[name] for name in DATA_SOURCES}
 
     def prompt_options(self) -> list[str]:
-        """Return the given options among those that choose the system prompt."""
+        """Return the given options that choose the system prompt."""
         prompts = self.prompt_language, self.system_prompt_file, self.question_template_file
         return [prompt for prompt in prompts if prompt is not None]
 
