@@ -1,10 +1,13 @@
 """Records as a table: a row per token, in memory and as files."""
 
+from errno import ENOSPC
+
 import pandas as pd
 import pytest
 from made_run import completion, make_run
 
 from vgr_trl.cli.__main__ import main
+from vgr_trl.errors import DataError, DiskFullError
 from vgr_trl.reporting.notebook import export_run, to_pandas
 from vgr_trl.reporting.records import read_run
 
@@ -39,3 +42,20 @@ def test_a_table_for_spreadsheets_has_no_formula_and_nothing_that_moves_a_termin
         assert export_run(run, file) == len(to_pandas(run))
         read = pd.read_csv(file) if ending == "csv" else pd.read_parquet(file)
         assert read["token"].tolist()[-5:] == tokens
+
+
+def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    run, file = make_run(tmp_path / "run", steps=1), tmp_path / "tokens.csv"
+    file.write_text("before")
+    monkeypatch.setattr("vgr_trl.atomic_files.publish", fail_with_full_disk)
+    with pytest.raises(DiskFullError):
+        export_run(run, file)
+    (run / "rollouts" / "records-000001.jsonl").write_text("damaged")
+    with pytest.raises(DataError):
+        export_run(run, file)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["tokens.csv"]
+    assert file.read_text() == "before"
+
+
+def fail_with_full_disk(path):
+    raise OSError(ENOSPC, "No space left on device")
