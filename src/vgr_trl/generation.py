@@ -14,6 +14,7 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import read_image
 from vgr_trl.data.prompts import format_question, special_tokens, texts_of
 from vgr_trl.errors import DataError, error_text
+from vgr_trl.patches.transformers import without_input_gradients
 from vgr_trl.patches.trl import override_sampling, readable_calls
 from vgr_trl.patches.vllm import answers_of_server
 from vgr_trl.patching import patched_attribute
@@ -69,6 +70,7 @@ def generate(
         trainer.passes.around(model, counts=model.training),
         override_sampling(trainer, eval_sampling(trainer.args, model.training)),
         answers_of_server(trainer) if trainer.use_vllm and trainer.args.vllm_mode == "server" else nullcontext(),
+        without_input_gradients(model),
     ):
         measures = "attention" in measurement.needed and trainer.args.attention_source == "generate"
         if rollout is None or rollout.blind or not (first_turn and measures):

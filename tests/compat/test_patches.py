@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.models.families import build
 
-from vgr_trl.patches.transformers import disable_cudnn_attention
+from vgr_trl.patches.transformers import disable_cudnn_attention, without_input_gradients
 from vgr_trl.patches.trl import (
     conversation_text,
     flatten_conversations,
@@ -114,3 +115,14 @@ def test_cudnn_is_off_where_torch_would_take_it_first(torch_version, capability,
     assert (disable_cudnn_attention() is not None) is off
     assert switched == [False] * off
     assert disable_cudnn_attention() is None
+
+
+def test_embeddings_that_require_gradients_break_no_graph_while_generating():
+    """Hooks for checkpointing with adapters: a compiled embedding is one graph in the block, and hooked after it."""
+    model = build("qwen2_5_vl")
+    model.enable_input_require_grads()
+    embeddings, ids = model.get_input_embeddings(), torch.tensor([[1, 2]])
+    with without_input_gradients(model), torch.no_grad():
+        torch.compile(embeddings, backend="eager", fullgraph=True)(ids)
+    with torch.no_grad():
+        assert embeddings(ids).requires_grad

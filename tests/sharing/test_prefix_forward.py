@@ -87,3 +87,27 @@ def test_a_compiled_model_of_the_process_attends_without_a_graph_break():
     tensors = [torch.randn(1, heads, length, 8) for heads, length in ((4, 3), (2, 5), (2, 5))]
     compiled = torch.compile(lambda *args: sdpa_by_key_head(module, *args)[0], backend="eager", fullgraph=True)
     assert torch.equal(compiled(*tensors, None), sdpa_attention_forward(module, *tensors, None)[0])
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_one_new_token_reads_each_key_once(is_compiled):
+    """transformers repeats keys for every query head in compiled code."""
+    torch.manual_seed(0)
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    tensors = [torch.randn(3, heads, length, 8) for heads, length in ((4, 1), (2, 5), (2, 5))]
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1] * 5, [0, 0, 0, 1, 0]], dtype=torch.bool)[:, None, None]
+    keys = [each.repeat_interleave(2, 1) for each in tensors[1:]]
+    expected = torch.nn.functional.scaled_dot_product_attention(tensors[0], *keys, attn_mask=mask).transpose(1, 2)
+    attend, heads_seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(query, key, value, **options):
+        heads_seen.append(key.size(1))
+        return attend(query, key, value, **options)
+
+    def run(*args):
+        return sdpa_by_key_head(module, *args)[0]
+
+    with patch.object(torch.nn.functional, "scaled_dot_product_attention", watched):
+        found = (torch.compile(run, backend="eager") if is_compiled else run)(*tensors, mask)
+    assert (found - expected).abs().max() < 1e-6
+    assert heads_seen == [2]

@@ -69,10 +69,12 @@ def sdpa_by_key_head(
     """
     if attend_within is not None:
         return attend_within(module, query, key, value, dropout, scaling), None
-    if torch.compiler.is_compiling():  # models that share prompts are not compiled
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     groups = getattr(module, "num_key_value_groups", 1)
     plain = dropout == 0 and not any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
+    if query.size(2) == 1 and plain and groups > 1 and attention_mask is not None and attention_mask.size(1) == 1:
+        return attend_one_token(query, key, value, attention_mask, scaling), None
+    if torch.compiler.is_compiling():  # models that share prompts are not compiled
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     shares = plain and query.size(2) > 1 and key in _SHARED_KEYS
     if not shares or attention_mask is None or attention_mask.size(1) != 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -94,6 +96,29 @@ def sdpa_by_key_head(
         attend = nn.functional.scaled_dot_product_attention
         seen.append(attend(queries, keys, values, attn_mask=attention_mask, scale=scaling))
     return torch.cat(seen, 1).transpose(1, 2).contiguous(), None
+
+
+def attend_one_token(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None
+) -> Tensor:
+    """Compute attention of one new token, where the queries of a key head read its keys together.
+
+    transformers repeats keys and values for every query head, in compiled code or before 5.20.
+
+    Args:
+        query: (B, H, 1, D).
+        key: (B, key heads, K, D).
+        value: (B, key heads, K, D).
+        attention_mask: (B, 1, 1, K).
+        scaling: of the scores; None: 1 / sqrt(D).
+
+    Returns:
+        (B, 1, H, D).
+    """
+    rows, heads, _, width = query.shape
+    queries = query.reshape(rows, key.size(1), -1, width)  # (B, key heads, H / key heads, D)
+    attend = nn.functional.scaled_dot_product_attention
+    return attend(queries, key, value, attn_mask=attention_mask, scale=scaling).reshape(rows, 1, heads, width)
 
 
 def hides_nothing_before(mask: Tensor) -> bool:
