@@ -93,7 +93,7 @@ class _Meter(TrainerCallback):
         trainer._prepare_inputs = prepare
 
     def _watch_stages(self, clock: Any) -> None:
-        turn, since = clock._turn, Amounts()
+        switch, since = clock._switch, Amounts()
 
         def counted() -> None:
             nonlocal since
@@ -101,9 +101,9 @@ class _Meter(TrainerCallback):
             if clock._running:
                 self.stages.setdefault(clock._running[-1], Amounts()).update(_difference(now, since))
             since = now
-            turn()
+            switch()
 
-        clock._turn = counted
+        clock._switch = counted
 
     @property
     def found(self) -> dict[str, Amounts]:
