@@ -11,7 +11,6 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,8 @@ class _Profiled(TrainerCallback):
 
     def __init__(self, run: StepRun, device: str) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.startswith("cuda") else [])]
-        self.run, self.profiler, self.times = run, profile(activities=activities), []
+        self.run, self.profiler = run, profile(activities=activities)
+        self.times: list[dict[str, float]] = []
         self.trace: dict[str, Any] = {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -69,7 +69,7 @@ def annotate(trainer: Any, device: str) -> None:
         setattr(trainer, method, marked)
 
 
-def found_in(events: Iterable[dict[str, Any]], tokens: int) -> dict[str, Any]:
+def found_in(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """What the second half of generation and the update consist of: kernels, gaps, waits."""
     events = [event for event in events if event.get("ph") == "X"]
     parts = {event["name"]: event for event in events if event.get("cat") == "user_annotation"}
@@ -155,10 +155,9 @@ def main(arguments: list[str] | None = None) -> None:
     annotate(run.trainer, flags.device)
     profiled = _Profiled(run, flags.device)
     run.trainer.add_callback(profiled)
-    with nullcontext():
-        run()
+    run()
     times = {part: statistics.median(each[part] for each in profiled.times) for part in profiled.times[0]}
-    found = {"times": times, "tokens": flags.completion, **found_in(profiled.trace["traceEvents"], flags.completion)}
+    found = {"times": times, "tokens": flags.completion, **found_in(profiled.trace["traceEvents"])}
     append(
         flags.output,
         Line(f"{flags.shape} profile {size}", flags.variant, machine(flags.device), "python -m gpu.profile", found),
