@@ -29,7 +29,7 @@ COMPARED = {
     "scoring": both("trl", "shared", "shared + probe"),
     "signals": ("none", "metrics", "signals"),
     "signals, growing cache": ("none", "signals", "generated"),
-    "step": ("trl", "ours"),
+    "step": ("trl", "ours", "ours, static"),
     "generation": ("plain", "plain, static", "shared", "shared, static"),
     "attention": (*STRATEGIES, f"two stages{CUDNN}"),
     "packing": ("padded", "packed"),
@@ -104,7 +104,8 @@ def plan(part: str, shape: str) -> list[Measurement]:
         return [Measurement("attention", shape, size) for size in every]
     if part == "steps":
         size = replace(every[0], completion=min(every[0].completion, OF_STEPS))
-        return [Measurement("step", shape, size, rows=1), Measurement("step", shape, size)]
+        every_way = [(rows, adapters) for rows in (1, None) for adapters in (False, True)]
+        return [Measurement("step", shape, size, adapters=adapters, rows=rows) for rows, adapters in every_way]
     if part in ("generation", "signals"):
         size = replace(every[0], completion=min(every[0].completion, GENERATED))
         return [Measurement(kind, shape, size) for kind in (SIGNALS if part == "signals" else [part])]

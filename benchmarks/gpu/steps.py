@@ -16,6 +16,8 @@ from transformers import TrainerCallback
 from gpu.measure import Budget, Note, cudnn, error_of, release
 from gpu.plan import BATCHES, COMPARED, TINY, Measurement
 
+STATIC = {"cache_implementation": "static"}
+
 
 @dataclass(frozen=True)
 class Batches(Case):
@@ -91,7 +93,7 @@ def _case(one: Measurement, numbers: tuple[int, ...]) -> Case:
     """Return what all variants of a measurement train on: a step for each batch."""
     if one.kind != "step":
         case = cases()["signals"]
-        cache = {} if "growing" in one.kind else {"cache_implementation": "static"}
+        cache = {} if "growing" in one.kind else STATIC
         variants = {name: {**case.variants[name], **cache} for name in COMPARED[one.kind]}
         sizes = {"size": one.size, "prompts": 2 * len(numbers), "steps": len(numbers)}
         return replace(case, title=one.name, shape=MODEL_SHAPES[one.shape], variants=variants, **sizes)
@@ -102,9 +104,9 @@ def _case(one: Measurement, numbers: tuple[int, ...]) -> Case:
         prompts=len(numbers),
         dead=0,
         uneven=True,
-        adapters=False,
+        adapters=one.adapters,
         shape=MODEL_SHAPES[one.shape],
-        variants={"trl": rows, "ours": {**NONE, **rows}},
+        variants={"trl": rows, "ours": {**NONE, **rows}, "ours, static": {**NONE, **rows, **STATIC}},
         steps=len(numbers),
         numbers=numbers,
     )
