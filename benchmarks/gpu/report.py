@@ -57,7 +57,7 @@ wanted first, with the minutes that each should take on an H200, computed with `
 | `make gpu-tests` | 2 | `tests/gpu`; attention of shapes that are new |
 | `make gpu-passes` | 5 | updates and scoring, with cuDNN's attention and without |
 | `make gpu-signals` | 3 | steps with LoRA: no signal, attention for metrics, every signal; static and growing caches |
-| `make gpu-steps` | 13 | steps on two batches of different lengths, prompts and images, micro-batches of one first, all weights and LoRA |
+| `make gpu-steps` | 13 | steps on two batches, prompts and images of different lengths; micro-batches of one first |
 | `make gpu-generation` | 2 | generation by transformers: plain, with shared prompts, with a static cache |
 | `make gpu-kernels` | 3 | attention of a layer by other strategies |
 | `make gpu-packing` | 1 | completions behind shared prompts without padding |
