@@ -56,6 +56,7 @@ def fold(text: str) -> str:
     return " ".join(to_half_width(unicodedata.normalize("NFC", text)).casefold().split())
 
 
+@lru_cache(4096)  # parts of a completion are compared with each option
 def normalise(text: str) -> str:
     """Return `text` folded (`fold`) and without final punctuation.
 
@@ -68,6 +69,7 @@ def normalise(text: str) -> str:
     return stripped or collapsed
 
 
+@lru_cache(4096)
 def strip_wrapping(text: str) -> str:
     r"""Return `text` without quotes, emphasis, `\boxed{}`, `\text{}`, dollars and final punctuation around it."""
     before = None
