@@ -63,12 +63,12 @@ def build_model(seed: int, folder: Path) -> tuple[Any, Any]:
         vision_config=tower,
         scale_factor=1,
         image_token_id=image_token,
-        pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=True,
     )
+    config.pad_token_id = tokenizer.pad_token_id
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        model = SmolVLMForConditionalGeneration(config)
+        model: Any = SmolVLMForConditionalGeneration(config)
     model.model.text_model.load_state_dict(language.model.state_dict())
     model.tie_weights()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
