@@ -325,5 +325,5 @@ class Course(TrainerCallback):
 
     def measure_if_due(self, step: int) -> None:
         """Measure after each quarter."""
-        if step % (self.start.settings.steps // 4) == 0:
+        if step % max(self.start.settings.steps // 4, 1) == 0:
             self.measure(step)
