@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from evidence.__main__ import section as evidence_section
 from sharing_models import MODEL_SHAPES
 from sharing_operations import Update, executed_update, forward_of, logical_update, utilisation
 
@@ -44,6 +45,7 @@ Lines = Sequence[Line]
 def page(lines: Lines) -> str:
     """The whole page."""
     parts = [["# On a GPU", "", INTRODUCTION], _machines(lines), _goals(lines), _measured(lines), _effect(lines)]
+    parts.append(evidence_section(lines))
     return "\n".join(line for part in [*parts, _correctness(lines)] for line in [*part, ""]).rstrip() + "\n"
 
 
@@ -62,6 +64,7 @@ wanted first, with the minutes that each should take on an H200, computed with `
 | `make gpu-kernels` | 3 | attention of a layer by other strategies |
 | `make gpu-packing` | 1 | completions behind shared prompts without padding |
 | `make gpu-effect` | 4 to 8 | a model of 100 M parameters from nothing: plain, VGR, VPPO, three seeds side by side |
+| `make gpu-evidence` | 60, a guess | SmolLM2 behind a vision tower, five methods of the teacher study, three seeds |
 
 One call of `make`, with one target or several, ends within `GPU_SECONDS` (540). What does not fit into what is left of
 them is left out, and a line says so; the same call goes on with it. What the file has is not run again: after a change

@@ -16,7 +16,7 @@ from mosaics.model import build_model, supervised_loss, teach
 from mosaics.task import Row
 from transformers import PrinterCallback, TrainerCallback
 
-from teacher.task import as_crops, draw_labelled, draw_reading, draw_rows
+from teacher.task import Example, as_crops, draw_labelled, draw_reading, draw_rows
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.demo import Options
 from vgr_trl.demo.demo import set_up_process
@@ -120,31 +120,67 @@ class Settings:
 
 
 class Start:
-    """A model of a seed that reads crops; every method starts from a copy."""
+    """A model of a seed that reads crops; every method starts from a copy.
+
+    Attributes:
+        tokens: longest answer, in tokens.
+        device: of the model.
+    """
+
+    tokens, device = 6, "cpu"
 
     def __init__(self, seed: int, settings: Settings, folder: Path) -> None:
         """Draw pictures, and teach a new model or load it from `folder`."""
         self.seed, self.settings = seed, settings
         set_up_process(Options(seed=seed))
-        self.train = draw_rows(settings.steps * settings.prompts, seed=seed, split="train")
-        self.test = draw_rows(settings.test_rows, seed=TUNING if seed >= TUNING else 0, split="test")
-        self.model, self.processor = build_model(seed)
-        self.processor.image_processor.size = {"shortest_edge": 16, "longest_edge": LARGER**2}
+        self.train = self.draw_rows(settings.steps * settings.prompts, seed=seed, split="train")
+        self.test = self.draw_rows(settings.test_rows, seed=TUNING if seed >= TUNING else 0, split="test")
+        self.model, self.processor = self.build(seed)
         file = folder / f"seed-{seed}-{settings.reading_steps}.pt"
         if file.exists():
-            self.model.load_state_dict(torch.load(file))
+            self.model.load_state_dict(torch.load(file, map_location=self.device))
         else:
-            shown = draw_rows(20 * settings.reading_steps, seed=seed + 1000, split="train")
-            steps = settings.reading_steps
-            teach(self.model, self.processor, shown, draw_reading, steps=steps, rate=2e-3, seed=seed)
+            self.warm_up(self.draw_rows(20 * settings.reading_steps, seed=seed + 1000, split="train"))
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(self.model.state_dict(), file)
         self.weights = copy.deepcopy(self.model.state_dict())
 
+    def draw_rows(self, count: int, **options: Any) -> list[Row]:
+        """Draw pictures with their questions."""
+        return draw_rows(count, **options)
+
+    def build(self, seed: int) -> tuple[Any, Any]:
+        """Return an untrained model and its processor."""
+        model, processor = build_model(seed)
+        processor.image_processor.size = {"shortest_edge": 16, "longest_edge": LARGER**2}
+        return model, processor
+
+    def warm_up(self, rows: list[Row]) -> None:
+        """Teach to read crops."""
+        steps = self.settings.reading_steps
+        teach(self.model, self.processor, rows, draw_reading, steps=steps, rate=2e-3, seed=self.seed)
+
+    def label(self, row: Row, rng: random.Random) -> Example:
+        """Return the whole picture with its answer."""
+        return draw_labelled(row, rng)
+
+    def loss(self, examples: list[Example]) -> torch.Tensor:
+        """Return the supervised loss."""
+        return supervised_loss(self.model, self.processor, examples)
+
+    def suppressed(self) -> list[int]:
+        """Return tokens that are not sampled.
+
+        A policy this small now and then writes a token of images or videos, with which no pass can be made.
+        """
+        vision = [token for token in SPECIAL_TOKENS if "vision" in token or token.endswith("_pad|>")]
+        tokens: list[int] = self.processor.tokenizer.convert_tokens_to_ids(vision)
+        return tokens
+
     def answers(self, rows: list[Row], samples: int = 0) -> Evaluation:
         """Return the scores of greedy and sampled answers to rows."""
         given: dict[str, Any]
-        given = {"system_prompt": None, "batch_size": 100, "progress": False, "max_completion_length": 6}
+        given = {"system_prompt": None, "batch_size": 100, "progress": False, "max_completion_length": self.tokens}
         return evaluate(self.model, self.processor, rows, num_samples=samples, **given)
 
     def run(self, method: Method) -> dict[str, Any]:
@@ -168,8 +204,8 @@ class Start:
             "sampled": seen.mean_at_k or 0.0,
             "unanswered": seen.unparsable,
             "crop": self.answers(as_crops(self.test[:count])).accuracy,
-            "larger": self.answers(draw_rows(count, seed=0, split="test", side=LARGER)).accuracy,
-            "noisier": self.answers(draw_rows(count, seed=0, split="test", noise=NOISIER)).accuracy,
+            "larger": self.answers(self.draw_rows(count, seed=0, split="test", side=LARGER)).accuracy,
+            "noisier": self.answers(self.draw_rows(count, seed=0, split="test", noise=NOISIER)).accuracy,
         }
         return {name: round(value, 4) for name, value in measured.items()}
 
@@ -180,7 +216,7 @@ class Start:
         self.model.train()
         for step in range(1, self.settings.steps + 1):
             rows = self.train[(step - 1) * count : step * count]
-            loss = supervised_loss(self.model, self.processor, [draw_labelled(row, rng) for row in rows])
+            loss = self.loss([self.label(row, rng) for row in rows])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -200,21 +236,20 @@ class Start:
         """Return as many pictures as the method takes, so that it sees none twice."""
         if (steps := method.options.get("max_steps")) is None:
             return self.train
-        return draw_rows(steps * self.settings.prompts, seed=self.seed, split="train")
+        return self.draw_rows(steps * self.settings.prompts, seed=self.seed, split="train")
 
     def trainer(self, method: Method, folder: Path, **given: Any) -> DAPOTrainer:
         """Return the trainer of a method."""
         settings = self.settings
         generations = method.options.get("num_generations", settings.generations)
-        # A policy this small now and then writes a token of images or videos, with which no pass can be made.
-        vision = [token for token in SPECIAL_TOKENS if "vision" in token or token.endswith("_pad|>")]
-        suppressed = self.processor.tokenizer.convert_tokens_to_ids(vision)
         options: dict[str, Any] = {
-            "output_dir": str(folder), "seed": self.seed, "max_steps": settings.steps, "bf16": False, "use_cpu": True,
+            "output_dir": str(folder), "seed": self.seed, "max_steps": settings.steps, "bf16": False,
+            "use_cpu": self.device == "cpu",
             "per_device_train_batch_size": settings.prompts * generations, "num_generations": generations,
-            "max_completion_length": 6, "learning_rate": settings.learning_rate, "warmup_steps": 3,
+            "max_completion_length": self.tokens, "learning_rate": settings.learning_rate, "warmup_steps": 3,
             "lr_scheduler_type": "constant_with_warmup", "gradient_checkpointing": False, "logging_steps": 1,
-            "reward_weights": [1.0], "rollout_log_steps": 0, "generation_kwargs": {"suppress_tokens": suppressed},
+            "reward_weights": [1.0], "rollout_log_steps": 0,
+            "generation_kwargs": {"suppress_tokens": self.suppressed()},
             "compute_attention_metrics": False, "check_pixels": False, "report_to": "none", "save_strategy": "no",
             "disable_tqdm": True, "dataloader_pin_memory": False,
         }  # fmt: skip
@@ -260,7 +295,7 @@ class Course(TrainerCallback):
     @contextmanager
     def counting(self, model: Any) -> Iterator[None]:
         """Count the positions of a model's passes."""
-        hook = model.model.language_model.layers[0].register_forward_pre_hook(self.count, with_kwargs=True)
+        hook = model.get_decoder().layers[0].register_forward_pre_hook(self.count, with_kwargs=True)
         self.counts = True
         try:
             yield
@@ -290,5 +325,5 @@ class Course(TrainerCallback):
 
     def measure_if_due(self, step: int) -> None:
         """Measure after each quarter."""
-        if step % (self.start.settings.steps // 4) == 0:
+        if step % max(self.start.settings.steps // 4, 1) == 0:
             self.measure(step)

@@ -103,7 +103,7 @@ def shape_advantages(
         The advantages, (N, T) float32, and the rules' metrics over all processes; a mean of nothing is NaN.
 
     Raises:
-        ConfigError: a rule needs a signal that was not measured.
+        ConfigError: a rule needs a signal that was not measured, or is named and not switched on.
         DataError: a plug-in does not return weights.
     """
     _require_signals(signals, options)
@@ -167,6 +167,9 @@ def _weights_by_rule(
 
 
 def _require_signals(signals: RolloutSignals, options: CreditOptions) -> None:
+    for name in options.credit_rules or ():
+        if not RULES.get(name, {}).items() <= vars(options).items():
+            raise ConfigError(f"credit_rules has {name}, which is not switched on: call options.check_plugins() first.")
     for rule, need in ((rule, need) for rule, needs in active_rules(options).items() for need in needs):
         if (signals.measured(need) if is_measurement(need) else signals.extra.get(short_name(need))) is None:
             raise ConfigError(f"{rule} is on, but the signals have no {need}: measure it, or switch {rule} off.")

@@ -150,6 +150,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     pad_to_multiple_of: int | None
     _logs: dict[str, Any]
     further_prompts: Any = None
+    _rollouts: tuple[Rollout, ...] = ()  # nested, the current rollout last
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: DAPOConfig | None = None, *rest: Any, **options: Any
@@ -158,7 +159,6 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         check_release()
         args = validate_config(args, model, options)
         rewards, self.reward_schedule = plan_rewards(reward_funcs, args, lambda: self.completions_per_prompt)
-        self._rollouts: list[Rollout] = []  # nested, the current rollout last
         self._purpose = Purpose.EVALUATION  # of the next pass that a method of TRL makes
         self._micro_batch: dict[str, Any] = {}  # inputs of TRL's loss while it runs
         self._pass: TrainingPass | None = None  # the pass over them
@@ -595,11 +595,11 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Open a new rollout for the hooks in this block; rollouts may be nested."""
         if not self._rollouts:
             self.vision_cache.clear()
-        self._rollouts.append(Rollout(normalise_image_columns(rows), **options))
+        self._rollouts = (*self._rollouts, Rollout(normalise_image_columns(rows), **options))
         try:
             yield self._rollouts[-1]
         finally:
-            self._rollouts.pop()
+            self._rollouts = self._rollouts[:-1]
 
     def score(
         self, batch: dict[str, Any], want: Want, model: nn.Module | None = None, *, purpose: Purpose = Purpose.ROLLOUT

@@ -24,6 +24,7 @@ from vgr_trl.credit import (
     vepo,
     vgpo,
 )
+from vgr_trl.errors import ConfigError
 from vgr_trl.recipes import load_recipe
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
@@ -319,3 +320,12 @@ def test_prpo_and_tor_by_hand():
     assert (shaped[0].tolist(), shaped[1, :2].tolist()) == ([0.5, 1, 0, 0], [-1, -1])
     options.plugin_options = {"tor_reasoning_share": 0.25, "tor_perception_share": 0.5}
     assert shape_advantages(torch.ones(2), signals, options)[0][0].tolist() == [0.5, 1, 0, 0.5]
+
+
+def test_a_named_rule_that_is_not_switched_on_is_no_silence():
+    options = CreditOptions(credit_rules=["trajectory_scale"])
+    signals = RolloutSignals(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3).bool(), dependency=torch.ones(2, 3))
+    with pytest.raises(ConfigError, match="check_plugins"):
+        shape_advantages(torch.ones(2), signals, options)
+    options.check_plugins()
+    assert shape_advantages(torch.ones(2), signals, options)[0].shape == (2, 3)

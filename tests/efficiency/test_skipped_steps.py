@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from peft import LoraConfig, PrefixTuningConfig
 from support.launching import ENGINES, KINDS, launch
-from support.old_releases import keeps_prefix
+from support.old_releases import KEEPS_LESS, keeps_prefix
 from support.steps import LOSSES, ROUNDING, relative_difference, uneven_reward
 from support.trainers import logged
 from text_runs import START, build, computed_tokens, equal_rewards, train, weights_of
@@ -40,12 +40,12 @@ SMALL = {"gradient_checkpointing": True, "per_device_train_batch_size": 2, "grad
 SMALL["peft"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
 OF_ADAPTERS = {name: {"beta": 0.1, "peft": peft} for name, peft in (READ_WHOLE_ROWS | OF_EMBEDDINGS).items()}
 OF_ADAPTERS |= {"checkpointed": SMALL, "checkpointed vespo": SMALL | LOSSES["vespo"]}
+drops_caches = pytest.mark.skipif(KEEPS_LESS, reason="checkpoints drop caches")
+OF_RELEASES = {"prefix tuning": keeps_prefix, "checkpointed": drops_caches, "checkpointed vespo": drops_caches}
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=keeps_prefix if name == "prefix tuning" else ()) for name in OF_ADAPTERS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=OF_RELEASES.get(name, ())) for name in OF_ADAPTERS])
 def test_steps_of_adapters(name):
     settings = OF_ADAPTERS[name] | {**TWICE, "credit": True}
     ours = assert_equal_steps(weights_of(build(True, **settings)), **settings)

@@ -163,7 +163,7 @@ def test_label_idx_stands_in_for_solution():
 OPEN = [
     "Answer: **12**", "答案是12。因为有12个。", "The answer is 12. It was counted.", "\\boxed{\\text{12}}",
     "Answer: 11\nAnswer: 12", "11</think><answer>12</answer>", "<answer>12", "<answer>There are 12.</answer>", "12",
-    "We count.\n\nThere are **12** dogs.",
+    "We count.\n\nThere are **12** dogs.", "24 divided by 2 is 12.", "10 plus 2 equals 12.", "3 * 4 is 12.",
 ]  # fmt: skip
 NOT_OPEN = [
     "<answer>11 or 12</answer>", "<answer>It is not 12.</answer>",
@@ -171,6 +171,8 @@ NOT_OPEN = [
     "The answer is 13, not 12", "between 11 and 12",
     "<think>\\boxed{12}", "Answer: 12 or 13", "The answer is 12. Or 13.",
     "答案是12。也可能是13。", "\\boxed{12} or \\boxed{13}", "Wrong answer: 12", "<answer>13</answer>",
+    "10 plus 2 is 12 or 13.", "10 plus 2 is not 12.", "12 plus 2 is 14.", "3/4 is 12", "12 of 24 are 12",
+    "The sign is in the building called 12, which is located in a room called 9.",
 ]  # fmt: skip
 
 

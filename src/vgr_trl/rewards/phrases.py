@@ -31,7 +31,7 @@ WORDS = {
     name: compile_words(name)
     for name in (
         "states confirms unless openers option reasons joins denies refuses bounds refers verbs leads starts places so "
-        "points pronouns articles courtesies"
+        "points pronouns articles courtesies computes"
     ).split()
 }
 _ZERO_WIDTH = dict.fromkeys((0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF))  # invisible spaces and joiners
@@ -56,6 +56,7 @@ def fold(text: str) -> str:
     return " ".join(to_half_width(unicodedata.normalize("NFC", text)).casefold().split())
 
 
+@lru_cache(4096)  # parts of a completion are compared with each option
 def normalise(text: str) -> str:
     """Return `text` folded (`fold`) and without final punctuation.
 
@@ -68,6 +69,7 @@ def normalise(text: str) -> str:
     return stripped or collapsed
 
 
+@lru_cache(4096)
 def strip_wrapping(text: str) -> str:
     r"""Return `text` without quotes, emphasis, `\boxed{}`, `\text{}`, dollars and final punctuation around it."""
     before = None
@@ -255,6 +257,7 @@ _NUMBER_START = re.compile(r"(?:(?<=[a-z] )|(?<=[\u4e00-\u9fff]{2})|(?<=[\u4e00-
 _COUNTED = re.compile(r"([\w$€£.,]+ (?!(?:in|at|of|to|per) )[a-z-]+) (?=(?!than\b)[a-z])", re.IGNORECASE)
 _DATE_COMMA = re.compile(r"\b([A-Z][a-z]{2,8} \d{1,2}|of [A-Z][a-z]{2,8}), (?=\d{4}\b)")
 _REMARK = re.compile(r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)[^()]*[a-z]{3}[^()]* [^()]*\)[\s.*]*$")
+_COMPUTED = re.compile(rf"\d[\d.,]*(?: (?:{WORDS['computes'].pattern}) \d[\d.,]*)+", re.IGNORECASE)  # 10 divided by 2
 _FACTOR = re.compile(r"(\d) ?\$(\\[^$]*|[a-z])\$")  # 16 $\pi$
 _JOIN_BEHIND = re.compile(rf"(?:{WORDS['joins'].pattern})\s*$", re.IGNORECASE)
 _QUOTED = re.compile(r"[“「\"].+?[”」\"]")
@@ -320,8 +323,11 @@ def _shorten(clause: str) -> Iterator[str]:
     phrase, is_said = opened, bool(WORDS["verbs"].search(clause[: len(clause) - len(opened)]))
     if not is_said and (verbs := list(WORDS["verbs"].finditer(opened))):
         phrase, is_said = cut_openers(re.split(r"(?<![\d\s]): ", opened[verbs[-1].end() :])[-1]), True
-        if read_quantity(opened.split(" ")[0]):  # 50% of them are red
-            phrase = "" if re.search(r"\d", phrase) else opened[: verbs[-1].start()]
+        subject = opened[: verbs[-1].start()]
+        if read_quantity(opened.split(" ")[0]) and not re.search(r"\d", phrase):  # 50% of them are red
+            phrase = subject
+        elif read_quantity(opened.split(" ")[0]) and not _COMPUTED.fullmatch(subject.strip()):
+            phrase = ""
     elif not is_said and ": " in opened:
         phrase, is_said = opened.rpartition(": ")[2], True
     place = WORDS["places"].search(phrase)

@@ -33,11 +33,11 @@ def why_plain(model: Any, checkpointing: bool = False) -> str | None:
     text = model.config.get_text_config(decoder=True)
     if not KEEPS_LESS:
         return None
-    if checkpointing:
-        return DROPS_CACHES
     if {"linear_attention", "conv"} & set(getattr(text, "layer_types", None) or ()):
         return "layers of type LinearAttentionLayer"
-    return "a cache without layers" if getattr(text, "num_kv_shared_layers", None) == 0 else None
+    if getattr(text, "num_kv_shared_layers", None) == 0:
+        return "a cache without layers"
+    return DROPS_CACHES if checkpointing else None
 
 
 def needs_shared(model: Any, checkpointing: bool = False) -> None:
@@ -47,9 +47,10 @@ def needs_shared(model: Any, checkpointing: bool = False) -> None:
 
 
 def assert_shared_by(report: SharingReport, prompts: int, rows: int, model: Any, checkpointing: bool = False) -> None:
-    """So many prompts passed for so many rows, or every row by itself, for the reason that `why_plain` has."""
+    """So many prompts passed for so many rows, or none is counted, for the reason that `why_plain` has."""
     reason = why_plain(model, checkpointing)
-    expected = (prompts, rows, {}) if reason is None else (rows, rows, {reason: 1})
+    alone = rows if reason == DROPS_CACHES else 0  # a model that never shares is left as it is
+    expected = (prompts, rows, {}) if reason is None else (alone, alone, {reason: 1})
     assert (report.prompts, report.rows, dict(report.plain)) == expected
 
 

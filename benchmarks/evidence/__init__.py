@@ -1,0 +1,1 @@
+"""A better look as teacher, with a language model that has learned to speak."""
