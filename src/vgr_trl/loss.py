@@ -5,7 +5,8 @@ Terms are per token, (N, T), and 0 on invalid tokens: the caller sums and divide
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
@@ -14,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor, Partial
 
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.config import PER_WINDOW, KLKind, LossOptions
@@ -179,13 +180,13 @@ def entropy_penalty(logps: Tensor, mask: Tensor, coefficient: float = 0.06) -> T
 
 
 def over_positions(
-    measure: Callable[..., Tensor], head: Head, hidden: Tensor, mask: Tensor, *further: Tensor
+    measure: Callable[..., Tensor], heads: Sequence[Head], hidden: Tensor, mask: Tensor, *further: Tensor
 ) -> Tensor:
-    """Measure every position from its hidden state, a few at a time; the backward pass computes them again.
+    """Measure every position from its hidden state, a few at a time; the backward pass measures them again.
 
     Args:
         measure: returns values (C,) of hidden states (C, D) and parts of `further`.
-        head: of the model of the hidden states.
+        heads: that `measure` uses; the first gets gradients.
         hidden: (N, T', D) with gradients; T' is T, or less if the mask is False in the last columns.
         mask: (N, T) bool.
         further: (K, …), of the K positions in the mask.
@@ -194,11 +195,73 @@ def over_positions(
         (N, T), 0 where `mask` is False.
     """
     mine = hidden[mask[:, : hidden.size(1)]]  # (K, D)
-    size = head.positions_at_a_time(hidden.device)
-    columns = zip(*(each.split(size) for each in (mine, *further)), strict=True)
-    parts = [checkpoint(measure, *part, use_reentrant=False) for part in columns if len(mine)]
-    values = torch.cat(parts) if parts else mine.sum(1).float()
+    values: Tensor = _MeasuredAgain.apply(measure, heads, further, mine, *heads[0].linear.parameters())
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
+class _MeasuredAgain(torch.autograd.Function):
+    """Measures positions with whole heads, and again in the backward pass.
+
+    After `torch.utils.checkpoint` the backward pass would run where ZeRO-3 has freed the weights again. All processes
+    gather them as often, however many positions each has.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, measure: Callable[..., Tensor], heads: Sequence[Head], further: Sequence[Tensor], *inputs: Tensor
+    ) -> Tensor:
+        """Return values (K,) of hidden states (K, D), the first of `inputs`; the others are the head's weights."""
+        kind = inputs[0].device.type
+        ctx.autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        ctx.measure, ctx.heads, ctx.further = measure, heads, further
+        ctx.save_for_backward(*inputs)
+        with _whole(heads):
+            parts = [measure(*part) for part in _split(heads[0], inputs[0], *further)]
+        return torch.cat(parts) if parts else inputs[0].new_zeros(0).float()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Return the gradients of the hidden states and of the weights that train."""
+        (hidden, *weights), head = ctx.saved_tensors, ctx.heads[0]
+        trained = [number for number, each in enumerate(weights) if each.requires_grad]
+        with _whole(ctx.heads), torch.enable_grad(), ctx.autocast():
+            inner = [*head.linear.parameters()]
+            for number in trained:
+                inner[number].requires_grad_()  # those that FSDP2 has gathered
+            sums = {number: torch.zeros_like(inner[number], dtype=torch.float32) for number in trained}
+            of_hidden = [hidden[:0]]
+            for states, part, *further in _split(head, hidden, gradient, *ctx.further):
+                states = states.detach().requires_grad_()
+                values = ctx.measure(states, *further)
+                found, *others = torch.autograd.grad(values, [states, *(inner[each] for each in trained)], part)
+                of_hidden.append(found)
+                for number, other in zip(trained, others, strict=True):
+                    sums[number] += other
+        of_weights = [sums[number].to(each.dtype) if number in sums else None for number, each in enumerate(weights)]
+        return None, None, None, torch.cat(of_hidden), *map(_shard, of_weights, weights)
+
+
+def _whole(heads: Sequence[Head]) -> ExitStack:
+    """Return a block in which the weights of heads are whole."""
+    stack = ExitStack()
+    for head in heads:
+        stack.enter_context(head.whole())
+    return stack
+
+
+def _split(head: Head, *of_positions: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield parts of tensors of the same positions, each as large as its logits allow."""
+    size = head.positions_at_a_time(of_positions[0].device)
+    parts = zip(*(each.split(size) for each in of_positions), strict=True)
+    return (part for part in parts if len(part[0]))
+
+
+def _shard(gradient: Tensor | None, weight: Tensor) -> Tensor | None:
+    """Average a gradient over the processes among which FSDP2 has divided its weight."""
+    if gradient is None or not isinstance(weight, DTensor):
+        return gradient
+    mesh = weight.device_mesh
+    return DTensor.from_local(gradient, mesh, [Partial("avg")] * mesh.ndim).redistribute(placements=weight.placements)
 
 
 class FullKL:
@@ -230,7 +293,7 @@ class FullKL:
             mask: (N, T) bool.
         """
         heads = Head(self._policy), Head(self._reference)
-        return over_positions(partial(self._kl_of_positions, *heads), heads[0], hidden, mask, reference[mask])
+        return over_positions(partial(self._kl_of_positions, *heads), heads, hidden, mask, reference[mask])
 
     def _kl_of_positions(self, policy: Head, reference: Head, hidden: Tensor, reference_hidden: Tensor) -> Tensor:
         logits = policy.logits(hidden).float() / self._temperature
@@ -504,7 +567,7 @@ def teacher_divergence_term(passed: TermInputs, options: TeacherDivergenceOption
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / passed.temperature
         return teacher_divergence(logits, ids, teacher.to(logits), options.teacher_divergence_kind)
 
-    divergence = over_positions(measure, head, cast("Tensor", passed.hidden), known, ids, teacher)
+    divergence = over_positions(measure, [head], cast("Tensor", passed.hidden), known, ids, teacher)
     passed.log("teacher_divergence", divergence)
     return options.teacher_divergence_coef * divergence
 

@@ -39,6 +39,11 @@ class Case:
 
 REPLAYED = {name: value for name, value in EVERYTHING.items() if not name.startswith("dynamic_sampling")}
 GAE = {"advantage_estimator": "gae", "lam": 0.9, "critic_learning_rate": 1e-2, "token_weights": True}
+TEACHER = {
+    "teacher_view": "crop_to_box", "teacher_weights": "reference", "loss_terms": ["teacher_divergence"],
+    "plugin_options": {"crop_margin": 0.0, "teacher_divergence_coef": 100.0}, "reward_weights": [0.0],
+    "attention_rows": "all",
+}  # fmt: skip
 CASES = {
     "everything": Case(),
     "mixed": Case(REPLAYED, drop_images=True),
@@ -47,6 +52,10 @@ CASES = {
     "remax": Case({"advantage_estimator": "remax", "attention_rows": "all"}, (accuracy_reward,)),
     "critic head": Case(GAE | {"critic": "head"}, (accuracy_reward,)),
     "critic model": Case(GAE | {"critic": "model"}, (accuracy_reward,)),
+    "teacher": Case(TEACHER, (accuracy_reward,)),
+    "teacher lora": Case(TEACHER, (accuracy_reward,), lora=True),
+    "vepo": Case({"credit_rules": ["vepo"], "attention_rows": "all"}, (accuracy_reward,)),
+    "full kl": Case({"kl_penalty": "full", "kl_coef": 0.1, "attention_rows": "all"}, (accuracy_reward,)),
 }
 
 
@@ -60,6 +69,7 @@ def rows_of(file: str, case: Case) -> Dataset:
     for number, row in enumerate(rows):
         kept = row["image"] if not case.drop_images or number % 4 != 3 else None
         row["image"] = kept and kept.resize(SIZES[number % 4], Image.Resampling.NEAREST)
+        row["bbox"] = [0.0, 0.0, 0.5, 1.0]
     return Dataset.from_list(rows)
 
 

@@ -2,12 +2,14 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import engines
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from support.launching import launch
 from support.trainers import train_file
 from transformers import Qwen2_5_VLForConditionalGeneration
@@ -24,13 +26,31 @@ SAVED = [(kind, case) for kind in (*ENGINES, "offload") for case in ("mixed", "l
 @pytest.fixture(scope="module")
 def train(model_folder, question_files, tmp_path_factory):
     """Run the worker once for a kind of engine and what it is to do; the folder of the outcomes."""
-    folder, done = tmp_path_factory.mktemp("engines"), set()
+    return _trains(model_folder, train_file(question_files), tmp_path_factory.mktemp("engines"))
+
+
+@pytest.fixture(scope="module")
+def train_untied(model_folder, question_files, tmp_path_factory):
+    """As `train`, a model whose head is no embedding, with engines that keep no parameter whole."""
+    folder = tmp_path_factory.mktemp("untied")
+    model = Path(shutil.copytree(model_folder, folder / "model"))
+    config, weights = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    for each in (config, config["text_config"]):
+        each["tie_word_embeddings"] = False
+    (model / "config.json").write_text(json.dumps(config))
+    (embedding,) = (weight for name, weight in weights.items() if name.endswith("embed_tokens.weight"))
+    weights["lm_head.weight"] = embedding * 0.9
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    return _trains(model, train_file(question_files), folder, lambda kind: engines.as_if_large(kind, folder))
+
+
+def _trains(model: object, questions: object, folder: Path, variables=engines.VARIABLES.get):
+    done = set()
 
     def train(kind: str, *what: str, processes: int | None = None) -> Path:
         if missing := [each for each in what if (kind, each) not in done]:
-            data = model_folder, train_file(question_files)
             number = (1 if kind == "one" else 2) if processes is None else processes
-            launch(WORKER, kind, *data, folder, *missing, processes=number, engine=engines.VARIABLES[kind])
+            launch(WORKER, kind, model, questions, folder, *missing, processes=number, engine=variables(kind))
             done.update((kind, each) for each in missing)
         return folder
 
@@ -84,6 +104,19 @@ def test_full_and_adapted_models_and_critics_train_as_in_one_process(kind, train
     values = [entry["critic/value_mean"] for entry in outcome(folder, kind, "critic head")[0]["history"]]
     assert values[0] == 0
     assert values[-1] != 0
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("kind", [*ENGINES, "offload"])
+def test_a_head_that_no_process_has_whole(kind, train_untied):
+    """Its own gradient, and distributions that are compared: with a teacher's, the reference's, and under noise."""
+    what = ["teacher", "teacher lora", "full kl", "vepo"]
+    train_untied("one", *what)
+    folder = train_untied(kind, *what)
+    for each in what:
+        check_equal(folder, kind, each)
+    for each in ("teacher", "full kl"):
+        assert largest([outcome(folder, kind, each)[1]["lm_head.weight"]]) > 1e-3
 
 
 def checkpoint_of(folder: Path, kind: str, case: str) -> Path:

@@ -111,8 +111,9 @@ def test_over_all_words_the_heads_must_be_whole_and_those_of_the_start(make, tex
     with pytest.raises(ConfigError):
         FullKL(model, None, 1.0)
     trainer = make(kl_coef=0.5, kl_penalty="full")
-    sharded = replace(read_facts(trainer), zero_stage=3)
+    facts = read_facts(trainer)
+    refuse_unfit_options(replace(facts, zero_stage=3), ())
     with pytest.raises(ConfigError):
-        refuse_unfit_options(sharded, ())
+        refuse_unfit_options(replace(facts, fsdp_version=1), ())
     trainer.args.kl_penalty = "low_var_kl"
-    refuse_unfit_options(sharded, ())
+    refuse_unfit_options(replace(facts, fsdp_version=1), ())

@@ -21,7 +21,7 @@ from vgr_trl.sharing.context_manager import SharedPasses, whole_groups
 from vgr_trl.sharing.lending import READ_AGAIN, is_last_micro_batch
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.shared_forward import has_images
-from vgr_trl.signals.scoring import Purpose, Scores, Want, score
+from vgr_trl.signals.scoring import Purpose, Scores, Want, head_with_average_gradient, score
 from vgr_trl.vision.dummy_image import DummyImage
 from vgr_trl.vision.feature_cache import VisionCache
 
@@ -56,6 +56,7 @@ class ForwardPasses:
 
     def __post_init__(self) -> None:
         self.features = self.skipping.features
+        self.averages_head = self.accelerator.is_fsdp2
 
     def run_pass(
         self, model: nn.Module, batch: Mapping[str, Any], want: Want, *, purpose: Purpose, gradients: bool
@@ -151,7 +152,7 @@ class ForwardPasses:
         counts: bool = True,
         again: Sequence[bool] | None = None,
     ) -> Iterator[None]:
-        """Wrap the passes of this block, in this order: image features, narrow head, shared prompts, dummy image.
+        """Wrap the passes of this block, in this order: image features, head, shared prompts, dummy image.
 
         Args:
             model: the model that runs, also wrapped.
@@ -172,6 +173,7 @@ class ForwardPasses:
         sharing = self.features.sharing[stage].reason
         with (
             self.vision_cache.around(model, counts=counts),
+            head_with_average_gradient(causal) if self.averages_head and trains else nullcontext(),
             score_only_tokens(causal, base, tokens) if narrows else nullcontext(),
             self.shared.around(sharing, model, completion_length, packs=packs, counts=counts, again=again),
             nullcontext() if self.dummy_image is None else self.dummy_image.around(model, generates),

@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.patching import patched_method
+from vgr_trl.patching import patched_attribute, patched_method
 from vgr_trl.pixels import image_inputs_of, number_images
 from vgr_trl.rows import take_scoring_rows
 from vgr_trl.sharing.model_support import base_of, causal_model, replace_hidden_states
@@ -288,6 +291,34 @@ def policy_is_active(model: torch.nn.Module) -> bool:
     return True
 
 
+def full_weights(linear: nn.Module) -> dict[str, Any]:
+    """Return the weights of a layer by name, whole where FSDP2 divides them; gradients are averaged over processes."""
+    weights: dict[str, Any] = linear._parameters
+    return {
+        name: each.full_tensor(grad_placements=[Partial("avg")] * each.device_mesh.ndim)
+        if isinstance(each, DTensor)
+        else each
+        for name, each in weights.items()
+    }
+
+
+@contextmanager
+def head_with_average_gradient(causal: Any) -> Iterator[None]:
+    """Average the gradient of an untied head over the processes of FSDP2.
+
+    TRL 1.16 gathers the head without that: each process would train its part of the head on its own rows.
+    """
+    plain = causal.get_output_embeddings
+
+    def whole() -> Any:
+        linear = plain()
+        is_divided = any(isinstance(each, DTensor) for each in linear.parameters())
+        return SimpleNamespace(**full_weights(linear)) if is_divided else linear
+
+    with patched_method(causal, "get_output_embeddings", whole):
+        yield
+
+
 LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32; a GPU wants larger products
 
 
@@ -307,15 +338,25 @@ class _HiddenStates(dict[str, Any]):
 class Head:
     """The LM head of a model, with its logit scaling, soft-capping and casts.
 
-    The model's own forward pass runs, with its base model replaced by one that returns given hidden states.
+    The model's own forward pass runs, with its base model replaced by one that returns given hidden states. Where a
+    process has parts of the weights only (ZeRO-3, FSDP2), `logits` runs in a block of `whole`.
 
     Args:
         causal: transformers model with a head.
     """
 
     def __init__(self, causal: Any) -> None:
-        self.causal = causal
+        self.causal, self.linear = causal, causal.get_output_embeddings()
         self.vocabulary: int = causal.config.get_text_config(decoder=True).vocab_size
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have the head's weights whole in this block, which all processes enter together."""
+        with (
+            maybe_gather_lm_head_ctx(*self.linear.parameters()),
+            patched_attribute(self.linear, "_parameters", full_weights(self.linear)),
+        ):
+            yield
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (C, vocabulary) for hidden states (C, D).
@@ -332,7 +373,12 @@ class Head:
             return _HiddenStates(hidden.unsqueeze(0))
 
         base, decoder = self.causal.base_model, find_decoder(self.causal)  # OPT's head calls the decoder of its base
-        with patched_method(base, "forward", forward), patched_method(decoder, "forward", forward):
+        with ExitStack() as stack:
+            for module in {self.causal, base, decoder, self.linear}:  # engines would gather and free weights
+                for hooks in ("_forward_pre_hooks", "_forward_hooks"):
+                    stack.enter_context(patched_attribute(module, hooks, {}))
+            for module in (base, decoder):
+                stack.enter_context(patched_method(module, "forward", forward))
             logits: Tensor = self.causal(input_ids=ids, use_cache=False, return_dict=True).logits[0]
         if calls != 1:
             calls_base = f"{type(self.causal).__name__} called its base model {calls} times instead of once"
@@ -395,7 +441,9 @@ class Head:
         ids = torch.zeros(*mask.shape, count, dtype=torch.int32, device=hidden.device)
         logps = torch.zeros(*mask.shape, count + (count < self.vocabulary), device=hidden.device)
         states = hidden[mask].split(self.positions_at_a_time(hidden.device))
-        if parts := [_top_tokens(self.logits(each).float() / temperature, count) for each in states if len(each)]:
+        with self.whole():
+            parts = [_top_tokens(self.logits(each).float() / temperature, count) for each in states if len(each)]
+        if parts:
             ids[mask], logps[mask] = (torch.cat(each) for each in zip(*parts, strict=True))
         return ids, logps
 
@@ -409,10 +457,11 @@ class Head:
         """Measure two numbers of each position of the mask, (N, T) each, 0 elsewhere."""
         device = of_tokens[0].device
         found = torch.zeros(2, *mask.shape, device=device)
-        if mask.any():
-            count = self.positions_at_a_time(device, passes)
-            parts = zip(*(values[mask].split(count) for values in of_tokens), strict=True)
-            found[:, mask] = torch.cat([measure(*part) for part in parts], dim=1)
+        with self.whole():
+            if mask.any():
+                count = self.positions_at_a_time(device, passes)
+                parts = zip(*(values[mask].split(count) for values in of_tokens), strict=True)
+                found[:, mask] = torch.cat([measure(*part) for part in parts], dim=1)
         return found[0], found[1]
 
 

@@ -122,12 +122,13 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
     of_transformers = {} if facts.use_vllm else args.generation_kwargs or {}
     if unknown := [name for name in of_transformers if not hasattr(GenerationConfig(), name)]:
         raise ConfigError(f"generation_kwargs has {', '.join(unknown)}, which GenerationConfig of transformers lacks.")
-    whole = dict.fromkeys(args.readers().get("shift", ()), True)
-    whole |= {term: True for need, term in args.term_needs().items() if need == "teacher_top"}
-    whole |= {"kl_penalty is full": args.needs_full_kl, "critic is model": args.uses_critic and args.critic == "model"}
-    for option, is_on in whole.items():
-        if facts.is_sharded and is_on:
-            raise ConfigError(f"{option} with ZeRO-3 or FSDP, but it needs whole parameters: use ZeRO-2, or drop it.")
+    if facts.is_sharded and args.uses_critic and args.critic == "model":
+        raise ConfigError("critic is model with ZeRO-3 or FSDP, but it needs whole parameters: use ZeRO-2, or head.")
+    by_head = dict.fromkeys(args.readers().get("shift", ()), True)
+    by_head |= {term: True for need, term in args.term_needs().items() if need == "teacher_top"}
+    for option, is_on in (by_head | {"kl_penalty is full": args.needs_full_kl}).items():
+        if facts.fsdp_version == 1 and is_on:
+            raise ConfigError(f"{option} with FSDP 1, but it needs the model's whole head: use fsdp_version 2.")
     if maker == "rollout_func" and args.selects_groups:
         raise ConfigError(f"replay_buffer_size, dynamic_sampling and online_filtering cannot be used with {maker}.")
     if REMOVE_IMAGE in views and maker:
