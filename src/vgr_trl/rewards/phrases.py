@@ -30,8 +30,8 @@ def compile_words(name: str, *languages: str) -> re.Pattern[str]:
 WORDS = {
     name: compile_words(name)
     for name in (
-        "states confirms unless openers option reasons joins denies refuses bounds refers verbs leads starts places so "
-        "points pronouns articles courtesies computes"
+        "states confirms unless openers option reasons joins denies refuses bounds refers verbs leads starts places doing "
+        "so points pronouns articles courtesies computes"
     ).split()
 }
 _ZERO_WIDTH = dict.fromkeys((0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF))  # invisible spaces and joiners
@@ -158,6 +158,11 @@ _FRACTION = re.compile(r"([+-]?)(?:(\d+)\s)?(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _NUMBERS = [pair for table in TABLES.values() for pair in enumerate(table.get("numbers", ()))]
 _NUMBER_WORDS = {word: number for number, words in _NUMBERS for word in words.split("|")}
+for _table in TABLES.values():
+    for _tens, _ten in enumerate(_table.get("tens", ()), 2):  # forty, forty-two, 四十二
+        _units = {"": 0} | {word.split("|")[0]: unit for unit, word in enumerate(_table["numbers"][1:10], 1)}
+        _joint = "-" if _ten.isascii() else ""
+        _NUMBER_WORDS |= {_ten + _joint * bool(word) + word: 10 * _tens + unit for word, unit in _units.items()}
 _NUMBER_WORD_PATTERN = re.compile(
     rf"^(?:{'|'.join(sorted(_NUMBER_WORDS, key=len, reverse=True))})(?![A-Za-z0-9一二三四五六七八九十百千万点分])",
     re.IGNORECASE,
@@ -360,8 +365,10 @@ def _shorten(clause: str) -> Iterator[str]:
         phrase = phrase[lead.end() :]
         yield phrase
         lead = WORDS["leads"].match(phrase)
-    if place := WORDS["places"].search(phrase):
-        yield phrase[: place.start()]
+    for each in ("places", "doing"):
+        if place := WORDS[each].search(phrase):
+            phrase = phrase[: place.start()]
+            yield phrase
 
 
 def _first_part(phrase: str) -> str:
