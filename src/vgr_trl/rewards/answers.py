@@ -400,8 +400,9 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int],
             return {place.option for place in _find_letters(said, len(choices))}, _TWO
         places += [p for p in brackets if places or p.option in _find_own_text(text[p.end :], choices, p.option)]
     if not places:
-        said_of = {strip_article(phrase) for phrase in find_phrases(text)} if rule == "sentence" else set()
-        return {index for index, choice in enumerate(choices) if strip_article(choice) in said_of}, ""
+        is_said = rule == "sentence" and WORDS["verbs"].search(text)
+        phrases = {strip_article(phrase) for phrase in find_phrases(text)} if is_said else set()
+        return {index for index, choice in enumerate(choices) if strip_article(choice) in phrases}, ""
     before, behind = text[: places[0].start], text[places[-1].end :]
     around = " ".join([*before.split()[-2:], "|", *behind.split()[:1]])
     if len({place.option for place in places}) == 1 and OR.search(around):

@@ -136,7 +136,7 @@ def _split_unit(text: str) -> tuple[str, str | None]:
 
 _TIGHT = re.compile(r"(?<=\d) (?=[a-z°])|(?<=\d) ?(?=:)|(?<=:) ?(?=\d)")  # spaces in 5 m and 1 : 2
 _TIME = re.compile(r"(\d{1,2})[点时](\d{1,2})分")
-_HALF_OF_DAY = re.compile(r"(?<=:\d\d) ?[ap]\.?m\.?$")
+_HALF_OF_DAY = re.compile(r"(?<=:\d\d) ?[ap]\.?m\.?$|^(?:上午|下午|早上|晚上)")
 _MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
 _DATE = re.compile(
     rf"(?:(?P<day>\d{{1,2}})(?:st|nd|rd|th)?(?: of)? ?)?(?P<month>{'|'.join(_MONTHS)})[a-z]*\.?"

@@ -86,8 +86,8 @@ def strip_wrapping(text: str) -> str:
 
 @lru_cache(4096)  # the options of a question are compared again for each part of each completion
 def strip_article(text: str) -> str:
-    """Return `text` normalised, without a leading article or a trailing 的."""
-    text = normalise(strip_wrapping(text)).removesuffix("的")
+    """Return `text` normalised, without a leading article or a trailing 的 or です."""
+    text = normalise(strip_wrapping(text)).removesuffix("的").removesuffix("です")
     match = WORDS["articles"].match(text)
     return (text[match.end() :].strip() or text) if match else text
 
