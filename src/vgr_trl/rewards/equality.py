@@ -44,8 +44,8 @@ _EXPONENT = re.compile(r"\^\s*(?:\{([^{}^]*)\}|([A-Za-z0-9])|(-\d)|\\circ)")
 _LAST_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]$")
 _PRODUCT = re.compile(r"(?<![A-Za-z\\])([A-Za-z])(?=[a-z](?![A-Za-z]))")
 _NAME = re.compile(  # x, AB, \angle ABC, S_1, f(x), Area: no product such as 2x or ab
-    r"(?=\s*[^\d\s])\s*(?:(?:\\(?:angle|triangle|overline|vec)\s?|[∠△]|[A-Za-z]{4,}\s)\{?)?"
-    r"(?:[A-Z]{1,4}|[a-z]|[A-Za-z]{4,})?\}?\d?'?(?:_\{?\w{1,3}\}?)?(?:\([A-Za-z]\))?\s*"
+    r"(?=\s*[^\d\s])\s*(?:(?:\\(?:angle|triangle|overline|vec)\s?|\\?(?:sin|cos|tan|cot)\s?|[∠△]|[A-Za-z]{4,}\s)\{?)?"
+    r"(?:[A-Z]{1,4}|[a-zθαβγφ]|\\(?:theta|alpha|beta|gamma|phi)|[A-Za-z]{4,})?\}?\d?'?(?:_\{?\w{1,3}\}?)?(?:\([A-Za-z]\))?\s*"
 )
 _MAX_FORMULA_LENGTH, _MAX_DEPTH = 200, 6
 
@@ -121,7 +121,8 @@ def is_same_value(gold: str, answer: str) -> bool:
 
 _LISTS = re.compile("[,、]")
 _FORMULA_UNIT = re.compile(
-    r"(.*?[\d)}πa-z])(\s*)((?<![A-Za-z\\])(?:(?:square|cubic|sq\.?) )?[A-Za-zμΩ]+(?:\s?\^\s?\{?[23]\}?)?|(?<=[\d)}π])[\u4e00-\u9fff]+)"
+    r"(.*?[\d)}πa-z])(\s*)((?<![A-Za-z\\])(?:(?:square|cubic|sq\.?) )?[A-Za-zμΩ]+"
+    r"(?:\s?\^\s?\{?[23]\}?)?|(?<=[\d)}π])[\u4e00-\u9fff]+)"
 )
 
 

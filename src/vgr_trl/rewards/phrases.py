@@ -30,8 +30,8 @@ def compile_words(name: str, *languages: str) -> re.Pattern[str]:
 WORDS = {
     name: compile_words(name)
     for name in (
-        "states confirms unless openers option reasons joins denies refuses bounds refers verbs leads starts places doing "
-        "so points pronouns articles courtesies computes"
+        "states confirms unless openers option reasons joins denies refuses bounds refers verbs leads starts places "
+        "doing so points pronouns articles courtesies computes"
     ).split()
 }
 _ZERO_WIDTH = dict.fromkeys((0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF))  # invisible spaces and joiners
@@ -150,7 +150,7 @@ _NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 _POWER_OF_TEN = r"[eE](?P<exponent>[+-]?\d{1,2})|\s?(?:×|\\times|\\cdot|[*·x])\s?10\s?\^\s?"
 _POWER_OF_TEN += r"(?P<power>-?\d{1,2}|\{\s?[+-]?\d{1,2}\s?\})"
 _QUANTITY = re.compile(
-    r"(?:(?P<before>[+-])?(?P<currency>[€£¥￥₹]|(?:US)?\\?\$)\s?)?"
+    r"(?:(?P<before>[+-])?(?P<currency>[€£¥￥₹]|(?:US)?\\?\$|(?:USD|EUR|GBP|INR|CNY)(?= ?\d))\s?)?"
     rf"(?P<sign>[+-])?(?P<number>{_NUMBER})(?:{_POWER_OF_TEN})?(?P<gap>\s*)(?P<unit>\S.*)?",
     re.DOTALL,
 )
