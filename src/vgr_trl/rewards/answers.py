@@ -28,6 +28,7 @@ from vgr_trl.rewards.phrases import (
     compile_words,
     cut_openers,
     cut_reason,
+    find_phrases,
     find_polarity,
     fold,
     normalise,
@@ -301,7 +302,7 @@ _LETTER = re.compile(
 )
 _SMALL_LETTER = re.compile(r"\(?\s?([a-j])\s?(?:[).:]|$)")
 _FOLLOWED_BY_WORD = re.compile(
-    r"\s+(?!(?:or|and|nor|o|ou|oder|et|und|is|are|was|because|since|as|which|with|on|in|at|to|of|for|but|then)\b)"
+    r"\s+(?!(?:or|and|nor|o|ou|oder|et|und|is|are|was|because|since|as|which|with|on|in|at|to|of|for|but|then|here)\b)"
     r"[A-Za-z]{2}|\s+(?!o\b)[a-z]\b"
 )
 _IS = re.compile(
@@ -399,7 +400,9 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int],
             return {place.option for place in _find_letters(said, len(choices))}, _TWO
         places += [p for p in brackets if places or p.option in _find_own_text(text[p.end :], choices, p.option)]
     if not places:
-        return set(), ""
+        is_said = rule == "sentence" and WORDS["verbs"].search(text)
+        phrases = {strip_article(phrase) for phrase in find_phrases(text)} if is_said else set()
+        return {index for index, choice in enumerate(choices) if strip_article(choice) in phrases}, ""
     before, behind = text[: places[0].start], text[places[-1].end :]
     around = " ".join([*before.split()[-2:], "|", *behind.split()[:1]])
     if len({place.option for place in places}) == 1 and OR.search(around):

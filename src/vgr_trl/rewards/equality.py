@@ -44,8 +44,8 @@ _EXPONENT = re.compile(r"\^\s*(?:\{([^{}^]*)\}|([A-Za-z0-9])|(-\d)|\\circ)")
 _LAST_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]$")
 _PRODUCT = re.compile(r"(?<![A-Za-z\\])([A-Za-z])(?=[a-z](?![A-Za-z]))")
 _NAME = re.compile(  # x, AB, \angle ABC, S_1, f(x), Area: no product such as 2x or ab
-    r"(?=\s*[^\d\s])\s*(?:(?:\\(?:angle|triangle|overline|vec)\s?|[∠△]|[A-Za-z]{4,}\s)\{?)?"
-    r"(?:[A-Z]{1,4}|[a-z]|[A-Za-z]{4,})?\}?\d?'?(?:_\{?\w{1,3}\}?)?(?:\([A-Za-z]\))?\s*"
+    r"(?=\s*[^\d\s])\s*(?:(?:\\(?:angle|triangle|overline|vec)\s?|\\?(?:sin|cos|tan|cot)\s?|[∠△]|[A-Za-z]{4,}\s)\{?)?"
+    r"(?:[A-Z]{1,4}|[a-zθαβγφ]|\\(?:theta|alpha|beta|gamma|phi)|[A-Za-z]{4,})?\}?\d?'?(?:_\{?\w{1,3}\}?)?(?:\([A-Za-z]\))?\s*"
 )
 _MAX_FORMULA_LENGTH, _MAX_DEPTH = 200, 6
 
@@ -97,6 +97,8 @@ def is_same_value(gold: str, answer: str) -> bool:
     if not (first or _MATH_SIGN.search(gold) or _LISTS.search(gold) or "=" in answer):  # words that differ
         return False
     plain = {_TIME.sub(r"\1:\2", _TIGHT.sub("", text)) for text in words}
+    if len([text for text in plain if _HALF_OF_DAY.search(text)]) == 1:  # 10:45 and 10:45 AM
+        plain = {_HALF_OF_DAY.sub("", text) for text in plain}
     if len(plain) == 1 or len({_read_date(text) or text for text in plain}) == 1:
         return True
     if gold.startswith("[") != answer.startswith("["):  # a list with its brackets, and one without or with others
@@ -119,7 +121,8 @@ def is_same_value(gold: str, answer: str) -> bool:
 
 _LISTS = re.compile("[,、]")
 _FORMULA_UNIT = re.compile(
-    r"(.*[\d)}πa-z])(\s*)((?<![A-Za-z\\])[A-Za-zμΩ]+(?:\s?\^\s?\{?[23]\}?)?|(?<=[\d)}π])[\u4e00-\u9fff]+)"
+    r"(.*?[\d)}πa-z])(\s*)((?<![A-Za-z\\])(?:(?:square|cubic|sq\.?) )?[A-Za-zμΩ]+"
+    r"(?:\s?\^\s?\{?[23]\}?)?|(?<=[\d)}π])[\u4e00-\u9fff]+)"
 )
 
 
@@ -134,6 +137,7 @@ def _split_unit(text: str) -> tuple[str, str | None]:
 
 _TIGHT = re.compile(r"(?<=\d) (?=[a-z°])|(?<=\d) ?(?=:)|(?<=:) ?(?=\d)")  # spaces in 5 m and 1 : 2
 _TIME = re.compile(r"(\d{1,2})[点时](\d{1,2})分")
+_HALF_OF_DAY = re.compile(r"(?<=:\d\d) ?[ap]\.?m\.?$|^(?:上午|下午|早上|晚上)")
 _MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
 _DATE = re.compile(
     rf"(?:(?P<day>\d{{1,2}})(?:st|nd|rd|th)?(?: of)? ?)?(?P<month>{'|'.join(_MONTHS)})[a-z]*\.?"

@@ -30,8 +30,8 @@ def compile_words(name: str, *languages: str) -> re.Pattern[str]:
 WORDS = {
     name: compile_words(name)
     for name in (
-        "states confirms unless openers option reasons joins denies refuses bounds refers verbs leads starts places so "
-        "points pronouns articles courtesies computes"
+        "states confirms unless openers option reasons joins denies refuses bounds refers verbs leads starts places "
+        "doing so points pronouns articles courtesies computes"
     ).split()
 }
 _ZERO_WIDTH = dict.fromkeys((0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF))  # invisible spaces and joiners
@@ -86,8 +86,8 @@ def strip_wrapping(text: str) -> str:
 
 @lru_cache(4096)  # the options of a question are compared again for each part of each completion
 def strip_article(text: str) -> str:
-    """Return `text` normalised, without a leading article or a trailing 的."""
-    text = normalise(strip_wrapping(text)).removesuffix("的")
+    """Return `text` normalised, without a leading article or a trailing 的 or です."""
+    text = normalise(strip_wrapping(text)).removesuffix("的").removesuffix("です")
     match = WORDS["articles"].match(text)
     return (text[match.end() :].strip() or text) if match else text
 
@@ -150,7 +150,7 @@ _NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 _POWER_OF_TEN = r"[eE](?P<exponent>[+-]?\d{1,2})|\s?(?:×|\\times|\\cdot|[*·x])\s?10\s?\^\s?"
 _POWER_OF_TEN += r"(?P<power>-?\d{1,2}|\{\s?[+-]?\d{1,2}\s?\})"
 _QUANTITY = re.compile(
-    r"(?:(?P<before>[+-])?(?P<currency>[€£¥￥₹]|(?:US)?\\?\$)\s?)?"
+    r"(?:(?P<before>[+-])?(?P<currency>[€£¥￥₹]|(?:US)?\\?\$|(?:USD|EUR|GBP|INR|CNY)(?= ?\d))\s?)?"
     rf"(?P<sign>[+-])?(?P<number>{_NUMBER})(?:{_POWER_OF_TEN})?(?P<gap>\s*)(?P<unit>\S.*)?",
     re.DOTALL,
 )
@@ -158,6 +158,11 @@ _FRACTION = re.compile(r"([+-]?)(?:(\d+)\s)?(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _NUMBERS = [pair for table in TABLES.values() for pair in enumerate(table.get("numbers", ()))]
 _NUMBER_WORDS = {word: number for number, words in _NUMBERS for word in words.split("|")}
+for _table in TABLES.values():
+    for _tens, _ten in enumerate(_table.get("tens", ()), 2):  # forty, forty-two, 四十二
+        _units = {"": 0} | {word.split("|")[0]: unit for unit, word in enumerate(_table["numbers"][1:10], 1)}
+        _joint = "-" if _ten.isascii() else ""
+        _NUMBER_WORDS |= {_ten + _joint * bool(word) + word: 10 * _tens + unit for word, unit in _units.items()}
 _NUMBER_WORD_PATTERN = re.compile(
     rf"^(?:{'|'.join(sorted(_NUMBER_WORDS, key=len, reverse=True))})(?![A-Za-z0-9一二三四五六七八九十百千万点分])",
     re.IGNORECASE,
@@ -360,8 +365,10 @@ def _shorten(clause: str) -> Iterator[str]:
         phrase = phrase[lead.end() :]
         yield phrase
         lead = WORDS["leads"].match(phrase)
-    if place := WORDS["places"].search(phrase):
-        yield phrase[: place.start()]
+    for each in ("places", "doing"):
+        if place := WORDS[each].search(phrase):
+            phrase = phrase[: place.start()]
+            yield phrase
 
 
 def _first_part(phrase: str) -> str:
