@@ -300,6 +300,8 @@ _LETTER = re.compile(
     r"|(?<![A-Za-z0-9_'’^\\=(])(?<!N/)(?P<plain>[A-J])(?![A-Za-z0-9_'’^+]|\s?="
     r"|[\u3040-\u30ff\u4e00-\u9fff](?<![选選項项是为正因和或对不错ですがはまか都]))"
 )
+_NAMES_LETTER = re.compile(r"[(\[]\s?[A-Ja-j]\s?[)\]]|(?<![A-Za-z])[A-J](?![A-Za-z])")
+_MONTH = re.compile("jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec")
 _SMALL_LETTER = re.compile(r"\(?\s?([a-j])\s?(?:[).:]|$)")
 _FOLLOWED_BY_WORD = re.compile(
     r"\s+(?!(?:or|and|nor|o|ou|oder|et|und|is|are|was|because|since|as|which|with|on|in|at|to|of|for|but|then|here)\b)"
@@ -333,6 +335,8 @@ class _Place(NamedTuple):
 
 def _read_option(part: str, rule: str, choices: Sequence[str]) -> Answer | None:
     """Return the option that a part names: by its letter, with its own text or none, else by its text."""
+    if rule == "sentence" and choices and not (_NAMES_LETTER.search(part) or _may_say(part, choices)):
+        return None  # as most sentences of a long text
     whole = strip_wrapping(part)
     named = {i for i, each in enumerate(choices) if len(whole) > 1 and strip_article(each) == strip_article(whole)}
     if named and whole.endswith("?") and not any(choices[i].endswith("?") for i in named):
@@ -463,6 +467,24 @@ def _are_only_options(text: str, choices: Sequence[str]) -> bool:
         rest = _compile_choice(choice).sub("", text)
         text, found = rest, found + (rest != text)
     return found > 1 and not WORDS["joins"].sub("", text).strip(MARKS + STOPS + "()/|&$-–—、")
+
+
+def _may_say(text: str, choices: Sequence[str]) -> bool:
+    """Whether a text can state an option: it has the words of one, or an option is no words alone."""
+    folded = fold(text)
+    return any(words is None or words in folded for words in map(_words_of, choices))
+
+
+@lru_cache(4096)
+def _words_of(choice: str) -> str | None:
+    """Return the words that each statement of an option has; None if it may be said in other words, as numbers are."""
+    words = strip_article(choice)
+    return (
+        words
+        if re.fullmatch(r"[^\W\d]+(?: [^\W\d]+)*", words)
+        and not (words in POLARITY or is_value(words) or _MONTH.match(words))
+        else None
+    )
 
 
 def _find_same(text: str, choices: Sequence[str]) -> set[int]:
