@@ -46,12 +46,12 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     settings = Settings(**{part.name: getattr(flags, part.name) for part in fields(Settings)})
     ends = time.monotonic() + 60 * flags.minutes
-    methods = CHOSEN if flags.described else METHODS
+    methods, kind = (CHOSEN, DescribedStart) if flags.described else (METHODS, Start)
     if flags.tune and not flags.write:
-        run_missing([TUNING], SWEEP, settings, ends)
+        run_missing([TUNING], SWEEP, settings, ends, kind)
     elif not flags.write:
         methods = {name: methods[name] for name in flags.methods or methods}
-        run_missing(flags.seeds, methods, settings, ends, DescribedStart if flags.described else Start)
+        run_missing(flags.seeds, methods, settings, ends, kind)
     write(read(settings), settings)
 
 

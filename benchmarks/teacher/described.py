@@ -7,13 +7,14 @@ from mosaics.model import teach
 from mosaics.task import Row
 from PIL import Image
 
-from teacher.runs import METHODS, Start, taught
+from teacher.runs import METHODS, Method, Start, taught
 from teacher.task import ANSWER, Example, crop
 
 SHAPES = {"rings": "0689", "strokes": "147", "bows": "235"}  # what a digit has -> digits
 HINT = "the answer is {}"
 CHOSEN = {name: METHODS[name] for name in ("plain", "plain, 240 steps", "divergence", "labels", "rlsd")} | {
     "divergence, answer": taught("teacher_divergence", columns={"privileged_context": "hint"}),
+    "plain, 0.0001, 240 steps": Method({"learning_rate": 1e-4, "max_steps": 240}),  # the best rate on the tuning seed
     "rlsd, answer": taught("rlsd", 1.0, columns={"privileged_context": "hint"}),
 }
 

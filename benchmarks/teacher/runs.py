@@ -87,7 +87,7 @@ def taught(
 
 SWEEP = {
     f"plain, {rate:g}, {size}": Method({"learning_rate": rate, "num_generations": size})
-    for rate, size in ((2e-4, 8), (5e-4, 8), (1e-3, 8), (5e-4, 32))
+    for rate, size in ((1e-4, 8), (2e-4, 8), (5e-4, 8), (1e-3, 8), (5e-4, 32), (2e-4, 32))
 }
 METHODS = {
     "plain": Method(),
