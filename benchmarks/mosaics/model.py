@@ -34,9 +34,15 @@ BOXES = {  # all blocks of up to 2 x 2 cells, as the model writes them: a token 
 }
 
 
-def build_model(seed: int) -> tuple[Any, Any]:
-    """Return an untrained model and its processor, in which a call takes four tokens."""
-    words = ["tool\n", SINGLE, *(f"which digit is {word} in the {word} row" for word in ORDINALS), *map(str, range(10))]
+def build_model(seed: int, texts: Sequence[str] = ()) -> tuple[Any, Any]:
+    """Return an untrained model and its processor, in which a call takes four tokens, and a word of `texts` one."""
+    words = [
+        *texts,
+        "tool\n",
+        SINGLE,
+        *(f"which digit is {word} in the {word} row" for word in ORDINALS),
+        *map(str, range(10)),
+    ]
     untrained: Any
     untrained, processor = build_tiny_vlm(words)
     tokenizer, config = processor.tokenizer, untrained.config

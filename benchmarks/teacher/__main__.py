@@ -22,6 +22,7 @@ from typing import Any
 from machine import describe_machine
 from methods.seeds import interval
 
+from teacher.described import CHOSEN, DescribedStart
 from teacher.runs import LARGER, METHODS, NOISIER, SWEEP, TUNING, Method, Settings, Start
 from teacher.task import DIGIT, NOISE, SIDE
 
@@ -35,7 +36,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--methods", nargs="+", choices=[*METHODS, *(CHOSEN.keys() - METHODS)])
+    parser.add_argument("--described", action="store_true", help="answers with a description before the digit")
     parser.add_argument("--tune", action="store_true", help="choose the options of plain training")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after that")
     parser.add_argument("--write", action="store_true", help="write the page of what there is, run nothing")
@@ -44,35 +46,46 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     settings = Settings(**{part.name: getattr(flags, part.name) for part in fields(Settings)})
     ends = time.monotonic() + 60 * flags.minutes
+    methods, kind = (CHOSEN, DescribedStart) if flags.described else (METHODS, Start)
     if flags.tune and not flags.write:
-        run_missing([TUNING], SWEEP, settings, ends)
+        run_missing([TUNING], SWEEP, settings, ends, kind)
     elif not flags.write:
-        run_missing(flags.seeds, {name: METHODS[name] for name in flags.methods}, settings, ends)
+        methods = {name: methods[name] for name in flags.methods or methods}
+        run_missing(flags.seeds, methods, settings, ends, kind)
     write(read(settings), settings)
 
 
-def run_missing(seeds: Sequence[int], methods: Mapping[str, Method], settings: Settings, ends: float) -> None:
+def run_missing(
+    seeds: Sequence[int], methods: Mapping[str, Method], settings: Settings, ends: float, kind: type[Start] = Start
+) -> None:
     """Run what is missing, and append each run to the results."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     for seed in seeds:
-        there = {line["method"] for line in read(settings) if line["seed"] == seed}
+        there = {line["method"] for line in read(settings, kind) if line["seed"] == seed}
         start = None
         for name, method in methods.items():
             if name in there or time.monotonic() > ends:
                 continue
-            start = start or Start(seed, settings, ROOT / "runs" / "teacher")
+            start = start or kind(seed, settings, ROOT / "runs" / "teacher" / kind.task)
             found = start.run(method)
-            line = {"method": name, "seed": seed, "settings": asdict(settings), "commit": commit.strip(), **found}
+            line = {
+                "task": kind.task,
+                "method": name,
+                "seed": seed,
+                "settings": asdict(settings),
+                "commit": commit.strip(),
+                **found,
+            }
             with RESULTS.with_suffix(".jsonl").open("a") as lines:
                 lines.write(json.dumps(line) + "\n")
             print(name, seed, [point[2] for point in found["course"]], found["seconds"], flush=True)
 
 
-def read(settings: Settings) -> list[Line]:
-    """Return the runs of these settings."""
+def read(settings: Settings, kind: type[Start] = Start) -> list[Line]:
+    """Return the runs of these settings and task."""
     file = RESULTS.with_suffix(".jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [line for line in lines if line["settings"] == asdict(settings)]
+    return [line for line in lines if (line.get("task", ""), line["settings"]) == (kind.task, asdict(settings))]
 
 
 def accuracy_at(course: Sequence[Sequence[float]], positions: float) -> float | None:

@@ -72,12 +72,14 @@ def taught(
     Args:
         learns: `teacher_divergence`, or the rule of credit.
         reward: weight of the verified reward.
-        columns: as `Method` has them; with `teacher_images` the teacher sees this image.
+        columns: as `Method` has them; with `teacher_images` the teacher sees this image, with `privileged_context` it
+            reads this text.
         weights: of the teacher: those of the start, or the policy's.
         numbers: options of the plug-ins.
     """
     columns = columns or {}
-    view, margin = ("teacher_images", {}) if "teacher_images" in columns else ("crop_to_box", {"crop_margin": 0.0})
+    view = next((each for each in ("teacher_images", "privileged_context") if each in columns), "crop_to_box")
+    margin = {"crop_margin": 0.0} if view == "crop_to_box" else {}
     options = {"teacher_view": view, "teacher_weights": weights, "reward_weights": [reward]}
     kind = "loss_terms" if learns == "teacher_divergence" else "credit_rules"
     return Method({**options, kind: [learns], "plugin_options": margin | numbers}, columns)
@@ -85,7 +87,7 @@ def taught(
 
 SWEEP = {
     f"plain, {rate:g}, {size}": Method({"learning_rate": rate, "num_generations": size})
-    for rate, size in ((2e-4, 8), (5e-4, 8), (1e-3, 8), (5e-4, 32))
+    for rate, size in ((1e-4, 8), (2e-4, 8), (5e-4, 8), (1e-3, 8), (5e-4, 32), (2e-4, 32))
 }
 METHODS = {
     "plain": Method(),
@@ -125,9 +127,10 @@ class Start:
     Attributes:
         tokens: longest answer, in tokens.
         device: of the model.
+        task: name of the task; empty for the first.
     """
 
-    tokens, device = 6, "cpu"
+    tokens, device, task = 6, "cpu", ""
 
     def __init__(self, seed: int, settings: Settings, folder: Path) -> None:
         """Draw pictures, and teach a new model or load it from `folder`."""
@@ -151,9 +154,13 @@ class Start:
 
     def build(self, seed: int) -> tuple[Any, Any]:
         """Return an untrained model and its processor."""
-        model, processor = build_model(seed)
+        model, processor = build_model(seed, self.texts())
         processor.image_processor.size = {"shortest_edge": 16, "longest_edge": LARGER**2}
         return model, processor
+
+    def texts(self) -> list[str]:
+        """Return further texts of the task, of which each word becomes a token."""
+        return []
 
     def warm_up(self, rows: list[Row]) -> None:
         """Teach to read crops."""

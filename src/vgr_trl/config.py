@@ -178,7 +178,8 @@ class PerturbationOptions(PluginOptions):
     perturb_images: Literal["all", "prompt", "tools"] = option("all", "With tools: perturb all images of a "
         "completion, those of the prompt, or those that tools returned.", needs=used_by())
     teacher_view: str | None = option(None, "View of a row that a teacher sees, who scores each token: crop_to_box, "
-        "teacher_images, sharper, clean, those of installed packages, dotted paths or files (my_views.py:my_view).")
+        "teacher_images, sharper, clean, privileged_context, those of installed packages, dotted paths or files "
+        "(my_views.py:my_view).")
     teacher_weights: Literal["policy", "reference"] = option("policy", "Weights of the teacher: the policy's at the "
         "rollout, or the reference model's (the initial ones, unless sync_ref_model).", needs="teacher_view")
     perception_loss_weight: float = option(0.0, "Weight of PAPO's perception loss (one more gradient pass).", ge=0)

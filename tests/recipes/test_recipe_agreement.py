@@ -12,11 +12,12 @@ from support.trl_loss import loss_of
 from vgr_trl.config import CreditOptions
 from vgr_trl.credit import shape_advantages
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.loss import entropy_penalty, kl_penalty, perception_loss
+from vgr_trl.loss import entropy_penalty, gated_distillation, kl_penalty, perception_loss, teacher_divergence
 from vgr_trl.recipes import load_recipe
 from vgr_trl.rewards import get_soft_overlong_punishment, load_reward
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import jensen_shannon, visual_dependency
+from vgr_trl.signals.scoring import rest_of
 
 LOSS = ("loss_type", "epsilon", "epsilon_high", "delta")
 RECORDED = Path(__file__).parent / "recorded"
@@ -32,7 +33,8 @@ def recorded(name):
     """The recipe, a recorded case of (N,) and (N, T) tensors, and its valid tokens."""
     case = json.loads((RECORDED / f"{name}.json").read_text())
     tensors = {key: torch.tensor(value) for key, value in case.items() if key != "source"}
-    width = tensors["logps"].requires_grad_().size(1)
+    scores = tensors["logps"] if "logps" in tensors else tensors["logits"]
+    width = scores.requires_grad_().size(1)
     return load_recipe(name), tensors, torch.arange(width) < tensors["lengths"].unsqueeze(1)
 
 
@@ -101,6 +103,27 @@ def test_vepo_keeps_the_tokens_of_the_published_code(stock):
     credit = credit_of(recipe, case, mask, jsd=divergence, perturbed_entropies=case["perturbed_entropies"])
     assert (credit != 0)[mask].tolist() == case["kept"].bool()[mask].tolist()
     check_gradient(stock(recipe), credit, case, mask)
+
+
+@pytest.mark.parametrize("kind", ["jensen_shannon", "forward", "reverse"])
+def test_vision_opd_has_the_gradients_of_the_published_code(kind):
+    """There the tokens are the policy's likeliest; the recorded ones are the teacher's, as here."""
+    recipe, case, mask = recorded("vision_opd")
+    top, ids = case["teacher_logits"].log_softmax(-1).topk(5)
+    others = torch.cat([top, rest_of(case["teacher_logits"].log_softmax(-1), ids)], -1)
+    divergence = teacher_divergence(case["logits"], ids, others, kind)
+    (recipe["plugin_options"]["teacher_divergence_coef"] * divergence[mask].mean()).backward()
+    name = "gradient" if kind == "jensen_shannon" else f"{kind}_gradient"
+    assert (case["logits"].grad - case[name]).abs().max() <= 1e-6
+    assert recipe["plugin_options"]["teacher_divergence_kind"] == "jensen_shannon"
+
+
+def test_sdar_has_the_gradients_of_the_published_code():
+    recipe, case, mask = recorded("sdar")
+    numbers = recipe["plugin_options"]
+    loss = gated_distillation(case["logps"], case["teacher_logps"], numbers["gate_beta"])[mask].mean()
+    (numbers["gated_distillation_coef"] * loss).backward()
+    assert (case["logps"].grad - case["gradient"]).abs().max() <= 1e-7
 
 
 def test_noisyrollout_has_the_noise_of_the_published_code():

@@ -144,22 +144,27 @@ def test_views_of_a_row_by_hand():
     image = draw("RGB", (40, 20))
     boxes = [[0.2, 0.2, 0.4, 0.4]], [[0.2, 0.2, 0.4, 0.4], [0.9, 0.5, 1.0, 1.0]]
     (one,), (both,) = (
-        show_view([image], {"bbox": box}, "crop_to_box", {"crop_margin": margin}, seed=0)
+        show_view([image], {"bbox": box}, "crop_to_box", {"crop_margin": margin}, seed=0).images
         for box, margin in zip(boxes, (0.25, 0.0), strict=True)
     )
     assert (one.tobytes(), both.tobytes()) == (
         image.crop((6, 2, 18, 10)).tobytes(),
         image.crop((8, 4, 40, 20)).tobytes(),
     )
-    (small,) = show_view([image], {"bbox": boxes[0]}, "crop_to_box", {"crop_margin": 0.0, "crop_pixels": 8}, seed=0)
+    limits = {"crop_margin": 0.0, "crop_pixels": 8}
+    (small,) = show_view([image], {"bbox": boxes[0]}, "crop_to_box", limits, seed=0).images
     assert small.size == (4, 2)
     seen = show_view([image], {"teacher_images": [one, image]}, "teacher_images", {}, seed=0)
-    assert [each.size for each in seen] == [one.size, image.size]
+    assert [each.size for each in seen.images] == [one.size, image.size]
+    told = show_view([image], {"privileged_context": "It is 7."}, "privileged_context", {}, seed=0)
+    assert ([each.tobytes() for each in told.images], told.text) == ([image.tobytes()], "It is 7.")
     undefined = [({"bbox": None}, "crop_to_box"), ({}, "teacher_images"), ({"teacher_images": []}, "teacher_images")]
-    assert [show_view([image], row, view, {}, seed=0) for row, view in undefined] == [None] * 3
+    undefined += [({"privileged_context": None}, "privileged_context")]
+    assert [show_view([image], row, view, {}, seed=0) for row, view in undefined] == [None] * 4
     assert show_view([image] * 2, {"bbox": boxes[0]}, "crop_to_box", {}, seed=0) is None
-    with pytest.raises(DataError):
-        show_view([image], {"teacher_images": "/etc/passwd"}, "teacher_images", {}, seed=0)
+    for column, value in (("teacher_images", "/etc/passwd"), ("privileged_context", 7)):
+        with pytest.raises(DataError):
+            show_view([image], {column: value}, column, {}, seed=0)
 
 
 def test_images_of_a_teacher_come_from_the_data(tmp_path):
@@ -172,7 +177,7 @@ def test_images_of_a_teacher_come_from_the_data(tmp_path):
     row = ready[0]
     assert row["image"].size == (20, 10)
     for view, count in (("sharper", 1), ("teacher_images", 2)):
-        assert [image.size for image in show_view([row["image"]], row, view, {}, seed=0)] == [(40, 20)] * count
+        assert [image.size for image in show_view([row["image"]], row, view, {}, seed=0).images] == [(40, 20)] * count
     hostile = Dataset.from_list([{**rows[0], "teacher_images": ["../other.png"]}])
     with pytest.raises(DataError, match="is outside"):
         prepare_rows(hostile, root=tmp_path, **limits)[0][0]

@@ -14,6 +14,7 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.records import read_run
 from vgr_trl.signals import scoring
 from vgr_trl.signals.named import columns_to_signals, signals_to_columns
+from vgr_trl.signals.perturbation import Seen
 from vgr_trl.signals.ratios import jensen_shannon
 from vgr_trl.views.perturbed_pass import score_perturbed
 
@@ -126,16 +127,19 @@ def test_completions_behind_perturbed_images_of_their_own(vision_trainer, monkey
     assert len({image.tobytes() for (image,) in shared.perturbed_images.values()}) == len(valid)
 
 
+HINT = "the circle is red"
+
+
 @pytest.fixture
 def closer(monkeypatch):
-    """A registered view: what is in the box, wider, and the whole image behind it."""
+    """A registered view: what is in the box, wider, the whole image behind it, and a text."""
     registry, crop = registries.views, registries.views.load("crop_to_box")
     monkeypatch.setattr(registry, "_own", dict(registry._own))
 
     @registry.register("closer")
     def closer(images, row, *, seed):
         found = crop(images, row, crop_margin=0.0)
-        return found and [found[0].resize((2 * found[0].width, found[0].height)), *images]
+        return found and Seen([found[0].resize((2 * found[0].width, found[0].height)), *images], HINT)
 
     return closer
 
@@ -154,10 +158,12 @@ def asked_with_images(run, rollout, view):
     rows, every, processor = [], [], run.processing_class
     for messages, row, completion in zip(rollout.messages, rollout.rows, rollout.batch["completion_ids"], strict=True):
         own = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
-        if (images := view(own, row, seed=0)) is None:
+        if (seen := view(own, row, seed=0)) is None:
             rows.append(torch.full(completion.shape, torch.nan, dtype=torch.float64))
             continue
         text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        asked, end, behind = text.rpartition("<|im_end|>")
+        text, images = f"{asked}\n\n{seen.text}{end}{behind}", [*seen.images]
         marks = "<|vision_start|><|image_pad|><|vision_end|>"
         inputs = processor(text=[text.replace(marks, marks * len(images))], images=[images], return_tensors="pt")
         prompt = inputs["input_ids"].size(1)
@@ -262,6 +268,7 @@ def test_the_reference_teaches(adapts, closer, vision_trainer, model_folder, mon
         ({"loss_terms": ["gated_distillation"]}, "teacher_view"),
         ({"teacher_view": "crop_to_box"}, "bbox"),
         ({"teacher_view": "teacher_images"}, "teacher_images"),
+        ({"teacher_view": "privileged_context"}, "privileged_context"),
     ],
 )
 def test_a_teacher_without_a_view(options, needed, vision_trainer):

@@ -25,6 +25,7 @@ NUMBERED_IMAGES = tuple(f"image_{number}" for number in range(1, 8))  # of MMMU-
 FURTHER_IMAGES = tuple(f"image{number}" for number in range(2, 8))  # behind `image`
 MEDIA = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *FURTHER_IMAGES, *VIDEO_COLUMNS)
 TEACHER_IMAGES = "teacher_images"  # column of images that a teacher sees in place of the policy's
+PRIVILEGED_CONTEXT = "privileged_context"  # column of a text that a teacher alone reads, as TRL names it
 FULL_IMAGES = "full_images"  # column of a row's images before `max_pixels` and other limits
 FOLDER = "__folder__"  # column: the folder that a row's relative paths start from, where files lie in several
 PLACE = "__place__"  # column: the number of a row in the user's data

@@ -16,10 +16,23 @@ from PIL import Image, ImageFilter
 
 from vgr_trl import registries
 from vgr_trl.config import PERTURBATIONS
-from vgr_trl.data.images import DEEP_MODES, FULL_IMAGES, TEACHER_IMAGES, ImageLimits, boxes_of
+from vgr_trl.data.images import DEEP_MODES, FULL_IMAGES, PRIVILEGED_CONTEXT, TEACHER_IMAGES, ImageLimits, boxes_of
 from vgr_trl.errors import DataError
 from vgr_trl.options import Checked, option
 from vgr_trl.registries import declares
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A row under a view.
+
+    Attributes:
+        images: in place of those of its prompt.
+        text: stands behind the prompt's last message.
+    """
+
+    images: Sequence[Image.Image]
+    text: str = ""
 
 
 def _split_opacity(image: Image.Image) -> tuple[np.ndarray, np.ndarray | None]:
@@ -285,6 +298,19 @@ registries.views.register("teacher_images")(partial(_read_column, TEACHER_IMAGES
 registries.views.register("sharper")(partial(_read_column, FULL_IMAGES))
 
 
+@registries.views.register(PRIVILEGED_CONTEXT)
+def privileged_context(images: Sequence[Image.Image], row: Mapping[str, Any]) -> Seen | None:
+    """Return the images with the text of the column `privileged_context`, None without any.
+
+    Raises:
+        DataError: it is no text.
+    """
+    text = row.get(PRIVILEGED_CONTEXT)
+    if not isinstance(text, str | None):
+        raise DataError(f"The column {PRIVILEGED_CONTEXT} has a {type(text).__name__}: give a text, or None.")
+    return Seen(images, text) if text else None
+
+
 @registries.views.register("clean")
 def clean(images: Sequence[Image.Image], row: Mapping[str, Any]) -> list[Image.Image]:
     """Return the images of the data, where `noisy_generations` have seen perturbed ones."""
@@ -293,8 +319,8 @@ def clean(images: Sequence[Image.Image], row: Mapping[str, Any]) -> list[Image.I
 
 def show_view(
     images: Sequence[Image.Image], row: Mapping[str, Any], spec: str, parameters: Mapping[str, Any], *, seed: int
-) -> list[Image.Image] | None:
-    """Return the images of a row under a view, or None if the row has no such view, as without images.
+) -> Seen | None:
+    """Return a row under a view, or None if the row has no such view, as without images.
 
     Args:
         images: images of the row's prompt.
@@ -305,12 +331,13 @@ def show_view(
 
     Raises:
         ConfigError: there is no such view.
-        DataError: the view returns neither images nor None.
+        DataError: the view returns neither images nor `Seen` nor None.
     """
     function = registries.views.load(spec)
     draws = {"seed": seed} if "seed" in inspect.signature(function).parameters else {}
-    seen = function([image.copy() for image in images], row, **parameters, **draws) if images else None
-    is_list = isinstance(seen, list | tuple) and len(seen) > 0 and all(isinstance(image, Image.Image) for image in seen)
-    if not (seen is None or is_list):
-        raise DataError(f"The view {spec} returned {type(seen).__name__}: return a list of images, or None.")
-    return None if seen is None else list(seen)
+    found = function([image.copy() for image in images], row, **parameters, **draws) if images else None
+    seen = Seen(found) if isinstance(found, list | tuple) else found
+    images = seen.images if isinstance(seen, Seen) else ()
+    if seen is None or (images and all(isinstance(image, Image.Image) for image in images)):
+        return seen
+    raise DataError(f"The view {spec} returned {type(found).__name__}: return a list of images, Seen, or None.")

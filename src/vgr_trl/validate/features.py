@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from vgr_trl.credit import builtin_rules
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.images import BOX_COLUMNS, TEACHER_IMAGES
+from vgr_trl.data.images import BOX_COLUMNS, PRIVILEGED_CONTEXT, TEACHER_IMAGES
 from vgr_trl.errors import ConfigError
 from vgr_trl.passes.micro_batches import RowsPerPass, describe_spread_groups
 from vgr_trl.registries import (
@@ -409,7 +409,8 @@ def why_not_measured(facts: RunFacts, need: str, vision_tokens: Sequence[int]) -
     in_generation, inside = args.attention_source == "generate", need in ("attention", "similarity")
     lacks_boxes = facts.train_columns is not None and {*BOX_COLUMNS}.isdisjoint(facts.train_columns)
     crops = need == "regions" or (need == "views" and "crop_to_box" in args.row_views.values())
-    lacks_teacher = facts.train_columns is not None and TEACHER_IMAGES not in facts.train_columns
+    of_teacher = {TEACHER_IMAGES, PRIVILEGED_CONTEXT} & {*args.row_views.values()}
+    lacking = ", ".join(of_teacher - {*(of_teacher if facts.train_columns is None else facts.train_columns)})
     table: list[tuple[Any, str]] = [
         (maker == "rollout_func", "with rollout_func the tokens of a completion are not all the policy's answer to its "
          "prompt; switch one of the two off."),
@@ -429,8 +430,7 @@ def why_not_measured(facts: RunFacts, need: str, vision_tokens: Sequence[int]) -
          'attention_source is "generate", which does not know regions; use "scoring".'),
         (maker and need == "views" and args.row_views, f"views of rows change the prompt's images, but {maker} may "
          "add images; switch one of the two off."),
-        (need == "views" and TEACHER_IMAGES in args.row_views.values() and lacks_teacher,
-         f"the data have no column {TEACHER_IMAGES}; add one, or use another view."),
+        (need == "views" and lacking, f"the data have no column {lacking}; add one, or use another view."),
         (crops and lacks_boxes,
          f"the data have neither of the columns {' and '.join(BOX_COLUMNS)}; add one, or switch it off."),
         (inside and not vision_tokens, "the placeholder token of images is not found in the model's configuration or "

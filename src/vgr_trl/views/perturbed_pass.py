@@ -35,7 +35,7 @@ from vgr_trl.rows import (
 from vgr_trl.sharing.context_manager import whole_groups
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.named import NOISY, RolloutSignals, add_named, build_unmeasured_signals, named_metrics
-from vgr_trl.signals.perturbation import derive_seed, perturb_images, show_view
+from vgr_trl.signals.perturbation import Seen, derive_seed, perturb_images, show_view
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.scoring import Head, Purpose, Want
 from vgr_trl.tools import show_again
@@ -99,6 +99,16 @@ def _replace_images(prompt: Any, images: Sequence[Any]) -> Any:
             message = {**message, "content": parts}
         messages.append(message)
     return messages
+
+
+def _append_text(prompt: Any, text: str) -> Any:
+    """Append a text to the last message of a conversation, as a paragraph."""
+    if not text or isinstance(prompt, str):
+        return prompt
+    content, paragraph = prompt[-1]["content"], f"\n\n{text}"
+    is_text = isinstance(content, str)
+    content = content + paragraph if is_text else [*content, {"type": "text", "text": paragraph}]
+    return [*prompt[:-1], {**prompt[-1], "content": content}]
 
 
 def perturb_turns(turns: Turns, numbers: Sequence[int], which: str, perturb: Perturb) -> list[list[Image.Image]]:
@@ -222,9 +232,9 @@ def _score_row_view(
     reads_all, count = measurement.needs("teacher_top"), measurement.teacher_top
     reads = name == TEACHER and (reads_all or (count > 0 and bool(rollout.recorded)))
     for rows in chunks:
-        images = _images_under(view, trainer, rollout, rows)
-        shown = {row: each for row, each in zip(rows, images, strict=True) if each is not None}
-        inputs = inputs_with_view(trainer, rollout, rows, images)
+        seen = _rows_under(view, trainer, rollout, rows)
+        shown = {row: [*each.images] for row, each in zip(rows, seen, strict=True) if each is not None}
+        inputs = inputs_with_view(trainer, rollout, rows, seen)
         with _weights_of(name, trainer) as model, torch.no_grad():
             scores = trainer.score(inputs, Want(hidden=reads), model, purpose=Purpose.VIEW)
             if scores.hidden is not None:
@@ -259,13 +269,11 @@ def _weights_of(name: str, trainer: ConstructedTrainer) -> Iterator[nn.Module]:
             yield trainer.model
 
 
-def _images_under(
-    view: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range
-) -> list[list[Image.Image] | None]:
-    """Return the images of some rows under a view, the same for the completions of a prompt; None: it has no view."""
+def _rows_under(view: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range) -> list[Seen | None]:
+    """Return some rows under a view, the same for the completions of a prompt; None: a row has no view."""
     args, first = trainer.args, trainer.accelerator.process_index * len(rollout.rows)
     parameters, step = args.parameters_of(view), trainer.state.global_step
-    shown: dict[int, list[Image.Image] | None] = {}  # number of the prompt -> its images
+    shown: dict[int, Seen | None] = {}  # by number of the prompt
     numbers = [(first + row) // trainer.completions_per_prompt for row in rows]
     for row, number in zip(rows, numbers, strict=True):
         if number not in shown:
@@ -275,18 +283,21 @@ def _images_under(
 
 
 def inputs_with_view(
-    trainer: ConstructedTrainer, rollout: Rollout, rows: range, images: Sequence[list[Image.Image] | None]
+    trainer: ConstructedTrainer, rollout: Rollout, rows: range, seen: Sequence[Seen | None]
 ) -> dict[str, Any]:
-    """Build the scoring inputs of some rows of a rollout behind prompts with other images, of any size and number.
+    """Build the scoring inputs of some rows of a rollout behind prompts with other images and texts, of any size.
 
     Args:
         trainer: gives the processor and the padding.
         rollout: a scored rollout.
         rows: numbers of the rows.
-        images: images of each of these rows; None: its own.
+        seen: each of these rows under a view; None: as it is.
     """
     own, part = rollout.messages[rows.start : rows.stop], slice(rows.start, rows.stop)
-    shown = [one if new is None else _replace_images(one, new) for one, new in zip(own, images, strict=True)]
+    shown = [
+        one if new is None else _append_text(_replace_images(one, new.images), new.text)
+        for one, new in zip(own, seen, strict=True)
+    ]
     with images_processed_once(trainer.processing_class):
         prompts = trainer.tokenize(shown)
     inputs = build_scoring_inputs(
