@@ -1,21 +1,21 @@
-"""Run by the tests of this folder in the processes of an engine: an update of TRL's trainer and of ours, counted.
+"""Run by test_as_trl.py in the processes of an engine: updates of TRL's trainer and of ours on the same completions.
 
-measure_worker.py KIND MODEL OUTPUT     for micro-batches of one and two, all weights and LoRA, with checkpointing
+as_trl_worker.py KIND MODEL OUTPUT
 """
 
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import engines
 import torch
-from counting import CollectiveCounter
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
-from support.trainers import BIG_STEPS, OURS, STOCK, config, letters_reward
-from transformers import AutoProcessor, TrainerCallback
+from support.trainers import BIG_STEPS, OURS, STOCK, config, letters_reward, logged
+from transformers import AutoProcessor
 
 P, T, G = 768, 128, 8
 CUT = P + 3 * T  # tokens of a pass, by which a group is cut into passes of 3, 3 and 2 rows
@@ -60,25 +60,8 @@ def generate_whole(trainer):
     return generate
 
 
-class UpdatePhase(TrainerCallback):
-    """Names the phase of each step: `update 1`, `update 2`."""
-
-    def __init__(self, counter: CollectiveCounter) -> None:
-        self.counter = counter
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.counter.phase = f"update {state.global_step + 1}"
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.counter.phase = "between"
-
-
-def measure(kind: str, classes, batch: int, lora: bool, folder: Path, output: Path, counter, **more):
-    """Two updates; the changes of all weights, and what the counter has found.
-
-    Args:
-        more: further options of the trainer.
-    """
+def measure(kind: str, classes, batch: int, lora: bool, folder: Path, output: Path, watch, **more):
+    """The trainer after two updates, and how far they moved all weights; `watch` gets it before. `more`: options."""
     processor = AutoProcessor.from_pretrained(folder)
     options = {
         "max_steps": 2, "num_generations": G, "per_device_train_batch_size": batch, "max_completion_length": T,
@@ -92,42 +75,35 @@ def measure(kind: str, classes, batch: int, lora: bool, folder: Path, output: Pa
         str(folder), [letters_reward], options, rows_of(processor), processing_class=processor, peft_config=adapter
     )
     trainer.model.generate = generate_whole(trainer)
-    prepare = trainer._prepare_inputs
-
-    def prepare_in_phase(inputs):
-        with counter.in_phase("rollout"):
-            return prepare(inputs)
-
-    trainer._prepare_inputs = prepare_in_phase
-    trainer.add_callback(UpdatePhase(counter))
-    text_model = next(m for m in trainer.model.modules() if type(m).__name__.endswith("TextModel"))
-    counter.count_positions(text_model)
     start = engines.whole_parameters(trainer)
-    counter.found.clear()
+    watch(trainer)
     trainer.train()
-    found = dict(counter.found)
     assert engines.found_engine(trainer) == kind
     end = engines.whole_parameters(trainer)
-    return {name: end[name] - start[name] for name in start}, found
+    return trainer, {name: end[name] - start[name] for name in start}
 
 
 def largest(tensors) -> float:
     return max(float(tensor.abs().max()) for tensor in tensors)
 
 
-if __name__ == "__main__":
-    kind, folder, output = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    counter = CollectiveCounter()
-    engines.prepare(kind)
-    measured = []
+def compare(kind: str, folder: Path, output: Path, watch=lambda trainer: None) -> Iterator[dict]:
+    """For micro-batches of one and two, all weights and LoRA: how far both trainers' updates are apart."""
     for lora in (False, True):
-        for batch in (2, 1):
-            of_trl, theirs = measure(kind, STOCK, batch, lora, folder, output / f"{kind} trl", counter)
+        for batch in (1, 2):
+            given = batch, lora, folder
+            _, of_trl = measure(kind, STOCK, *given, output / f"{kind} trl", watch)
             for budget in (None, CUT) if batch == 1 else (None,):
                 options = {"max_tokens_per_micro_batch": budget}
-                of_ours, ours = measure(kind, OURS, batch, lora, folder, output / f"{kind} ours", counter, **options)
-                difference = largest(of_trl[name] - of_ours[name] for name in of_trl) / largest(of_trl.values())
-                case = {"lora": lora, "batch": batch, "budget": budget, "difference": difference}
-                measured.append(case | {"trl": theirs, "ours": ours})
+                ours, moved = measure(kind, OURS, *given, output / f"{kind} ours", watch, **options)
+                apart = largest(of_trl[name] - moved[name] for name in of_trl) / largest(of_trl.values())
+                computed = max(logged(ours, "sharing/prompts_per_row"))
+                yield {"lora": lora, "batch": batch, "budget": budget, "difference": apart, "prompts_per_row": computed}
+
+
+if __name__ == "__main__":
+    kind, folder, output = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    engines.prepare(kind)
+    found = list(compare(kind, folder, output))
     if os.environ.get("RANK", "0") == "0":
-        (output / f"{kind} measured.json").write_text(json.dumps(measured, indent=1))
+        (output / f"{kind}.json").write_text(json.dumps(found))
