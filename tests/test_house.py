@@ -8,7 +8,6 @@ from pathlib import Path
 import vgr_trl
 
 ROOT = Path(vgr_trl.__file__).parent
-BESIDE_SHARING = {f"vgr_trl.{name}" for name in ("errors", "patching", "pixels")}
 DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
 
 
@@ -40,13 +39,6 @@ def test_imports_have_no_circle():
     graph = {name: imported(file, known) - {name} for name, file in known.items() if name != "vgr_trl"}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
     assert len(graph) > 50
-
-
-def test_sharing_is_read_in_one_folder():
-    """Beside its own modules it imports pixels, token types, errors and patching alone."""
-    known, room = modules(), "vgr_trl.sharing"
-    used = {other for name, file in known.items() if name.startswith(room) for other in imported(file, known)}
-    assert {name for name in used if not name.startswith(room)} <= BESIDE_SHARING
 
 
 def test_imports_run_downwards():

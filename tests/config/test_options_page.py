@@ -7,8 +7,6 @@ from pathlib import Path
 
 from trl import ModelConfig
 
-from vgr_trl import registries
-
 DOCS = Path(__file__).parents[2] / "docs"
 ORIGINS = (DOCS / "migration.md", DOCS / "../experiments/README.md")
 
@@ -22,11 +20,3 @@ def test_the_pages_are_in_step_with_the_options():
     named = {name for cell in here for name in re.findall(r"`--(\w+)", cell)}
     assert len(named) > 30
     assert named <= known
-
-
-def test_every_reward_has_a_row():
-    rows = re.findall(r"^\| `(\w+)` \| `\w+` \|", (DOCS / "rewards.md").read_text(encoding="utf-8"), re.MULTILINE)
-    names = registries.rewards.names()
-    assert set(rows) <= set(names)
-    described = [registries.rewards.load(row) for row in rows]
-    assert [name for name in names if registries.rewards.load(name) not in described] == []

@@ -87,12 +87,6 @@ def test_a_rule_reads_a_signal_by_its_name(installed):
     assert metrics["credit/focus/weight_mean"] == pytest.approx(9 / 5)
 
 
-def test_a_rule_by_its_name_switches_its_options_on():
-    config = DAPOConfig("out", use_cpu=True, credit_rules=["perception_weights", "token_weights"])
-    found = config.enable_perception_filtering, config.perception_weighting, config.token_weights
-    assert found == (True, "soft", True)
-
-
 def test_what_a_rule_must_not_return(monkeypatch):
     for returned in (torch.ones(2, 3), (torch.ones(2, 2), {}), (torch.full((2, 3), math.nan), {})):
         monkeypatch.setitem(registries.credit_rules._own, "odd", lambda *given, returned=returned: returned)

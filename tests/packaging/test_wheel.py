@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import yaml
 from support.made_records import record
 
-from vgr_trl import __version__
 from vgr_trl.reporting.records import encode_entry
 
 ROOT = Path(__file__).parents[2]
@@ -88,13 +86,3 @@ def test_links_of_the_metadata_are_absolute_and_lead_to_files(built: Path) -> No
             kind, tag, path = link.partition("#")[0].removeprefix(f"{REPOSITORY}/").split("/", 2)
             assert (kind, tag) == ("raw" if link in images else "tree" if (ROOT / path).is_dir() else "blob", TAG)
             assert (ROOT / path).exists(), link
-
-
-def test_one_version_is_told_everywhere(built: Path) -> None:
-    (sdist,) = built.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        assert f"vgr_trl-{__version__}/CITATION.cff" in archive.getnames()
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # what its schema requires
-    assert "version" not in citation  # it would be a second place
-    assert re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0] == __version__
