@@ -8,11 +8,11 @@ from pathlib import Path
 import vgr_trl
 
 ROOT = Path(vgr_trl.__file__).parent
+BESIDE_SHARING = {f"vgr_trl.{name}" for name in ("errors", "patching", "pixels")}
 DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
     names = {}
     for file in ROOT.rglob("*.py"):
         parts = file.relative_to(ROOT.parent).with_suffix("").parts
@@ -21,7 +21,6 @@ def modules() -> dict[str, Path]:
 
 
 def imported(file: Path, known: dict[str, Path]) -> set[str]:
-    """The modules of the package that a file imports, within functions too, but for annotations."""
     found, tree = set(), ast.parse(file.read_text(encoding="utf-8"))
     typing = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     skipped = {id(inner) for node in typing for inner in ast.walk(node)}
@@ -39,6 +38,13 @@ def test_imports_have_no_circle():
     graph = {name: imported(file, known) - {name} for name, file in known.items() if name != "vgr_trl"}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
     assert len(graph) > 50
+
+
+def test_sharing_is_read_in_one_folder():
+    """Beside its own modules it imports pixels, token types, errors and patching alone."""
+    known, room = modules(), "vgr_trl.sharing"
+    used = {other for name, file in known.items() if name.startswith(room) for other in imported(file, known)}
+    assert {name for name in used if not name.startswith(room)} <= BESIDE_SHARING
 
 
 def test_imports_run_downwards():

@@ -1,5 +1,3 @@
-"""Rows of any form as training reads them, from data sets and streams."""
-
 import json
 import os
 import signal
@@ -27,6 +25,20 @@ from vgr_trl.errors import DataError
 
 RED, BLUE = (200, 30, 40), (10, 20, 250)
 BOTH = pytest.mark.parametrize("streaming", [False, True])
+OTHER = {"text": "Which?", "opts": ["red", "blue"], "gold": "B", "img": "red.png", "prompt": "not this", "label_idx": 0}
+FLAGS = {"problem_key": "text", "choices_key": "opts", "solution_key": "gold", "image_key": "img", "video_key": "none"}
+WAITS = """
+import os, time
+from pathlib import Path
+from datasets import Dataset, Features, Value
+from vgr_trl.data.checked_rows import map_rows
+
+def examine(row):
+    Path({folder!r}, str(os.getpid())).touch()
+    time.sleep(600)
+
+map_rows(Dataset.from_dict({{"n": range(1000)}}), examine, Features(n=Value("int32")), None, "Waiting")
+"""
 
 
 def asked(row: dict[str, Any]) -> str:
@@ -74,10 +86,6 @@ def test_a_shuffled_stream_waits_with_undecoded_images(pictures):
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[0]) == sorted(f"q{number}" for number in range(200) if number != 7)
     assert {(row.row, row.id) for row in heard} == {(7, "q7")}
-
-
-OTHER = {"text": "Which?", "opts": ["red", "blue"], "gold": "B", "img": "red.png", "prompt": "not this", "label_idx": 0}
-FLAGS = {"problem_key": "text", "choices_key": "opts", "solution_key": "gold", "image_key": "img", "video_key": "none"}
 
 
 @BOTH
@@ -209,20 +217,6 @@ def test_a_cache_that_cannot_be_written_is_named_and_not_needed(pictures, cached
     cached.parent.write_text("a file where the folder should be")
     assert len(prepared(pictures)) == 1000
     assert f"{cached} cannot be written" in caplog.text
-
-
-WAITS = """
-import os, time
-from pathlib import Path
-from datasets import Dataset, Features, Value
-from vgr_trl.data.checked_rows import map_rows
-
-def examine(row):
-    Path({folder!r}, str(os.getpid())).touch()
-    time.sleep(600)
-
-map_rows(Dataset.from_dict({{"n": range(1000)}}), examine, Features(n=Value("int32")), None, "Waiting")
-"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -48,7 +48,6 @@ def test_a_set_is_converted_and_reported(tmp_path, capsys):
 
 
 def test_a_split_gets_a_name_that_is_found_again_beside_others(tmp_path, capsys):
-    """What each command reports is added; a split that is written again is replaced, the other stays."""
     for name, rows in (("train", 2), ("dev", 3)):
         aokvqa(tmp_path / "in" / f"{name}.parquet", rows)
     for split in ("train", "dev", "dev"):

@@ -14,7 +14,8 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
-from support.trainers import BIG_STEPS, OURS, STOCK, config, letters_reward, logged
+from support.dealt_completions import generate_by_prompt
+from support.trainers import BIG_STEPS, OURS, STOCK, config, letters_reward, logged, whole_parameters
 from transformers import AutoProcessor
 
 P, T, G = 768, 128, 8
@@ -42,24 +43,6 @@ def rows_of(processor) -> Dataset:
     )
 
 
-def generate_whole(trainer):
-    """Stands for the model's `generate`: T tokens, which depend on the prompt, the step and the place in the group."""
-    tokenizer = trainer.processing_class.tokenizer
-    words = torch.tensor(tokenizer("the circle is blue red teal A B C D").input_ids)
-
-    def generate(input_ids, **kwargs):
-        first, found = trainer.accelerator.process_index * len(input_ids), []
-        for row, ids in enumerate(input_ids):
-            seed = int(ids.sum()) * 31 + trainer.state.global_step * 977 + (first + row) % G
-            drawn = torch.randint(len(words), (T,), generator=torch.Generator().manual_seed(seed))
-            found.append(words[drawn])
-        completions = torch.stack(found)
-        completions[:, -1] = tokenizer.eos_token_id
-        return torch.cat([input_ids, completions], dim=1)
-
-    return generate
-
-
 def measure(kind: str, classes, batch: int, lora: bool, folder: Path, output: Path, watch, **more):
     """The trainer after two updates, and how far they moved all weights; `watch` gets it before. `more`: options."""
     processor = AutoProcessor.from_pretrained(folder)
@@ -74,12 +57,12 @@ def measure(kind: str, classes, batch: int, lora: bool, folder: Path, output: Pa
     trainer = trainer_class(
         str(folder), [letters_reward], options, rows_of(processor), processing_class=processor, peft_config=adapter
     )
-    trainer.model.generate = generate_whole(trainer)
-    start = engines.whole_parameters(trainer)
+    trainer.model.generate = generate_by_prompt(trainer, length=T)
+    start = whole_parameters(trainer)
     watch(trainer)
     trainer.train()
     assert engines.found_engine(trainer) == kind
-    end = engines.whole_parameters(trainer)
+    end = whole_parameters(trainer)
     return trainer, {name: end[name] - start[name] for name in start}
 
 

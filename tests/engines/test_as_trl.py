@@ -1,5 +1,3 @@
-"""Updates of ours are TRL's own under each engine, whatever the micro-batch, with checkpointing."""
-
 import json
 from pathlib import Path
 

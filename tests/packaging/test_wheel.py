@@ -1,5 +1,3 @@
-"""What a release would be: made of the checkout, unpacked elsewhere and used from there."""
-
 import os
 import re
 import subprocess
@@ -27,7 +25,6 @@ for command in ("recipes vppo", "path zero2", "init", "report run"):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sdist, and the wheel made of it, as `make dist` makes them for a repository of this address."""
     pytest.importorskip("build", reason="build is in the extra dev")
     out = tmp_path_factory.mktemp("dist")
     words = [sys.executable, ROOT / "scripts" / "make_dist.py", REPOSITORY, TAG, out, "--no-isolation"]
@@ -37,7 +34,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that finds the wheel before anything else."""
     site, (wheel,) = tmp_path_factory.mktemp("site"), built.glob("*.whl")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
     subprocess.run([*pip, "--target", site, wheel], check=True)

@@ -1,5 +1,3 @@
-"""Records as text, whatever a model says: its Markdown has the same structure, and it steers no terminal."""
-
 import io
 import json
 import math

@@ -1,5 +1,3 @@
-"""What the model card says of a run: in front of what TRL says of frameworks, and in a form that Markdown keeps."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""The page of a report in headless Chromium: it shows what the data hold; clicks and keys change what they should."""
-
 import os
 import re
 import shutil
@@ -39,7 +37,6 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages of one run, of two, of one with hostile text, and of one with long names."""
     root = tmp_path_factory.mktemp("pages")
     one, two = make_run(root / "one", steps=6), make_run(root / "two", steps=4, offset=0.1, weight=2.0)
     seeds = [make_run(root / f"seed{seed}", steps=4, offset=seed / 10, seed=seed) for seed in range(3)]
@@ -82,7 +79,6 @@ def opened(browser: Browser, pages: dict[str, Path]) -> Iterator[Open]:
 
 
 def control(page: Page, name: str) -> Locator:
-    """The choice with this label in front."""
     return page.locator("label", has_text=re.compile(f"^ *{name}\\b")).locator("select")
 
 
@@ -129,7 +125,6 @@ def test_tokens_are_coloured_by_the_chosen_number(opened: Open) -> None:
 
 
 def heat(page: Page, image: int = 0) -> list[int]:
-    """How opaque the colour over each cell of an image is, of 255, row by row."""
     script = """async element => {
         const image = new Image();
         image.src = element.getAttribute("href");

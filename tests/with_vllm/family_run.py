@@ -184,7 +184,6 @@ def reward(completions: list, **kwargs: object) -> list[float]:
 
 
 def listen(trainer: DAPOTrainer) -> list[bool]:
-    """Whether vLLM has read the same tokens as the trainer, for each row of each turn from now on."""
     plain, same = trainer.vllm_generation.generate, []
 
     def generate(prompts, images, num_generations, profiler):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from running import EXACT, METRIC, NEEDS_VLLM, SECONDS, environment, outcome, run
-from support.checkpoints import complete_checkpoints
+from support.commands import complete_checkpoints
 
 pytestmark = NEEDS_VLLM
 
@@ -28,7 +28,6 @@ def model(tmp_path_factory) -> Path:
 
 @contextmanager
 def served(model: Path, log: Path, port: int) -> Iterator[tuple[str, int]]:
-    """A server that `trl vllm-serve` has started: its address, and its group of processes."""
     flags = (
         f"vllm-serve --model {model} --host 127.0.0.1 --port {port} --dtype float32 --enforce_eager true "
         "--max_model_len 256 --worker-extension-cls plain_weights.WeightsFromFile"
@@ -61,7 +60,6 @@ def answers(url: str) -> bool:
 
 
 def check(folder: Path, url: str, *flags: str) -> None:
-    """Train with the server, and look at the three steps that are logged in the end."""
     steps = outcome(folder, run(folder, "server_run.py", url, *flags))["steps"]
     assert len(steps) == 3
     for step in steps:
