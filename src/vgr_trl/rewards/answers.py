@@ -95,6 +95,9 @@ _BOX = re.compile(r"\\f?boxed\s{0,9}\{|<\|begin_of_box\|>")
 _BOX_SEPARATOR = re.compile(
     r"(?:\}|<\|end_of_box\|>)[\s$.,;/&、()\\\[\]]{0,9}(?:or|and|或者?|和)?[\s$(\\\[\]]{0,9}", re.IGNORECASE
 )
+_DENIED_BOX = re.compile(
+    rf"[}}$)\\\]*\s]{{0,9}}(?:(?:is|was|would be)\s(?:{WORDS['denies'].pattern})|是?(?:错|不对|不正确))", re.IGNORECASE
+)
 _JSON = re.compile(r"(?:^|\n)\s*(?:```(?:json)?\s*)?(\{[^{}]{1,2000}\}|\[[^\[\]]{1,2000}\])[\s`]*\Z")
 _JSON_KEY = re.compile(r"(?:\w+_)?(?:answer|option|choice|result|prediction|solution|letter|label)", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=[*\"')]{0,3}(?:\s|$))|[。\n]")
@@ -218,6 +221,8 @@ def _last_box(text: str) -> str | None:
         between = text[boxes[0].end() + len(contents[0]) : boxes[1].start()]
         if _BOX_SEPARATOR.fullmatch(between) and contents[0] != contents[1]:
             return " or ".join(contents)
+    if contents and _DENIED_BOX.match(text, boxes[-1].end() + len(contents[-1])):
+        return ""
     return contents[-1] if contents else None
 
 
@@ -298,7 +303,7 @@ _TWO, _DENIED = "two answers", "a denial, bound or comparison"
 _LETTER = re.compile(
     r"[(\[]\s?(?P<bracketed>[A-Ja-j])\s?[)\]]"
     r"|(?<![A-Za-z0-9_'’^\\=(])(?<!N/)(?P<plain>[A-J])(?![A-Za-z0-9_'’^+]|\s?="
-    r"|[\u3040-\u30ff\u4e00-\u9fff](?<![选選項项是为正因和或对不错ですがはまか都]))"
+    r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3](?<![选選項项是为正因和或对不错ですがはまか都입]))"
 )
 _NAMES_LETTER = re.compile(r"[(\[]\s?[A-Ja-j]\s?[)\]]|(?<![A-Za-z])[A-J](?![A-Za-z])")
 _MONTH = re.compile("jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec")
@@ -308,7 +313,7 @@ _FOLLOWED_BY_WORD = re.compile(
     r"[A-Za-z]{2}|\s+(?!o\b)[a-z]\b"
 )
 _IS = re.compile(
-    r"[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s|是)?(?:(?:also|clearly|definitely)\s)?的?"
+    r"[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s|是)?(?:(?:also|clearly|definitely)\s)?(?:的(?:说法|描述|表述)?)?"
 )
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
 _CLAUSE_END = re.compile(r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!]|\s+[-–—]\s|\s*$|\s*(?:因为|because\b|since\b|选项))")
@@ -391,9 +396,11 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
 
 def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int], str]:
     """Return the options that a clause names by their words, and the problem if it is not one."""
-    places = _find_texts(text, choices)
-    start = max((verb.end() for verb in WORDS["verbs"].finditer(text)), default=0)
-    last = {place.option for place in places if start <= place.start < len(cut_reason(text))}
+    head, places = len(cut_reason(text)), _find_texts(text, choices)
+    if any(place.start < head for place in places):
+        text, places = text[:head], [place for place in places if place.start < head]
+    start = max((found.end() for name in ("verbs", "so") for found in WORDS[name].finditer(text)), default=0)
+    last = {place.option for place in places if start <= place.start}
     if len(last) > 1:
         return last, _TWO
     if rule in ("sentence", "tag"):
@@ -412,7 +419,7 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int],
     if len({place.option for place in places}) == 1 and OR.search(around):
         return set(), _TWO
     named = {place.option for place in places if not _is_denied(text, place)}
-    return (set(), _DENIED) if not named or WORDS["refuses"].search(cut_reason(before + behind)) else (named, _TWO)
+    return (set(), _DENIED) if not named or WORDS["refuses"].search(before + behind) else (named, _TWO)
 
 
 def _find_letters(text: str, number: int) -> list[_Place]:
@@ -507,7 +514,7 @@ def _find_texts(text: str, choices: Sequence[str]) -> list[_Place]:
 
 def _is_denied(text: str, place: _Place) -> bool:
     """Whether the clause of an option denies it, or compares something with it."""
-    before = re.split(r"[,;:。]", text[max(0, place.start - 40) : place.start])[-1]
+    before = re.split(r"[,;:。]", WORDS["so"].split(text[max(0, place.start - 40) : place.start])[-1])[-1]
     behind = text[_IS.match(text, place.end).end() :]  # type: ignore[union-attr]
     is_denied = (
         WORDS["denies"].search(before)

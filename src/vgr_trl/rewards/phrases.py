@@ -24,7 +24,7 @@ def compile_words(name: str, *languages: str) -> re.Pattern[str]:
         entry = TABLES[language].get(name, [])
         flag = "a" * (language == "en")  # an English word may stand right behind an ideograph
         patterns += [f"(?{flag}:{part})" for part in ([entry] if isinstance(entry, str) else entry)]
-    return re.compile("|".join(patterns), re.IGNORECASE | re.MULTILINE)
+    return re.compile("|".join(patterns) or "(?!)", re.IGNORECASE | re.MULTILINE)
 
 
 WORDS = {
@@ -172,7 +172,7 @@ _COUNTED_NOUN = re.compile(  # nouns after a number, but no scale word and no se
     rf"(?!(?:{_ENGLISH_NUMBERS}|in|on|at|of|for|vs|per|less|tops|oder|ou|und|et|unless|would|does|do|can|could|may|is|are|was|were|has|have|it|so|as|if|or|and|to|plus|minus|times|by|out|over"
     r"|hundred|thousand|[mbtr]+illion|dozen|half|halves|squared|cubed|percent|alias|more than)s?\b)"
     r"[a-z]{2,}(?: [a-z]{2,}){0,2}"
-    r"|[个只条辆人名位张把件种次块棵头匹双本朵支根颗粒座栋层台架艘](?P<noun>(?!以)[\u4e00-\u9fff]{0,6})",
+    r"|[个只条辆人名位张把件种次块棵头匹双本朵支根颗粒座栋层台架艘個枚羽冊]の?(?P<noun>(?!以)[\u4e00-\u9fff]{0,6})",
     re.IGNORECASE,
 )
 _PERCENT = frozenset(["%", r"\%", "percent", "per cent", "pct"])
@@ -256,7 +256,7 @@ def read_quantity(text: str) -> Quantity | None:
     return None if None in names or len(names) > 1 else Quantity(value, "".join(map(str, names)), decimals)
 
 
-_EMPHASISED = re.compile(r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]")
+_EMPHASISED = re.compile(r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]|(?<![\w*])\*([^\s*][^*]*)\*(?![\w*])")
 _NUMBER_START = re.compile(r"(?:(?<=[a-z] )|(?<=[\u4e00-\u9fff]{2})|(?<=[\u4e00-\u9fff]{2} ))[-+$€£¥]{0,2}\d")
 # 4 queries with a value above 3
 _COUNTED = re.compile(r"([\w$€£.,]+ (?!(?:in|at|of|to|per) )[a-z-]+) (?=(?!than\b)[a-z])", re.IGNORECASE)
@@ -265,6 +265,9 @@ _REMARK = re.compile(r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)[
 _COMPUTED = re.compile(rf"\d[\d.,]*(?: (?:{WORDS['computes'].pattern}) \d[\d.,]*)+", re.IGNORECASE)  # 10 divided by 2
 _FACTOR = re.compile(r"(\d) ?\$(\\[^$]*|[a-z])\$")  # 16 $\pi$
 _JOIN_BEHIND = re.compile(rf"(?:{WORDS['joins'].pattern})\s*$", re.IGNORECASE)
+_LOCATED = re.compile(r"\s*[a-z]{3,}(?:ed|ing) (?:in|at|on|by|near|as|for|with)\b")  # located in Paris
+_SHARE = re.compile(r"([\d.,]+ ?\\?%) of \D+")
+_RESTATED = re.compile(r"(\w+) \((\w+)\)")
 _QUOTED = re.compile(r"[“「\"].+?[”」\"]")
 BULLETS = re.compile(r"^(?:-[\s*_`\"']+)+")  # not the sign of -5
 
@@ -272,7 +275,7 @@ BULLETS = re.compile(r"^(?:-[\s*_`\"']+)+")  # not the sign of -5
 def cut_openers(text: str) -> str:
     """Return `text` without the words before its answer, such as `So there are about`."""
     for _ in range(5):
-        text = text.lstrip(MARKS + ":,—≈~=#")
+        text = text.lstrip(MARKS + ":,—≈~=#∴")
         match = WORDS["openers"].match(text)
         if match is None or not strip_wrapping(text[match.end() :]):
             break
@@ -311,12 +314,18 @@ def find_phrases(clause: str) -> tuple[str, ...]:
 
     They depend on the clause alone. One that denies or refuses says nothing but itself.
     """
-    clause = _FACTOR.sub(r"\1 \2", clause)
+    clause = _RESTATED.sub(_drop_restated, _FACTOR.sub(r"\1 \2", clause))
     cut = _REMARK.sub(r"\1", WORDS["so"].split(cut_reason(_DATE_COMMA.sub(r"\1 ", clause)))[-1])
     if WORDS["reasons"].match(cut.lstrip(MARKS)):
         cut = cut.partition(", ")[2] or cut
     shorter = [] if why_no_value(clause) else find_polarity(clause) or [cut, *_shorten(cut)]
     return tuple(dict.fromkeys(filter(strip_article, (clause, *map(strip_wrapping, shorter)))))
+
+
+def _drop_restated(match: re.Match[str]) -> str:
+    """Return `three` for `three (3)`."""
+    first, second = map(read_quantity, match.groups())
+    return match[1] if first and first == second else match[0]
 
 
 def _shorten(clause: str) -> Iterator[str]:
@@ -325,6 +334,9 @@ def _shorten(clause: str) -> Iterator[str]:
     The only emphasised words end the search. Bounds and comparisons (`more than 20`) stay whole.
     """
     opened = cut_openers(clause)
+    if share := _SHARE.fullmatch(opened):
+        yield share[1]
+        return
     phrase, is_said = opened, bool(WORDS["verbs"].search(clause[: len(clause) - len(opened)]))
     if not is_said and (verbs := list(WORDS["verbs"].finditer(opened))):
         phrase, is_said = cut_openers(re.split(r"(?<![\d\s]): ", opened[verbs[-1].end() :])[-1]), True
@@ -374,6 +386,8 @@ def _shorten(clause: str) -> Iterator[str]:
 def _first_part(phrase: str) -> str:
     """Return a phrase up to its first comma, unless its parts are a list."""
     pieces = split_list(phrase.rstrip(MARKS + STOPS))
+    if len(pieces) > 1 and _LOCATED.match(pieces[1]):
+        return pieces[0]
     is_list = all(len(piece.split()) <= 4 and not WORDS["verbs"].search(piece) for piece in pieces)
     if is_list and (len(pieces) > 2 or not WORDS["articles"].match(pieces[-1].strip())):
         return phrase
