@@ -73,7 +73,7 @@ def excerpt(value: Any) -> str:
 _STATEMENTS = [  # anchors, and one at the start of a word, and the words of statements, of each language
     (
         table["anchors"],
-        re.compile(rf"(?<![a-z])(?:{'|'.join(table['anchors'])})"),
+        re.compile(rf"(?:(?<![a-z])|(?![a-z]))(?:{'|'.join(table['anchors'])})"),
         [("statement", compile_words("states", language)), ("confirmation", compile_words("confirms", language))],
     )
     for language, table in TABLES.items()
@@ -87,7 +87,7 @@ _ANSWER_START, _ANSWER_END = (
     re.compile(rf"<{slash}(?:final_?)?(?:answer|conclusion)>", re.IGNORECASE | re.ASCII) for slash in ("", "/")
 )
 _SPECIAL_TOKEN = re.compile(
-    r"<\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>|</?s>|\[(?:EOS|PAD)\]"
+    r"<\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>(?:assistant\b)?|</?s>|</answer>?\s*\Z|\[(?:EOS|PAD)\]"
     r"|<(?:eos|pad|unk|end_of_turn|end_of_utterance)>"
     "|[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u274c\u2714\ufe0f]"
 )
@@ -100,7 +100,9 @@ _DENIED_BOX = re.compile(
 )
 _JSON = re.compile(r"(?:^|\n)\s*(?:```(?:json)?\s*)?(\{[^{}]{1,2000}\}|\[[^\[\]]{1,2000}\])[\s`]*\Z")
 _JSON_KEY = re.compile(r"(?:\w+_)?(?:answer|option|choice|result|prediction|solution|letter|label)", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"[.!?](?=[*\"')]{0,3}(?:\s|$))|[。\n]")
+_SENTENCE_END = re.compile(
+    r"(?<!\b(?:vs|Mr|Ms|Dr|St))(?<!\b(?:Mrs))(?<![ .][K-Z])[.!?](?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
+)
 _BEFORE_CLAUSE = re.compile(r"(?:[\s:*_`\"'“]|-(?=\s))*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
 _ITEM = re.compile(r"[\s*>-]*(?:option\s)?\(?([A-J])(?:\*{0,2}[).:、]|\*\*|[\s*]*$)", re.IGNORECASE)
 _BARE = re.compile(r"[\s*>$-]*(?:\d{1,2}[.)]\s)?(?:[^\s:=]|:(?=\S))+(?: [+*/-])?(?: [^\s:=]+)?\s*")
@@ -303,7 +305,7 @@ _TWO, _DENIED = "two answers", "a denial, bound or comparison"
 _LETTER = re.compile(
     r"[(\[]\s?(?P<bracketed>[A-Ja-j])\s?[)\]]"
     r"|(?<![A-Za-z0-9_'’^\\=(])(?<!N/)(?P<plain>[A-J])(?![A-Za-z0-9_'’^+]|\s?="
-    r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3](?<![选選項项是为正因和或对不错ですがはまか都입]))"
+    r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3](?<![选選項项是为正因和或对不错ですがはまか都吧입]))"
 )
 _NAMES_LETTER = re.compile(r"[(\[]\s?[A-Ja-j]\s?[)\]]|(?<![A-Za-z])[A-J](?![A-Za-z])")
 _MONTH = re.compile("jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec")
@@ -313,7 +315,7 @@ _FOLLOWED_BY_WORD = re.compile(
     r"[A-Za-z]{2}|\s+(?!o\b)[a-z]\b"
 )
 _IS = re.compile(
-    r"[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s|是)?(?:(?:also|clearly|definitely)\s)?(?:的(?:说法|描述|表述)?)?"
+    r"(?:\.(?=[\"'”]))?[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s|是)?(?:(?:also|clearly|definitely)\s)?(?:的(?:说法|描述|表述)?)?"
 )
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
 _CLAUSE_END = re.compile(r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!]|\s+[-–—]\s|\s*$|\s*(?:因为|because\b|since\b|选项))")
@@ -399,7 +401,9 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int],
     head, places = len(cut_reason(text)), _find_texts(text, choices)
     if any(place.start < head for place in places):
         text, places = text[:head], [place for place in places if place.start < head]
-    start = max((found.end() for name in ("verbs", "so") for found in WORDS[name].finditer(text)), default=0)
+    if said := _find_texts(WORDS["so"].split(text)[-1], choices):
+        text, places = WORDS["so"].split(text)[-1], said
+    start = max((verb.end() for verb in WORDS["verbs"].finditer(text)), default=0)
     last = {place.option for place in places if start <= place.start}
     if len(last) > 1:
         return last, _TWO

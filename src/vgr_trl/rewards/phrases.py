@@ -38,7 +38,7 @@ _ZERO_WIDTH = dict.fromkeys((0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF))  # invisib
 OR = re.compile(r"\b(?:or|vs|either|alternatively|alias)\b|或|还是|也可能|要么|または", re.IGNORECASE)
 _HALF_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20, 0xA0: 0x20} | _ZERO_WIDTH
 _EXCLAMATION_AFTER_WORD = re.compile(r"(?<=[^\W\d_]{2})[!?]+$")
-MARKS, STOPS = " \t\r\n*`_\"'“”‘’「」«»", ".。,;:"
+MARKS, STOPS = " \t\r\n*`_\"'“”‘’「」«»《》", ".。,;:"
 _WRAPPED = re.compile(
     r"\\(?:boxed|text|textbf|textit|mathrm|mathbf|fbox)\s?\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
     r"|\\\((.*)\\\)|\\\[(.*)\\\]|\$\$?([^$]*)\$\$?|【(.*)】",
@@ -256,12 +256,16 @@ def read_quantity(text: str) -> Quantity | None:
     return None if None in names or len(names) > 1 else Quantity(value, "".join(map(str, names)), decimals)
 
 
-_EMPHASISED = re.compile(r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]|(?<![\w*])\*([^\s*][^*]*)\*(?![\w*])")
+_EMPHASISED = re.compile(
+    r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]|(?<![\w*])\*([^\s*][^*]*)\*(?![\w*])"
+)
 _NUMBER_START = re.compile(r"(?:(?<=[a-z] )|(?<=[\u4e00-\u9fff]{2})|(?<=[\u4e00-\u9fff]{2} ))[-+$€£¥]{0,2}\d")
 # 4 queries with a value above 3
 _COUNTED = re.compile(r"([\w$€£.,]+ (?!(?:in|at|of|to|per) )[a-z-]+) (?=(?!than\b)[a-z])", re.IGNORECASE)
 _DATE_COMMA = re.compile(r"\b([A-Z][a-z]{2,8} \d{1,2}|of [A-Z][a-z]{2,8}), (?=\d{4}\b)")
-_REMARK = re.compile(r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)[^()]*[a-z]{3}[^()]* [^()]*\)[\s.*]*$")
+_REMARK = re.compile(
+    r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)(?:[^()]*[a-z]{2}[^()]* [^()]*|[^()=]+=[^()=]+)\)[\s.*]*$"
+)
 _COMPUTED = re.compile(rf"\d[\d.,]*(?: (?:{WORDS['computes'].pattern}) \d[\d.,]*)+", re.IGNORECASE)  # 10 divided by 2
 _FACTOR = re.compile(r"(\d) ?\$(\\[^$]*|[a-z])\$")  # 16 $\pi$
 _JOIN_BEHIND = re.compile(rf"(?:{WORDS['joins'].pattern})\s*$", re.IGNORECASE)
@@ -275,7 +279,7 @@ BULLETS = re.compile(r"^(?:-[\s*_`\"']+)+")  # not the sign of -5
 def cut_openers(text: str) -> str:
     """Return `text` without the words before its answer, such as `So there are about`."""
     for _ in range(5):
-        text = text.lstrip(MARKS + ":,—≈~=#∴")
+        text = text.lstrip(MARKS + ":,—≈~=#∴→⇒")
         match = WORDS["openers"].match(text)
         if match is None or not strip_wrapping(text[match.end() :]):
             break
@@ -339,14 +343,17 @@ def _shorten(clause: str) -> Iterator[str]:
         return
     phrase, is_said = opened, bool(WORDS["verbs"].search(clause[: len(clause) - len(opened)]))
     if not is_said and (verbs := list(WORDS["verbs"].finditer(opened))):
-        phrase, is_said = cut_openers(re.split(r"(?<![\d\s]): ", opened[verbs[-1].end() :])[-1]), True
+        phrase, is_said = cut_openers(opened[verbs[-1].end() :]), True
         subject = opened[: verbs[-1].start()]
         if read_quantity(opened.split(" ")[0]) and not re.search(r"\d", phrase):  # 50% of them are red
             phrase = subject
         elif read_quantity(opened.split(" ")[0]) and not _COMPUTED.fullmatch(subject.strip()):
             phrase = ""
-    elif not is_said and ": " in opened:
-        phrase, is_said = opened.rpartition(": ")[2], True
+    head, *further = re.split(r"(?<![\d\s]): ", phrase)
+    if further and (counted := read_quantity(cut_openers(head))) and counted.unit:  # 5 people: 3 men and 2 women
+        phrase = head
+    elif further:
+        phrase, is_said = further[-1], True
     place = WORDS["places"].search(phrase)
     if OR.search(phrase[: place.start()] if place else phrase):
         return
@@ -372,6 +379,8 @@ def _shorten(clause: str) -> Iterator[str]:
     if counted and read_quantity(counted[1]) and not WORDS["joins"].match(phrase, counted.end()):
         yield counted[1]
         return
+    if re.match("[a-z]+ing ", phrase) and (place := WORDS["places"].search(phrase)):
+        yield phrase[: place.start()]
     lead = None if WORDS["bounds"].search(phrase) else WORDS["leads"].match(phrase)
     while lead and strip_wrapping(phrase[lead.end() :]):
         phrase = phrase[lead.end() :]
