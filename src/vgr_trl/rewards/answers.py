@@ -74,7 +74,10 @@ _STATEMENTS = [  # anchors, and one at the start of a word, and the words of sta
     (
         table["anchors"],
         re.compile(rf"(?:(?<![a-z])|(?![a-z]))(?:{'|'.join(table['anchors'])})"),
-        [("statement", compile_words("states", language)), ("confirmation", compile_words("confirms", language))],
+        [
+            (rule, compile_words(name, language, flags=re.NOFLAG))
+            for rule, name in (("statement", "states"), ("confirmation", "confirms"))
+        ],
     )
     for language, table in TABLES.items()
 ]
@@ -101,7 +104,7 @@ _DENIED_BOX = re.compile(
 _JSON = re.compile(r"(?:^|\n)\s*(?:```(?:json)?\s*)?(\{[^{}]{1,2000}\}|\[[^\[\]]{1,2000}\])[\s`]*\Z")
 _JSON_KEY = re.compile(r"(?:\w+_)?(?:answer|option|choice|result|prediction|solution|letter|label)", re.IGNORECASE)
 _SENTENCE_END = re.compile(
-    r"(?<!\b(?:vs|Mr|Ms|Dr|St))(?<!\b(?:Mrs))(?<![ .][K-Z])[.!?](?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
+    r"(?<!\b(?:vs|Mr|Ms|Dr|St))(?<![ .][K-Z])[.!?](?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
 )
 _BEFORE_CLAUSE = re.compile(r"(?:[\s:*_`\"'“]|-(?=\s))*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
 _ITEM = re.compile(r"[\s*>-]*(?:option\s)?\(?([A-J])(?:\*{0,2}[).:、]|\*\*|[\s*]*$)", re.IGNORECASE)
@@ -110,6 +113,7 @@ _LISTED = re.compile(r"(?:^|[\s;,(*])\(?([A-J])(?:[).:、]|\*\*)")
 _HASHES = re.compile(r"####\s*([^\n#]+)\s*$")
 _MAX_REACH, _MAX_STATEMENTS = 300, 20  # characters read on each side of a statement; statements read, the last ones
 _MAX_PART_LENGTH = 2000  # characters
+_MARGIN = 100  # characters of a statement before its anchor, and half of those behind
 _MAX_LINE_LENGTH, _MAX_LINE_WORDS = 80, 8  # of a line that states an open answer
 
 
@@ -253,17 +257,16 @@ def _read_json(text: str) -> str | None:
 
 def _find_statements(text: str) -> Iterator[tuple[str, str]]:
     """Yield the clauses after statement words and before confirmations, last one first."""
-    lowered = text.lower()
-    tables = [([each for each in anchors if each in lowered], anchor, words) for anchors, anchor, words in _STATEMENTS]
-    for line in reversed(list(re.finditer(r".+", text))):
+    lowered = text.lower() if len(text.lower()) == len(text) else text
+    tables = [each for each in _STATEMENTS if [anchor for anchor in each[0] if anchor in lowered]]
+    for line in reversed(list(re.finditer(r".+", text)) if tables else []):
         start, end = line.span()
-        lowered = line[0].lower()
         found = [
             (match.end() if rule == "statement" else match.start(), rule, match)
-            for anchors, anchor, words in tables
-            if [each for each in anchors if each in lowered] and anchor.search(lowered)
+            for _, anchor, words in tables
+            if (places := [place.start() for place in anchor.finditer(lowered, start, end)])
             for rule, pattern in words
-            for match in pattern.finditer(text, start, end)
+            for match in pattern.finditer(lowered, max(start, places[0] - _MARGIN), min(end, places[-1] + 2 * _MARGIN))
         ]
         for _, rule, match in sorted(found, key=lambda each: each[0], reverse=True):
             before = _SENTENCE_END.split(text[max(start, match.start() - _MAX_REACH) : match.start()])[-1]
@@ -315,7 +318,8 @@ _FOLLOWED_BY_WORD = re.compile(
     r"[A-Za-z]{2}|\s+(?!o\b)[a-z]\b"
 )
 _IS = re.compile(
-    r"(?:\.(?=[\"'”]))?[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s|是)?(?:(?:also|clearly|definitely)\s)?(?:的(?:说法|描述|表述)?)?"
+    r"(?:\.(?=[\"'”]))?[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s|是)?"
+    r"(?:(?:also|clearly|definitely)\s)?(?:的(?:说法|描述|表述)?)?"
 )
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
 _CLAUSE_END = re.compile(r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!]|\s+[-–—]\s|\s*$|\s*(?:因为|because\b|since\b|选项))")

@@ -17,14 +17,14 @@ TABLES = tomllib.loads(Path(__file__).with_name("statements.toml").read_text(enc
 POLARITY = {word: name for table in TABLES.values() for name in ("yes", "no") for word in table.get(name, ())}
 
 
-def compile_words(name: str, *languages: str) -> re.Pattern[str]:
+def compile_words(name: str, *languages: str, flags: re.RegexFlag = re.IGNORECASE) -> re.Pattern[str]:
     """Compile the entries of languages (all by default) under `name` into one pattern."""
     patterns = []
     for language in languages or TABLES:
         entry = TABLES[language].get(name, [])
         flag = "a" * (language == "en")  # an English word may stand right behind an ideograph
         patterns += [f"(?{flag}:{part})" for part in ([entry] if isinstance(entry, str) else entry)]
-    return re.compile("|".join(patterns) or "(?!)", re.IGNORECASE | re.MULTILINE)
+    return re.compile("|".join(patterns) or "(?!)", flags | re.MULTILINE)
 
 
 WORDS = {
@@ -34,9 +34,10 @@ WORDS = {
         "doing so points pronouns articles courtesies computes"
     ).split()
 }
-_ZERO_WIDTH = dict.fromkeys((0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF))  # invisible spaces and joiners
 OR = re.compile(r"\b(?:or|vs|either|alternatively|alias)\b|或|还是|也可能|要么|または", re.IGNORECASE)
-_HALF_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20, 0xA0: 0x20} | _ZERO_WIDTH
+_HALF_WIDTH = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u3000": " ", "\xa0": " "}
+_HALF_WIDTH |= dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")  # invisible spaces and joiners
+_FULL_WIDTH = re.compile(f"[{''.join(_HALF_WIDTH)}]")
 _EXCLAMATION_AFTER_WORD = re.compile(r"(?<=[^\W\d_]{2})[!?]+$")
 MARKS, STOPS = " \t\r\n*`_\"'“”‘’「」«»《》", ".。,;:"
 _WRAPPED = re.compile(
@@ -48,7 +49,7 @@ _WRAPPED = re.compile(
 
 def to_half_width(text: str) -> str:
     """Return `text` with full-width letters, digits, punctuation and spaces as ASCII, without zero-width characters."""
-    return text if text.isascii() else text.translate(_HALF_WIDTH)
+    return text if text.isascii() else _FULL_WIDTH.sub(lambda each: _HALF_WIDTH[each[0]], text)
 
 
 def fold(text: str) -> str:
