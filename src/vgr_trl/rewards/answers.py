@@ -70,17 +70,23 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_STATEMENTS = [  # anchors, and one at the start of a word, and the words of statements, of each language
-    (
-        table["anchors"],
-        re.compile(rf"(?:(?<![a-z])|(?![a-z]))(?:{'|'.join(table['anchors'])})"),
-        [
-            (rule, compile_words(name, language, flags=re.NOFLAG))
-            for rule, name in (("statement", "states"), ("confirmation", "confirms"))
-        ],
-    )
-    for language, table in TABLES.items()
-]
+def _compile_statements(language: str) -> list[tuple[str, re.Pattern[str]]]:
+    """Return what each rule seeks in lower-case text of a language."""
+    start = _WORD_START if TABLES[language]["anchors"][0].isascii() else ""
+    states, confirms = (compile_words(name, language, flags=re.NOFLAG).pattern for name in ("states", "confirms"))
+    return [("statement", re.compile(f"{start}(?:{states})", re.MULTILINE)), ("confirmation", re.compile(confirms))]
+
+
+_WORD_START = "(?<![a-z])"  # makes a search twice as fast
+_STATEMENTS = {language: _compile_statements(language) for language in TABLES}
+_LANGUAGES: dict[str, list[str]] = {}  # of each anchor
+for _language, _table in TABLES.items():
+    for _anchor in _table["anchors"]:
+        _LANGUAGES.setdefault(_anchor, []).append(_language)
+_ANCHORS = (  # two patterns are far faster than one
+    re.compile(rf"\b(?:{'|'.join(filter(str.isascii, _LANGUAGES))})", re.ASCII),
+    re.compile("|".join(each for each in _LANGUAGES if not each.isascii())),
+)
 _THINK = r"(?:[<◁\[]{0}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)[>▷\]]|<\|{1}_of_thought\|>)"
 _THOUGHT_END = re.compile(_THINK.format("/", "end"), re.IGNORECASE | re.ASCII)
 _THOUGHT = re.compile(
@@ -113,6 +119,7 @@ _LISTED = re.compile(r"(?:^|[\s;,(*])\(?([A-J])(?:[).:、]|\*\*)")
 _HASHES = re.compile(r"####\s*([^\n#]+)\s*$")
 _MAX_REACH, _MAX_STATEMENTS = 300, 20  # characters read on each side of a statement; statements read, the last ones
 _MAX_PART_LENGTH = 2000  # characters
+_MAX_EXTRA = 40  # characters of an item more than of the longest option
 _MARGIN = 100  # characters of a statement before its anchor, and half of those behind
 _MAX_LINE_LENGTH, _MAX_LINE_WORDS = 80, 8  # of a line that states an open answer
 
@@ -144,9 +151,10 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
     """
     text = to_half_width(text)
     tagged = None
-    if any(sign in text for sign in "<[◁") or not text.isascii():  # most long texts have no tags and tokens
+    if has_signs := any(sign in text for sign in "<[◁"):  # most long texts have no tags and tokens
         text = strip_thought(text)
         tagged = answer_tag(text)
+    if has_signs or not text.isascii():
         text = _SPECIAL_TOKEN.sub("", text if tagged is None else tagged)
     for rule, part in _find_parts(text, tagged is not None, choices):
         part = (part if rule in ("box", "hashes", "json", "tag") else BULLETS.sub("", part.lstrip()))[:_MAX_PART_LENGTH]
@@ -204,7 +212,9 @@ def _find_parts(text: str, in_tag: bool, choices: Sequence[str]) -> Iterator[tup
 
 def _are_items(lines: Sequence[str], choices: Sequence[str]) -> bool:
     """Whether two lines are different options, or items of a list of options."""
-    if len({*map(strip_article, lines)} & {*map(strip_article, choices)}) > 1:
+    longest = max(map(len, choices), default=0) + _MAX_EXTRA
+    short = {strip_article(line) for line in lines if len(line) <= longest}
+    if len(short & {*map(strip_article, choices)}) > 1:
         return True
     first, second = (_ITEM.match(line) for line in (lines[0], lines[-1])) if lines else (None, None)
     return bool(first and second) and first[1].upper() != second[1].upper()  # type: ignore[index]
@@ -258,15 +268,18 @@ def _read_json(text: str) -> str | None:
 def _find_statements(text: str) -> Iterator[tuple[str, str]]:
     """Yield the clauses after statement words and before confirmations, last one first."""
     lowered = text.lower() if len(text.lower()) == len(text) else text
-    tables = [each for each in _STATEMENTS if [anchor for anchor in each[0] if anchor in lowered]]
-    for line in reversed(list(re.finditer(r".+", text)) if tables else []):
+    for line in reversed(list(re.finditer(r".+", text))):
         start, end = line.span()
+        patterns = _ANCHORS[:1] if line[0].isascii() else _ANCHORS
+        anchors = [anchor for pattern in patterns for anchor in pattern.finditer(lowered, start, end)]
+        if anchors:
+            places = [anchor.start() for anchor in anchors]
+            start, end = max(start, min(places) - _MARGIN), min(end, max(places) + 2 * _MARGIN)
         found = [
             (match.end() if rule == "statement" else match.start(), rule, match)
-            for _, anchor, words in tables
-            if (places := [place.start() for place in anchor.finditer(lowered, start, end)])
-            for rule, pattern in words
-            for match in pattern.finditer(lowered, max(start, places[0] - _MARGIN), min(end, places[-1] + 2 * _MARGIN))
+            for language in {language for anchor in anchors for language in _LANGUAGES[anchor[0]]}
+            for rule, pattern in _STATEMENTS[language]
+            for match in pattern.finditer(lowered, start, end)
         ]
         for _, rule, match in sorted(found, key=lambda each: each[0], reverse=True):
             before = _SENTENCE_END.split(text[max(start, match.start() - _MAX_REACH) : match.start()])[-1]
@@ -462,7 +475,8 @@ def _find_own_text(behind: str, choices: Sequence[str], index: int) -> set[int]:
 
 def _find_listed(text: str, choices: Sequence[str]) -> set[int]:
     """Return the options that the parts of a list are, by letter or text; none if a letter has a list as its text."""
-    found, text = set[int](), cut_openers(cut_reason(text)[:_MAX_REACH])
+    found, text = set[int](), cut_openers(cut_reason(text[:_MAX_REACH]))
+    longest = max(map(len, choices), default=0) + _MAX_EXTRA
     for piece in _SEPARATOR.split(text) if choices else ():
         item = _ITEM.match(piece)
         rest = piece[item.end() :] if item else piece
@@ -471,7 +485,8 @@ def _find_listed(text: str, choices: Sequence[str]) -> set[int]:
             if not found - {index} and strip_article(text[item.end() :]) == strip_article(choices[index]):
                 return {index}
         else:
-            found |= {index for index, choice in enumerate(choices) if rest and is_same_value(choice, rest)}
+            is_short = 0 < len(rest) <= longest
+            found |= {index for index, choice in enumerate(choices) if is_short and is_same_value(choice, rest)}
     return found
 
 

@@ -65,7 +65,7 @@ def normalise(text: str) -> str:
     """
     collapsed = fold(text)
     stripped = collapsed.rstrip(STOPS).rstrip()
-    while match := _EXCLAMATION_AFTER_WORD.search(stripped):
+    while stripped.endswith(("!", "?")) and (match := _EXCLAMATION_AFTER_WORD.search(stripped)):
         stripped = stripped[: match.start()].rstrip(STOPS).rstrip()
     return stripped or collapsed
 
@@ -297,9 +297,12 @@ def cut_reason(text: str) -> str:
     return text
 
 
+_MAX_POLARITY_LENGTH = 40  # of yes or no with the words before it
+
+
 def find_polarity(clause: str) -> set[str]:
     """Return `yes` and `no` if parts of a clause are nothing but that."""
-    pieces = re.split(r"[,.;:。!]|\s[-–—]\s", clause)
+    pieces = [each for each in re.split(r"[,.;:。!]|\s[-–—]\s", clause) if len(each) <= _MAX_POLARITY_LENGTH]
     found = {POLARITY.get(strip_article(text)) for each in pieces for text in (each, cut_openers(each))}
     return {word for word in found if word}
 
