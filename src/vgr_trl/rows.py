@@ -461,13 +461,10 @@ def text_inputs(batch: Mapping[str, Any], prompts: Prompts, pad_token_id: int) -
 
 
 def stacked_inputs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Concatenate the arguments of TRL's scoring of batches with equal P and T."""
-    first = parts[0]
-    if len(parts) == 1:
-        return dict(first)
-    result = dict(first)
-    for name, value in first.items():
-        if isinstance(value, torch.Tensor):
+    """Concatenate the rows of batches, or of the arguments of TRL's scoring, with equal P and T."""
+    result = dict(parts[0])
+    for name, value in parts[0].items() if len(parts) > 1 else ():
+        if isinstance(value, torch.Tensor) and value.ndim > 0:
             result[name] = torch.cat([part[name] for part in parts])
         elif isinstance(value, list | tuple):
             result[name] = [entry for part in parts for entry in part[name]]

@@ -51,7 +51,7 @@ from vgr_trl.patches.vllm import (
     naming_unserved_model,
     plan_unexpanded_prompts,
 )
-from vgr_trl.patching import keep_random_state, patched_attribute
+from vgr_trl.patching import keep_random_state, patched_attribute, patched_attributes
 from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import check_data, prepare_trainer
 from vgr_trl.processes import initialise_loader
@@ -529,11 +529,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
     def _loss_of_part(self, model: Any, inputs: dict[str, Any], weight: float = 1.0) -> Any:
         """Return the weighted loss of a part of a micro-batch; keep its log-probabilities for later iterations."""
-        with (
-            patched_attribute(self, "_purpose", Purpose.TRAINING),
-            patched_attribute(self, "_micro_batch", inputs),
-            patched_attribute(self, "_pass", None),
-        ):
+        with patched_attributes(self, _purpose=Purpose.TRAINING, _micro_batch=inputs, _pass=None):
             loss = super()._compute_loss(model, inputs)
             passed = self._pass
         if passed is None:  # a subclass has made the pass itself
@@ -564,7 +560,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             self.step_metrics.merge(self._metrics["train"])
         evaluated = not training and self.is_world_process_zero()
         with (
-            flatten_conversations(self._logs),
+            patched_attribute(self, "_logs", flatten_conversations(self._logs)),
             keep_training_table(self.args.output_dir, self.state.global_step, evaluated),
             warn_of_lost_table(self, self.mode),
         ):

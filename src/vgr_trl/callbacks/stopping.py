@@ -119,6 +119,4 @@ class FiniteUpdates(TrainerCallback):
 def are_finite(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
     """Return whether this process's gradients, or its shards of them, are all finite; () bool."""
     here = [each.to_local() if isinstance(each, DTensor) else each for each in gradients if each is not None]
-    if not here:
-        return torch.tensor(True)
     return nn.utils.get_total_norm(here).isfinite()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vgr_trl.config import PER_WINDOW
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.passes.loss_mask import Extent, count_tokens, group_by_length, pack_rows
+from vgr_trl.patching import patched_attribute
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import OLD_LOGPS, take_rows, valid_tokens
 from vgr_trl.sharing.lending import PROMPT_GROUP, READ_AGAIN, find_read_again, shuffle_whole_groups, sort_by_group
@@ -220,14 +221,8 @@ def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[st
 @contextmanager
 def _accumulate(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     """Add up gradients in this block, without an exchange between processes and without a step of DeepSpeed."""
-    state = accelerator.gradient_state
-    synchronises = state.sync_gradients
-    state._set_sync_gradients(False)
-    try:
-        with accelerator.no_sync(model):
-            yield
-    finally:
-        state._set_sync_gradients(synchronises)
+    with patched_attribute(accelerator.gradient_state, "sync_gradients", False), accelerator.no_sync(model):
+        yield
 
 
 def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[list[int]]:
