@@ -111,8 +111,7 @@ def blind_answers(
     given = trainer.answer(rollout.rows, conversations)
     answers = [None if found is None else answer for found, answer in zip(described, given, strict=True)]
     share = torch.tensor([answer is not None for answer in answers], device=accelerator.device)
-    described_share = accelerator.gather(share).float().mean().item()
-    return {BLIND_ANSWERS: answers}, {"blind/described": described_share}
+    return {BLIND_ANSWERS: answers}, {"blind/described": accelerator.gather(share).float().mean().item()}
 
 
 def extract_description(text: str, tag: str, or_all: bool) -> str | None:

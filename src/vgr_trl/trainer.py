@@ -273,8 +273,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Read repeated rows once, and end workers with this process."""
         if is_repeatable(dataset):
             dataset = ReadOnce(dataset, kwargs.get("description", "training").lower())
-        loader = super()._get_dataloader(dataset, *args, **kwargs)
-        loads = getattr(loader, "base_dataloader", loader)  # accelerate wraps PyTorch's
+        loader: Any = super()._get_dataloader(dataset, *args, **kwargs)
+        loads = loader.base_dataloader  # PyTorch's, which accelerate wraps
         loads.worker_init_fn = partial(initialise_loader, loads.worker_init_fn)
         return loader
 
@@ -337,8 +337,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             generated = super()._generate(prompts)
         if self._rollout is not None and self.tools:
             processor = self.processing_class if self._is_vlm else None
-            turns = collect_turns(self._rollout.rows, generated, processor, self._image_pad_token_id)
-            self._rollout.turns = turns
+            self._rollout.turns = collect_turns(self._rollout.rows, generated, processor, self._image_pad_token_id)
         return generated
 
     def _generate_single_turn(
@@ -380,8 +379,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                 if isinstance(reward, nn.Module) and undefined.any():
                     self._warn_of_nan(name, int(undefined.sum()))
             if self.reward_schedule.changes:  # comparable over the change of weights, unlike `reward`
-                late = weighted_sums(rewards, self._late_weights())
-                self._log_metrics({LATE_REWARD: late.nanmean().item()})
+                self._log_metrics({LATE_REWARD: weighted_sums(rewards, self._late_weights()).nanmean().item()})
             if rollout is not None:
                 rollout.rewards = rewards  # unweighted, (N of all, F)
                 if self.has_reward_files:
@@ -451,8 +449,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         with images_logged_by_all(self, rollout.rows), reference, options, once, purpose:
             batch = super()._generate_and_score_completions(rollout.rows)
         if rollout.turns is not None and rollout.turns.fields:
-            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-            batch = mark_images(self.model, ids, batch)
+            batch = mark_images(self.model, torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1), batch)
         rollout.batch = batch
         if not self.model.training:
             return

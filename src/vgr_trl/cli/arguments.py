@@ -351,10 +351,6 @@ MAX_STAGES_ON_A_PAGE = 4  # with more stages, --help lists the stages only
 METHOD_STAGES = "reward", "credit", "plugin", "perturbation", "measure", "noisy", "blind"
 
 
-def _read_loss_type(read: Any, text: str) -> Any:
-    return read(LOSS_TYPES.get(text, text))
-
-
 def _spellings(name: str) -> list[str]:
     return [f"--{name}", f"--{name.replace('_', '-')}"]
 
@@ -414,7 +410,8 @@ class _Parser(HfArgumentParser):
                 self._option_string_actions |= dict.fromkeys(_spellings(alias), self.options[name])
         if (loss := self.options.get("loss_type")) is not None:
             self.add_argument(*_spellings(SEGMENTED), nargs="?", help=argparse.SUPPRESS)
-            loss.type = partial(_read_loss_type, loss.type)
+            read: Any = loss.type
+            loss.type = lambda text: read(LOSS_TYPES.get(text, text))
         self.add_argument("--config")
         self.add_argument("--help", "-h", action=_Help, nargs="?", const=False)
         self.add_argument("--help-all", "--help_all", action=_Help, nargs=0, const=True)

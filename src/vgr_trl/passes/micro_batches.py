@@ -114,8 +114,7 @@ class UpdateMemory:
     def end_update(self) -> None:
         """Record the peak memory of the update above the memory allocated before it."""
         if self._is_measured:
-            peak = torch.cuda.max_memory_allocated(self._device)
-            self._needed = max(self._needed, peak - self._before)
+            self._needed = max(self._needed, torch.cuda.max_memory_allocated(self._device) - self._before)
             self._seen = max(self._seen, self._largest)
         self._in_update = self._is_measured = False
 
@@ -179,7 +178,7 @@ def describe_spread_groups(args: DAPOConfig, num_generations: int, processes: in
     if args.gradient_accumulation_steps == args.steps_per_generation:
         option = "gradient_accumulation_steps"
     names = option, "per_device_train_batch_size"
-    cures = [f"{name} {getattr(args, name) * num_generations // common}" for name in names]
+    cures = [f"{name} {vars(args)[name] * num_generations // common}" for name in names]
     cures += [f"num_generations {common}"] if common > 1 else []
     problem = f"A process has {rows} completions of a rollout, so a group of {num_generations} is spread over processes"
     return f" {problem}, and each computes its prompt; whole with {' or '.join(cures)}."

@@ -148,8 +148,7 @@ def images_logged_by_all(trainer: GRPOTrainer, rows: Sequence[Mapping[str, Any]]
     gathered = gather_object([images_of(row) or _find_images_in_messages(row.get("prompt")) for row in rows])
     logged: Any = trainer._logs["images"]
     if any(gathered) or logged:
-        without = len(trainer._logs["prompt"]) - len(gathered) - len(logged)
-        logged.extend([[] for _ in range(without)])
+        logged.extend([[] for _ in range(len(trainer._logs["prompt"]) - len(gathered) - len(logged))])
         logged.extend(gathered)
 
 
@@ -180,8 +179,7 @@ def merge_round_metrics(trainer: GRPOTrainer, completions: int) -> Iterator[list
     keep_newest(trainer._logs, completions * trainer.accelerator.num_processes)
     yield rounds
     for name, values in metrics.items():
-        further = len(values) - before.get(name, 0)
-        if further == len(rounds) - 1 > 0 and before.get(name):
+        if len(values) - before.get(name, 0) == len(rounds) - 1 > 0 and before.get(name):
             values[-len(rounds) :] = [_merge_rounds(name, values[-len(rounds) :], rounds)]
 
 

@@ -512,8 +512,7 @@ class GenerationProbe(ExitStack):
         self._temperature = temperature
 
     def __enter__(self) -> Self:
-        generate = partial(self._generate, self.causal.generate)
-        self.enter_context(patched_method(self.causal, "generate", generate))
+        self.enter_context(patched_method(self.causal, "generate", partial(self._generate, self.causal.generate)))
         return self
 
     def _generate(self, generate: Any, *args: Any, **kwargs: Any) -> Any:
@@ -529,8 +528,7 @@ class GenerationProbe(ExitStack):
         self._scored: list[torch.Tensor] = []  # per token (2, N): log-probability and entropy
         self._drawn_from: torch.Tensor | None = None  # (N, vocabulary), distribution of the next token
         with ExitStack() as stack:
-            hook = self._attention[0].register_forward_pre_hook(self._begin_step, with_kwargs=True)
-            stack.callback(hook.remove)
+            stack.callback(self._attention[0].register_forward_pre_hook(self._begin_step, with_kwargs=True).remove)
             stack.callback(self.causal.register_forward_hook(self._read_logits, with_kwargs=True).remove)
             stack.enter_context(wrap_attention(_pass_calls_to(self._measure)))
             outputs = generate(*args, **kwargs)
