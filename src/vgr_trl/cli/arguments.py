@@ -25,7 +25,7 @@ from transformers.hf_argparser import string_to_bool
 from transformers.utils import find_adapter_config_file
 from trl import ModelConfig
 
-from vgr_trl.config_converters import convert, read_config_file, read_configuration
+from vgr_trl.config_converters import convert, read_configuration
 from vgr_trl.dapo_config import LOSS_TYPES, SEGMENTED, SPELLINGS, DAPOConfig, rename_options
 from vgr_trl.data.checked_rows import SHARED, SkippedRow, prepare_rows, shared_folder
 from vgr_trl.data.images import ImageLimits, downloaded
@@ -34,7 +34,7 @@ from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, refuse_single_i
 from vgr_trl.data.read_row import keys_of
 from vgr_trl.errors import ConfigError, VGRError, error_text, naming_torchvision
 from vgr_trl.options import check_options, check_value, option, read_mapping
-from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe
+from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe, read_options
 from vgr_trl.rewards.loading import FileOptions, load_rewards
 
 DATA_SOURCES = ("dataset_name", "dataset_config", "dataset_path", "data_files")
@@ -511,9 +511,7 @@ def _option_name(flag: str) -> str:
 
 def _read_config_file(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
     """Read the options of the `--config` file, and export its environment variables (`env`)."""
-    values = read_config_file(file)
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} has no options: give lines of the form `learning_rate: 1e-5`.")
+    values = read_options(file, f"The file {file}")
     os.environ.update({name: str(value) for name, value in (values.pop("env", None) or {}).items()})
     left_out = [name for name in values if name not in known and name in ignored]
     if left_out:

@@ -82,7 +82,7 @@ class UpdateMemory:
         self.computed = self.attended = 1e-9
         self.peak = 0
         self._device, self._gather = device, gather
-        self._room = self._needed = self._before = 0
+        self._needed = self._before = 0
         self._seen = (0, 0)  # positions of the largest pass that has been measured
         self._largest = (0, 0)  # of this update
         self._in_update = self._is_measured = False
