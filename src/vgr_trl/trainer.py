@@ -51,7 +51,7 @@ from vgr_trl.patches.vllm import (
     naming_unserved_model,
     plan_unexpanded_prompts,
 )
-from vgr_trl.patching import keep_random_state, patched_attribute
+from vgr_trl.patching import keep_random_state, patched_attribute, patched_attributes
 from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import check_data, prepare_trainer
 from vgr_trl.processes import initialise_loader
@@ -273,8 +273,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Read repeated rows once, and end workers with this process."""
         if is_repeatable(dataset):
             dataset = ReadOnce(dataset, kwargs.get("description", "training").lower())
-        loader = super()._get_dataloader(dataset, *args, **kwargs)
-        loads = getattr(loader, "base_dataloader", loader)  # accelerate wraps PyTorch's
+        loader: Any = super()._get_dataloader(dataset, *args, **kwargs)
+        loads = loader.base_dataloader  # PyTorch's, which accelerate wraps
         loads.worker_init_fn = partial(initialise_loader, loads.worker_init_fn)
         return loader
 
@@ -337,8 +337,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             generated = super()._generate(prompts)
         if self._rollout is not None and self.tools:
             processor = self.processing_class if self._is_vlm else None
-            turns = collect_turns(self._rollout.rows, generated, processor, self._image_pad_token_id)
-            self._rollout.turns = turns
+            self._rollout.turns = collect_turns(self._rollout.rows, generated, processor, self._image_pad_token_id)
         return generated
 
     def _generate_single_turn(
@@ -380,8 +379,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                 if isinstance(reward, nn.Module) and undefined.any():
                     self._warn_of_nan(name, int(undefined.sum()))
             if self.reward_schedule.changes:  # comparable over the change of weights, unlike `reward`
-                late = weighted_sums(rewards, self._late_weights())
-                self._log_metrics({LATE_REWARD: late.nanmean().item()})
+                self._log_metrics({LATE_REWARD: weighted_sums(rewards, self._late_weights()).nanmean().item()})
             if rollout is not None:
                 rollout.rewards = rewards  # unweighted, (N of all, F)
                 if self.has_reward_files:
@@ -451,8 +449,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         with images_logged_by_all(self, rollout.rows), reference, options, once, purpose:
             batch = super()._generate_and_score_completions(rollout.rows)
         if rollout.turns is not None and rollout.turns.fields:
-            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-            batch = mark_images(self.model, ids, batch)
+            batch = mark_images(self.model, torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1), batch)
         rollout.batch = batch
         if not self.model.training:
             return
@@ -529,11 +526,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
     def _loss_of_part(self, model: Any, inputs: dict[str, Any], weight: float = 1.0) -> Any:
         """Return the weighted loss of a part of a micro-batch; keep its log-probabilities for later iterations."""
-        with (
-            patched_attribute(self, "_purpose", Purpose.TRAINING),
-            patched_attribute(self, "_micro_batch", inputs),
-            patched_attribute(self, "_pass", None),
-        ):
+        with patched_attributes(self, _purpose=Purpose.TRAINING, _micro_batch=inputs, _pass=None):
             loss = super()._compute_loss(model, inputs)
             passed = self._pass
         if passed is None:  # a subclass has made the pass itself
@@ -564,7 +557,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             self.step_metrics.merge(self._metrics["train"])
         evaluated = not training and self.is_world_process_zero()
         with (
-            flatten_conversations(self._logs),
+            patched_attribute(self, "_logs", flatten_conversations(self._logs)),
             keep_training_table(self.args.output_dir, self.state.global_step, evaluated),
             warn_of_lost_table(self, self.mode),
         ):

@@ -140,8 +140,7 @@ class UnexpandedPrompts:
         def generate(prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> Any:
             if images is None:
                 return plain(prompts, None, num_generations, profiler)
-            given = [self.unexpand(ids) for ids in prompts]
-            read, *rest = plain(given, images, num_generations, profiler)
+            read, *rest = plain([self.unexpand(ids) for ids in prompts], images, num_generations, profiler)
             for ids, others in zip(prompts, read, strict=True):
                 self.refuse_other_images(ids, others)
             return read, *rest
