@@ -2,7 +2,8 @@
 
 Usage: python family_run.py FOLDER FAMILY [--tools] [--server] [--larger]     writes FOLDER/log.json
 
---tools: they return images     --server: it starts one; else vLLM is colocated     --larger: whose images are larger
+--tools: they return images     --server: it starts one; else vLLM is colocated
+--larger: in the end the trainer's processor enlarges images, and vLLM's does not
 """
 
 import functools
@@ -31,6 +32,7 @@ from trl.trainer import grpo_trainer
 from vllm.model_executor.layers import utils as vllm_layers
 
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.errors import ConfigError
 from vgr_trl.trainer import DAPOTrainer
 
 GROUP = 4  # completions of a prompt
@@ -322,12 +324,14 @@ def free_port() -> int:
         return bound.getsockname()[1]
 
 
-def enlarge(model: Path) -> None:
-    """Give vLLM, which loads it from the folder, a processor of Qwen that writes more tokens for an image."""
-    file = model / "processor_config.json"
-    config = json.loads(file.read_text())
-    config["image_processor"]["size"] = {"shortest_edge": 1024, "longest_edge": 4096}
-    file.write_text(json.dumps(config))
+def refusal(trainer: DAPOTrainer) -> str:
+    """How prompts of Qwen end whose images take more tokens in the trainer than in vLLM."""
+    trainer.processing_class.image_processor.size = {"shortest_edge": 1024, "longest_edge": 4096}
+    try:
+        trainer.evaluate(questions({"one": (1, 1)}))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def run(folder: Path, name: str, tools: bool, server: bool, larger: bool) -> None:
@@ -346,8 +350,6 @@ def run(folder: Path, name: str, tools: bool, server: bool, larger: bool) -> Non
         "disable_tqdm": True,
     }  # fmt: skip
     given = {"processing_class": processor, "tools": [look] if tools else None}
-    if larger:
-        enlarge(folder / "model")
     if server:
         hand_over_weights_in_files(folder / "weights")
         serving = served(folder / "model", folder / "server.log", free_port(), length=1024, dtype=dtype)
@@ -361,12 +363,14 @@ def run(folder: Path, name: str, tools: bool, server: bool, larger: bool) -> Non
         trainer = DAPOTrainer(str(folder / "model"), reward, options, questions(planned), **given)
         reads = listen(trainer)
         trainer.train()
-    steps = dict(zip(planned, trainer.state.log_history[:-1], strict=True))
+        log = trainer.state.log_history[:-1]
+        refused = refusal(trainer) if larger else None
+    steps = dict(zip(planned, log, strict=True))
     differences = {kind: step["sampling/sampling_logp_difference/max"] for kind, step in steps.items()}
     entropies = {kind: step["entropy"] for kind, step in steps.items()}
     pixels = [step["pixels/engine_distance"] for step in steps.values() if "pixels/engine_distance" in step]
     found = {"differences": differences, "entropies": entropies, "same_tokens": all(reads), "rows": len(reads)}
-    found["checked"] = pixels
+    found |= {"checked": pixels, "refused": refused}
     (folder / "log.json").write_text(json.dumps(found))
 
 

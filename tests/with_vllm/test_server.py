@@ -46,16 +46,14 @@ def test_a_server_that_dies_in_a_rollout_ends_the_run_and_a_new_one_continues_it
         check(tmp_path, url, "--resume")
 
 
-@pytest.mark.parametrize(("name", "flags"), [("smolvlm", ()), ("qwen2_5_vl", ("--tools",))])
+@pytest.mark.parametrize(("name", "flags"), [("smolvlm", ()), ("qwen2_5_vl", ("--tools", "--larger"))])
 def test_a_server_reads_the_images_of_a_family(name, flags, tmp_path):
-    """Several runs of image tokens for an image, and none, one and several images; with tools, in three turns."""
+    """Tiles; images of tools in three turns. A run ends whose images take more tokens in the trainer."""
     found = outcome(tmp_path, run(tmp_path, "family_run.py", name, "--server", *flags))
     assert found["same_tokens"]
     assert found["rows"] >= (64 if flags else 24)
     assert max(found["differences"].values()) < 2 * EXACT
     assert len(found["checked"]) == 1
-
-
-def test_a_server_that_reads_more_tokens_than_the_trainer_ends_the_run(tmp_path):
-    done = run(tmp_path, "family_run.py", "qwen2_5_vl", "--server", "--larger")
-    assert "ConfigError: vLLM reads a prompt with images as 54 tokens" in done.stderr, done.stderr[-2000:]
+    if flags:
+        assert found["refused"].startswith("vLLM reads a prompt with images as")
+        assert "--mm-processor-kwargs" in found["refused"]
