@@ -19,7 +19,7 @@ from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_wei
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
-from vgr_trl.errors import ConfigError, RewardError, check_release
+from vgr_trl.errors import RewardError, check_release
 from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded
 from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
 from vgr_trl.metrics.collapse import CollapseWatch
@@ -344,15 +344,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Share prompts during generation and measure attention; sample with the options of the mode.
-
-        Raises:
-            ConfigError: a vLLM server would have to read an image that a tool has returned.
-        """
+        """Share prompts during generation and measure attention; sample with the options of the mode."""
         if kwargs.pop("has_tool_images", False):
-            if self.use_vllm and self.args.vllm_mode == "server":
-                cure = "use colocate, or tools that return text"
-                raise ConfigError(f"A tool has returned images, which is untested with vllm_mode server: {cure}.")
             multimodal_fields = mark_turn(self.model, prompt_ids, multimodal_fields)
         plain = super()._generate_single_turn
         prompts = Prompts(prompt_ids, images, multimodal_fields)
