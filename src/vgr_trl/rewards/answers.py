@@ -395,6 +395,8 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
     start, end, index = places[0]
     head = len(cut_reason(text))
     is_head = not text[:start].strip(MARKS + "([{")
+    if WORDS["withdraws"].search(text, end):
+        return set(), _DENIED
     if is_head:
         own = _find_own_text(text[end:], choices, index) if choices else set()
         behind = text[end:].replace(choices[index], "") if own else text[end:head]
@@ -406,7 +408,7 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
         return None
     places = [place for place in places if place.start < head] or places
     named = {place.option for place in places if not _is_denied(text, place)}
-    is_refused = WORDS["refuses"].search(text[places[0].start : head]) or (
+    is_refused = WORDS["refuses"].search(text[:head]) or (
         len({place.option for place in places}) > 1 and WORDS["bounds"].search(text[: places[-1].start])
     )
     return (set(), _DENIED) if is_refused or not named else (named, _TWO)
@@ -415,6 +417,8 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
 def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int], str]:
     """Return the options that a clause names by their words, and the problem if it is not one."""
     head, places = len(cut_reason(text)), _find_texts(text, choices)
+    if places and WORDS["withdraws"].search(text, places[0].end):
+        return set(), _DENIED
     if any(place.start < head for place in places):
         text, places = text[:head], [place for place in places if place.start < head]
     if said := _find_texts(WORDS["so"].split(text)[-1], choices):
@@ -439,7 +443,10 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int],
     if len({place.option for place in places}) == 1 and OR.search(around):
         return set(), _TWO
     named = {place.option for place in places if not _is_denied(text, place)}
-    return (set(), _DENIED) if not named or WORDS["refuses"].search(before + behind) else (named, _TWO)
+    rest = text
+    for place in reversed(places):
+        rest = rest[: place.start] + rest[place.end :]
+    return (set(), _DENIED) if not named or WORDS["refuses"].search(rest) else (named, _TWO)
 
 
 def _find_letters(text: str, number: int) -> list[_Place]:
@@ -534,11 +541,7 @@ def _is_denied(text: str, place: _Place) -> bool:
     """Whether the clause of an option denies it, or compares something with it."""
     before = re.split(r"[,;:。]", WORDS["so"].split(text[max(0, place.start - 40) : place.start])[-1])[-1]
     behind = text[_IS.match(text, place.end).end() :]  # type: ignore[union-attr]
-    is_denied = (
-        WORDS["denies"].search(before)
-        or WORDS["refuses"].search(before)
-        or WORDS["bounds"].search(WORDS["verbs"].split(before)[-1])
-    )
+    is_denied = WORDS["denies"].search(before) or WORDS["bounds"].search(WORDS["verbs"].split(before)[-1])
     return bool(is_denied or WORDS["denies"].match(behind) or WORDS["bounds"].match(behind))
 
 
