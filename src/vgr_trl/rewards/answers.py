@@ -300,7 +300,7 @@ def _first_clause(text: str) -> str:
         is_item = behind and line[end.start()] == "." and _ITEM.fullmatch(line[: end.end()])  # "A. red"
         is_next = _LETTER.match(behind) or WORDS["reasons"].match(behind) or cut_openers(behind) != behind
         is_own_text = is_item and not is_next
-        if not (is_own_text or WORDS["joins"].match(behind) or behind[:1].isdigit()):  # "A. Or B."
+        if not (is_own_text or WORDS["joins"].match(behind)):  # "A. Or B."
             return line[: end.end()]
     following = further.lstrip().partition("\n")[0].rstrip(MARKS + STOPS + ")")
     is_list = "\n" in start[0] and _BARE.fullmatch(further.partition("\n")[0])
@@ -324,7 +324,6 @@ _LETTER = re.compile(
     r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3](?<![选選項项是为正因和或对不错ですがはまか都吧입]))"
 )
 _NAMES_LETTER = re.compile(r"[(\[]\s?[A-Ja-j]\s?[)\]]|(?<![A-Za-z])[A-J](?![A-Za-z])")
-_MONTH = re.compile("jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec")
 _SMALL_LETTER = re.compile(r"\(?\s?([a-j])\s?(?:[).:]|$)")
 _FOLLOWED_BY_WORD = re.compile(
     r"\s+(?!(?:or|and|nor|o|ou|oder|et|und|is|are|was|because|since|as|which|with|on|in|at|to|of|for|but|then|here)\b)"
@@ -374,10 +373,10 @@ def _read_option(part: str, rule: str, choices: Sequence[str]) -> Answer | None:
         read = _read_letters(text, rule, choices, places) if places else None
         if read is None and (places or rule == "line"):
             return None
-        is_list = read is None and any(_are_only_options(each, choices) for each in (whole, text))
+        is_list = read is None and _are_only_options(whole, choices)
         named, problem = read or ((set(), _TWO) if is_list else _read_texts(text, rule, choices))
         if not (named or problem):
-            named = _find_same(part, choices) if whole else set()
+            named = _find_same(part, choices)
             named |= {place.option for place in _find_texts(text, choices)} if named else set()
     if len(named) == 1:
         return Answer(rule, part.strip(), min(named))
@@ -396,6 +395,8 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
     start, end, index = places[0]
     head = len(cut_reason(text))
     is_head = not text[:start].strip(MARKS + "([{")
+    if WORDS["withdraws"].search(text, end):
+        return set(), _DENIED
     if is_head:
         own = _find_own_text(text[end:], choices, index) if choices else set()
         behind = text[end:].replace(choices[index], "") if own else text[end:head]
@@ -407,7 +408,7 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
         return None
     places = [place for place in places if place.start < head] or places
     named = {place.option for place in places if not _is_denied(text, place)}
-    is_refused = WORDS["refuses"].search(text[places[0].start : head]) or (
+    is_refused = WORDS["refuses"].search(text[:head]) or (
         len({place.option for place in places}) > 1 and WORDS["bounds"].search(text[: places[-1].start])
     )
     return (set(), _DENIED) if is_refused or not named else (named, _TWO)
@@ -416,6 +417,8 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
 def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int], str]:
     """Return the options that a clause names by their words, and the problem if it is not one."""
     head, places = len(cut_reason(text)), _find_texts(text, choices)
+    if places and WORDS["withdraws"].search(text, places[0].end):
+        return set(), _DENIED
     if any(place.start < head for place in places):
         text, places = text[:head], [place for place in places if place.start < head]
     if said := _find_texts(WORDS["so"].split(text)[-1], choices):
@@ -425,7 +428,7 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int],
     if len(last) > 1:
         return last, _TWO
     if rule in ("sentence", "tag"):
-        places = [p for p in places if _TEXT_END.match(text, p.end) or WORDS["joins"].search(text[: p.start][-6:])]
+        places = [p for p in places if _TEXT_END.match(text, p.end)]
         brackets = [place for place in _find_letters(text, len(choices)) if text[place.start] in "(["]
         said = WORDS["verbs"].split(text)[-1]
         if rule == "sentence" and _LETTER.fullmatch(said.strip(MARKS + STOPS)) and not why_no_value(text):
@@ -440,7 +443,10 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int],
     if len({place.option for place in places}) == 1 and OR.search(around):
         return set(), _TWO
     named = {place.option for place in places if not _is_denied(text, place)}
-    return (set(), _DENIED) if not named or WORDS["refuses"].search(before + behind) else (named, _TWO)
+    rest = text
+    for place in reversed(places):
+        rest = rest[: place.start] + rest[place.end :]
+    return (set(), _DENIED) if not named or WORDS["refuses"].search(rest) else (named, _TWO)
 
 
 def _find_letters(text: str, number: int) -> list[_Place]:
@@ -500,21 +506,17 @@ def _are_only_options(text: str, choices: Sequence[str]) -> bool:
 
 
 def _may_say(text: str, choices: Sequence[str]) -> bool:
-    """Whether a text can state an option: it has the words of one, or an option is no words alone."""
+    """Whether a text can state an option: it has the words of one, or an option may be said in other words."""
     folded = fold(text)
-    return any(words is None or words in folded for words in map(_words_of, choices))
+    return any(words in folded for words in map(_words_of, choices))
 
 
 @lru_cache(4096)
-def _words_of(choice: str) -> str | None:
-    """Return the words that each statement of an option has; None if it may be said in other words, as numbers are."""
+def _words_of(choice: str) -> str:
+    """Return the words that each statement of an option has; none for numbers and the like."""
     words = strip_article(choice)
-    return (
-        words
-        if re.fullmatch(r"[^\W\d]+(?: [^\W\d]+)*", words)
-        and not (words in POLARITY or is_value(words) or _MONTH.match(words))
-        else None
-    )
+    has_one_form = words.replace(" ", "").isalpha() and not (words in POLARITY or read_quantity(words))
+    return words if has_one_form else ""
 
 
 def _find_same(text: str, choices: Sequence[str]) -> set[int]:
@@ -539,11 +541,7 @@ def _is_denied(text: str, place: _Place) -> bool:
     """Whether the clause of an option denies it, or compares something with it."""
     before = re.split(r"[,;:。]", WORDS["so"].split(text[max(0, place.start - 40) : place.start])[-1])[-1]
     behind = text[_IS.match(text, place.end).end() :]  # type: ignore[union-attr]
-    is_denied = (
-        WORDS["denies"].search(before)
-        or WORDS["refuses"].search(before)
-        or WORDS["bounds"].search(WORDS["verbs"].split(before)[-1])
-    )
+    is_denied = WORDS["denies"].search(before) or WORDS["bounds"].search(WORDS["verbs"].split(before)[-1])
     return bool(is_denied or WORDS["denies"].match(behind) or WORDS["bounds"].match(behind))
 
 
@@ -555,7 +553,7 @@ def _compile_choice(choice: str) -> re.Pattern[str]:
 
 def _read_open(part: str, rule: str) -> Answer | None:
     """Return the open answer that a part states, or None. A line counts if it is short, or says Yes or No."""
-    whole = (cut_openers(part.rpartition(",")[2]) if rule == "confirmation" else part).strip()
+    whole = part.strip()
     is_long = len(whole.split()) > _MAX_LINE_WORDS or len(whole) > _MAX_LINE_LENGTH
     if not strip_wrapping(whole) or (rule == "line" and is_long and not find_polarity(whole)):
         return None

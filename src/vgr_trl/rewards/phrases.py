@@ -30,7 +30,7 @@ def compile_words(name: str, *languages: str, flags: re.RegexFlag = re.IGNORECAS
 WORDS = {
     name: compile_words(name)
     for name in (
-        "states confirms unless openers option reasons joins denies refuses bounds refers verbs leads starts places "
+        "states confirms unless openers option reasons joins denies refuses withdraws bounds refers verbs leads starts places "
         "doing so points pronouns articles courtesies computes"
     ).split()
 }
@@ -103,9 +103,12 @@ _FOLDED_UNIT_NAMES = {
     if len(spelling) > 1 and not (spelling[0] in "mM" and spelling[1:] in _UNIT_NAMES)  # milli or mega
 }
 
-_POWERS = {"square": "2", "sq": "2", "sq.": "2", "平方": "2", "cubic": "3", "立方": "3"}
-_POWER_BEFORE = re.compile(r"(square|sq\.?|cubic)\s+|(平方|立方)", re.IGNORECASE)
-_POWER_AFTER = re.compile(r"(?<=\S)\s?(?:\^\s?\{?([23])\}?|(?<=m)([23]))$")
+_UNIT_TERM = re.compile(
+    r"(?:(?P<square>(?:square|sq\.?)\s+|平方)|(?P<cube>cubic\s+|立方))?(?P<base>.+?)"
+    r"(?:\s?\^\s?\{?(?P<power>[23])\}?|(?<=m)(?P<plain>[23]))?",
+    re.IGNORECASE,
+)
+_INVERSE = re.compile(r"(?:^|\s|(?<=[a-z])\\cdot\s?)([A-Za-z]+)\s?\^\s?\{?-(?:1|([23]))\}?$")  # m s^{-2}
 _PER = re.compile(r"\s?/\s?|\s+per\s+", re.IGNORECASE)
 _DEGREE = re.compile(r"\*?\^?\s?\{?\s?\\(?:circ|degree)(?![A-Za-z])\s?\}?|[º˚]")
 _LATEX_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mathbf|textbf|operatorname|rm)\s?\{([^{}]*)\}")
@@ -131,20 +134,19 @@ def read_unit(text: str, *, attached: bool = False) -> str | None:
     text = text[:-1] if text.endswith(".") else text
     if attached and re.fullmatch(r"[A-Za-ln-z](?:\^\{?\d\}?)?", text):
         return None
-    parts = [_read_unit_term(part) for part in _PER.split(text, maxsplit=1)]
-    return None if None in parts else "/".join(filter(None, parts))
+    text = _INVERSE.sub(lambda match: f"/{match[1]}" + f"^{match[2]}" * bool(match[2]), text)
+    parts = [part and _read_unit_term(part) for part in _PER.split(text, maxsplit=1)]
+    return None if None in parts else "/".join(map(str, parts))
 
 
 def _read_unit_term(text: str) -> str | None:
-    before, behind = _POWER_BEFORE.match(text), _POWER_AFTER.search(text)
-    if before and behind:
+    match = _UNIT_TERM.fullmatch(text)
+    if match is None:
         return None
-    base = text[before.end() :] if before else text[: behind.start()] if behind else text
-    unit = _UNIT_NAMES.get(base) or (_FOLDED_UNIT_NAMES.get(base.casefold()) if len(base) > 1 else None)
-    if unit is None or not (before or behind):
-        return unit
-    power = _POWERS[before[0].strip().lower()] if before else behind[1] or behind[2]  # type: ignore[index]
-    return f"{unit}^{power}"
+    powers = ["2"] * bool(match["square"]) + ["3"] * bool(match["cube"]) + [match["power"] or match["plain"] or ""]
+    unit = _UNIT_NAMES.get(match["base"])
+    unit = unit or (_FOLDED_UNIT_NAMES.get(match["base"].casefold()) if len(match["base"]) > 1 else None)
+    return unit and "^".join([unit, *filter(None, powers)])
 
 
 _NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
@@ -402,7 +404,8 @@ def _first_part(phrase: str) -> str:
     if len(pieces) > 1 and _LOCATED.match(pieces[1]):
         return pieces[0]
     is_list = all(len(piece.split()) <= 4 and not WORDS["verbs"].search(piece) for piece in pieces)
-    if is_list and (len(pieces) > 2 or not WORDS["articles"].match(pieces[-1].strip())):
+    articles = [WORDS["articles"].match(piece.strip()) is not None for piece in pieces]
+    if is_list and (len(pieces) > 2 or articles != [False, True]):
         return phrase
     return pieces[0]
 
