@@ -98,11 +98,3 @@ def append_atomic(path: Path, data: bytes, head: bytes = b"") -> None:
             with suppress(OSError):
                 file.truncate(end)
             raise
-
-
-def is_writable(path: Path) -> bool:
-    """Return whether a file can be written to `path`, in a folder that may not exist yet."""
-    if path.is_dir():
-        return False
-    folder = next(folder for folder in path.absolute().parents if folder.exists())
-    return folder.is_dir() and os.access(folder, os.W_OK)

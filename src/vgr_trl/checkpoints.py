@@ -478,8 +478,7 @@ def load_place(trainer: ResumableTrainer, folder: Path) -> None:
     refuse_finished(str(folder), trainer.state.max_steps)
     if trainer.accelerator.is_main_process and (folder / ORDER).exists():  # checkpoints of TRL have none
         there, here = json.loads((folder / ORDER).read_text(encoding="utf-8")), _order_of(trainer)
-        changed = [name for name in here if there.get(name) != here[name]]
-        if changed:
+        if changed := [name for name in here if there.get(name) != here[name]]:
             differs = ", ".join(f"{name} ({there.get(name)} there, {here[name]} here)" for name in changed)
             effect = "in this epoch some prompts may be repeated, and others skipped"
             logger.warning(f"The run that saved {folder} differs from this one in {differs}: {effect}.")

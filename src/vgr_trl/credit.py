@@ -159,10 +159,10 @@ def _weights_by_rule(
     if options.enable_trajectory_reweighting:
         means, shaped = mean_dependency(dependency, mask), context["shaped"]  # (N,)
         compared = means if shaped is None else means.masked_fill(~shaped.bool(), torch.nan)
-        scale, largest = _scale(means, compared, options.trajectory_scaling_min, context["gather"])
+        scale, largest = trajectory_scale(means, compared, options.trajectory_scaling_min, context["gather"])
         totals.add_mean("sensitivity_score_mean", means, ~compared.isnan())
         totals.add_mean("scaling_factor_mean", scale, ~compared.isnan())
-        totals.add_known("dynamic_scaling_max", largest)
+        totals.known["dynamic_scaling_max"] = largest
         yield None, scale.unsqueeze(1)
 
 
@@ -226,7 +226,7 @@ def _plugin_weights(
             valid = mask if value.ndim == 2 else mask.any(1)
             totals.add_mean(f"credit/{name}/{key}", value, valid & ~value.isnan())
         else:
-            totals.add_known(f"credit/{name}/{key}", float(value))
+            totals.known[f"credit/{name}/{key}"] = float(value)
     if weights.dtype == torch.bool:
         totals.add_mean(f"credit/{name}/token_fraction", weights & mask, mask)
         return weights & mask
@@ -436,25 +436,6 @@ def _check_clip(clip: Sequence[float] | None) -> None:
 _SMALLEST_SPREAD = 1e-6
 
 
-def trajectory_scale(dependency: Tensor, mask: Tensor, minimum: float = 0.8) -> Tensor:
-    """Scale each completion's advantage by its dependency on the image; the mean scale is 1.
-
-    With z the mean visual dependency of a completion and u = (z - min) / (max - min), the scale is a + u (b - a), where
-    a = `minimum` and b = a + (1 - a) / mean(u) (VPPO, https://huggingface.co/papers/2510.09285).
-
-    Args:
-        dependency: (N, T), visual dependency of the tokens.
-        mask: (N, T) bool, valid tokens.
-        minimum: smallest scale a, in [0, 1].
-
-    Returns:
-        (N,) float32. 1 for a completion whose z is undefined (it has no valid token, or no defined dependency), and for
-        all completions if max - min is at most 1e-6.
-    """
-    means = mean_dependency(dependency, mask)
-    return _scale(means, means, minimum)[0]
-
-
 def mean_dependency(dependency: Tensor, mask: Tensor) -> Tensor:
     """Return the mean visual dependency of each completion over its valid tokens, (N,); NaN where none is defined."""
     defined = mask.bool() & ~dependency.isnan()
@@ -462,14 +443,23 @@ def mean_dependency(dependency: Tensor, mask: Tensor) -> Tensor:
     return means.masked_fill(~defined.any(dim=1), torch.nan)
 
 
-def _scale(means: Tensor, compared: Tensor, minimum: float, gather: Gather | None = None) -> tuple[Tensor, float]:
-    """Return the scale of each completion (N,) from its mean dependency (N,), and the largest scale.
+def trajectory_scale(
+    means: Tensor, compared: Tensor, minimum: float, gather: Gather | None = None
+) -> tuple[Tensor, float]:
+    """Scale each completion's advantage by its dependency on the image; the mean scale of those compared is 1.
+
+    With z the mean visual dependency of a completion and u = (z - min) / (max - min), the scale is a + u (b - a), where
+    a = `minimum` and b = a + (1 - a) / mean(u) (VPPO, https://huggingface.co/papers/2510.09285).
 
     Args:
-        means: (N,), mean dependency of each completion.
+        means: (N,), mean dependency z of each completion.
         compared: (N,), the means that enter minimum, maximum and mean over all processes; NaN for other completions.
-        minimum: smallest scale, in [0, 1].
+        minimum: smallest scale a, in [0, 1].
         gather: concatenates a 1-D tensor over all processes; None: there is one process.
+
+    Returns:
+        Scales, (N,) float32, and the largest scale b. 1 for a completion whose z is undefined (it has no valid token,
+        or no defined dependency), and for all completions if max - min is at most 1e-6.
     """
     every = (compared if gather is None else gather(compared)).detach().cpu().double()
     every = every[~every.isnan()]

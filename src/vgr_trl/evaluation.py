@@ -3,8 +3,7 @@
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
@@ -21,7 +20,7 @@ from trl.data_utils import prepare_multimodal_messages
 from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt, placed
 from vgr_trl.errors import ConfigError, DataError, RewardError
-from vgr_trl.patching import keep_random_state, patched_attribute
+from vgr_trl.patching import evaluating, keep_random_state, patched_attribute
 from vgr_trl.rewards.answers import Solution, resolve_solution, states_answer
 from vgr_trl.rewards.functions import accuracy_reward, think_format_reward
 from vgr_trl.rewards.loading import add_label_idx, check_callable, reward_name
@@ -348,7 +347,8 @@ def evaluate(
     generator = CompletionGenerator(model, processor, max_completion_length)
     title = "evaluate (blank images)" if blank_images else "evaluate"
     records: list[dict[str, Any]] = []
-    with _inference_mode(model, seed):
+    with evaluating(model), torch.no_grad(), keep_random_state(model.device):
+        torch.manual_seed(seed)
         for start in tqdm(range(0, len(rows), batch_size), desc=title, disable=not progress):
             batch = [rows[index] for index in range(start, min(start + batch_size, len(rows)))]
             inputs = generator.encode_prompts([build_conversation(row, blank_images, system_prompt) for row in batch])
@@ -364,19 +364,6 @@ def evaluate(
         for record, value in zip(records, values, strict=True):
             record.setdefault("rewards", {})[name] = value
     return build_evaluation(records, None if group_by is None else [str(row[group_by]) for row in rows])
-
-
-@contextmanager
-def _inference_mode(model: Any, seed: int) -> Iterator[None]:
-    """Run in eval mode without gradients, and restore mode and random state."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), keep_random_state(model.device):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        model.train(was_training)
 
 
 def print_scores(results: Mapping[str, Evaluation]) -> None:

@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from vgr_trl.errors import DataError, error_text
 from vgr_trl.patches.transformers import without_input_gradients
 from vgr_trl.patches.trl import override_sampling, readable_calls
 from vgr_trl.patches.vllm import answers_of_server
-from vgr_trl.patching import patched_attribute
+from vgr_trl.patching import patched_attributes
 from vgr_trl.pixel_check import refuse_dropped_images
 from vgr_trl.pixels import image_tensors
 from vgr_trl.registries import BLIND_ANSWERS
@@ -111,8 +111,7 @@ def blind_answers(
     given = trainer.answer(rollout.rows, conversations)
     answers = [None if found is None else answer for found, answer in zip(described, given, strict=True)]
     share = torch.tensor([answer is not None for answer in answers], device=accelerator.device)
-    described_share = accelerator.gather(share).float().mean().item()
-    return {BLIND_ANSWERS: answers}, {"blind/described": described_share}
+    return {BLIND_ANSWERS: answers}, {"blind/described": accelerator.gather(share).float().mean().item()}
 
 
 def extract_description(text: str, tag: str, or_all: bool) -> str | None:
@@ -162,11 +161,11 @@ def guarded(trainer: ConstructedTrainer) -> Iterator[None]:
     """Guard the run in this block against malformed tool calls and results."""
     processor: Any = trainer.processing_class
     guard = ToolGuard(special_tokens(processor), processor.image_processor if trainer._is_vlm else None)
-    with ExitStack() as stack:
-        stack.enter_context(readable_calls(guard.clean))
-        for kind in ("_sync_tool_dicts", "_async_tool_dicts"):
-            guarded_tools = [{name: guard.wrap(tool) for name, tool in row.items()} for row in vars(trainer)[kind]]
-            stack.enter_context(patched_attribute(trainer, kind, guarded_tools))
+    tools = {
+        kind: [{name: guard.wrap(tool) for name, tool in row.items()} for row in vars(trainer)[kind]]
+        for kind in ("_sync_tool_dicts", "_async_tool_dicts")
+    }
+    with readable_calls(guard.clean), patched_attributes(trainer, **tools):
         yield
 
 

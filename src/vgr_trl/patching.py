@@ -1,7 +1,7 @@
 """Replace attributes and methods of objects, and restore the random state, for the duration of a block."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import update_wrapper
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,15 @@ def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+
+
+@contextmanager
+def patched_attributes(owner: Any, **values: Any) -> Iterator[None]:
+    """Set several attributes of an object as `patched_attribute` sets one."""
+    with ExitStack() as stack:
+        for name, value in values.items():
+            stack.enter_context(patched_attribute(owner, name, value))
+        yield
 
 
 @contextmanager
@@ -68,6 +77,18 @@ class _Replacement:
 
 def _identity(value: Any) -> Any:
     return value
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Switch dropout and gradient checkpointing off in this block."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def keep_random_state(device: "torch.device") -> AbstractContextManager[None]:

@@ -306,19 +306,10 @@ def _stack_parts(parts: Sequence[torch.Tensor | None], padding: int, one_per_row
     return torch.cat(grown)
 
 
-def move_images(rows: Sequence[Images], device: torch.device | str) -> list[Images]:
-    """Move rows to a device; rows that shared a tensor share it again."""
-    return _map_shared_tensors(rows, lambda value: value.to(device))
-
-
-def store_images(rows: Sequence[Images]) -> list[Images]:
-    """Copy rows to the CPU without the batches that they are views of; equal tensors become the same object."""
-    return _map_shared_tensors(rows, lambda value: clone_to(value, "cpu"), fingerprint)
-
-
-def _map_shared_tensors(
+def map_shared_tensors(
     rows: Sequence[Images], change: Callable[[Any], Any], key: Callable[[Any], Hashable] = id
 ) -> list[Images]:
+    """Change the image inputs of rows; tensors of the same key, by default one tensor, become one tensor."""
     changed: dict[Hashable, Any] = {}
     keys = [{name: key(value) for name, value in row.items()} for row in rows]
     for row, of_row in zip(rows, keys, strict=True):

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any, cast
 
@@ -34,14 +34,14 @@ from vgr_trl.data.prompts import (
     require_ending_template,
     special_tokens,
 )
-from vgr_trl.data.read_row import KEYS, image_columns, reason_of, require_columns, undecoded
+from vgr_trl.data.read_row import KEYS, column_names, image_columns, reason_of, require_columns, undecoded
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.patches.transformers import close_group_at_exit, disable_cudnn_attention, give_timeout
 from vgr_trl.patches.trl import let_decoding_compile, suppress_image_tokens
 from vgr_trl.registries import BLIND_ANSWERS, find_measurements, needed_signals
 from vgr_trl.rewards.loading import check_callable, reads_solution
 from vgr_trl.rollout import ConstructedTrainer
-from vgr_trl.run_facts import column_names, iterate_datasets
+from vgr_trl.run_facts import iterate_datasets
 from vgr_trl.validate.options import (
     check_head,
     refuse_differing_options,
@@ -155,8 +155,7 @@ def change_data(trainer: ConstructedTrainer, change: Callable[[Any, str, str | N
 def reads_boxes(args: DAPOConfig, rewards: Iterable[Any]) -> bool:
     """Whether a signal, a credit rule, a reward or a view reads the boxes of rows."""
     needs = {need for reward in rewards for need in needed_signals(reward)} - {BLIND_ANSWERS}
-    crops = "crop_to_box" in args.row_views.values()
-    return crops or "regions" in {*args.readers(), *find_measurements(needs)}
+    return "crop_to_box" in args.row_views.values() or "regions" in {*args.readers(), *find_measurements(needs)}
 
 
 def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None, boxes: bool) -> Dataset:
@@ -213,10 +212,15 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Sequence[str]) -> 
 
     Args:
         measured_columns: columns that a rollout adds to the data; environments add theirs later.
+
+    Raises:
+        RewardError: a reward takes a column that neither the data, if they list theirs, nor the measurements have.
+        DataError: the train data have fewer rows than a rollout takes prompts.
     """
     if trainer.environment_factories is None and trainer.rollout_func is None:
-        datasets = iterate_datasets(trainer.train_dataset, trainer.eval_dataset)
-        refuse_uncallable_rewards(trainer.reward_funcs, datasets, measured_columns)
+        for _, each in iterate_datasets(trainer.train_dataset, trainer.eval_dataset):
+            for reward in trainer.reward_funcs if column_names(each) is not None else ():
+                check_callable(reward, [*each.column_names, *measured_columns])
     if (limit := trainer.args.max_prompt_length) is not None:
 
         def count_dropped(split: str) -> None:
@@ -228,7 +232,10 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Sequence[str]) -> 
             return drop_long_prompts(dataset, lengths, limit, part or split, partial(count_dropped, split))
 
         change_data(trainer, drop_long)
-    refuse_few_rows(trainer.train_dataset, trainer.args.prompts_per_rollout)
+    data, prompts = trainer.train_dataset, trainer.args.prompts_per_rollout
+    if isinstance(data, Sized) and len(data) < prompts:  # TRL drops the incomplete rollout at the end, here all rows
+        problem = f"The train data has {len(data)} rows, but a rollout takes {prompts} prompts"
+        raise DataError(f"{problem}: add rows, or lower per_device_train_batch_size or gradient_accumulation_steps.")
 
 
 HASHED_ROWS = 50  # whose images are compared between the processes
@@ -274,27 +281,3 @@ def refuse_unread_images(datasets: Iterable[tuple[str, Any]], model: Any, proces
         if columns := image_columns(dataset):
             reader = f"{type(model).__name__} with {type(processor).__name__}"
             raise ConfigError(f"The {name} data has a column `{columns[0]}`, but {reader} reads text only: remove one.")
-
-
-def refuse_uncallable_rewards(
-    rewards: Sequence[Any], datasets: Iterable[tuple[str, Any]], measured_columns: Sequence[str]
-) -> None:
-    """Raise `RewardError` if a reward takes a column that neither the data nor the measurements have.
-
-    Args:
-        datasets: with a name each; streams that do not list their columns are passed over.
-        measured_columns: columns that a rollout adds to the data.
-    """
-    for _, dataset in datasets:
-        for reward in rewards if column_names(dataset) is not None else ():
-            check_callable(reward, [*dataset.column_names, *measured_columns])
-
-
-def refuse_few_rows(dataset: Any, prompts: int) -> None:
-    """Raise `DataError` if the train data have fewer rows than a rollout takes prompts.
-
-    TRL drops the incomplete rollout at the end of an epoch, here all rows.
-    """
-    if hasattr(dataset, "__len__") and (rows := len(dataset)) < prompts:
-        problem = f"The train data has {rows} rows, but a rollout takes {prompts} prompts"
-        raise DataError(f"{problem}: add rows, or lower per_device_train_batch_size or gradient_accumulation_steps.")

@@ -274,8 +274,7 @@ def describe_row(row: Mapping[str, Any]) -> str:
 
 def weighted_sums(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted sums (N,) of rewards (N, F); NaN for a completion that no reward applies to."""
-    sums = (rewards * weights.to(rewards)).nansum(dim=1)
-    return sums.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+    return (rewards * weights.to(rewards)).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
 
 
 def find_completion_maker(trainer: ConstructedTrainer) -> str | None:

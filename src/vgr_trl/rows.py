@@ -18,14 +18,14 @@ from vgr_trl.pixels import (
     Images,
     clone_to,
     find_layout,
+    fingerprint,
     image_inputs_of,
     image_tensors,
     joined,
-    move_images,
+    map_shared_tensors,
     parts_by_counts,
     split_images,
     stack_images,
-    store_images,
     tiles_by_tokens,
 )
 
@@ -143,7 +143,8 @@ class Rows:
             name: clone_to(value, "cpu") if isinstance(value, torch.Tensor) else list(value)
             for name, value in self.columns.items()
         }
-        return Rows(self.prompt_length, self.completion_length, columns, store_images(self.images), self.one_per_row)
+        images = map_shared_tensors(self.images, lambda value: clone_to(value, "cpu"), fingerprint)
+        return Rows(self.prompt_length, self.completion_length, columns, images, self.one_per_row)
 
     def into_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Build a batch of TRL from these rows and the batch-level entries of `batch`, in its order."""
@@ -190,7 +191,7 @@ def join_rows(parts: Sequence[Rows], *, pad_token_id: int, pad_to_multiple_of: i
         if row and not wanted <= row.keys():
             raise _missing_column_error(min(wanted - row.keys()))
     kept = [{name: row[name] for name in row if name in wanted or not wanted} for row in rows]
-    joined.images = move_images(kept, device)
+    joined.images = map_shared_tensors(kept, lambda value: value.to(device))
     return joined
 
 
@@ -352,8 +353,7 @@ def build_scoring_inputs(
     inputs["num_images"] = [len(images or ()) for images in prompts.images]
     for name in prompts.fields.keys() & TOKEN_TYPES:
         types, _ = pad_rows(prompts.fields[name], 0, "left", pad_to_multiple_of)
-        padding = (prompt_ids.size(1) - types.size(1), completions.size(1))
-        inputs[name] = pad(types, padding)
+        inputs[name] = pad(types, (prompt_ids.size(1) - types.size(1), completions.size(1)))
     if images := image_tensors(prompts.fields):
         is_image = torch.isin(inputs["input_ids"], torch.tensor(vision_token_ids))  # (N, P + T)
         is_image[:, prompt_ids.size(1) :] &= inputs.get("tool_mask", torch.ones(1)) == 0
@@ -451,8 +451,7 @@ def text_inputs(batch: Mapping[str, Any], prompts: Prompts, pad_token_id: int) -
     for name in TOKEN_TYPES:
         if batch.get(name) is not None:
             types, _ = pad_rows(prompts.fields.get(name) or [[0]] * rows, 0, "left", width)
-            missing = batch[name].size(1) - width
-            other[name] = pad(types, (0, missing)).to(batch[name])
+            other[name] = pad(types, (0, batch[name].size(1) - width)).to(batch[name])
     if given := image_inputs_of(batch):
         one_per_row = find_layout(given, sum(batch["num_images"])).units["pixel_values"] == "row"
         other |= {name: torch.zeros_like(value) if one_per_row else value[:0] for name, value in given.items()}
@@ -461,13 +460,10 @@ def text_inputs(batch: Mapping[str, Any], prompts: Prompts, pad_token_id: int) -
 
 
 def stacked_inputs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Concatenate the arguments of TRL's scoring of batches with equal P and T."""
-    first = parts[0]
-    if len(parts) == 1:
-        return dict(first)
-    result = dict(first)
-    for name, value in first.items():
-        if isinstance(value, torch.Tensor):
+    """Concatenate the rows of batches, or of the arguments of TRL's scoring, with equal P and T."""
+    result = dict(parts[0])
+    for name, value in parts[0].items() if len(parts) > 1 else ():
+        if isinstance(value, torch.Tensor) and value.ndim > 0:
             result[name] = torch.cat([part[name] for part in parts])
         elif isinstance(value, list | tuple):
             result[name] = [entry for part in parts for entry in part[name]]

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.read_row import image_columns
+from vgr_trl.data.read_row import column_names, image_columns
 from vgr_trl.rollout import ConstructedTrainer, find_completion_maker
 from vgr_trl.sharing.report import Feature
 
@@ -88,11 +88,6 @@ def iterate_datasets(train: Any, evaluation: Any) -> Iterator[tuple[str, Any]]:
     for name, dataset in (("train", train), ("eval", evaluation)):
         parts = dataset.values() if isinstance(dataset, dict) else [dataset]
         yield from ((name, part) for part in parts if part is not None)
-
-
-def column_names(dataset: Any) -> Sequence[str] | None:
-    """Return the columns of a dataset, or None if it does not list them: a stream, or a dataset of PyTorch."""
-    return getattr(dataset, "column_names", None)
 
 
 def read_facts(trainer: ConstructedTrainer) -> RunFacts:

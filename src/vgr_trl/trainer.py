@@ -19,7 +19,7 @@ from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_wei
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
-from vgr_trl.errors import ConfigError, RewardError, check_release
+from vgr_trl.errors import RewardError, check_release
 from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded
 from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
 from vgr_trl.metrics.collapse import CollapseWatch
@@ -51,7 +51,7 @@ from vgr_trl.patches.vllm import (
     naming_unserved_model,
     plan_unexpanded_prompts,
 )
-from vgr_trl.patching import keep_random_state, patched_attribute
+from vgr_trl.patching import keep_random_state, patched_attribute, patched_attributes
 from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import check_data, prepare_trainer
 from vgr_trl.processes import initialise_loader
@@ -273,8 +273,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Read repeated rows once, and end workers with this process."""
         if is_repeatable(dataset):
             dataset = ReadOnce(dataset, kwargs.get("description", "training").lower())
-        loader = super()._get_dataloader(dataset, *args, **kwargs)
-        loads = getattr(loader, "base_dataloader", loader)  # accelerate wraps PyTorch's
+        loader: Any = super()._get_dataloader(dataset, *args, **kwargs)
+        loads = loader.base_dataloader  # PyTorch's, which accelerate wraps
         loads.worker_init_fn = partial(initialise_loader, loads.worker_init_fn)
         return loader
 
@@ -337,22 +337,14 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             generated = super()._generate(prompts)
         if self._rollout is not None and self.tools:
             processor = self.processing_class if self._is_vlm else None
-            turns = collect_turns(self._rollout.rows, generated, processor, self._image_pad_token_id)
-            self._rollout.turns = turns
+            self._rollout.turns = collect_turns(self._rollout.rows, generated, processor, self._image_pad_token_id)
         return generated
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Share prompts during generation and measure attention; sample with the options of the mode.
-
-        Raises:
-            ConfigError: a vLLM server would have to read an image that a tool has returned.
-        """
+        """Share prompts during generation and measure attention; sample with the options of the mode."""
         if kwargs.pop("has_tool_images", False):
-            if self.use_vllm and self.args.vllm_mode == "server":
-                cure = "use colocate, or tools that return text"
-                raise ConfigError(f"A tool has returned images, which is untested with vllm_mode server: {cure}.")
             multimodal_fields = mark_turn(self.model, prompt_ids, multimodal_fields)
         plain = super()._generate_single_turn
         prompts = Prompts(prompt_ids, images, multimodal_fields)
@@ -380,8 +372,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                 if isinstance(reward, nn.Module) and undefined.any():
                     self._warn_of_nan(name, int(undefined.sum()))
             if self.reward_schedule.changes:  # comparable over the change of weights, unlike `reward`
-                late = weighted_sums(rewards, self._late_weights())
-                self._log_metrics({LATE_REWARD: late.nanmean().item()})
+                self._log_metrics({LATE_REWARD: weighted_sums(rewards, self._late_weights()).nanmean().item()})
             if rollout is not None:
                 rollout.rewards = rewards  # unweighted, (N of all, F)
                 if self.has_reward_files:
@@ -451,8 +442,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         with images_logged_by_all(self, rollout.rows), reference, options, once, purpose:
             batch = super()._generate_and_score_completions(rollout.rows)
         if rollout.turns is not None and rollout.turns.fields:
-            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-            batch = mark_images(self.model, ids, batch)
+            batch = mark_images(self.model, torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1), batch)
         rollout.batch = batch
         if not self.model.training:
             return
@@ -529,11 +519,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
     def _loss_of_part(self, model: Any, inputs: dict[str, Any], weight: float = 1.0) -> Any:
         """Return the weighted loss of a part of a micro-batch; keep its log-probabilities for later iterations."""
-        with (
-            patched_attribute(self, "_purpose", Purpose.TRAINING),
-            patched_attribute(self, "_micro_batch", inputs),
-            patched_attribute(self, "_pass", None),
-        ):
+        with patched_attributes(self, _purpose=Purpose.TRAINING, _micro_batch=inputs, _pass=None):
             loss = super()._compute_loss(model, inputs)
             passed = self._pass
         if passed is None:  # a subclass has made the pass itself
@@ -564,7 +550,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             self.step_metrics.merge(self._metrics["train"])
         evaluated = not training and self.is_world_process_zero()
         with (
-            flatten_conversations(self._logs),
+            patched_attribute(self, "_logs", flatten_conversations(self._logs)),
             keep_training_table(self.args.output_dir, self.state.global_step, evaluated),
             warn_of_lost_table(self, self.mode),
         ):

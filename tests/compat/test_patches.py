@@ -16,8 +16,7 @@ def test_texts_of_a_table_have_no_characters_that_do_something():
     message = {"role": "user", "content": [{"type": "text", "text": HOSTILE}]}
     assert trl.conversation_text([{"role": "system", "content": "line\n\ttab"}]) == "line\n\ttab"
     columns = {"prompt": [[message]], "completion": [HOSTILE]}
-    with trl.flatten_conversations(columns):
-        assert columns == {"prompt": [SHOWN], "completion": [SHOWN]}
+    assert trl.flatten_conversations(columns) == {"prompt": [SHOWN], "completion": [SHOWN]}
 
 
 @pytest.fixture

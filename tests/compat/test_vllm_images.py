@@ -1,5 +1,7 @@
-"""Prompts with images, as a colocated vLLM has to get them; what vLLM does with them is tested in `with_vllm/`."""
+"""Prompts with images, as vLLM has to get them; what vLLM does with them is tested in `with_vllm/`."""
 
+from base64 import b64decode
+from io import BytesIO
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +15,10 @@ from support.tool_runs import TEMPLATE
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from trl import GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
 
-from vgr_trl.errors import ConfigError
+from vgr_trl.errors import ConfigError, VLLMServerError
 from vgr_trl.patches import vllm as patches
 from vgr_trl.patches.trl import keep_prompts_unpadded
 
@@ -86,11 +90,78 @@ def test_a_prompt_that_vllm_expands_otherwise_is_refused(gemma):
     assert trainer.vllm_generation.generate([[1, 9, 9]], None, 1)[0] == [[1, 9, 9]]
 
 
-def test_servers_and_releases_of_trl_that_do_it_themselves_get_what_trl_gives_them(gemma, monkeypatch):
+def test_releases_of_trl_that_do_it_themselves_give_vllm_what_they_want(gemma, monkeypatch):
     assert isinstance(patches.plan_unexpanded_prompts(trainer_of(gemma, None)), patches.UnexpandedPrompts)
-    assert patches.plan_unexpanded_prompts(trainer_of(gemma, None, "server")) is None
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda self, prompt_ids, vllm_prompt_ids=None: None)
     assert patches.plan_unexpanded_prompts(trainer_of(gemma, None)) is None
+
+
+class Server:
+    """Answers as vLLM 0.32 does: an image takes three tokens more than its placeholder; keeps what it was asked."""
+
+    def __init__(self, status=200, **changed):
+        self.asked, self.status, self.changed = [], status, changed
+
+    def post(self, url, json):
+        assert url == "http://host:8000/inference/v1/generate"
+        self.asked.append(json)
+        read = json["token_ids"] + [9] * 3 * len(json["content_parts"] or ())
+        entry = {"token_id": 5, "logprob": -0.5, "top_logprobs": []}
+        choices = [{"token_ids": [5], "logprobs": {"content": [entry]}}] * json["sampling_params"]["n"]
+        answer = {"choices": choices, "prompt_token_ids": read, **self.changed}
+        return SimpleNamespace(status_code=self.status, json=lambda: answer, text="At most 1\nimage")
+
+
+def served(processor, server) -> SimpleNamespace:
+    """A trainer with TRL's own client of a server."""
+    client, vllm = VLLMClient.__new__(VLLMClient), VLLMGeneration.__new__(VLLMGeneration)
+    client.__dict__ |= {"base_url": "http://host:8000", "model": "tiny", "session": server}
+    sampling = dict.fromkeys(("temperature", "top_p", "repetition_penalty"), 1.0) | {"top_k": 0, "min_p": None}
+    sampling |= {"max_completion_length": 8, "logprobs": 0, "structured_outputs_regex": None, "generation_kwargs": {}}
+    accelerator = SimpleNamespace(is_main_process=True, process_index=0)
+    vllm.__dict__ |= {"mode": "server", "vllm_client": client, "accelerator": accelerator, **sampling}
+    trainer = trainer_of(processor, None, "server")
+    trainer.vllm_generation = vllm
+    patches.plan_unexpanded_prompts(trainer).texts[1, 9, 9, 9, 9] = [1, 9]
+    return trainer
+
+
+def test_a_server_gets_images_beside_unexpanded_prompts(gemma):
+    """Once for a group, as the processor reads transparency; rows without images too."""
+    trainer, image = served(gemma, server := Server()), Image.new("RGBA", (16, 16), (200, 30, 30, 99))
+    rows = [[1, 9, 9, 9, 9]] * 2 + [[1, 2]] * 2
+    with patches.answers_of_server(trainer):
+        read, completions, logps, _ = trainer.vllm_generation.generate(rows, [[image]] * 2 + [None] * 2, 2)
+    assert (read, completions, logps) == ([[1, 9, 9, 9, 9]] * 2 + [[1, 2]] * 2, [[5]] * 4, [[[-0.5]]] * 4)
+    server.asked.sort(key=lambda asked: asked["token_ids"])  # they were asked at a time
+    assert [asked["token_ids"] for asked in server.asked] == [[1, 2], [1, 9]]
+    none, (part,) = (asked["content_parts"] for asked in server.asked)
+    sent = Image.open(BytesIO(b64decode(part["url"].partition("base64,")[2])))
+    assert (none, part["type"], sent.mode) == (None, "image_url", "RGB")
+    assert torch.equal(*gemma.image_processor([image, sent], return_tensors="pt")["pixel_values"])
+
+
+@pytest.mark.parametrize(
+    ("given", "cure"),
+    [
+        ({"status": 404}, "from 0.30 on"),
+        ({"prompt_token_ids": None}, "from 0.30 on"),
+        ({"status": 400}, "At most 1 image"),
+    ],
+)
+def test_a_server_that_takes_no_images_beside_tokens_is_named(gemma, given, cure):
+    trainer = served(gemma, Server(**given))
+    with (
+        pytest.raises(VLLMServerError, match=f"^The vLLM server at [^ ]+ (takes|refuses).*{cure}"),
+        patches.answers_of_server(trainer),
+    ):
+        trainer.vllm_generation.generate([[1, 9, 9, 9, 9]], [[MESSAGES[0][0]["content"][0]["image"]]], 1)
+
+
+def test_a_server_that_expands_otherwise_is_refused(gemma):
+    trainer = served(gemma, Server(prompt_token_ids=[1, 9, 9, 9]))
+    with pytest.raises(ConfigError), patches.answers_of_server(trainer):
+        trainer.vllm_generation.generate([[1, 9, 9, 9, 9]], [[MESSAGES[0][0]["content"][0]["image"]]], 1)
 
 
 def test_weights_have_the_names_of_a_checkpoint(tmp_path):

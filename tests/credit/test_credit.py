@@ -184,10 +184,11 @@ def test_completions_without_a_dependency_keep_scale_1_and_change_no_other():
     """
     dependency = torch.tensor([[1.0], [9.0], [2.0], [NAN], [5.0]])
     mask = torch.tensor([[1], [0], [1], [1], [1]])
-    assert rules.trajectory_scale(dependency, mask).tolist() == pytest.approx([0.8, 1, 0.92, 1, 1.28])
+    means = rules.mean_dependency(dependency, mask)
+    assert rules.trajectory_scale(means, means, 0.8)[0].tolist() == pytest.approx([0.8, 1, 0.92, 1, 1.28])
     for means in ((3.0, 3.0), (0.0, 9e-7), (NAN, NAN), ()):
-        alone = torch.tensor(means).unsqueeze(1)
-        assert rules.trajectory_scale(alone, torch.ones(alone.shape)).tolist() == [1.0] * len(means), "none to compare"
+        alone = torch.tensor(means)
+        assert rules.trajectory_scale(alone, alone, 0.8)[0].tolist() == [1.0] * len(means), "none to compare"
 
 
 def vgpo_weights(similarity, mask, groups=None, **options):

@@ -172,7 +172,7 @@ def test_a_second_signal_ends_the_process_unless_it_belongs_to_the_first(monkeyp
         assert raised == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:
-        callback.on_train_end(None, None, None)
+        callback.restore_handler()
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,17 @@
-"""Steps of one family with a colocated vLLM on a CPU, and what vLLM's log-probabilities differ by from the trainer's.
+"""Steps of one family with vLLM on a CPU, and what vLLM's log-probabilities differ by from the trainer's.
 
-Usage: python family_run.py FOLDER FAMILY [--tools]     writes FOLDER/log.json     --tools: they return images
+Usage: python family_run.py FOLDER FAMILY [--tools] [--server] [--larger]     writes FOLDER/log.json
+
+--tools: they return images     --server: it starts one; else vLLM is colocated
+--larger: in the end the trainer's processor enlarges images, and vLLM's does not
 """
 
 import functools
 import json
+import socket
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,9 @@ import transformers as hf
 import yaml
 from datasets import Dataset
 from PIL import Image, ImageDraw
+from running import served
 from safetensors.torch import load_file, save_file
+from server_run import hand_over_weights_in_files
 from support.models.families import FAMILIES, OTHERS, PINPOINTS, Family, build
 from support.models.processors import FOUR_TOKENS, byte_tokenizer
 from support.tool_runs import TEMPLATE, look
@@ -26,6 +33,7 @@ from trl.trainer import grpo_trainer
 from vllm.model_executor.layers import utils as vllm_layers
 
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.errors import ConfigError
 from vgr_trl.trainer import DAPOTrainer
 
 GROUP = 4  # completions of a prompt
@@ -34,6 +42,7 @@ STEPS_OF = {
     "mistral3": {"one": (1, 1), "several": (2, 2), "none": (0, 0)},  # its processor takes prompts of one length alone
     "paligemma": {"one": (1, 1)},  # its processor wants images, and vLLM takes one
 }
+DTYPES = {"qwen3_5": "bfloat16"}  # vLLM's gated delta net on a CPU takes no other
 
 TABLE = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
 SIZE = {"height": 16, "width": 16}
@@ -209,33 +218,61 @@ def call_tools() -> None:
     grpo_trainer.parse_response = parse
 
 
-def run(folder: Path, name: str, tools: bool) -> None:
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def refusal(trainer: DAPOTrainer) -> str:
+    """How prompts of Qwen end whose images take more tokens in the trainer than in vLLM."""
+    trainer.processing_class.image_processor.size = {"shortest_edge": 1024, "longest_edge": 4096}
+    try:
+        trainer.evaluate(questions({"one": (1, 1)}))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def run(folder: Path, name: str, tools: bool, server: bool, larger: bool) -> None:
     torch.set_num_threads(1)
-    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
-    assert vllm_layers.dispatch_cpu_unquantized_gemm is plain_weights.keep_weights
+    dtype = DTYPES.get(name, "float32")
     processor, planned = saved_model(name, folder / "model"), STEPS_OF.get(name, STEPS)
     if tools:
         call_tools()
         processor.tokenizer.response_template = qwen3_template
-    args = DAPOConfig(
-        str(folder), use_vllm=True, vllm_mode="colocate", vllm_max_model_length=1024, num_generations=GROUP,
-        per_device_train_batch_size=2 * GROUP, max_completion_length=600, generation_kwargs={"max_tokens": 8},
-        max_steps=len(planned), learning_rate=1e-3,
-        shuffle_dataset=False, model_init_kwargs={"dtype": "float32"}, use_cpu=True, bf16=False,
-        gradient_checkpointing=False, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
+    args = {
+        "use_vllm": True, "vllm_max_model_length": 1024, "num_generations": GROUP,
+        "per_device_train_batch_size": 2 * GROUP, "max_completion_length": 600, "generation_kwargs": {"max_tokens": 8},
+        "max_steps": len(planned), "learning_rate": 1e-3,
+        "shuffle_dataset": False, "model_init_kwargs": {"dtype": dtype}, "use_cpu": True, "bf16": False,
+        "gradient_checkpointing": False, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
+        "disable_tqdm": True,
+    }  # fmt: skip
     given = {"processing_class": processor, "tools": [look] if tools else None}
-    trainer = DAPOTrainer(str(folder / "model"), reward, args, questions(planned), **given)
-    reads = listen(trainer)
-    trainer.train()
-    steps = dict(zip(planned, trainer.state.log_history[:-1], strict=True))
+    if server:
+        hand_over_weights_in_files(folder / "weights")
+        serving = served(folder / "model", folder / "server.log", free_port(), length=1024, dtype=dtype)
+    else:
+        vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype=dtype, enforce_eager=True)
+        assert vllm_layers.dispatch_cpu_unquantized_gemm is plain_weights.keep_weights
+        serving = nullcontext((None, None))
+    with serving as (url, _):
+        mode = {"vllm_mode": "server", "vllm_server_base_url": url} if server else {"vllm_mode": "colocate"}
+        options = DAPOConfig(str(folder), **args, **mode)
+        trainer = DAPOTrainer(str(folder / "model"), reward, options, questions(planned), **given)
+        reads = listen(trainer)
+        trainer.train()
+        log = trainer.state.log_history[:-1]
+        refused = refusal(trainer) if larger else None
+    steps = dict(zip(planned, log, strict=True))
     differences = {kind: step["sampling/sampling_logp_difference/max"] for kind, step in steps.items()}
     entropies = {kind: step["entropy"] for kind, step in steps.items()}
     pixels = [step["pixels/engine_distance"] for step in steps.values() if "pixels/engine_distance" in step]
     found = {"differences": differences, "entropies": entropies, "same_tokens": all(reads), "rows": len(reads)}
-    found["checked"] = pixels
+    found |= {"checked": pixels, "refused": refused}
     (folder / "log.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2], "--tools" in sys.argv)
+    run(Path(sys.argv[1]), sys.argv[2], "--tools" in sys.argv, "--server" in sys.argv, "--larger" in sys.argv)

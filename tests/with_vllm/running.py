@@ -3,8 +3,14 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from os import killpg
 from pathlib import Path
 
 import pytest
@@ -36,3 +42,37 @@ def run(folder: Path, script: str, *flags: str) -> subprocess.CompletedProcess:
 def outcome(folder: Path, done: subprocess.CompletedProcess) -> dict:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads((folder / "log.json").read_text())
+
+
+@contextmanager
+def served(model: Path, log: Path, port: int, length: int = 256, dtype: str = "float32") -> Iterator[tuple[str, int]]:
+    """A server that `trl vllm-serve` has started: its address, and its group of processes."""
+    flags = (
+        f"vllm-serve --model {model} --host 127.0.0.1 --port {port} --dtype {dtype} --enforce_eager true "
+        f"--max_model_len {length} --worker-extension-cls plain_weights.WeightsFromFile"
+    )
+    command = [Path(sys.executable).with_name("trl"), *flags.split()]
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            command, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + SECONDS
+        while not answers(url):
+            assert server.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < end, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield url, server.pid
+    finally:
+        with suppress(ProcessLookupError):
+            killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False

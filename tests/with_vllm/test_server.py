@@ -2,18 +2,10 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from os import killpg
 from pathlib import Path
 
 import pytest
-from running import EXACT, METRIC, NEEDS_VLLM, SECONDS, environment, outcome, run
+from running import EXACT, METRIC, NEEDS_VLLM, outcome, run, served
 from support.commands import complete_checkpoints
 
 pytestmark = NEEDS_VLLM
@@ -24,39 +16,6 @@ def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("served")
     run(folder, "tiny_run.py").check_returncode()
     return folder / "model"
-
-
-@contextmanager
-def served(model: Path, log: Path, port: int) -> Iterator[tuple[str, int]]:
-    flags = (
-        f"vllm-serve --model {model} --host 127.0.0.1 --port {port} --dtype float32 --enforce_eager true "
-        "--max_model_len 256 --worker-extension-cls plain_weights.WeightsFromFile"
-    )
-    command = [Path(sys.executable).with_name("trl"), *flags.split()]
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            command, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        end = time.monotonic() + SECONDS
-        while not answers(url):
-            assert server.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < end, log.read_text()[-4000:]
-            time.sleep(0.5)
-        yield url, server.pid
-    finally:
-        with suppress(ProcessLookupError):
-            killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
 
 
 def check(folder: Path, url: str, *flags: str) -> None:
@@ -84,3 +43,16 @@ def test_a_server_that_dies_in_a_rollout_ends_the_run_and_a_new_one_continues_it
     assert not list(tmp_path.rglob("*.unfinished"))
     with served(model, tmp_path / "again.log", port) as (url, _):
         check(tmp_path, url, "--resume")
+
+
+@pytest.mark.parametrize(("name", "flags"), [("smolvlm", ()), ("qwen2_5_vl", ("--tools", "--larger"))])
+def test_a_server_reads_the_images_of_a_family(name, flags, tmp_path):
+    """Tiles; images of tools in three turns. A run ends whose images take more tokens in the trainer."""
+    found = outcome(tmp_path, run(tmp_path, "family_run.py", name, "--server", *flags))
+    assert found["same_tokens"]
+    assert found["rows"] >= (64 if flags else 24)
+    assert max(found["differences"].values()) < 2 * EXACT
+    assert len(found["checked"]) == 1
+    if flags:
+        assert found["refused"].startswith("vLLM reads a prompt with images as")
+        assert "--mm-processor-kwargs" in found["refused"]

@@ -61,10 +61,6 @@ class SaveOnTermination(TrainerCallback):
         if self._accelerator.gather(asked).any():
             self.stopped = control.should_save = control.should_training_stop = True
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Restore the user's handler."""
-        self.restore_handler()
-
     def restore_handler(self) -> None:
         """Restore the handler of SIGTERM that was installed before the training."""
         if signal.getsignal(signal.SIGTERM) == self._handle:
@@ -119,6 +115,4 @@ class FiniteUpdates(TrainerCallback):
 def are_finite(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
     """Return whether this process's gradients, or its shards of them, are all finite; () bool."""
     here = [each.to_local() if isinstance(each, DTensor) else each for each in gradients if each is not None]
-    if not here:
-        return torch.tensor(True)
     return nn.utils.get_total_norm(here).isfinite()

@@ -33,15 +33,13 @@ def guard_trackers(callbacks: Iterable[Any], metric_names: str, processes: int) 
         metric_names: `trl`, `verl` or `mtrl`.
         processes: number of processes of the run.
     """
-    rename: Any = {"trl": None, "verl": rename_for_verl, "mtrl": rename_for_mtrl}[metric_names]
-    if rename is not None:
-        rename = partial(rename, processes=processes)
+    rename = {"verl": rename_for_verl, "mtrl": rename_for_mtrl}.get(metric_names)
     for tracker in callbacks:
         if type(tracker).__module__ != integration_utils.__name__:
             continue
         name, failed = type(tracker).__name__.removesuffix("Callback"), set[str]()
         tracker.on_train_begin = partial(_start, tracker.on_train_begin, name)
-        tracker.on_log = partial(_log, tracker.on_log, rename)
+        tracker.on_log = partial(_log, tracker.on_log, rename, processes)
         for event in _GUARDED_EVENTS:
             setattr(tracker, event, partial(_call_or_warn, getattr(tracker, event), name, failed))
 
@@ -62,16 +60,15 @@ def _call_or_warn(call: Callable[..., Any], name: str, failed: set[str], *args: 
             cause = f"{type(error).__name__}: {error_text(error)}"
             logger.warning(f"Tracker {name} failed ({cause}); training continues. trainer_state.json has all metrics.")
         failed.add(name)
-        return None
 
 
-def _log(on_log: Any, rename: Any, *args: Any, logs: Any = None, **kwargs: Any) -> Any:
+def _log(on_log: Any, rename: Any, processes: int, *args: Any, logs: Any = None, **kwargs: Any) -> Any:
     """Log numbers; renamed metrics without the prefixes `train/` and `eval/` of transformers."""
     logs = logs and {name: value for name, value in logs.items() if value is not None}
     if logs is None or rename is None:
         return on_log(*args, logs=logs, **kwargs)
     with patched_attribute(integration_utils, "rewrite_logs", dict):
-        return on_log(*args, logs=rename(logs), **kwargs)
+        return on_log(*args, logs=rename(logs, processes), **kwargs)
 
 
 VERL_METRICS: dict[str, list[str]] = yaml.safe_load(

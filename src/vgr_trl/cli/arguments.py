@@ -25,7 +25,7 @@ from transformers.hf_argparser import string_to_bool
 from transformers.utils import find_adapter_config_file
 from trl import ModelConfig
 
-from vgr_trl.config_converters import convert, read_config_file, read_configuration
+from vgr_trl.config_converters import convert, read_configuration
 from vgr_trl.dapo_config import LOSS_TYPES, SEGMENTED, SPELLINGS, DAPOConfig, rename_options
 from vgr_trl.data.checked_rows import SHARED, SkippedRow, prepare_rows, shared_folder
 from vgr_trl.data.images import ImageLimits, downloaded
@@ -34,7 +34,7 @@ from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, refuse_single_i
 from vgr_trl.data.read_row import keys_of
 from vgr_trl.errors import ConfigError, VGRError, error_text, naming_torchvision
 from vgr_trl.options import check_options, check_value, option, read_mapping
-from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe
+from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe, read_options
 from vgr_trl.rewards.loading import FileOptions, load_rewards
 
 DATA_SOURCES = ("dataset_name", "dataset_config", "dataset_path", "data_files")
@@ -351,10 +351,6 @@ MAX_STAGES_ON_A_PAGE = 4  # with more stages, --help lists the stages only
 METHOD_STAGES = "reward", "credit", "plugin", "perturbation", "measure", "noisy", "blind"
 
 
-def _read_loss_type(read: Any, text: str) -> Any:
-    return read(LOSS_TYPES.get(text, text))
-
-
 def _spellings(name: str) -> list[str]:
     return [f"--{name}", f"--{name.replace('_', '-')}"]
 
@@ -414,7 +410,8 @@ class _Parser(HfArgumentParser):
                 self._option_string_actions |= dict.fromkeys(_spellings(alias), self.options[name])
         if (loss := self.options.get("loss_type")) is not None:
             self.add_argument(*_spellings(SEGMENTED), nargs="?", help=argparse.SUPPRESS)
-            loss.type = partial(_read_loss_type, loss.type)
+            read: Any = loss.type
+            loss.type = lambda text: read(LOSS_TYPES.get(text, text))
         self.add_argument("--config")
         self.add_argument("--help", "-h", action=_Help, nargs="?", const=False)
         self.add_argument("--help-all", "--help_all", action=_Help, nargs=0, const=True)
@@ -514,9 +511,7 @@ def _option_name(flag: str) -> str:
 
 def _read_config_file(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
     """Read the options of the `--config` file, and export its environment variables (`env`)."""
-    values = read_config_file(file)
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} has no options: give lines of the form `learning_rate: 1e-5`.")
+    values = read_options(file, f"The file {file}")
     os.environ.update({name: str(value) for name, value in (values.pop("env", None) or {}).items()})
     left_out = [name for name in values if name not in known and name in ignored]
     if left_out:

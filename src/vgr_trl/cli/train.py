@@ -8,7 +8,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import fields
@@ -95,8 +95,7 @@ def main(argv: Sequence[str]) -> int:
             dry_run(config, source_name(data), build, how)
         return 0
     identity = run_identity(data, rewards, config, model) | {"recipe": how.recipe}
-    trainer = train(data, config, identity, build, how.verbose)
-    return EXIT_STATUS if trainer.termination.stopped else 0
+    return EXIT_STATUS if train(data, config, identity, build, how.verbose).termination.stopped else 0
 
 
 def train(
@@ -277,8 +276,7 @@ def separate_lora_modules(model: ModelConfig) -> None:
     if isinstance(modules, str) and re.fullmatch(r"[\w.]+", modules.replace(",", "").replace(" ", "")):
         modules = [modules]
     if isinstance(modules, list):
-        names = [name for text in modules for name in re.split(r"[,\s]+", text.strip()) if name]
-        model.lora_target_modules = names
+        model.lora_target_modules = [name for text in modules for name in re.split(r"[,\s]+", text.strip()) if name]
 
 
 def run_identity(
@@ -475,7 +473,7 @@ def count_rows(dataset: Any) -> str:
     """Format the number of rows of a data set, or of each of its parts."""
     if isinstance(dataset, dict):
         return " + ".join(f"{name} {count_rows(part)}" for name, part in dataset.items())
-    return "none" if dataset is None else f"{len(dataset):,} rows" if hasattr(dataset, "__len__") else "a stream"
+    return "none" if dataset is None else f"{len(dataset):,} rows" if isinstance(dataset, Sized) else "a stream"
 
 
 def _format_rewards(trainer: DAPOTrainer) -> str:

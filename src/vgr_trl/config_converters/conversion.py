@@ -3,20 +3,17 @@
 import os
 import re
 from argparse import ArgumentParser
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from vgr_trl.config_converters.key_tables import EASYR1_KEYS
 from vgr_trl.config_converters.mtrl import MTRL_SECTIONS, easyr1_name
 from vgr_trl.config_converters.verl import VERL_RENAMED_KEYS
 from vgr_trl.errors import ConfigError, error_text
 from vgr_trl.patching import patched_attribute
-from vgr_trl.recipes import parse_yaml
+from vgr_trl.recipes import naming_yaml_errors, parse_yaml, read_options
 
 
 @dataclass
@@ -191,29 +188,15 @@ def read_configuration(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list
     finder.add_argument("--config", type=Path)
     file, kept = finder.parse_known_args(argv)
     matches = {word: match for word in kept if (match := _OVERRIDE_PATTERN.fullmatch(word))}
-    content = {} if file.config is None else read_config_file(file.config)
-    with _naming_yaml_errors("An override"):
+    content = {} if file.config is None else read_options(file.config, f"The file {file.config}")
+    with naming_yaml_errors("An override"):
         overrides = {match[1]: parse_yaml(match[2]) for match in matches.values()}
-    has_section = isinstance(content, dict) and any(isinstance(content.get(name), dict) for name in _SECTIONS)
+    has_section = any(isinstance(content.get(name), dict) for name in _SECTIONS)
     if not has_section and not (file.config is None and overrides):
         return None, list(argv)
     if "${" in f"{content}{overrides}":
         content, overrides = _resolve_interpolations(content, overrides), {}
     return flatten(content) | overrides, [word for word in kept if word not in matches]
-
-
-def read_config_file(file: Path) -> Any:
-    """Return the content of the `--config` file, or raise `ConfigError` if it cannot be read."""
-    with _naming_yaml_errors(f"--config is {file}, which"):
-        return parse_yaml(file.read_text(encoding="utf-8-sig"))
-
-
-@contextmanager
-def _naming_yaml_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{what} cannot be read as YAML: {error_text(error)}") from error
 
 
 def _resolve_interpolations(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:

@@ -37,9 +37,9 @@ from vgr_trl.data.images import (
     frames_of,
     image_size,
     images_of,
+    listed,
     open_image,
     refuse_bad_boxes,
-    teacher_images_of,
     videos_of,
 )
 from vgr_trl.data.prompts import SIZES, SYSTEM_PROMPT, PromptLengths, PromptTemplate, placed, refuse_special_tokens
@@ -171,7 +171,7 @@ def decoded_images(row: Mapping[str, Any], options: RowOptions, column: str = "i
 
 def teacher_columns(row: Mapping[str, Any], options: RowOptions) -> dict[str, list[Any]]:
     """Return the columns of decoded images for a teacher alone, in full size, that the data or the run have."""
-    sources = {TEACHER_IMAGES: teacher_images_of(row)} if TEACHER_IMAGES in row else {}
+    sources = {TEACHER_IMAGES: listed(row, TEACHER_IMAGES)} if TEACHER_IMAGES in row else {}
     sources |= {FULL_IMAGES: images_of(row)} if options.full_images else {}
     folder = folder_of(row, options.root)
     return {name: [open_image(value, folder) for value in values] for name, values in sources.items()}

@@ -34,7 +34,6 @@ from vgr_trl.data.images import (
     path_within,
     read_image,
     to_rgb,
-    to_shares,
     videos_of,
 )
 from vgr_trl.data.inspect import report
@@ -334,7 +333,7 @@ def to_schema(row: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
         "image": files[0] if count == 1 else None,
         "images": files,
         "videos": videos,
-        "regions": to_shares(boxes),
+        "regions": [[left, top, right - left, bottom - top] for left, top, right, bottom in boxes],
         SIZES: [image.size for _, image in encoded],
         DIGESTS: [hashlib.sha256(content).hexdigest() for content in contents],
     }

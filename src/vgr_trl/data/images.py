@@ -58,20 +58,15 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
     """
     numbered = [row[name] for name in NUMBERED_IMAGES if row.get(name) is not None]
     further = [row[name] for name in FURTHER_IMAGES if row.get(name) is not None]
-    return numbered or [*_listed(row, "images", "image"), *further]
-
-
-def teacher_images_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a row for a teacher, decoded or not, in order."""
-    return _listed(row, TEACHER_IMAGES)
+    return numbered or [*listed(row, "images", "image"), *further]
 
 
 def videos_of(row: Mapping[str, Any]) -> list[Any]:
     """Return the undecoded videos of a row in order, from `videos` or else `video`."""
-    return _listed(row, "videos", "video")
+    return listed(row, "videos", "video")
 
 
-def _listed(row: Mapping[str, Any], *names: str) -> list[Any]:
+def listed(row: Mapping[str, Any], *names: str) -> list[Any]:
     """Return the files in the first of the columns that has a value, a file or a list of files."""
     value: Any = next((row[name] for name in names if row.get(name) is not None), [])
     return list(value) if isinstance(value, list | tuple) else [value]
@@ -354,8 +349,7 @@ def _sampled(value: Any, fps: float, root: Path) -> Iterator[Image.Image]:
     ):
         stream: Any = container.streams.video[0]  # whose numbers are no `Rational` to type checkers from PyAV 19 on
         _require_size((stream.codec_context.width, stream.codec_context.height), kind="video")
-        frames: Iterator[Any] = container.decode(stream)
-        for number, frame in enumerate(frames):
+        for number, frame in enumerate(container.decode(stream)):
             tick = Fraction(frame.time_base or 0)
             rate = stream.average_rate or stream.guessed_rate or 0
             time = frame.pts * tick if frame.pts is not None and tick else number / Fraction(rate)
@@ -418,8 +412,3 @@ def refuse_bad_boxes(row: Mapping[str, Any], sizes: Sequence[tuple[int, int]]) -
     """
     if len(sizes) == 1:
         boxes_of(row, sizes[0], "it")
-
-
-def to_shares(boxes: Sequence[Box]) -> list[list[float]]:
-    """Return boxes as converted sets have them: left, top, width and height, in [0, 1] of the image."""
-    return [[left, top, right - left, bottom - top] for left, top, right, bottom in boxes]

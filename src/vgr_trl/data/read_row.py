@@ -305,9 +305,14 @@ def _join_labels(options: list[Mapping[str, Any]]) -> list[str]:
 # Columns
 
 
+def column_names(dataset: Any) -> Sequence[str] | None:
+    """Return the columns of a data set, or None if it does not list them: a stream, or a data set of PyTorch."""
+    return getattr(dataset, "column_names", None)
+
+
 def image_columns(dataset: Any) -> list[str]:
     """Return the columns from which TRL takes images, of a stream without known columns those of its first row."""
-    names: Any = getattr(dataset, "column_names", None) or next(iter(dataset), {})
+    names: Any = column_names(dataset) or next(iter(dataset), {})
     return [name for name in IMAGE_COLUMNS if name in names]
 
 

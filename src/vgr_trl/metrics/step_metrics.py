@@ -168,12 +168,8 @@ class Totals:
     def __init__(self) -> None:
         self.means: dict[str, tuple[Tensor, Tensor]] = {}  # name -> sum, count
         self.largest: dict[str, tuple[Tensor, int]] = {}  # name -> largest value times a sign, the sign
-        self.known: dict[str, float] = {}
+        self.known: dict[str, float] = {}  # numbers that are the same on all processes
         self.about_one: dict[str, str] = {}  # name of a mean of (x - 1)² -> name of the mean of x
-
-    def add_known(self, name: str, value: float) -> None:
-        """Add a number that is the same on all processes."""
-        self.known[name] = value
 
     def add_mean(self, name: str, values: Tensor, where: Tensor) -> None:
         """Accumulate a masked mean.

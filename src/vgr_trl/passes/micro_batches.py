@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vgr_trl.config import PER_WINDOW
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.passes.loss_mask import Extent, count_tokens, group_by_length, pack_rows
+from vgr_trl.patching import patched_attribute
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import OLD_LOGPS, take_rows, valid_tokens
 from vgr_trl.sharing.lending import PROMPT_GROUP, READ_AGAIN, find_read_again, shuffle_whole_groups, sort_by_group
@@ -81,7 +82,7 @@ class UpdateMemory:
         self.computed = self.attended = 1e-9
         self.peak = 0
         self._device, self._gather = device, gather
-        self._room = self._needed = self._before = 0
+        self._needed = self._before = 0
         self._seen = (0, 0)  # positions of the largest pass that has been measured
         self._largest = (0, 0)  # of this update
         self._in_update = self._is_measured = False
@@ -113,8 +114,7 @@ class UpdateMemory:
     def end_update(self) -> None:
         """Record the peak memory of the update above the memory allocated before it."""
         if self._is_measured:
-            peak = torch.cuda.max_memory_allocated(self._device)
-            self._needed = max(self._needed, peak - self._before)
+            self._needed = max(self._needed, torch.cuda.max_memory_allocated(self._device) - self._before)
             self._seen = max(self._seen, self._largest)
         self._in_update = self._is_measured = False
 
@@ -178,7 +178,7 @@ def describe_spread_groups(args: DAPOConfig, num_generations: int, processes: in
     if args.gradient_accumulation_steps == args.steps_per_generation:
         option = "gradient_accumulation_steps"
     names = option, "per_device_train_batch_size"
-    cures = [f"{name} {getattr(args, name) * num_generations // common}" for name in names]
+    cures = [f"{name} {vars(args)[name] * num_generations // common}" for name in names]
     cures += [f"num_generations {common}"] if common > 1 else []
     problem = f"A process has {rows} completions of a rollout, so a group of {num_generations} is spread over processes"
     return f" {problem}, and each computes its prompt; whole with {' or '.join(cures)}."
@@ -220,14 +220,8 @@ def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[st
 @contextmanager
 def _accumulate(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     """Add up gradients in this block, without an exchange between processes and without a step of DeepSpeed."""
-    state = accelerator.gradient_state
-    synchronises = state.sync_gradients
-    state._set_sync_gradients(False)
-    try:
-        with accelerator.no_sync(model):
-            yield
-    finally:
-        state._set_sync_gradients(synchronises)
+    with patched_attribute(accelerator.gradient_state, "sync_gradients", False), accelerator.no_sync(model):
+        yield
 
 
 def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[list[int]]:

@@ -56,7 +56,6 @@ class ForwardPasses:
 
     def __post_init__(self) -> None:
         self.features = self.skipping.features
-        self.averages_head = self.accelerator.is_fsdp2
 
     def run_pass(
         self, model: nn.Module, batch: Mapping[str, Any], want: Want, *, purpose: Purpose, gradients: bool
@@ -173,7 +172,7 @@ class ForwardPasses:
         sharing = self.features.sharing[stage].reason
         with (
             self.vision_cache.around(model, counts=counts),
-            head_with_average_gradient(causal) if self.averages_head and trains else nullcontext(),
+            head_with_average_gradient(causal) if self.accelerator.is_fsdp2 and trains else nullcontext(),
             score_only_tokens(causal, base, tokens) if narrows else nullcontext(),
             self.shared.around(sharing, model, completion_length, packs=packs, counts=counts, again=again),
             nullcontext() if self.dummy_image is None else self.dummy_image.around(model, generates),

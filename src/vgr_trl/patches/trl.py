@@ -5,7 +5,7 @@ import math
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from itertools import accumulate
 from pathlib import Path
@@ -23,8 +23,9 @@ from trl.trainer import grpo_trainer
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import images_of
 from vgr_trl.errors import DataError, error_text, printable, release
-from vgr_trl.patching import patched_attribute
+from vgr_trl.patching import patched_attribute, patched_attributes
 from vgr_trl.pixels import TOKEN_TYPES, causal_type, image_inputs_of
+from vgr_trl.rows import stacked_inputs
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.prefix_split import is_image_token
 
@@ -53,15 +54,9 @@ def conversation_text(messages: Any) -> str:
     return printable("\n\n".join(f"{message['role']}: {_content_text(message)}" for message in messages))
 
 
-@contextmanager
-def flatten_conversations(columns: dict[str, Any]) -> Iterator[None]:
-    """Replace prompts and completions by texts in this block, and restore them afterwards."""
-    kept = {name: columns[name] for name in ("prompt", "completion")}
-    columns.update({name: [conversation_text(messages) for messages in column] for name, column in kept.items()})
-    try:
-        yield
-    finally:
-        columns.update(kept)
+def flatten_conversations(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a table with prompts and completions as texts."""
+    return {**columns, **{name: [*map(conversation_text, columns[name])] for name in ("prompt", "completion")}}
 
 
 @contextmanager
@@ -153,8 +148,7 @@ def images_logged_by_all(trainer: GRPOTrainer, rows: Sequence[Mapping[str, Any]]
     gathered = gather_object([images_of(row) or _find_images_in_messages(row.get("prompt")) for row in rows])
     logged: Any = trainer._logs["images"]
     if any(gathered) or logged:
-        without = len(trainer._logs["prompt"]) - len(gathered) - len(logged)
-        logged.extend([[] for _ in range(without)])
+        logged.extend([[] for _ in range(len(trainer._logs["prompt"]) - len(gathered) - len(logged))])
         logged.extend(gathered)
 
 
@@ -185,8 +179,7 @@ def merge_round_metrics(trainer: GRPOTrainer, completions: int) -> Iterator[list
     keep_newest(trainer._logs, completions * trainer.accelerator.num_processes)
     yield rounds
     for name, values in metrics.items():
-        further = len(values) - before.get(name, 0)
-        if further == len(rounds) - 1 > 0 and before.get(name):
+        if len(values) - before.get(name, 0) == len(rounds) - 1 > 0 and before.get(name):
             values[-len(rounds) :] = [_merge_rounds(name, values[-len(rounds) :], rounds)]
 
 
@@ -224,12 +217,10 @@ def keep_newest(logs: dict[str, Any], count: int) -> None:
 @contextmanager
 def unlogged(trainer: GRPOTrainer) -> Iterator[None]:
     """Generate and reward in this block without a trace in metrics, tables and counts."""
-    with (
-        patched_attribute(trainer, "_metrics", {mode: defaultdict(list) for mode in trainer._metrics}),
-        patched_attribute(trainer, "_pending_extra_logs", defaultdict(list)),
-        patched_attribute(trainer, "_pending_metrics", defaultdict(list)),
-        patched_attribute(trainer.state, "num_input_tokens_seen", trainer.state.num_input_tokens_seen),
-    ):
+    metrics = {mode: defaultdict[str, list[float]](list) for mode in trainer._metrics}
+    pending = {name: defaultdict[str, list[Any]](list) for name in ("_pending_extra_logs", "_pending_metrics")}
+    seen = patched_attribute(trainer.state, "num_input_tokens_seen", trainer.state.num_input_tokens_seen)
+    with patched_attributes(trainer, _metrics=metrics, **pending), seen:
         yield
 
 
@@ -248,8 +239,7 @@ def enable_reference_model(owner: Any, args: DAPOConfig, *, teaches: bool = Fals
     return patched_attribute(owner, "beta", 1.0 if needed else owner.beta)
 
 
-@contextmanager
-def override_sampling(trainer: GRPOTrainer, wanted: Mapping[str, float]) -> Iterator[None]:
+def override_sampling(trainer: GRPOTrainer, wanted: Mapping[str, float]) -> AbstractContextManager[None]:
     """Override `temperature` and `top_p` of vLLM or transformers in this block; temperature 0 is greedy.
 
     Args:
@@ -268,10 +258,7 @@ def override_sampling(trainer: GRPOTrainer, wanted: Mapping[str, float]) -> Iter
     if wanted and not trainer.use_vllm:
         config = GenerationConfig(**change(trainer.generation_config.to_diff_dict()))
         changes = {"generation_config": config, "generation_kwargs": change(trainer.generation_kwargs)}
-    with ExitStack() as stack:
-        for name, value in changes.items():
-            stack.enter_context(patched_attribute(owner, name, value))
-        yield
+    return patched_attributes(owner, **changes)
 
 
 # Completions without image tokens: TRL before 1.16 lets the policy sample them.
@@ -331,8 +318,7 @@ def keep_pixel_rows_whole() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def shuffle_by(shuffle: Callable[[dict[str, Any]], dict[str, Any]], joins_pixels: bool) -> Iterator[None]:
+def shuffle_by(shuffle: Callable[[dict[str, Any]], dict[str, Any]], joins_pixels: bool) -> AbstractContextManager[None]:
     """Replace TRL's shuffle of rollouts in this block, and choose whether it joins the pixels of rows again.
 
     TRL also generates in this block: pixels of a turn behind results of tools are always joined.
@@ -346,24 +332,14 @@ def shuffle_by(shuffle: Callable[[dict[str, Any]], dict[str, Any]], joins_pixels
     def join(batch: dict[str, Any]) -> dict[str, Any]:
         return plain(batch) if joins_pixels or "completion_ids" not in batch else dict(batch)
 
-    with (
-        patched_attribute(grpo_trainer, "shuffle_sequence_dict", shuffle),
-        patched_attribute(grpo_trainer, "unsplit_pixel_values_by_grid", join),
-    ):
-        yield
+    return patched_attributes(grpo_trainer, shuffle_sequence_dict=shuffle, unsplit_pixel_values_by_grid=join)
 
 
 @keep_pixel_rows_whole()
 def split_anew(batches: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     """Divide the rows of micro-batches into `count` others, if the run that saved them joined more or fewer."""
     by_row: list[Any] = [grpo_trainer.split_pixel_values_by_grid(batch) for batch in batches]
-    whole: dict[str, Any] = dict(by_row[0])
-    for name, value in whole.items():
-        if isinstance(value, list):
-            whole[name] = [row for batch in by_row for row in batch[name]]
-        elif isinstance(value, torch.Tensor) and value.ndim > 0:
-            whole[name] = torch.cat([batch[name] for batch in by_row])
-    parts: Any = grpo_trainer.split_tensor_dict(whole, count)
+    parts: Any = grpo_trainer.split_tensor_dict(stacked_inputs(by_row), count)
     return [grpo_trainer.unsplit_pixel_values_by_grid(part) for part in parts]
 
 
@@ -412,15 +388,11 @@ def _check_call(function: dict[str, Any]) -> Any:
 _SCORING_ARGUMENTS = frozenset(signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
 
 
-@contextmanager
-def process_with_options(processor: Any) -> Iterator[None]:
+def process_with_options(processor: Any) -> AbstractContextManager[None]:
     """Apply the processor's image options in this block, where TRL calls the image processor alone."""
     defaults = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", {})
     options = {**defaults.get("images_kwargs", {}), **(getattr(processor, "images_kwargs", None) or {})}
-    with ExitStack() as stack:
-        for name, value in options.items():
-            stack.enter_context(patched_attribute(processor.image_processor, name, value))
-        yield
+    return patched_attributes(processor.image_processor, **options)
 
 
 def mark_images(model: nn.Module, ids: torch.Tensor, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,16 @@
 """Repairs of faults in TRL with vLLM, each with its link and the condition under which it can be removed."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from transformers.core_model_loading import revert_weight_conversion
 from trl import GRPOTrainer
 from trl.generation import vllm_client
@@ -95,12 +98,13 @@ def naming_unserved_model() -> Iterator[None]:
         raise ConfigError(f"The installed vLLM does not serve {found[1]}: set use_vllm=False.") from error
 
 
-# Prompts with images for a colocated vLLM, as its own processor expects them.
+# Prompts with images, as vLLM's own processor expects them.
 #
-# TRL 1.15 and 1.16 give it the tokens of the model's processor, which has written every image as many tokens. vLLM
-# writes the first of them so again, and completions answer another prompt than training uses, without an error. vLLM
-# expects the text of the chat template as the tokenizer alone writes it, of prompts and of tool messages. See
-# https://github.com/huggingface/trl/issues/6294; removable with a TRL that has #6718 and #6719, where it does nothing.
+# TRL 1.15 and 1.16 give a colocated vLLM the tokens of the model's processor, which has written every image as many
+# tokens. vLLM writes the first of them so again, and completions answer another prompt than training uses, without an
+# error. vLLM expects the text of the chat template as the tokenizer alone writes it, of prompts and of tool messages.
+# See https://github.com/huggingface/trl/issues/6294; removable with a TRL that has #6718 and #6719, where it does
+# nothing.
 
 
 @dataclass(frozen=True)
@@ -124,24 +128,27 @@ class TextProcessor:
 
 
 class UnexpandedPrompts:
-    """Gives a colocated vLLM prompts with unexpanded images, and checks that it expands them as the processor does.
+    """Gives vLLM prompts with unexpanded images, and checks that it expands them as the processor does.
 
     Attributes:
         texts: tokens of the processor -> tokens of the same text for vLLM: prompts, tool messages, and the rows of
             earlier turns, which later turns continue.
+        processor: processor of the model.
+        is_server: vLLM runs as a server.
     """
 
     def __init__(self, trainer: GRPOTrainer) -> None:
+        args: Any = trainer.args
         self.texts: dict[tuple[int, ...], list[int]] = {}
         self.processor: Any = trainer.processing_class
+        self.is_server = args.vllm_mode == "server"
         generation: Any = trainer.vllm_generation
         plain = generation.generate
 
         def generate(prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> Any:
             if images is None:
                 return plain(prompts, None, num_generations, profiler)
-            given = [self.unexpand(ids) for ids in prompts]
-            read, *rest = plain(given, images, num_generations, profiler)
+            read, *rest = plain([self.unexpand(ids) for ids in prompts], images, num_generations, profiler)
             for ids, others in zip(prompts, read, strict=True):
                 self.refuse_other_images(ids, others)
             return read, *rest
@@ -169,19 +176,90 @@ class UnexpandedPrompts:
         """Raise `ConfigError` if vLLM has read a prompt of another length than the processor's."""
         if len(ids) != len(read):
             found = f"vLLM reads a prompt with images as {len(read)} tokens, but {type(self.processor).__name__}"
-            raise ConfigError(f"{found} writes {len(ids)}, which training uses: set use_vllm=False.")
+            sizes = "start the server with the image sizes of that processor (--mm-processor-kwargs), or "
+            cure = f"{sizes if self.is_server else ''}set use_vllm=False"
+            raise ConfigError(f"{found} writes {len(ids)}, which training uses: {cure}.")
 
 
 def plan_unexpanded_prompts(trainer: GRPOTrainer) -> UnexpandedPrompts | None:
-    """Return what unexpands prompts for vLLM; None: vLLM needs nothing else than TRL gives it.
-
-    A server gets processed images with their positions.
-    """
-    args: Any = trainer.args
-    needs = trainer.use_vllm and trainer._is_vlm and args.vllm_mode == "colocate"
+    """Return what unexpands prompts for vLLM; None: vLLM needs nothing else than TRL gives it."""
+    needs = trainer.use_vllm and trainer._is_vlm
     if not needs or "vllm_prompt_ids" in signature(GRPOTrainer._generate_single_turn).parameters:
         return None
-    return UnexpandedPrompts(trainer)
+    unexpanded = UnexpandedPrompts(trainer)
+    if unexpanded.is_server:
+        send_images(trainer)
+    return unexpanded
+
+
+# Images for a server, which expands their prompts itself.
+#
+# TRL 1.15 and 1.16 have a server process images on their own, and place the features at runs of one token in expanded
+# prompts. That fails for images of several runs (tiles, rows) and for adjacent ones, places the features of Gemma 3 at
+# the token before them, and cuts those of a server that writes more tokens than the processor, without an error. From
+# 0.30 on a server takes images beside unexpanded prompts, and says what it has read. Removable as the above.
+
+
+@dataclass(frozen=True)
+class ImagesOfPrompts:
+    """Sends a server the images of prompts, in place of TRL's `_generate_from_features`.
+
+    Attributes:
+        client: TRL's client of the server.
+        read: reads an image as the processor of the model does: (3, H, W), integers; None: it has no such method.
+    """
+
+    client: Any
+    read: Callable[..., Any] | None
+
+    def generate(self, prompts: Sequence[Any], images: Sequence[Any], sampling: dict[str, Any]) -> dict[str, Any]:
+        """Return completions of each prompt, and the tokens that the server has read."""
+        # Up to 0.31 a server answers with the last sequence alone, unless it is asked for all when they are final.
+        sampling = {**sampling, "output_kind": 2}
+        with ThreadPoolExecutor(64) as pool:
+            answers = [*pool.map(lambda ids, of_row: self.ask(ids, of_row, sampling), prompts, images)]
+        choices = [choice for answer in answers for choice in answer["choices"]]
+        logprobs, tokens = vllm_client.parse_logprobs([choice["logprobs"] for choice in choices])
+        found = {"logprobs": logprobs, "logprob_token_ids": tokens}
+        found["prompt_ids"] = [answer["prompt_token_ids"] for answer in answers]
+        return {**found, "completion_ids": [choice["token_ids"] for choice in choices]}
+
+    def ask(self, ids: Sequence[int], images: Sequence[Any] | None, sampling: dict[str, Any]) -> Any:
+        """Return the server's answer to a prompt.
+
+        Raises:
+            VLLMServerError: the server refuses, or does not read images.
+        """
+        files = [vllm_client.pil_to_base64(self.without_transparency(image)) for image in images or ()]
+        parts = [{"type": "image_url", "url": f"data:image/png;base64,{file}"} for file in files] or None
+        asked = {"model": self.client.model, "token_ids": ids, "content_parts": parts, "sampling_params": sampling}
+        url = self.client.base_url
+        got = self.client.session.post(f"{url}/inference/v1/generate", json={**asked, "return_token_ids": True})
+        answer = got.json() if got.status_code == 200 else {}
+        if got.status_code == 404 or (answer and not answer.get("prompt_token_ids")):
+            cure = "start a release from 0.30 on, with --enable-scale-out"
+            raise VLLMServerError(f"The vLLM server at {url} takes no images beside tokens: {cure}.")
+        if not answer:
+            found = f"{got.status_code}, {' '.join(got.text.split())[:400]}"
+            raise VLLMServerError(f"The vLLM server at {url} refuses a prompt with images: {found}")
+        return answer
+
+    def without_transparency(self, image: Image.Image) -> Image.Image:
+        """Return an image as the processor reads it: some put transparent pixels on white, as a server does."""
+        if self.read is None or (image.mode == "RGB" and "transparency" not in image.info):
+            return image
+        return Image.fromarray(np.asarray(self.read(image, do_convert_rgb=True)).transpose(1, 2, 0))
+
+
+def send_images(trainer: GRPOTrainer) -> None:
+    """Let TRL's client of a server, which only the main process has, send images with their prompts."""
+    generation: Any = trainer.vllm_generation
+    processor: Any = trainer.processing_class
+    if client := getattr(generation, "vllm_client", None):
+        read = getattr(getattr(processor, "image_processor", None), "process_image", None)
+        client._generate_from_features = ImagesOfPrompts(client, read).generate
+        client.image_features = lambda images: images
+        generation._place_features = lambda images, prompt_ids: images
 
 
 # Log-probabilities of a server of vLLM 0.32, for TRL 1.16.
@@ -204,6 +282,8 @@ def answers_of_server(trainer: GRPOTrainer) -> Iterator[None]:
     try:
         with patched_attribute(vllm_client, "parse_logprobs", lambda choices: plain([*map(fill_texts, choices)])):
             yield
+    except VLLMServerError:
+        raise
     except OSError as error:  # base of all errors of requests
         server = f"The vLLM server at {trainer.vllm_generation.vllm_client.base_url}"
         found = f"did not answer in step {trainer.state.global_step + 1} ({error_text(error)})"

@@ -4,7 +4,8 @@
 """
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import yaml
 from yaml.constructor import ConstructorError
 
-from vgr_trl.errors import ConfigError
+from vgr_trl.errors import ConfigError, error_text
 
 __all__ = ["About", "Recipe", "load_recipe", "read_recipe", "recipe_names"]
 
@@ -82,12 +83,7 @@ def read_recipe(spec: str) -> Recipe:
         ConfigError: the recipe does not exist, is not a YAML mapping, or has an invalid description.
     """
     file = recipe_file(spec)
-    try:
-        values = parse_yaml(file.read_text(encoding="utf-8-sig"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"The recipe {file} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"The recipe {file} has no options: give lines of the form `learning_rate: 1.0e-6`.")
+    values = read_options(file, f"The recipe {file}")
     about = values.pop("about", None)
     try:
         return Recipe(file.stem, None if about is None else About(**about), values)
@@ -181,6 +177,28 @@ class StrictLoader(yaml.SafeLoader):
                     raise ConstructorError(None, None, f"the key {key.value} is given twice", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+@contextmanager
+def naming_yaml_errors(what: str) -> Iterator[None]:
+    """Convert the errors of reading YAML in this block into a `ConfigError`."""
+    try:
+        yield
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{what} cannot be read as YAML: {error_text(error)}") from error
+
+
+def read_options(file: Path, what: str) -> dict[str, Any]:
+    """Return the options of a YAML file, which messages call `what`.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a mapping.
+    """
+    with naming_yaml_errors(what):
+        values = parse_yaml(file.read_text(encoding="utf-8-sig"))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{what} has no options: give lines of the form `learning_rate: 1e-5`.")
+    return values
 
 
 def parse_yaml(text: str) -> Any:

@@ -306,8 +306,7 @@ class RecordBeforeTraining(TrainerCallback):
         try:
             with keep_random_state(trainer.accelerator.device), torch.no_grad(), unlogged(trainer), logs:
                 trainer._prepare_inputs(rows)
-                metrics = trainer._metrics["eval"].items()
-                self.scores = {f"eval_{name}": fmean(values) for name, values in metrics}
+                self.scores = {f"eval_{name}": fmean(each) for name, each in trainer._metrics["eval"].items()}
         finally:
             trainer.model_wrapped.train()
             random.setstate(python)

@@ -8,6 +8,7 @@ the last line. NaN and infinity are written as null.
 import base64
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from transformers.utils import logging
 
-from vgr_trl.atomic_files import append_atomic, is_writable, write_atomic
+from vgr_trl.atomic_files import append_atomic, write_atomic
 from vgr_trl.errors import ConfigError, DataError
 
 logger = logging.get_logger(__name__)
@@ -454,7 +455,9 @@ def refuse_unwritable(path: Path, option: str, is_folder: bool = False) -> None:
     Raises:
         ConfigError: the path cannot be written.
     """
-    if not is_writable(path / "file" if is_folder else path):
+    file = path / "file" if is_folder else path
+    folder = next(folder for folder in file.absolute().parents if folder.exists())  # others are made later
+    if file.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(f"{option} is {path}, which cannot be written to: choose another path.")
 
 

@@ -70,14 +70,23 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_STATEMENTS = [  # anchors, and one at the start of a word, and the words of statements, of each language
-    (
-        table["anchors"],
-        re.compile(rf"(?<![a-z])(?:{'|'.join(table['anchors'])})"),
-        [("statement", compile_words("states", language)), ("confirmation", compile_words("confirms", language))],
-    )
-    for language, table in TABLES.items()
-]
+def _compile_statements(language: str) -> list[tuple[str, re.Pattern[str]]]:
+    """Return what each rule seeks in lower-case text of a language."""
+    start = _WORD_START if TABLES[language]["anchors"][0].isascii() else ""
+    states, confirms = (compile_words(name, language, flags=re.NOFLAG).pattern for name in ("states", "confirms"))
+    return [("statement", re.compile(f"{start}(?:{states})", re.MULTILINE)), ("confirmation", re.compile(confirms))]
+
+
+_WORD_START = "(?<![a-z])"  # makes a search twice as fast
+_STATEMENTS = {language: _compile_statements(language) for language in TABLES}
+_LANGUAGES: dict[str, list[str]] = {}  # of each anchor
+for _language, _table in TABLES.items():
+    for _anchor in _table["anchors"]:
+        _LANGUAGES.setdefault(_anchor, []).append(_language)
+_ANCHORS = (  # two patterns are far faster than one
+    re.compile(rf"\b(?:{'|'.join(filter(str.isascii, _LANGUAGES))})", re.ASCII),
+    re.compile("|".join(each for each in _LANGUAGES if not each.isascii())),
+)
 _THINK = r"(?:[<◁\[]{0}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)[>▷\]]|<\|{1}_of_thought\|>)"
 _THOUGHT_END = re.compile(_THINK.format("/", "end"), re.IGNORECASE | re.ASCII)
 _THOUGHT = re.compile(
@@ -87,7 +96,7 @@ _ANSWER_START, _ANSWER_END = (
     re.compile(rf"<{slash}(?:final_?)?(?:answer|conclusion)>", re.IGNORECASE | re.ASCII) for slash in ("", "/")
 )
 _SPECIAL_TOKEN = re.compile(
-    r"<\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>|</?s>|\[(?:EOS|PAD)\]"
+    r"<\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>(?:assistant\b)?|</?s>|</answer>?\s*\Z|\[(?:EOS|PAD)\]"
     r"|<(?:eos|pad|unk|end_of_turn|end_of_utterance)>"
     "|[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u274c\u2714\ufe0f]"
 )
@@ -95,9 +104,14 @@ _BOX = re.compile(r"\\f?boxed\s{0,9}\{|<\|begin_of_box\|>")
 _BOX_SEPARATOR = re.compile(
     r"(?:\}|<\|end_of_box\|>)[\s$.,;/&、()\\\[\]]{0,9}(?:or|and|或者?|和)?[\s$(\\\[\]]{0,9}", re.IGNORECASE
 )
+_DENIED_BOX = re.compile(
+    rf"[}}$)\\\]*\s]{{0,9}}(?:(?:is|was|would be)\s(?:{WORDS['denies'].pattern})|是?(?:错|不对|不正确))", re.IGNORECASE
+)
 _JSON = re.compile(r"(?:^|\n)\s*(?:```(?:json)?\s*)?(\{[^{}]{1,2000}\}|\[[^\[\]]{1,2000}\])[\s`]*\Z")
 _JSON_KEY = re.compile(r"(?:\w+_)?(?:answer|option|choice|result|prediction|solution|letter|label)", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"[.!?](?=[*\"')]{0,3}(?:\s|$))|[。\n]")
+_SENTENCE_END = re.compile(
+    r"(?<!\b(?:vs|Mr|Ms|Dr|St))(?<![ .][K-Z])[.!?](?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
+)
 _BEFORE_CLAUSE = re.compile(r"(?:[\s:*_`\"'“]|-(?=\s))*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
 _ITEM = re.compile(r"[\s*>-]*(?:option\s)?\(?([A-J])(?:\*{0,2}[).:、]|\*\*|[\s*]*$)", re.IGNORECASE)
 _BARE = re.compile(r"[\s*>$-]*(?:\d{1,2}[.)]\s)?(?:[^\s:=]|:(?=\S))+(?: [+*/-])?(?: [^\s:=]+)?\s*")
@@ -105,6 +119,8 @@ _LISTED = re.compile(r"(?:^|[\s;,(*])\(?([A-J])(?:[).:、]|\*\*)")
 _HASHES = re.compile(r"####\s*([^\n#]+)\s*$")
 _MAX_REACH, _MAX_STATEMENTS = 300, 20  # characters read on each side of a statement; statements read, the last ones
 _MAX_PART_LENGTH = 2000  # characters
+_MAX_EXTRA = 40  # characters of an item more than of the longest option
+_MARGIN = 100  # characters of a statement before its anchor, and half of those behind
 _MAX_LINE_LENGTH, _MAX_LINE_WORDS = 80, 8  # of a line that states an open answer
 
 
@@ -135,9 +151,10 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
     """
     text = to_half_width(text)
     tagged = None
-    if any(sign in text for sign in "<[◁") or not text.isascii():  # most long texts have no tags and tokens
+    if has_signs := any(sign in text for sign in "<[◁"):  # most long texts have no tags and tokens
         text = strip_thought(text)
         tagged = answer_tag(text)
+    if has_signs or not text.isascii():
         text = _SPECIAL_TOKEN.sub("", text if tagged is None else tagged)
     for rule, part in _find_parts(text, tagged is not None, choices):
         part = (part if rule in ("box", "hashes", "json", "tag") else BULLETS.sub("", part.lstrip()))[:_MAX_PART_LENGTH]
@@ -195,7 +212,9 @@ def _find_parts(text: str, in_tag: bool, choices: Sequence[str]) -> Iterator[tup
 
 def _are_items(lines: Sequence[str], choices: Sequence[str]) -> bool:
     """Whether two lines are different options, or items of a list of options."""
-    if len({*map(strip_article, lines)} & {*map(strip_article, choices)}) > 1:
+    longest = max(map(len, choices), default=0) + _MAX_EXTRA
+    short = {strip_article(line) for line in lines if len(line) <= longest}
+    if len(short & {*map(strip_article, choices)}) > 1:
         return True
     first, second = (_ITEM.match(line) for line in (lines[0], lines[-1])) if lines else (None, None)
     return bool(first and second) and first[1].upper() != second[1].upper()  # type: ignore[index]
@@ -218,6 +237,8 @@ def _last_box(text: str) -> str | None:
         between = text[boxes[0].end() + len(contents[0]) : boxes[1].start()]
         if _BOX_SEPARATOR.fullmatch(between) and contents[0] != contents[1]:
             return " or ".join(contents)
+    if contents and _DENIED_BOX.match(text, boxes[-1].end() + len(contents[-1])):
+        return ""
     return contents[-1] if contents else None
 
 
@@ -246,17 +267,19 @@ def _read_json(text: str) -> str | None:
 
 def _find_statements(text: str) -> Iterator[tuple[str, str]]:
     """Yield the clauses after statement words and before confirmations, last one first."""
-    lowered = text.lower()
-    tables = [([each for each in anchors if each in lowered], anchor, words) for anchors, anchor, words in _STATEMENTS]
+    lowered = text.lower() if len(text.lower()) == len(text) else text
     for line in reversed(list(re.finditer(r".+", text))):
         start, end = line.span()
-        lowered = line[0].lower()
+        patterns = _ANCHORS[:1] if line[0].isascii() else _ANCHORS
+        anchors = [anchor for pattern in patterns for anchor in pattern.finditer(lowered, start, end)]
+        if anchors:
+            places = [anchor.start() for anchor in anchors]
+            start, end = max(start, min(places) - _MARGIN), min(end, max(places) + 2 * _MARGIN)
         found = [
             (match.end() if rule == "statement" else match.start(), rule, match)
-            for anchors, anchor, words in tables
-            if [each for each in anchors if each in lowered] and anchor.search(lowered)
-            for rule, pattern in words
-            for match in pattern.finditer(text, start, end)
+            for language in {language for anchor in anchors for language in _LANGUAGES[anchor[0]]}
+            for rule, pattern in _STATEMENTS[language]
+            for match in pattern.finditer(lowered, start, end)
         ]
         for _, rule, match in sorted(found, key=lambda each: each[0], reverse=True):
             before = _SENTENCE_END.split(text[max(start, match.start() - _MAX_REACH) : match.start()])[-1]
@@ -277,7 +300,7 @@ def _first_clause(text: str) -> str:
         is_item = behind and line[end.start()] == "." and _ITEM.fullmatch(line[: end.end()])  # "A. red"
         is_next = _LETTER.match(behind) or WORDS["reasons"].match(behind) or cut_openers(behind) != behind
         is_own_text = is_item and not is_next
-        if not (is_own_text or WORDS["joins"].match(behind) or behind[:1].isdigit()):  # "A. Or B."
+        if not (is_own_text or WORDS["joins"].match(behind)):  # "A. Or B."
             return line[: end.end()]
     following = further.lstrip().partition("\n")[0].rstrip(MARKS + STOPS + ")")
     is_list = "\n" in start[0] and _BARE.fullmatch(further.partition("\n")[0])
@@ -298,17 +321,17 @@ _TWO, _DENIED = "two answers", "a denial, bound or comparison"
 _LETTER = re.compile(
     r"[(\[]\s?(?P<bracketed>[A-Ja-j])\s?[)\]]"
     r"|(?<![A-Za-z0-9_'’^\\=(])(?<!N/)(?P<plain>[A-J])(?![A-Za-z0-9_'’^+]|\s?="
-    r"|[\u3040-\u30ff\u4e00-\u9fff](?<![选選項项是为正因和或对不错ですがはまか都]))"
+    r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3](?<![选選項项是为正因和或对不错ですがはまか都吧입]))"
 )
 _NAMES_LETTER = re.compile(r"[(\[]\s?[A-Ja-j]\s?[)\]]|(?<![A-Za-z])[A-J](?![A-Za-z])")
-_MONTH = re.compile("jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec")
 _SMALL_LETTER = re.compile(r"\(?\s?([a-j])\s?(?:[).:]|$)")
 _FOLLOWED_BY_WORD = re.compile(
     r"\s+(?!(?:or|and|nor|o|ou|oder|et|und|is|are|was|because|since|as|which|with|on|in|at|to|of|for|but|then|here)\b)"
     r"[A-Za-z]{2}|\s+(?!o\b)[a-z]\b"
 )
 _IS = re.compile(
-    r"[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s|是)?(?:(?:also|clearly|definitely)\s)?的?"
+    r"(?:\.(?=[\"'”]))?[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s|是)?"
+    r"(?:(?:also|clearly|definitely)\s)?(?:的(?:说法|描述|表述)?)?"
 )
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
 _CLAUSE_END = re.compile(r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!]|\s+[-–—]\s|\s*$|\s*(?:因为|because\b|since\b|选项))")
@@ -350,10 +373,10 @@ def _read_option(part: str, rule: str, choices: Sequence[str]) -> Answer | None:
         read = _read_letters(text, rule, choices, places) if places else None
         if read is None and (places or rule == "line"):
             return None
-        is_list = read is None and any(_are_only_options(each, choices) for each in (whole, text))
+        is_list = read is None and _are_only_options(whole, choices)
         named, problem = read or ((set(), _TWO) if is_list else _read_texts(text, rule, choices))
         if not (named or problem):
-            named = _find_same(part, choices) if whole else set()
+            named = _find_same(part, choices)
             named |= {place.option for place in _find_texts(text, choices)} if named else set()
     if len(named) == 1:
         return Answer(rule, part.strip(), min(named))
@@ -372,6 +395,8 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
     start, end, index = places[0]
     head = len(cut_reason(text))
     is_head = not text[:start].strip(MARKS + "([{")
+    if WORDS["withdraws"].search(text, end):
+        return set(), _DENIED
     if is_head:
         own = _find_own_text(text[end:], choices, index) if choices else set()
         behind = text[end:].replace(choices[index], "") if own else text[end:head]
@@ -383,7 +408,7 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
         return None
     places = [place for place in places if place.start < head] or places
     named = {place.option for place in places if not _is_denied(text, place)}
-    is_refused = WORDS["refuses"].search(text[places[0].start : head]) or (
+    is_refused = WORDS["refuses"].search(text[:head]) or (
         len({place.option for place in places}) > 1 and WORDS["bounds"].search(text[: places[-1].start])
     )
     return (set(), _DENIED) if is_refused or not named else (named, _TWO)
@@ -391,13 +416,19 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
 
 def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int], str]:
     """Return the options that a clause names by their words, and the problem if it is not one."""
-    places = _find_texts(text, choices)
+    head, places = len(cut_reason(text)), _find_texts(text, choices)
+    if places and WORDS["withdraws"].search(text, places[0].end):
+        return set(), _DENIED
+    if any(place.start < head for place in places):
+        text, places = text[:head], [place for place in places if place.start < head]
+    if said := _find_texts(WORDS["so"].split(text)[-1], choices):
+        text, places = WORDS["so"].split(text)[-1], said
     start = max((verb.end() for verb in WORDS["verbs"].finditer(text)), default=0)
-    last = {place.option for place in places if start <= place.start < len(cut_reason(text))}
+    last = {place.option for place in places if start <= place.start}
     if len(last) > 1:
         return last, _TWO
     if rule in ("sentence", "tag"):
-        places = [p for p in places if _TEXT_END.match(text, p.end) or WORDS["joins"].search(text[: p.start][-6:])]
+        places = [p for p in places if _TEXT_END.match(text, p.end)]
         brackets = [place for place in _find_letters(text, len(choices)) if text[place.start] in "(["]
         said = WORDS["verbs"].split(text)[-1]
         if rule == "sentence" and _LETTER.fullmatch(said.strip(MARKS + STOPS)) and not why_no_value(text):
@@ -412,7 +443,10 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int],
     if len({place.option for place in places}) == 1 and OR.search(around):
         return set(), _TWO
     named = {place.option for place in places if not _is_denied(text, place)}
-    return (set(), _DENIED) if not named or WORDS["refuses"].search(cut_reason(before + behind)) else (named, _TWO)
+    rest = text
+    for place in reversed(places):
+        rest = rest[: place.start] + rest[place.end :]
+    return (set(), _DENIED) if not named or WORDS["refuses"].search(rest) else (named, _TWO)
 
 
 def _find_letters(text: str, number: int) -> list[_Place]:
@@ -447,7 +481,8 @@ def _find_own_text(behind: str, choices: Sequence[str], index: int) -> set[int]:
 
 def _find_listed(text: str, choices: Sequence[str]) -> set[int]:
     """Return the options that the parts of a list are, by letter or text; none if a letter has a list as its text."""
-    found, text = set[int](), cut_openers(cut_reason(text)[:_MAX_REACH])
+    found, text = set[int](), cut_openers(cut_reason(text[:_MAX_REACH]))
+    longest = max(map(len, choices), default=0) + _MAX_EXTRA
     for piece in _SEPARATOR.split(text) if choices else ():
         item = _ITEM.match(piece)
         rest = piece[item.end() :] if item else piece
@@ -456,7 +491,8 @@ def _find_listed(text: str, choices: Sequence[str]) -> set[int]:
             if not found - {index} and strip_article(text[item.end() :]) == strip_article(choices[index]):
                 return {index}
         else:
-            found |= {index for index, choice in enumerate(choices) if rest and is_same_value(choice, rest)}
+            is_short = 0 < len(rest) <= longest
+            found |= {index for index, choice in enumerate(choices) if is_short and is_same_value(choice, rest)}
     return found
 
 
@@ -470,21 +506,17 @@ def _are_only_options(text: str, choices: Sequence[str]) -> bool:
 
 
 def _may_say(text: str, choices: Sequence[str]) -> bool:
-    """Whether a text can state an option: it has the words of one, or an option is no words alone."""
+    """Whether a text can state an option: it has the words of one, or an option may be said in other words."""
     folded = fold(text)
-    return any(words is None or words in folded for words in map(_words_of, choices))
+    return any(words in folded for words in map(_words_of, choices))
 
 
 @lru_cache(4096)
-def _words_of(choice: str) -> str | None:
-    """Return the words that each statement of an option has; None if it may be said in other words, as numbers are."""
+def _words_of(choice: str) -> str:
+    """Return the words that each statement of an option has; none for numbers and the like."""
     words = strip_article(choice)
-    return (
-        words
-        if re.fullmatch(r"[^\W\d]+(?: [^\W\d]+)*", words)
-        and not (words in POLARITY or is_value(words) or _MONTH.match(words))
-        else None
-    )
+    has_one_form = words.replace(" ", "").isalpha() and not (words in POLARITY or read_quantity(words))
+    return words if has_one_form else ""
 
 
 def _find_same(text: str, choices: Sequence[str]) -> set[int]:
@@ -507,13 +539,9 @@ def _find_texts(text: str, choices: Sequence[str]) -> list[_Place]:
 
 def _is_denied(text: str, place: _Place) -> bool:
     """Whether the clause of an option denies it, or compares something with it."""
-    before = re.split(r"[,;:。]", text[max(0, place.start - 40) : place.start])[-1]
+    before = re.split(r"[,;:。]", WORDS["so"].split(text[max(0, place.start - 40) : place.start])[-1])[-1]
     behind = text[_IS.match(text, place.end).end() :]  # type: ignore[union-attr]
-    is_denied = (
-        WORDS["denies"].search(before)
-        or WORDS["refuses"].search(before)
-        or WORDS["bounds"].search(WORDS["verbs"].split(before)[-1])
-    )
+    is_denied = WORDS["denies"].search(before) or WORDS["bounds"].search(WORDS["verbs"].split(before)[-1])
     return bool(is_denied or WORDS["denies"].match(behind) or WORDS["bounds"].match(behind))
 
 
@@ -525,7 +553,7 @@ def _compile_choice(choice: str) -> re.Pattern[str]:
 
 def _read_open(part: str, rule: str) -> Answer | None:
     """Return the open answer that a part states, or None. A line counts if it is short, or says Yes or No."""
-    whole = (cut_openers(part.rpartition(",")[2]) if rule == "confirmation" else part).strip()
+    whole = part.strip()
     is_long = len(whole.split()) > _MAX_LINE_WORDS or len(whole) > _MAX_LINE_LENGTH
     if not strip_wrapping(whole) or (rule == "line" and is_long and not find_polarity(whole)):
         return None

@@ -112,7 +112,8 @@ def is_same_value(gold: str, answer: str) -> bool:
         return False
     if "=" not in gold and "=" in answer and not re.search(r"[<>!]", answer):  # 24*24 = 576
         *others, last = answer.split("=")
-        return all(_is_side(side, last) for side in others) and is_same_value(gold, last)
+        is_named = len(others) > 1 and _NAME.fullmatch(others[0])  # AC = AB + BC = 5
+        return all(_is_side(side, last, is_named) for side in others) and is_same_value(gold, last)
     if max(len(gold), len(answer)) > _MAX_FORMULA_LENGTH or not (_MATH_SIGN.search(gold) and _MATH_SIGN.search(answer)):
         return False
     (gold, unit), (answer, other) = _split_unit(gold), _split_unit(answer)
@@ -165,12 +166,14 @@ def _to_latex(text: str) -> str:
     return re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi ", text).strip()
 
 
-def _is_side(side: str, value: str) -> bool:
+def _is_side(side: str, value: str, is_named: bool) -> bool:
     """Whether `side = value` states a value: `side` is a name, or is computed and no other number."""
     if _NAME.fullmatch(side):
         return not WORDS["refuses"].search(side)  # Suppose x = 5
     read, number = read_quantity(side), read_quantity(value)
-    return not re.search(r"(?<![A-Za-z\\])[A-Za-z]", side) and (read is None or number is None or read.equals(number))
+    return (is_named or not re.search(r"(?<![A-Za-z\\])[A-Za-z]", side)) and (
+        read is None or number is None or read.equals(number)
+    )
 
 
 def _is_same_formula(gold: str, answer: str) -> bool:
@@ -182,7 +185,7 @@ def _is_same_formula(gold: str, answer: str) -> bool:
         _is_formula(gold) and _is_formula(answer)
     ):
         return False
-    return is_same_formula(gold, answer)
+    return gold.replace(" ", "") == answer.replace(" ", "") or is_same_formula(gold, answer)
 
 
 _AND = re.compile(r",?\s+and\s+|\s*(?:→|->)\s*|(?<=[\u4e00-\u9fff])和", re.IGNORECASE)

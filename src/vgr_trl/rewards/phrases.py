@@ -17,28 +17,29 @@ TABLES = tomllib.loads(Path(__file__).with_name("statements.toml").read_text(enc
 POLARITY = {word: name for table in TABLES.values() for name in ("yes", "no") for word in table.get(name, ())}
 
 
-def compile_words(name: str, *languages: str) -> re.Pattern[str]:
+def compile_words(name: str, *languages: str, flags: re.RegexFlag = re.IGNORECASE) -> re.Pattern[str]:
     """Compile the entries of languages (all by default) under `name` into one pattern."""
     patterns = []
     for language in languages or TABLES:
         entry = TABLES[language].get(name, [])
         flag = "a" * (language == "en")  # an English word may stand right behind an ideograph
         patterns += [f"(?{flag}:{part})" for part in ([entry] if isinstance(entry, str) else entry)]
-    return re.compile("|".join(patterns), re.IGNORECASE | re.MULTILINE)
+    return re.compile("|".join(patterns) or "(?!)", flags | re.MULTILINE)
 
 
 WORDS = {
     name: compile_words(name)
     for name in (
-        "states confirms unless openers option reasons joins denies refuses bounds refers verbs leads starts places "
+        "states confirms unless openers option reasons joins denies refuses withdraws bounds refers verbs leads starts places "
         "doing so points pronouns articles courtesies computes"
     ).split()
 }
-_ZERO_WIDTH = dict.fromkeys((0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF))  # invisible spaces and joiners
 OR = re.compile(r"\b(?:or|vs|either|alternatively|alias)\b|或|还是|也可能|要么|または", re.IGNORECASE)
-_HALF_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20, 0xA0: 0x20} | _ZERO_WIDTH
+_HALF_WIDTH = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u3000": " ", "\xa0": " "}
+_HALF_WIDTH |= dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")  # invisible spaces and joiners
+_FULL_WIDTH = re.compile(f"[{''.join(_HALF_WIDTH)}]")
 _EXCLAMATION_AFTER_WORD = re.compile(r"(?<=[^\W\d_]{2})[!?]+$")
-MARKS, STOPS = " \t\r\n*`_\"'“”‘’「」«»", ".。,;:"
+MARKS, STOPS = " \t\r\n*`_\"'“”‘’「」«»《》", ".。,;:"
 _WRAPPED = re.compile(
     r"\\(?:boxed|text|textbf|textit|mathrm|mathbf|fbox)\s?\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
     r"|\\\((.*)\\\)|\\\[(.*)\\\]|\$\$?([^$]*)\$\$?|【(.*)】",
@@ -48,7 +49,7 @@ _WRAPPED = re.compile(
 
 def to_half_width(text: str) -> str:
     """Return `text` with full-width letters, digits, punctuation and spaces as ASCII, without zero-width characters."""
-    return text if text.isascii() else text.translate(_HALF_WIDTH)
+    return text if text.isascii() else _FULL_WIDTH.sub(lambda each: _HALF_WIDTH[each[0]], text)
 
 
 def fold(text: str) -> str:
@@ -64,7 +65,7 @@ def normalise(text: str) -> str:
     """
     collapsed = fold(text)
     stripped = collapsed.rstrip(STOPS).rstrip()
-    while match := _EXCLAMATION_AFTER_WORD.search(stripped):
+    while stripped.endswith(("!", "?")) and (match := _EXCLAMATION_AFTER_WORD.search(stripped)):
         stripped = stripped[: match.start()].rstrip(STOPS).rstrip()
     return stripped or collapsed
 
@@ -102,9 +103,12 @@ _FOLDED_UNIT_NAMES = {
     if len(spelling) > 1 and not (spelling[0] in "mM" and spelling[1:] in _UNIT_NAMES)  # milli or mega
 }
 
-_POWERS = {"square": "2", "sq": "2", "sq.": "2", "平方": "2", "cubic": "3", "立方": "3"}
-_POWER_BEFORE = re.compile(r"(square|sq\.?|cubic)\s+|(平方|立方)", re.IGNORECASE)
-_POWER_AFTER = re.compile(r"(?<=\S)\s?(?:\^\s?\{?([23])\}?|(?<=m)([23]))$")
+_UNIT_TERM = re.compile(
+    r"(?:(?P<square>(?:square|sq\.?)\s+|平方)|(?P<cube>cubic\s+|立方))?(?P<base>.+?)"
+    r"(?:\s?\^\s?\{?(?P<power>[23])\}?|(?<=m)(?P<plain>[23]))?",
+    re.IGNORECASE,
+)
+_INVERSE = re.compile(r"(?:^|\s|(?<=[a-z])\\cdot\s?)([A-Za-z]+)\s?\^\s?\{?-(?:1|([23]))\}?$")  # m s^{-2}
 _PER = re.compile(r"\s?/\s?|\s+per\s+", re.IGNORECASE)
 _DEGREE = re.compile(r"\*?\^?\s?\{?\s?\\(?:circ|degree)(?![A-Za-z])\s?\}?|[º˚]")
 _LATEX_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mathbf|textbf|operatorname|rm)\s?\{([^{}]*)\}")
@@ -130,20 +134,19 @@ def read_unit(text: str, *, attached: bool = False) -> str | None:
     text = text[:-1] if text.endswith(".") else text
     if attached and re.fullmatch(r"[A-Za-ln-z](?:\^\{?\d\}?)?", text):
         return None
-    parts = [_read_unit_term(part) for part in _PER.split(text, maxsplit=1)]
-    return None if None in parts else "/".join(filter(None, parts))
+    text = _INVERSE.sub(lambda match: f"/{match[1]}" + f"^{match[2]}" * bool(match[2]), text)
+    parts = [part and _read_unit_term(part) for part in _PER.split(text, maxsplit=1)]
+    return None if None in parts else "/".join(map(str, parts))
 
 
 def _read_unit_term(text: str) -> str | None:
-    before, behind = _POWER_BEFORE.match(text), _POWER_AFTER.search(text)
-    if before and behind:
+    match = _UNIT_TERM.fullmatch(text)
+    if match is None:
         return None
-    base = text[before.end() :] if before else text[: behind.start()] if behind else text
-    unit = _UNIT_NAMES.get(base) or (_FOLDED_UNIT_NAMES.get(base.casefold()) if len(base) > 1 else None)
-    if unit is None or not (before or behind):
-        return unit
-    power = _POWERS[before[0].strip().lower()] if before else behind[1] or behind[2]  # type: ignore[index]
-    return f"{unit}^{power}"
+    powers = ["2"] * bool(match["square"]) + ["3"] * bool(match["cube"]) + [match["power"] or match["plain"] or ""]
+    unit = _UNIT_NAMES.get(match["base"])
+    unit = unit or (_FOLDED_UNIT_NAMES.get(match["base"].casefold()) if len(match["base"]) > 1 else None)
+    return unit and "^".join([unit, *filter(None, powers)])
 
 
 _NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
@@ -172,7 +175,7 @@ _COUNTED_NOUN = re.compile(  # nouns after a number, but no scale word and no se
     rf"(?!(?:{_ENGLISH_NUMBERS}|in|on|at|of|for|vs|per|less|tops|oder|ou|und|et|unless|would|does|do|can|could|may|is|are|was|were|has|have|it|so|as|if|or|and|to|plus|minus|times|by|out|over"
     r"|hundred|thousand|[mbtr]+illion|dozen|half|halves|squared|cubed|percent|alias|more than)s?\b)"
     r"[a-z]{2,}(?: [a-z]{2,}){0,2}"
-    r"|[个只条辆人名位张把件种次块棵头匹双本朵支根颗粒座栋层台架艘](?P<noun>(?!以)[\u4e00-\u9fff]{0,6})",
+    r"|[个只条辆人名位张把件种次块棵头匹双本朵支根颗粒座栋层台架艘個枚羽冊]の?(?P<noun>(?!以)[\u4e00-\u9fff]{0,6})",
     re.IGNORECASE,
 )
 _PERCENT = frozenset(["%", r"\%", "percent", "per cent", "pct"])
@@ -256,15 +259,22 @@ def read_quantity(text: str) -> Quantity | None:
     return None if None in names or len(names) > 1 else Quantity(value, "".join(map(str, names)), decimals)
 
 
-_EMPHASISED = re.compile(r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]")
+_EMPHASISED = re.compile(
+    r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]|(?<![\w*])\*([^\s*][^*]*)\*(?![\w*])"
+)
 _NUMBER_START = re.compile(r"(?:(?<=[a-z] )|(?<=[\u4e00-\u9fff]{2})|(?<=[\u4e00-\u9fff]{2} ))[-+$€£¥]{0,2}\d")
 # 4 queries with a value above 3
 _COUNTED = re.compile(r"([\w$€£.,]+ (?!(?:in|at|of|to|per) )[a-z-]+) (?=(?!than\b)[a-z])", re.IGNORECASE)
 _DATE_COMMA = re.compile(r"\b([A-Z][a-z]{2,8} \d{1,2}|of [A-Z][a-z]{2,8}), (?=\d{4}\b)")
-_REMARK = re.compile(r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)[^()]*[a-z]{3}[^()]* [^()]*\)[\s.*]*$")
+_REMARK = re.compile(
+    r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)(?:[^()]*[a-z]{2}[^()]* [^()]*|[^()=]+=[^()=]+)\)[\s.*]*$"
+)
 _COMPUTED = re.compile(rf"\d[\d.,]*(?: (?:{WORDS['computes'].pattern}) \d[\d.,]*)+", re.IGNORECASE)  # 10 divided by 2
 _FACTOR = re.compile(r"(\d) ?\$(\\[^$]*|[a-z])\$")  # 16 $\pi$
 _JOIN_BEHIND = re.compile(rf"(?:{WORDS['joins'].pattern})\s*$", re.IGNORECASE)
+_LOCATED = re.compile(r"\s*[a-z]{3,}(?:ed|ing) (?:in|at|on|by|near|as|for|with)\b")  # located in Paris
+_SHARE = re.compile(r"([\d.,]+ ?\\?%) of \D+")
+_RESTATED = re.compile(r"(\w+) \((\w+)\)")
 _QUOTED = re.compile(r"[“「\"].+?[”」\"]")
 BULLETS = re.compile(r"^(?:-[\s*_`\"']+)+")  # not the sign of -5
 
@@ -272,7 +282,7 @@ BULLETS = re.compile(r"^(?:-[\s*_`\"']+)+")  # not the sign of -5
 def cut_openers(text: str) -> str:
     """Return `text` without the words before its answer, such as `So there are about`."""
     for _ in range(5):
-        text = text.lstrip(MARKS + ":,—≈~=#")
+        text = text.lstrip(MARKS + ":,—≈~=#∴→⇒")
         match = WORDS["openers"].match(text)
         if match is None or not strip_wrapping(text[match.end() :]):
             break
@@ -289,9 +299,12 @@ def cut_reason(text: str) -> str:
     return text
 
 
+_MAX_POLARITY_LENGTH = 40  # of yes or no with the words before it
+
+
 def find_polarity(clause: str) -> set[str]:
     """Return `yes` and `no` if parts of a clause are nothing but that."""
-    pieces = re.split(r"[,.;:。!]|\s[-–—]\s", clause)
+    pieces = [each for each in re.split(r"[,.;:。!]|\s[-–—]\s", clause) if len(each) <= _MAX_POLARITY_LENGTH]
     found = {POLARITY.get(strip_article(text)) for each in pieces for text in (each, cut_openers(each))}
     return {word for word in found if word}
 
@@ -311,12 +324,18 @@ def find_phrases(clause: str) -> tuple[str, ...]:
 
     They depend on the clause alone. One that denies or refuses says nothing but itself.
     """
-    clause = _FACTOR.sub(r"\1 \2", clause)
+    clause = _RESTATED.sub(_drop_restated, _FACTOR.sub(r"\1 \2", clause))
     cut = _REMARK.sub(r"\1", WORDS["so"].split(cut_reason(_DATE_COMMA.sub(r"\1 ", clause)))[-1])
     if WORDS["reasons"].match(cut.lstrip(MARKS)):
         cut = cut.partition(", ")[2] or cut
     shorter = [] if why_no_value(clause) else find_polarity(clause) or [cut, *_shorten(cut)]
     return tuple(dict.fromkeys(filter(strip_article, (clause, *map(strip_wrapping, shorter)))))
+
+
+def _drop_restated(match: re.Match[str]) -> str:
+    """Return `three` for `three (3)`."""
+    first, second = map(read_quantity, match.groups())
+    return match[1] if first and first == second else match[0]
 
 
 def _shorten(clause: str) -> Iterator[str]:
@@ -325,16 +344,22 @@ def _shorten(clause: str) -> Iterator[str]:
     The only emphasised words end the search. Bounds and comparisons (`more than 20`) stay whole.
     """
     opened = cut_openers(clause)
+    if share := _SHARE.fullmatch(opened):
+        yield share[1]
+        return
     phrase, is_said = opened, bool(WORDS["verbs"].search(clause[: len(clause) - len(opened)]))
     if not is_said and (verbs := list(WORDS["verbs"].finditer(opened))):
-        phrase, is_said = cut_openers(re.split(r"(?<![\d\s]): ", opened[verbs[-1].end() :])[-1]), True
+        phrase, is_said = cut_openers(opened[verbs[-1].end() :]), True
         subject = opened[: verbs[-1].start()]
         if read_quantity(opened.split(" ")[0]) and not re.search(r"\d", phrase):  # 50% of them are red
             phrase = subject
         elif read_quantity(opened.split(" ")[0]) and not _COMPUTED.fullmatch(subject.strip()):
             phrase = ""
-    elif not is_said and ": " in opened:
-        phrase, is_said = opened.rpartition(": ")[2], True
+    head, *further = re.split(r"(?<![\d\s]): ", phrase)
+    if further and (counted := read_quantity(cut_openers(head))) and counted.unit:  # 5 people: 3 men and 2 women
+        phrase = head
+    elif further:
+        phrase, is_said = further[-1], True
     place = WORDS["places"].search(phrase)
     if OR.search(phrase[: place.start()] if place else phrase):
         return
@@ -360,6 +385,8 @@ def _shorten(clause: str) -> Iterator[str]:
     if counted and read_quantity(counted[1]) and not WORDS["joins"].match(phrase, counted.end()):
         yield counted[1]
         return
+    if re.match("[a-z]+ing ", phrase) and (place := WORDS["places"].search(phrase)):
+        yield phrase[: place.start()]
     lead = None if WORDS["bounds"].search(phrase) else WORDS["leads"].match(phrase)
     while lead and strip_wrapping(phrase[lead.end() :]):
         phrase = phrase[lead.end() :]
@@ -374,8 +401,11 @@ def _shorten(clause: str) -> Iterator[str]:
 def _first_part(phrase: str) -> str:
     """Return a phrase up to its first comma, unless its parts are a list."""
     pieces = split_list(phrase.rstrip(MARKS + STOPS))
+    if len(pieces) > 1 and _LOCATED.match(pieces[1]):
+        return pieces[0]
     is_list = all(len(piece.split()) <= 4 and not WORDS["verbs"].search(piece) for piece in pieces)
-    if is_list and (len(pieces) > 2 or not WORDS["articles"].match(pieces[-1].strip())):
+    articles = [WORDS["articles"].match(piece.strip()) is not None for piece in pieces]
+    if is_list and (len(pieces) > 2 or articles != [False, True]):
         return phrase
     return pieces[0]
 

@@ -110,8 +110,7 @@ class SharedGeneration:
 
     def _split(self, inputs: dict[str, Any]) -> PrefixSplit:
         """Split prompts from their last tokens, which run with the completions."""
-        plain_generate = getattr(self.plain, "__func__", None) is GenerationMixin.generate
-        require(plain_generate, "a generate method of its own")
+        require(getattr(self.plain, "__func__", None) is GenerationMixin.generate, "a generate method of its own")
         check_model(self.forward.base, gradients=False)
         require(not is_checkpointed(self.model), "generate with gradient checkpointing on")
         starts_anew = cache_of(inputs) is None and inputs.get("inputs_embeds") is None
@@ -164,9 +163,8 @@ class SharedGeneration:
             if new is not None:  # transformers would warn of two lengths, of which one is its default
                 setattr(config, longer, None)
         base, shared = self.forward.base, vars(self.forward.base)["forward"]
-        of_class = getattr(self.forward.plain, "__func__", None) is type(base).forward
         # A replaced method is a new object in each block, for which torch would compile again.
-        if of_class:
+        if getattr(self.forward.plain, "__func__", None) is type(base).forward:
             del base.forward
         try:
             return self._continue_cache(cache, inputs | {"generation_config": config})
@@ -200,8 +198,7 @@ class SharedGeneration:
         step = GenerationConfig(max_new_tokens=1, num_return_sequences=1, return_dict_in_generate=True, **greedy)
         with torch.no_grad():
             self._continue_cache(cache, {**split.prompt_inputs(inputs), **others, "generation_config": step})
-        whole = cache.get_seq_length() == split.start
-        require(whole, "the model did not keep the whole prompt in its cache")
+        require(cache.get_seq_length() == split.start, "the model did not keep the whole prompt in its cache")
         index = on_device(split.groups, inputs["input_ids"].device).repeat_interleave(split.copies)  # (N * copies,)
         grow_in_place(cache, index)
         base = self.forward.base

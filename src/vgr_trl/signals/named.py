@@ -254,8 +254,7 @@ def stability(signals: RolloutSignals, options: Any) -> Tensor:
 
     The variance divides by the number of perturbations, so the standard deviation is at most 1/2.
     """
-    probabilities = torch.stack([signals.views[name] for name in options.perturbations]).exp()
-    return 1 - 2 * probabilities.std(0, correction=0)
+    return 1 - 2 * torch.stack([signals.views[name] for name in options.perturbations]).exp().std(0, correction=0)
 
 
 NOISY = "noisy"  # the view of completions that were sampled from a perturbed image, beside the teacher `clean`

@@ -63,25 +63,7 @@ def why_not_measurable(model: nn.Module) -> str | None:
     return None
 
 
-class _Probe:
-    """Hooks a model in its block, and measures its passes."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        self._hook(self._stack)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _hook(self, stack: ExitStack) -> None:
-        """Hook the model until `stack` is closed."""
-        raise NotImplementedError
-
-
-class AttentionProbe(_Probe):
+class AttentionProbe(ExitStack):
     """Measures how much attention the queries of a batch pay to vision and instruction tokens, within its block.
 
     Example:
@@ -145,11 +127,12 @@ class AttentionProbe(_Probe):
         self._prompts: dict[int, torch.Tensor] = {}  # layer -> (N, 2), sums over instruction tokens as queries
         self._maps: dict[tuple[int, int], torch.Tensor] = {}  # (row, layer) -> (T, V)
 
-    def _hook(self, stack: ExitStack) -> None:
-        self.plan.hook(stack, self._base, self._attention[0])
+    def __enter__(self) -> Self:
+        self.plan.hook(self, self._base, self._attention[0])
         # With a hook on the last layer, shared prompts run this layer to its end.
-        stack.callback(self._attention[-1].register_forward_hook(lambda *call: None).remove)
-        stack.enter_context(wrap_attention(_pass_calls_to(self._measure, self.packed)))
+        self.callback(self._attention[-1].register_forward_hook(lambda *call: None).remove)
+        self.enter_context(wrap_attention(_pass_calls_to(self._measure, self.packed)))
+        return self
 
     @property
     def mass(self) -> AttentionMass:
@@ -368,7 +351,7 @@ def cosine_similarity(
     return found.masked_fill(seen == 0, torch.nan)
 
 
-class SimilarityProbe(_Probe):
+class SimilarityProbe(ExitStack):
     """Measures the `cosine_similarity` to the image of positions that emit completions, within its block.
 
         with SimilarityProbe(model, vision) as probe:
@@ -410,9 +393,10 @@ class SimilarityProbe(_Probe):
         self._images: dict[int, torch.Tensor] = {}  # row -> (V, D), of present and later rows
         self._found: list[tuple[Pass, torch.Tensor]] = []
 
-    def _hook(self, stack: ExitStack) -> None:
-        self._plan.hook(stack, self._base, self._attention)
-        stack.callback(self._read.register_forward_hook(self._measure, with_kwargs=True).remove)
+    def __enter__(self) -> Self:
+        self._plan.hook(self, self._base, self._attention)
+        self.callback(self._read.register_forward_hook(self._measure, with_kwargs=True).remove)
+        return self
 
     @property
     def similarity(self) -> torch.Tensor:
@@ -480,7 +464,7 @@ def hidden_state_number(layer: int, layers: int) -> int:
     return layer % (layers + 1)
 
 
-class GenerationProbe(_Probe):
+class GenerationProbe(ExitStack):
     """Measures the tokens that `model.generate` samples, each in the pass that samples it, within its block.
 
         with GenerationProbe(model, vision_token_ids=..., special_token_ids=...) as probe:
@@ -496,6 +480,7 @@ class GenerationProbe(_Probe):
         temperature: divisor of the logits.
 
     Attributes:
+        mass: attention mass of the latest generation, (L, N, T); every token is valid.
         logps: (N, T) float32, log-probabilities of the latest generation under the model's full distribution, without
             `top_p` and other filters.
         entropies: (N, T) float32, entropies of this distribution in nats.
@@ -505,6 +490,7 @@ class GenerationProbe(_Probe):
             of fixed length.
     """
 
+    mass: AttentionMass
     logps: torch.Tensor
     entropies: torch.Tensor
 
@@ -524,22 +510,10 @@ class GenerationProbe(_Probe):
         self._attention, self._modules = attention_modules(decoder), set(indexed_modules(decoder))
         self._ids = {"vision_token_ids": vision_token_ids, "special_token_ids": special_token_ids}
         self._temperature = temperature
-        self._mass: AttentionMass | None = None
 
-    def _hook(self, stack: ExitStack) -> None:
-        generate = partial(self._generate, self.causal.generate)
-        stack.enter_context(patched_method(self.causal, "generate", generate))
-
-    @property
-    def mass(self) -> AttentionMass:
-        """Attention mass of the latest generation, (L, N, T); every token is valid.
-
-        Raises:
-            ConfigError: `generate` was not called.
-        """
-        if self._mass is None:
-            raise ConfigError("Nothing was generated while the probe was active: call generate in its block.")
-        return self._mass
+    def __enter__(self) -> Self:
+        self.enter_context(patched_method(self.causal, "generate", partial(self._generate, self.causal.generate)))
+        return self
 
     def _generate(self, generate: Any, *args: Any, **kwargs: Any) -> Any:
         ids: Any = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))  # (N, P)
@@ -554,8 +528,7 @@ class GenerationProbe(_Probe):
         self._scored: list[torch.Tensor] = []  # per token (2, N): log-probability and entropy
         self._drawn_from: torch.Tensor | None = None  # (N, vocabulary), distribution of the next token
         with ExitStack() as stack:
-            hook = self._attention[0].register_forward_pre_hook(self._begin_step, with_kwargs=True)
-            stack.callback(hook.remove)
+            stack.callback(self._attention[0].register_forward_pre_hook(self._begin_step, with_kwargs=True).remove)
             stack.callback(self.causal.register_forward_hook(self._read_logits, with_kwargs=True).remove)
             stack.enter_context(wrap_attention(_pass_calls_to(self._measure)))
             outputs = generate(*args, **kwargs)
@@ -568,7 +541,7 @@ class GenerationProbe(_Probe):
         sides = torch.stack(by_layer)
         counts = self._sets.sum(1).repeat_interleave(len(sequences) // len(ids), dim=0).to(sides.device)  # (N, 2)
         valid = torch.ones(sides.shape[1:3], dtype=torch.bool, device=sides.device)
-        self._mass = AttentionMass(sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1], valid)
+        self.mass = AttentionMass(sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1], valid)
         return outputs
 
     def _begin_step(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -192,8 +192,7 @@ def vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) 
 def token_vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) -> Tensor:
     """Return the `vision_gain_ratio` of each token, (N, T) float32; NaN also for tokens that do not count."""
     vision, instruction = (_layer_mean(side, layers) for side in (mass.vision, mass.instruction))
-    ratio = _ratio(vision, instruction, *mass.seen())
-    return ratio.masked_fill(~mass.mask.bool(), math.nan)
+    return _ratio(vision, instruction, *mass.seen()).masked_fill(~mass.mask.bool(), math.nan)
 
 
 def attention_efficiency_index(mass: AttentionMass, layers: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:

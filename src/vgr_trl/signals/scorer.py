@@ -1,13 +1,14 @@
 """Score completions with any transformers model, without a trainer."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.patching import evaluating
 from vgr_trl.pixels import TOKEN_TYPES, counts_by_tokens, extend_token_types, image_inputs_of
 from vgr_trl.sharing.context_manager import share_prompts, whole_groups
 from vgr_trl.sharing.model_support import causal_model, has_sharded_parameters, why_adapter_reads_whole_rows
@@ -131,7 +132,7 @@ class RolloutScorer:
             batch |= counts_by_tokens(image_inputs_of(given), is_image)
         want = Want(entropies=True, attention=self._attention_plan(attention, similarity, regions))
         shared = nullcontext(SharingReport()) if self.share_prompts == "off" else share_prompts(self.model, length)
-        with torch.no_grad(), _evaluating(self.model), shared as report:
+        with torch.no_grad(), evaluating(self.model), shared as report:
             scores = score(self.causal, batch, want, rows_per_pass=step, temperature=self.temperature)
         reasons = report.plain.keys() - {"no prompt occurs twice"}
         if self.share_prompts == "on" and reasons:
@@ -155,15 +156,3 @@ def _check_masks(prompt_mask: Tensor, completion_mask: Tensor) -> None:
         raise DataError("A prompt ends with padding: pad prompts on the left, so that completions follow them.")
     if bool((completion_mask[:, 1:] > completion_mask[:, :-1]).any()):
         raise DataError("completion_mask has a 0 before a 1: give 1 for every token of a completion.")
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout and gradient checkpointing off in this block."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
-from trl.trainer.utils import maybe_gather_lm_head_ctx
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.patching import patched_attribute, patched_method
@@ -352,10 +352,12 @@ class Head:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Have the head's weights whole in this block, which all processes enter together."""
-        with (
-            maybe_gather_lm_head_ctx(*self.linear.parameters()),
-            patched_attribute(self.linear, "_parameters", full_weights(self.linear)),
-        ):
+        gathered: Any = nullcontext()
+        if is_deepspeed_zero3_enabled():
+            from trl.trainer.utils import maybe_gather_lm_head_ctx  # which verl and EasyR1 lack
+
+            gathered = maybe_gather_lm_head_ctx(*self.linear.parameters())
+        with gathered, patched_attribute(self.linear, "_parameters", full_weights(self.linear)):
             yield
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -63,12 +63,8 @@ def plan_features(facts: RunFacts, needed: Mapping[str, str], dummy_image: Dummy
         dummy_image: image that every process can put through the vision tower, or None.
     """
     args, causal = facts.args, causal_model(facts.model)
-    base, compiled, noise, training = (
-        base_of(causal),
-        _why_compiled(facts),
-        _why_noise(args),
-        _why_plain_training(facts),
-    )
+    base, compiled = base_of(causal), _why_compiled(facts)
+    noise, training = _why_noise(args), _why_plain_training(facts)
     spread, rows = _why_rollout_is_spread(args), why_rows_matter(facts, args.loss_type)
     unshared = "training does not share prompts" if training else None
     headless = "a model that is its own base" if base is causal else None

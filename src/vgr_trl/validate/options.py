@@ -120,7 +120,7 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
         other = maker or ("vLLM" if facts.use_vllm else "continuous batching")
         raise ConfigError(f"advantage_estimator is remax with {other}, but needs transformers to generate: use rloo.")
     of_transformers = {} if facts.use_vllm else args.generation_kwargs or {}
-    if unknown := [name for name in of_transformers if not hasattr(GenerationConfig(), name)]:
+    if unknown := [name for name in of_transformers if name not in vars(GenerationConfig())]:
         raise ConfigError(f"generation_kwargs has {', '.join(unknown)}, which GenerationConfig of transformers lacks.")
     if facts.is_sharded and args.uses_critic and args.critic == "model":
         raise ConfigError("critic is model with ZeRO-3 or FSDP, but it needs whole parameters: use ZeRO-2, or head.")

@@ -111,16 +111,12 @@ def add_zero_features(base: Any, features: Callable[[Any], Any]) -> Iterator[Non
     def add(module: nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
         hook.remove()
         outputs = features(base)
-        if (
-            pooled := getattr(outputs, "pooler_output", None)
-        ) is not None:  # and deepstack features are all that decoders read
+        if (pooled := getattr(outputs, "pooler_output", None)) is not None:
+            # Pooled and deepstack features are all that decoders read.
             outputs = pooled, getattr(outputs, "deepstack_features", None)
         found = [value for value in tree_leaves(outputs) if torch.is_tensor(value) and value.is_floating_point()]
         nothing = sum((tensor.float() * 0).sum() for tensor in found)
         return embedded + torch.as_tensor(nothing, device=embedded.device).to(embedded.dtype)
 
-    hook = base.get_input_embeddings().register_forward_hook(add)
-    try:
+    with base.get_input_embeddings().register_forward_hook(add) as hook:
         yield
-    finally:
-        hook.remove()

@@ -29,8 +29,12 @@ class Speaker(NoVLLM):
         if self.dies and "generate" in self.done:
             raise NoAnswer("Max retries exceeded\nwith url: /inference/v1/generate")
         self.done.append("generate")
-        read = expanded(self.processor, prompts, images) if self.mode == "colocate" else prompts
-        return read, [[300, 301, 302]] * len(prompts), [[[-2.5]] * 3] * len(prompts), None
+        return (
+            expanded(self.processor, prompts, images),
+            [[300, 301, 302]] * len(prompts),
+            [[[-2.5]] * 3] * len(prompts),
+            None,
+        )
 
 
 @pytest.fixture

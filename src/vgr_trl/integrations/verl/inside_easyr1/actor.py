@@ -39,7 +39,7 @@ from vgr_trl.integrations.verl.signals import (
     measure_pass,
     perturb_rows,
 )
-from vgr_trl.patching import patched_attribute
+from vgr_trl.patching import patched_attribute, patched_attributes
 from vgr_trl.signals.ratios import visual_dependency
 
 CONTEXT_KEY = "vgr"  # in the `meta_info` of a batch
@@ -204,10 +204,8 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
     def fit(self) -> None:
         """Train."""
         reduce, advantage = ray_trainer.reduce_metrics, ray_trainer.compute_advantage
-        with (
-            patched_attribute(ray_trainer, "reduce_metrics", lambda metrics: reduce(self.take_token_weights(metrics))),
-            patched_attribute(ray_trainer, "compute_advantage", partial(self.compute_advantages, advantage)),
-        ):
+        taken, computed = (lambda metrics: reduce(self.take_token_weights(metrics))), self.compute_advantages
+        with patched_attributes(ray_trainer, reduce_metrics=taken, compute_advantage=partial(computed, advantage)):
             super().fit()
 
     def take_token_weights(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
