@@ -77,9 +77,6 @@ def strip_wrapping(text: str) -> str:
     while text != before:
         before, text = text, text.strip(MARKS)
         text = text.rstrip(STOPS).strip(MARKS) or text
-        text = text[:-1] if text.endswith("$") and text.count("$") == 1 else text
-        if text.endswith("}") and text.count("}") > text.count("{"):  # of JSON
-            text = text[:-1]
         if match := _WRAPPED.fullmatch(text):
             text = next(part for part in match.groups() if part is not None)
     return text
@@ -131,7 +128,6 @@ def read_unit(text: str, *, attached: bool = False) -> str | None:
         attached: whether the unit follows the number without a space; a single letter is then a variable, but not m.
     """
     text = " ".join(unicodedata.normalize("NFKC", text).split())
-    text = text[:-1] if text.endswith(".") else text
     if attached and re.fullmatch(r"[A-Za-ln-z](?:\^\{?\d\}?)?", text):
         return None
     text = _INVERSE.sub(lambda match: f"/{match[1]}" + f"^{match[2]}" * bool(match[2]), text)
@@ -360,8 +356,7 @@ def _shorten(clause: str) -> Iterator[str]:
         phrase = head
     elif further:
         phrase, is_said = further[-1], True
-    place = WORDS["places"].search(phrase)
-    if OR.search(phrase[: place.start()] if place else phrase):
+    if OR.search(phrase):
         return
     phrase = _first_part(phrase)
     matches = list(_EMPHASISED.finditer(clause))
