@@ -429,9 +429,9 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int],
     if rule in ("sentence", "tag"):
         places = [p for p in places if _TEXT_END.match(text, p.end)]
         brackets = [place for place in _find_letters(text, len(choices)) if text[place.start] in "(["]
-        said = WORDS["verbs"].split(text)[-1]
-        if rule == "sentence" and _LETTER.fullmatch(said.strip(MARKS + STOPS)) and not why_no_value(text):
-            return {place.option for place in _find_letters(said, len(choices))}, _TWO
+        object_ = WORDS["verbs"].split(text)[-1]
+        if rule == "sentence" and _LETTER.fullmatch(object_.strip(MARKS + STOPS)) and not why_no_value(text):
+            return {place.option for place in _find_letters(object_, len(choices))}, _TWO
         places += [p for p in brackets if places or p.option in _find_own_text(text[p.end :], choices, p.option)]
     if not places:
         is_said = rule == "sentence" and WORDS["verbs"].search(text)

@@ -112,7 +112,7 @@ def is_same_value(gold: str, answer: str) -> bool:
         return False
     if "=" not in gold and "=" in answer and not re.search(r"[<>!]", answer):  # 24*24 = 576
         *others, last = answer.split("=")
-        is_named = len(others) > 1 and _NAME.fullmatch(others[0])  # AC = AB + BC = 5
+        is_named = len(others) > 1 and bool(_NAME.fullmatch(others[0]))  # AC = AB + BC = 5
         return all(_is_side(side, last, is_named) for side in others) and is_same_value(gold, last)
     if max(len(gold), len(answer)) > _MAX_FORMULA_LENGTH or not (_MATH_SIGN.search(gold) and _MATH_SIGN.search(answer)):
         return False

@@ -30,8 +30,8 @@ def compile_words(name: str, *languages: str, flags: re.RegexFlag = re.IGNORECAS
 WORDS = {
     name: compile_words(name)
     for name in (
-        "states confirms unless openers option reasons joins denies refuses withdraws bounds refers verbs leads starts places "
-        "doing so points pronouns articles courtesies computes"
+        "states confirms unless openers option reasons joins denies refuses withdraws bounds refers verbs leads starts "
+        "places doing so points pronouns articles courtesies computes"
     ).split()
 }
 OR = re.compile(r"\b(?:or|vs|either|alternatively|alias)\b|或|还是|也可能|要么|または", re.IGNORECASE)
@@ -352,7 +352,7 @@ def _shorten(clause: str) -> Iterator[str]:
         elif read_quantity(opened.split(" ")[0]) and not _COMPUTED.fullmatch(subject.strip()):
             phrase = ""
     head, *further = re.split(r"(?<![\d\s]): ", phrase)
-    if further and (counted := read_quantity(cut_openers(head))) and counted.unit:  # 5 people: 3 men and 2 women
+    if further and (total := read_quantity(cut_openers(head))) and total.unit:  # 5 people: 3 men and 2 women
         phrase = head
     elif further:
         phrase, is_said = further[-1], True
