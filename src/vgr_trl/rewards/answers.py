@@ -95,7 +95,7 @@ _ANSWER_START, _ANSWER_END = (
 _SPECIAL_TOKEN = re.compile(
     r"<\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>(?:assistant\b)?|</?s>|</answer>?\s*\Z|\[(?:EOS|PAD)\]"
     r"|<(?:eos|pad|unk|end_of_turn|end_of_utterance)>"
-    "|[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u274c\u2714\ufe0f]"
+    "|[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u2714\ufe0f]"
 )
 _BOX = re.compile(r"\\f?boxed\s{0,9}\{|<\|begin_of_box\|>")
 _BOX_SEPARATOR = re.compile(
@@ -418,10 +418,13 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int],
     head, places = len(cut_reason(text)), _find_texts(text, choices)
     if places and WORDS["withdraws"].search(text, places[0].end):
         return set(), _DENIED
+    item = _ITEM.match(text[: places[0].start]) if places else None
+    if item and item[1].isupper() and LETTERS.index(item[1]) >= len(choices):  # E. red
+        return set(), "a letter with another option's text"
     if any(place.start < head for place in places):
         text, places = text[:head], [place for place in places if place.start < head]
-    if said := _find_texts(WORDS["so"].split(text)[-1], choices):
-        text, places = WORDS["so"].split(text)[-1], said
+    if concluded := _find_texts(WORDS["so"].split(text)[-1], choices):
+        text, places = WORDS["so"].split(text)[-1], concluded
     start = max((verb.end() for verb in WORDS["verbs"].finditer(text)), default=0)
     last = {place.option for place in places if start <= place.start}
     if len(last) > 1:

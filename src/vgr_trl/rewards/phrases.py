@@ -263,7 +263,8 @@ _NUMBER_START = re.compile(r"(?:(?<=[a-z] )|(?<=[\u4e00-\u9fff]{2})|(?<=[\u4e00-
 _COUNTED = re.compile(r"([\w$€£.,]+ (?!(?:in|at|of|to|per) )[a-z-]+) (?=(?!than\b)[a-z])", re.IGNORECASE)
 _DATE_COMMA = re.compile(r"\b([A-Z][a-z]{2,8} \d{1,2}|of [A-Z][a-z]{2,8}), (?=\d{4}\b)")
 _REMARK = re.compile(
-    r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)(?:[^()]*[a-z]{2}[^()]* [^()]*|[^()=]+=[^()=]+)\)[\s.*]*$"
+    r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)"
+    r"(?:[^()]*[a-z]{2}[^()]* [^()]*|[^()=]+=[^()=]+|(?<=[a-z] \()[\d.]+ ?%)\)[\s.*]*$"
 )
 _COMPUTED = re.compile(rf"\d[\d.,]*(?: (?:{WORDS['computes'].pattern}) \d[\d.,]*)+", re.IGNORECASE)  # 10 divided by 2
 _FACTOR = re.compile(r"(\d) ?\$(\\[^$]*|[a-z])\$")  # 16 $\pi$
@@ -352,7 +353,7 @@ def _shorten(clause: str) -> Iterator[str]:
         elif read_quantity(opened.split(" ")[0]) and not _COMPUTED.fullmatch(subject.strip()):
             phrase = ""
     head, *further = re.split(r"(?<![\d\s]): ", phrase)
-    if further and (total := read_quantity(cut_openers(head))) and total.unit:  # 5 people: 3 men and 2 women
+    if further and (amount := read_quantity(cut_openers(head))) and amount.unit:  # 5 people: 3 men and 2 women
         phrase = head
     elif further:
         phrase, is_said = further[-1], True
