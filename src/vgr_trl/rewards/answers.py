@@ -416,6 +416,9 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
 def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int], str]:
     """Return the options that a clause names by their words, and the problem if it is not one."""
     head, places = len(cut_reason(text)), _find_texts(text, choices)
+    polarities = [POLARITY.get(normalise(choice)) for choice in choices]
+    if all(polarities) and len(said_of := find_polarity(text)) == 1:  # No, it is not.
+        return {polarities.index(min(said_of))} if {*polarities} >= said_of else set(), ""
     if places and WORDS["withdraws"].search(text, places[0].end):
         return set(), _DENIED
     item = _ITEM.match(text[: places[0].start]) if places else None
