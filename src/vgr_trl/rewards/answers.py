@@ -107,7 +107,7 @@ _DENIED_BOX = re.compile(
 _JSON = re.compile(r"(?:^|\n)\s*(?:```(?:json)?\s*)?(\{[^{}]{1,2000}\}|\[[^\[\]]{1,2000}\])[\s`]*\Z")
 _JSON_KEY = re.compile(r"(?:\w+_)?(?:answer|option|choice|result|prediction|solution|letter|label)", re.IGNORECASE)
 _SENTENCE_END = re.compile(
-    r"(?<!\b(?:vs|Mr|Ms|Dr|St))(?<![ .][K-Z])[.!?](?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
+    r"[.!?](?<!\b(?:vs|Mr|Ms|Dr|St).)(?<![ .][K-Z].)(?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
 )
 _BEFORE_CLAUSE = re.compile(r"(?:[\s:*_`\"'“]|-(?=\s))*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
 _ITEM = re.compile(r"[\s*>-]*(?:option\s)?\(?([A-J])(?:\*{0,2}[).:、]|\*\*|[\s*]*$)", re.IGNORECASE)
@@ -297,7 +297,10 @@ def _first_clause(text: str) -> str:
     for end in _SENTENCE_END.finditer(line):
         behind = line[end.end() :].lstrip(MARKS)
         is_item = behind and line[end.start()] == "." and _ITEM.fullmatch(line[: end.end()])  # "A. red"
-        is_next = _LETTER.match(behind) or WORDS["reasons"].match(behind) or cut_openers(behind) != behind
+        is_word = behind[:1] in ("A", "I") and _FOLLOWED_BY_WORD.match(behind, 1)  # "C. A floor lamp"
+        is_next = (
+            (not is_word and _LETTER.match(behind)) or WORDS["reasons"].match(behind) or cut_openers(behind) != behind
+        )
         is_own_text = is_item and not is_next
         if not (is_own_text or WORDS["joins"].match(behind)):  # "A. Or B."
             return line[: end.end()]
@@ -407,7 +410,8 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
         return None
     places = [place for place in places if place.start < head] or places
     named = {place.option for place in places if not _is_denied(text, place)}
-    is_refused = WORDS["refuses"].search(text[:head]) or (
+    stop = _SENTENCE_END.search(text, end, head)
+    is_refused = WORDS["refuses"].search(text[: stop.end() if stop else head]) or (
         len({place.option for place in places}) > 1 and WORDS["bounds"].search(text[: places[-1].start])
     )
     return (set(), _DENIED) if is_refused or not named else (named, _TWO)
@@ -435,9 +439,9 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int],
     if rule in ("sentence", "tag"):
         places = [p for p in places if _TEXT_END.match(text, p.end)]
         brackets = [place for place in _find_letters(text, len(choices)) if text[place.start] in "(["]
-        object_ = WORDS["verbs"].split(text)[-1]
-        if rule == "sentence" and _LETTER.fullmatch(object_.strip(MARKS + STOPS)) and not why_no_value(text):
-            return {place.option for place in _find_letters(object_, len(choices))}, _TWO
+        said = WORDS["verbs"].split(text)[-1]
+        if rule == "sentence" and _LETTER.fullmatch(said.strip(MARKS + STOPS)) and not why_no_value(text):
+            return {place.option for place in _find_letters(said, len(choices))}, _TWO
         places += [p for p in brackets if places or p.option in _find_own_text(text[p.end :], choices, p.option)]
     if not places:
         is_said = rule == "sentence" and WORDS["verbs"].search(text)

@@ -269,6 +269,10 @@ _REMARK = re.compile(
 _COMPUTED = re.compile(rf"\d[\d.,]*(?: (?:{WORDS['computes'].pattern}) \d[\d.,]*)+", re.IGNORECASE)  # 10 divided by 2
 _FACTOR = re.compile(r"(\d) ?\$(\\[^$]*|[a-z])\$")  # 16 $\pi$
 _JOIN_BEHIND = re.compile(rf"(?:{WORDS['joins'].pattern})\s*$", re.IGNORECASE)
+_REASON = re.compile(  # behind a space or a stop; a denial behind a stop
+    rf"(?<=[^\s,;:(。])(?:[\s,;:(。]+(?:{WORDS['reasons'].pattern})|\s*[,;:(。][\s,;:(。]*(?:{WORDS['denies'].pattern}))",
+    re.IGNORECASE | re.MULTILINE,
+)
 _LOCATED = re.compile(r"\s*[a-z]{3,}(?:ed|ing) (?:in|at|on|by|near|as|for|with)\b")  # located in Paris
 _SHARE = re.compile(r"([\d.,]+ ?\\?%) of \D+")
 _RESTATED = re.compile(r"(\w+) \((\w+)\)")
@@ -289,11 +293,8 @@ def cut_openers(text: str) -> str:
 
 def cut_reason(text: str) -> str:
     """Return `text` without the reason behind its answer."""
-    for match in re.finditer(r"[\s,;:(。]+", text):
-        is_contrast = match[0].strip() and WORDS["denies"].match(text, match.end())
-        if match.start() and (is_contrast or WORDS["reasons"].match(text, match.end())):
-            return text[: match.start()]
-    return text
+    found = _REASON.search(text)
+    return text[: found.start()] if found else text
 
 
 _MAX_POLARITY_LENGTH = 40  # of yes or no with the words before it
