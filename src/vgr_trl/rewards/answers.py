@@ -346,6 +346,7 @@ _SEPARATOR = re.compile(
     r"[;,、|\n→]|\s/\s|[-=]>|\s(?:and|or|vs\.?|&|as well as|oder|und|ou|et|o|y)\s|或者?|和",
     re.IGNORECASE,
 )
+_AGREES = re.compile(r"\b(?:is|are|was|were|does|do|did|has|have|can) ?n(?:o|['’])t\b")  # No, it is not.
 _DASH = re.compile(r"^(?:[-–—:]+\s+|\\[ ,;]|~)")  # not the sign of -5
 _SEGMENT_END = re.compile(r"[。;\n]|[.](?!\d)|\s[-–—]\s|(?=,)|(?<=\S)\s*(?=\()")
 
@@ -420,11 +421,13 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
 def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int], str]:
     """Return the options that a clause names by their words, and the problem if it is not one."""
     head, places = len(cut_reason(text)), _find_texts(text, choices)
-    polarities = [POLARITY.get(normalise(choice)) for choice in choices]
-    if all(polarities) and len(said_of := find_polarity(text)) == 1:  # No, it is not.
-        return {polarities.index(min(said_of))} if {*polarities} >= said_of else set(), ""
     if places and WORDS["withdraws"].search(text, places[0].end):
         return set(), _DENIED
+    polarities, said_of = [POLARITY.get(normalise(choice)) for choice in choices], find_polarity(text)
+    if all(polarities) and len(said_of) == 1 and said_of <= {*polarities}:
+        denied = _AGREES.sub("", text) if "no" in said_of else text
+        if not WORDS["refuses"].search(denied):
+            return {polarities.index(min(said_of))}, ""
     item = _ITEM.match(text[: places[0].start]) if places else None
     if item and item[1].isupper() and LETTERS.index(item[1]) >= len(choices):  # E. red
         return set(), "a letter with another option's text"
