@@ -28,7 +28,7 @@ from teacher.task import DIGIT, NOISE, SIDE
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(os.environ.get("RESULTS", ROOT / "benchmarks" / "results")) / "teacher"
-FINDINGS = Path(__file__).with_name("findings.md")
+FINDINGS, DESCRIBED = (Path(__file__).with_name(f"{name}.md") for name in ("findings", "described"))
 Line = dict[str, Any]  # of `teacher.jsonl`: method, seed, settings, commit, and what `Start.run` returns
 
 
@@ -146,11 +146,39 @@ def tuning(lines: Sequence[Line], settings: Settings) -> list[str]:
     return ["## The options of plain training", "", about, "", *heads, *rows, ""] if rows else []
 
 
+def described(lines: Sequence[Line], settings: Settings) -> list[str]:
+    """Return the section of the task whose answers describe the digit first, or nothing before there is a run."""
+    if not lines:
+        return []
+    measured, tuned = ([line for line in lines if (line["seed"] >= TUNING) == is_tuned] for is_tuned in (False, True))
+    heads = ["| " + " | ".join(HEADS) + " |", "|---|" + "---:|" * (len(HEADS) - 1)]
+    rows = [table_row(name, measured) for name in CHOSEN if any(line["method"] == name for line in measured)]
+    about = (
+        "The same pictures; an answer is `it has rings <answer>8</answer>` (rings: 0, 6, 8, 9; strokes: 1, 4, 7; bows: "
+        "2, 3, 5). The start reads crops, and hints behind the question (`the answer is 8`), which the teacher of "
+        "`answer` reads beside the whole picture."
+    )
+    tuned_table = [line.replace("## ", "### ") for line in tuning(tuned, settings)]
+    return [
+        "## With a description before the digit",
+        "",
+        about,
+        "",
+        DESCRIBED.read_text().strip(),
+        "",
+        *heads,
+        *rows,
+        "",
+        *tuned_table,
+    ]
+
+
 def write(lines: Sequence[Line], settings: Settings) -> None:
     """Write the page."""
     machine = ", ".join(f"{name} {value}" for name, value in describe_machine(1).items())
-    commits = ", ".join(sorted({line["commit"] for line in lines}))
-    seconds = sum(line["seconds"] for line in lines)
+    every = [*lines, *read(settings, DescribedStart)]
+    commits = ", ".join(sorted({line["commit"] for line in every}))
+    seconds = sum(line["seconds"] for line in every)
     measured = [line for line in lines if line["seed"] < TUNING]
     tuned = [line for line in lines if line["seed"] >= TUNING]
     page = [
@@ -174,6 +202,7 @@ def write(lines: Sequence[Line], settings: Settings) -> None:
         f"to {NOISIER} in place of {NOISE}; neither is ever trained.",
         "",
         *tuning(tuned, settings),
+        *described(read(settings, DescribedStart), settings),
         "## What is trained",
         "",
         f"A picture of {SIDE} x {SIDE} pixels (64 image tokens) is noise up to {NOISE} with one real digit of "
@@ -184,7 +213,8 @@ def write(lines: Sequence[Line], settings: Settings) -> None:
         f"{settings.steps} steps of {settings.prompts} prompts x {settings.generations} completions by `DAPOTrainer`, "
         f"learning rate {settings.learning_rate:g}, no picture twice.",
         "",
-        f"Command: `PYTHONPATH=src:benchmarks python -m teacher`, at commit {commits}; {len(lines)} trainings of "
+        f"Command: `PYTHONPATH=src:benchmarks python -m teacher`, also with `--described`, "
+        f"at commit {commits}; {len(every)} trainings of "
         f"together {seconds:.0f} seconds, on shared cores. {machine}.",
     ]
     RESULTS.with_suffix(".md").write_text("\n".join(page).rstrip() + "\n")

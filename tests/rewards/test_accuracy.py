@@ -211,6 +211,12 @@ def test_what_is_withdrawn_supposed_or_joined_states_nothing():
     assert [accuracy_reward(factors, [gold] * 2) for gold in ("\\pi", "16\\pi")] == [[0, 0], [1, 1]]
 
 
+def test_a_denial_agrees_with_the_option_no():
+    texts = ["No, it is not.", "No, it isn't.", "Yes, it is.", "Yes, it is unclear.", "Yes. No, that is wrong."]
+    found = [accuracy_reward(texts, [right] * 5, [["yes", "no"]] * 5) for right in ("A", "B")]
+    assert found == [[0, 0, 1, 0, 0], [1, 1, 0, 0, 0]]
+
+
 def test_a_text_has_one_value():
     found = [(text, sum(map(int, accuracy_reward([text] * len(golds), golds)))) for text, golds in MANY]
     assert {text: count for text, count in found if count > 1} == {}

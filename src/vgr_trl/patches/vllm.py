@@ -230,7 +230,7 @@ class ImagesOfPrompts:
         Raises:
             VLLMServerError: the server refuses, or does not read images.
         """
-        files = [vllm_client.pil_to_base64(self.without_transparency(image)) for image in images or ()]
+        files = [vllm_client.pil_to_base64(self.flatten_transparency(image)) for image in images or ()]
         parts = [{"type": "image_url", "url": f"data:image/png;base64,{file}"} for file in files] or None
         asked = {"model": self.client.model, "token_ids": ids, "content_parts": parts, "sampling_params": sampling}
         url = self.client.base_url
@@ -244,7 +244,7 @@ class ImagesOfPrompts:
             raise VLLMServerError(f"The vLLM server at {url} refuses a prompt with images: {found}")
         return answer
 
-    def without_transparency(self, image: Image.Image) -> Image.Image:
+    def flatten_transparency(self, image: Image.Image) -> Image.Image:
         """Return an image as the processor reads it: some put transparent pixels on white, as a server does."""
         if self.read is None or (image.mode == "RGB" and "transparency" not in image.info):
             return image

@@ -79,13 +79,10 @@ def _compile_statements(language: str) -> list[tuple[str, re.Pattern[str]]]:
 
 _WORD_START = "(?<![a-z])"  # makes a search twice as fast
 _STATEMENTS = {language: _compile_statements(language) for language in TABLES}
-_LANGUAGES: dict[str, list[str]] = {}  # of each anchor
-for _language, _table in TABLES.items():
-    for _anchor in _table["anchors"]:
-        _LANGUAGES.setdefault(_anchor, []).append(_language)
+_ANCHOR_WORDS = list(dict.fromkeys(anchor for table in TABLES.values() for anchor in table["anchors"]))
 _ANCHORS = (  # two patterns are far faster than one
-    re.compile(rf"\b(?:{'|'.join(filter(str.isascii, _LANGUAGES))})", re.ASCII),
-    re.compile("|".join(each for each in _LANGUAGES if not each.isascii())),
+    re.compile(rf"\b(?:{'|'.join(filter(str.isascii, _ANCHOR_WORDS))})", re.ASCII),
+    re.compile("|".join(each for each in _ANCHOR_WORDS if not each.isascii())),
 )
 _THINK = r"(?:[<◁\[]{0}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)[>▷\]]|<\|{1}_of_thought\|>)"
 _THOUGHT_END = re.compile(_THINK.format("/", "end"), re.IGNORECASE | re.ASCII)
@@ -98,7 +95,7 @@ _ANSWER_START, _ANSWER_END = (
 _SPECIAL_TOKEN = re.compile(
     r"<\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>(?:assistant\b)?|</?s>|</answer>?\s*\Z|\[(?:EOS|PAD)\]"
     r"|<(?:eos|pad|unk|end_of_turn|end_of_utterance)>"
-    "|[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u274c\u2714\ufe0f]"
+    "|[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u2714\ufe0f]"
 )
 _BOX = re.compile(r"\\f?boxed\s{0,9}\{|<\|begin_of_box\|>")
 _BOX_SEPARATOR = re.compile(
@@ -110,7 +107,7 @@ _DENIED_BOX = re.compile(
 _JSON = re.compile(r"(?:^|\n)\s*(?:```(?:json)?\s*)?(\{[^{}]{1,2000}\}|\[[^\[\]]{1,2000}\])[\s`]*\Z")
 _JSON_KEY = re.compile(r"(?:\w+_)?(?:answer|option|choice|result|prediction|solution|letter|label)", re.IGNORECASE)
 _SENTENCE_END = re.compile(
-    r"(?<!\b(?:vs|Mr|Ms|Dr|St))(?<![ .][K-Z])[.!?](?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
+    r"[.!?](?<!\b(?:vs|Mr|Ms|Dr|St).)(?<![ .][K-Z].)(?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
 )
 _BEFORE_CLAUSE = re.compile(r"(?:[\s:*_`\"'“]|-(?=\s))*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
 _ITEM = re.compile(r"[\s*>-]*(?:option\s)?\(?([A-J])(?:\*{0,2}[).:、]|\*\*|[\s*]*$)", re.IGNORECASE)
@@ -272,13 +269,15 @@ def _find_statements(text: str) -> Iterator[tuple[str, str]]:
         start, end = line.span()
         patterns = _ANCHORS[:1] if line[0].isascii() else _ANCHORS
         anchors = [anchor for pattern in patterns for anchor in pattern.finditer(lowered, start, end)]
+        said = {anchor[0] for anchor in anchors}
         if anchors:
             places = [anchor.start() for anchor in anchors]
             start, end = max(start, min(places) - _MARGIN), min(end, max(places) + 2 * _MARGIN)
         found = [
             (match.end() if rule == "statement" else match.start(), rule, match)
-            for language in {language for anchor in anchors for language in _LANGUAGES[anchor[0]]}
-            for rule, pattern in _STATEMENTS[language]
+            for language, rules in _STATEMENTS.items()
+            if not said.isdisjoint(TABLES[language]["anchors"])
+            for rule, pattern in rules
             for match in pattern.finditer(lowered, start, end)
         ]
         for _, rule, match in sorted(found, key=lambda each: each[0], reverse=True):
@@ -298,7 +297,10 @@ def _first_clause(text: str) -> str:
     for end in _SENTENCE_END.finditer(line):
         behind = line[end.end() :].lstrip(MARKS)
         is_item = behind and line[end.start()] == "." and _ITEM.fullmatch(line[: end.end()])  # "A. red"
-        is_next = _LETTER.match(behind) or WORDS["reasons"].match(behind) or cut_openers(behind) != behind
+        is_word = behind[:1] in ("A", "I") and _FOLLOWED_BY_WORD.match(behind, 1)  # "C. A floor lamp"
+        is_next = (
+            (not is_word and _LETTER.match(behind)) or WORDS["reasons"].match(behind) or cut_openers(behind) != behind
+        )
         is_own_text = is_item and not is_next
         if not (is_own_text or WORDS["joins"].match(behind)):  # "A. Or B."
             return line[: end.end()]
@@ -344,6 +346,7 @@ _SEPARATOR = re.compile(
     r"[;,、|\n→]|\s/\s|[-=]>|\s(?:and|or|vs\.?|&|as well as|oder|und|ou|et|o|y)\s|或者?|和",
     re.IGNORECASE,
 )
+_AGREES = re.compile(r"\b(?:is|are|was|were|does|do|did|has|have|can) ?n(?:o|['’])t\b")  # No, it is not.
 _DASH = re.compile(r"^(?:[-–—:]+\s+|\\[ ,;]|~)")  # not the sign of -5
 _SEGMENT_END = re.compile(r"[。;\n]|[.](?!\d)|\s[-–—]\s|(?=,)|(?<=\S)\s*(?=\()")
 
@@ -408,7 +411,8 @@ def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Pl
         return None
     places = [place for place in places if place.start < head] or places
     named = {place.option for place in places if not _is_denied(text, place)}
-    is_refused = WORDS["refuses"].search(text[:head]) or (
+    stop = _SENTENCE_END.search(text, end, head)
+    is_refused = WORDS["refuses"].search(text[: stop.end() if stop else head]) or (
         len({place.option for place in places}) > 1 and WORDS["bounds"].search(text[: places[-1].start])
     )
     return (set(), _DENIED) if is_refused or not named else (named, _TWO)
@@ -419,10 +423,18 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int],
     head, places = len(cut_reason(text)), _find_texts(text, choices)
     if places and WORDS["withdraws"].search(text, places[0].end):
         return set(), _DENIED
+    polarities, said_of = [POLARITY.get(normalise(choice)) for choice in choices], find_polarity(text)
+    if all(polarities) and len(said_of) == 1 and said_of <= {*polarities}:
+        denied = _AGREES.sub("", text) if "no" in said_of else text
+        if not WORDS["refuses"].search(denied):
+            return {polarities.index(min(said_of))}, ""
+    item = _ITEM.match(text[: places[0].start]) if places else None
+    if item and item[1].isupper() and LETTERS.index(item[1]) >= len(choices):  # E. red
+        return set(), "a letter with another option's text"
     if any(place.start < head for place in places):
         text, places = text[:head], [place for place in places if place.start < head]
-    if said := _find_texts(WORDS["so"].split(text)[-1], choices):
-        text, places = WORDS["so"].split(text)[-1], said
+    if concluded := _find_texts(WORDS["so"].split(text)[-1], choices):
+        text, places = WORDS["so"].split(text)[-1], concluded
     start = max((verb.end() for verb in WORDS["verbs"].finditer(text)), default=0)
     last = {place.option for place in places if start <= place.start}
     if len(last) > 1:

@@ -44,8 +44,9 @@ _EXPONENT = re.compile(r"\^\s*(?:\{([^{}^]*)\}|([A-Za-z0-9])|(-\d)|\\circ)")
 _LAST_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]$")
 _PRODUCT = re.compile(r"(?<![A-Za-z\\])([A-Za-z])(?=[a-z](?![A-Za-z]))")
 _NAME = re.compile(  # x, AB, \angle ABC, S_1, f(x), Area: no product such as 2x or ab
-    r"(?=\s*[^\d\s])\s*(?:(?:\\(?:angle|triangle|overline|vec)\s?|\\?(?:sin|cos|tan|cot)\s?|[∠△]|[A-Za-z]{4,}\s)\{?)?"
+    r"(?=\s*[^\d\s])\s*(?:(?:m?\\(?:angle|triangle|overline|vec)\s?|\\?(?:sin|cos|tan|cot)\s?|[∠△]|[A-Za-z]{4,}\s)\{?)?"
     r"(?:[A-Z]{1,4}|[a-zθαβγφ]|\\(?:theta|alpha|beta|gamma|phi)|[A-Za-z]{4,})?\}?\d?'?(?:_\{?\w{1,3}\}?)?(?:\([A-Za-z]\))?\s*"
+    r"|\s*[fghpFGHP]\(-?\d+\)\s*|(?=.*(?:[A-Za-z]{4}|[\u4e00-\u9fff]{2}))(?:[^\W\d]| )+"
 )
 _MAX_FORMULA_LENGTH, _MAX_DEPTH = 200, 6
 
@@ -112,7 +113,7 @@ def is_same_value(gold: str, answer: str) -> bool:
         return False
     if "=" not in gold and "=" in answer and not re.search(r"[<>!]", answer):  # 24*24 = 576
         *others, last = answer.split("=")
-        is_named = len(others) > 1 and _NAME.fullmatch(others[0])  # AC = AB + BC = 5
+        is_named = len(others) > 1 and _NAME.fullmatch(others[0]) is not None  # AC = AB + BC = 5
         return all(_is_side(side, last, is_named) for side in others) and is_same_value(gold, last)
     if max(len(gold), len(answer)) > _MAX_FORMULA_LENGTH or not (_MATH_SIGN.search(gold) and _MATH_SIGN.search(answer)):
         return False
@@ -168,8 +169,10 @@ def _to_latex(text: str) -> str:
 
 def _is_side(side: str, value: str, is_named: bool) -> bool:
     """Whether `side = value` states a value: `side` is a name, or is computed and no other number."""
-    if _NAME.fullmatch(side):
-        return not WORDS["refuses"].search(side)  # Suppose x = 5
+    if _NAME.fullmatch(simplify_units(side)):
+        return not (
+            WORDS["refuses"].search(side) or any(read_quantity(each) for each in side.split() if each.isalpha())
+        )  # Suppose x = 5, two = 5
     read, number = read_quantity(side), read_quantity(value)
     return (is_named or not re.search(r"(?<![A-Za-z\\])[A-Za-z]", side)) and (
         read is None or number is None or read.equals(number)

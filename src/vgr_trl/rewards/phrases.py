@@ -30,8 +30,8 @@ def compile_words(name: str, *languages: str, flags: re.RegexFlag = re.IGNORECAS
 WORDS = {
     name: compile_words(name)
     for name in (
-        "states confirms unless openers option reasons joins denies refuses withdraws bounds refers verbs leads starts places "
-        "doing so points pronouns articles courtesies computes"
+        "states confirms unless openers option reasons joins denies refuses withdraws bounds refers verbs leads starts "
+        "places doing so points pronouns articles courtesies computes"
     ).split()
 }
 OR = re.compile(r"\b(?:or|vs|either|alternatively|alias)\b|或|还是|也可能|要么|または", re.IGNORECASE)
@@ -77,9 +77,6 @@ def strip_wrapping(text: str) -> str:
     while text != before:
         before, text = text, text.strip(MARKS)
         text = text.rstrip(STOPS).strip(MARKS) or text
-        text = text[:-1] if text.endswith("$") and text.count("$") == 1 else text
-        if text.endswith("}") and text.count("}") > text.count("{"):  # of JSON
-            text = text[:-1]
         if match := _WRAPPED.fullmatch(text):
             text = next(part for part in match.groups() if part is not None)
     return text
@@ -131,7 +128,6 @@ def read_unit(text: str, *, attached: bool = False) -> str | None:
         attached: whether the unit follows the number without a space; a single letter is then a variable, but not m.
     """
     text = " ".join(unicodedata.normalize("NFKC", text).split())
-    text = text[:-1] if text.endswith(".") else text
     if attached and re.fullmatch(r"[A-Za-ln-z](?:\^\{?\d\}?)?", text):
         return None
     text = _INVERSE.sub(lambda match: f"/{match[1]}" + f"^{match[2]}" * bool(match[2]), text)
@@ -267,11 +263,16 @@ _NUMBER_START = re.compile(r"(?:(?<=[a-z] )|(?<=[\u4e00-\u9fff]{2})|(?<=[\u4e00-
 _COUNTED = re.compile(r"([\w$€£.,]+ (?!(?:in|at|of|to|per) )[a-z-]+) (?=(?!than\b)[a-z])", re.IGNORECASE)
 _DATE_COMMA = re.compile(r"\b([A-Z][a-z]{2,8} \d{1,2}|of [A-Z][a-z]{2,8}), (?=\d{4}\b)")
 _REMARK = re.compile(
-    r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)(?:[^()]*[a-z]{2}[^()]* [^()]*|[^()=]+=[^()=]+)\)[\s.*]*$"
+    r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)"
+    r"(?:[^()]*[a-z]{2}[^()]* [^()]*|[^()=]+=[^()=]+|(?<=[a-z] \()[\d.]+ ?%)\)[\s.*]*$"
 )
 _COMPUTED = re.compile(rf"\d[\d.,]*(?: (?:{WORDS['computes'].pattern}) \d[\d.,]*)+", re.IGNORECASE)  # 10 divided by 2
 _FACTOR = re.compile(r"(\d) ?\$(\\[^$]*|[a-z])\$")  # 16 $\pi$
 _JOIN_BEHIND = re.compile(rf"(?:{WORDS['joins'].pattern})\s*$", re.IGNORECASE)
+_REASON = re.compile(  # behind a space or a stop; a denial behind a stop
+    rf"(?<=[^\s,;:(。])(?:[\s,;:(。]+(?:{WORDS['reasons'].pattern})|\s*[,;:(。][\s,;:(。]*(?:{WORDS['denies'].pattern}))",
+    re.IGNORECASE | re.MULTILINE,
+)
 _LOCATED = re.compile(r"\s*[a-z]{3,}(?:ed|ing) (?:in|at|on|by|near|as|for|with)\b")  # located in Paris
 _SHARE = re.compile(r"([\d.,]+ ?\\?%) of \D+")
 _RESTATED = re.compile(r"(\w+) \((\w+)\)")
@@ -292,11 +293,8 @@ def cut_openers(text: str) -> str:
 
 def cut_reason(text: str) -> str:
     """Return `text` without the reason behind its answer."""
-    for match in re.finditer(r"[\s,;:(。]+", text):
-        is_contrast = match[0].strip() and WORDS["denies"].match(text, match.end())
-        if match.start() and (is_contrast or WORDS["reasons"].match(text, match.end())):
-            return text[: match.start()]
-    return text
+    found = _REASON.search(text)
+    return text[: found.start()] if found else text
 
 
 _MAX_POLARITY_LENGTH = 40  # of yes or no with the words before it
@@ -356,12 +354,11 @@ def _shorten(clause: str) -> Iterator[str]:
         elif read_quantity(opened.split(" ")[0]) and not _COMPUTED.fullmatch(subject.strip()):
             phrase = ""
     head, *further = re.split(r"(?<![\d\s]): ", phrase)
-    if further and (counted := read_quantity(cut_openers(head))) and counted.unit:  # 5 people: 3 men and 2 women
+    if further and (amount := read_quantity(cut_openers(head))) and amount.unit:  # 5 people: 3 men and 2 women
         phrase = head
     elif further:
         phrase, is_said = further[-1], True
-    place = WORDS["places"].search(phrase)
-    if OR.search(phrase[: place.start()] if place else phrase):
+    if OR.search(phrase):
         return
     phrase = _first_part(phrase)
     matches = list(_EMPHASISED.finditer(clause))

@@ -269,7 +269,7 @@ def _join(parts: Sequence[Scores]) -> Scores:
     """Concatenate the scores of chunks in which the same was wanted."""
     found: dict[str, Any] = {}
     for name, first in vars(parts[0]).items():
-        values = [getattr(part, name) for part in parts]
+        values = [vars(part)[name] for part in parts]
         if isinstance(first, AttentionMass):
             found[name] = join_masses(values)
         elif isinstance(first, Tensor):

@@ -103,11 +103,10 @@ def _replace_images(prompt: Any, images: Sequence[Any]) -> Any:
 
 def _append_text(prompt: Any, text: str) -> Any:
     """Append a text to the last message of a conversation, as a paragraph."""
-    if not text or isinstance(prompt, str):
+    if not text:
         return prompt
     content, paragraph = prompt[-1]["content"], f"\n\n{text}"
-    is_text = isinstance(content, str)
-    content = content + paragraph if is_text else [*content, {"type": "text", "text": paragraph}]
+    content = content + paragraph if isinstance(content, str) else [*content, {"type": "text", "text": paragraph}]
     return [*prompt[:-1], {**prompt[-1], "content": content}]
 
 
