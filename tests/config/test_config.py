@@ -8,6 +8,7 @@ import pytest
 import yaml
 from trl import ModelConfig, TrlParser
 
+from vgr_trl import registries
 from vgr_trl.cli.train import describe_run
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
@@ -79,3 +80,11 @@ def test_the_pages_are_in_step_with_the_options():
     named = {name for cell in here for name in re.findall(r"`--(\w+)", cell)}
     assert len(named) > 30
     assert named <= known
+
+
+def test_every_reward_has_a_row():
+    rows = re.findall(r"^\| `(\w+)` \| `\w+` \|", (DOCS / "rewards.md").read_text(encoding="utf-8"), re.MULTILINE)
+    names = registries.rewards.names()
+    assert set(rows) <= set(names)
+    described = [registries.rewards.load(row) for row in rows]
+    assert [name for name in names if registries.rewards.load(name) not in described] == []

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from support.made_records import record
 
+from vgr_trl import __version__
 from vgr_trl.reporting.records import encode_entry
 
 ROOT = Path(__file__).parents[2]
@@ -82,3 +83,10 @@ def test_links_of_the_metadata_are_absolute_and_lead_to_files(built: Path) -> No
             kind, tag, path = link.partition("#")[0].removeprefix(f"{REPOSITORY}/").split("/", 2)
             assert (kind, tag) == ("raw" if link in images else "tree" if (ROOT / path).is_dir() else "blob", TAG)
             assert (ROOT / path).exists(), link
+
+
+def test_one_version_is_told_everywhere() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # what its schema requires
+    assert "version" not in citation  # it would be a second place
+    assert re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0] == __version__
